@@ -1,0 +1,31 @@
+//! What a collective is, as data.
+//!
+//! This crate is pure: no sockets, no clock, no threads, no unsafe code. It says *what* must
+//! move where; `trigram-engine` moves it.
+//!
+//! # Layout
+//!
+//! * [`dtype`], [`reduce`] — element types, reduction operators and the kernels that apply them.
+//! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
+//! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
+//! * [`planner`] — which topology serves which call.
+//! * [`executor`] — the state machine that walks a schedule; it has no I/O of its own.
+//! * [`sim`] — the same executor for all ranks at once, in virtual time.
+//! * [`signature`] — what ranks compare to find out that they disagree.
+//! * [`wire`] — the header of every message, decoded without trust.
+//! * [`error`] — one error type, its kinds named by who is to blame.
+#![forbid(unsafe_code)]
+
+pub mod dtype;
+pub mod error;
+pub mod executor;
+pub mod planner;
+pub mod reduce;
+pub mod schedule;
+pub mod signature;
+pub mod sim;
+pub mod topology;
+pub mod wire;
+
+pub use dtype::{DType, ReduceOp};
+pub use error::{Error, Result};

@@ -1,0 +1,213 @@
+//! Which schedule serves a call.
+//!
+//! The choice depends only on what all ranks know alike (the signature, the hosts), or on what the
+//! ranks of one host have told each other at the meeting (whether memory is registered), because
+//! ranks that chose differently would wait for each other for ever.
+
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::schedule::{Place, Schedule, even_shares};
+use crate::signature::{Collective, Via};
+use crate::topology::{Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree};
+
+/// Bytes of the slot of each rank: what fits travels without any other memory being touched.
+pub const SLOT_BYTES: usize = 16 << 10;
+
+/// Largest message, in bytes: small enough to stay in a core's cache between arrival and sum.
+pub const PIECE_BYTES: usize = 256 << 10;
+
+/// Up to here latency decides, and a message takes `log p` hops.
+pub const SMALL_BYTES: usize = 32 << 10;
+
+/// A collective call: everything a schedule is a function of.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub struct Call {
+    /// Which collective.
+    pub what: Collective,
+    /// Element type.
+    pub dtype: DType,
+    /// Elements, as the collective counts them.
+    pub len: usize,
+    /// Place of the root.
+    pub root: Place,
+    /// What the caller asked for.
+    pub via: Via,
+    /// Lengths to and from each peer, for an uneven all_to_all.
+    pub splits: Option<(Vec<usize>, Vec<usize>)>,
+}
+
+/// A group as schedules see it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// This rank's place.
+    pub me: Place,
+    /// Ranks in the group.
+    pub world: u32,
+    /// The places of each host, ordered by their first.
+    pub hosts: Vec<Vec<Place>>,
+}
+
+impl Layout {
+    /// Whether all ranks are on one host.
+    pub fn is_one_host(&self) -> bool {
+        self.hosts.len() == 1
+    }
+
+    /// Whether every rank has a host to itself.
+    pub fn is_flat(&self) -> bool {
+        self.hosts.len() == self.world as usize
+    }
+}
+
+/// What a call needs before its schedule can be chosen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// The payload fits the slot: copy, meet, read.
+    OneShot,
+    /// Meet the ranks of this host first; they say whether their memory is registered.
+    Meet,
+    /// Nobody to meet: messages carry the signature.
+    Messages,
+}
+
+/// How a call begins on this group. All ranks of a host agree, as it depends on the call alone.
+pub fn opening(call: &Call, layout: &Layout) -> Opening {
+    let local = layout.hosts.iter().any(|h| h.len() > 1 && h.contains(&layout.me));
+    if !local || layout.world == 1 {
+        return Opening::Messages;
+    }
+    let fits = layout.is_one_host()
+        && call.splits.is_none()
+        && matches!(call.via, Via::Auto | Via::Shared)
+        && slot_len(call, layout) * call.dtype.size() <= SLOT_BYTES;
+    if fits { Opening::OneShot } else { Opening::Meet }
+}
+
+/// The most that any rank would put into its slot.
+fn slot_len(call: &Call, layout: &Layout) -> usize {
+    let blocks = match call.what {
+        Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter => layout.world as usize,
+        _ => 1,
+    };
+    call.len.saturating_mul(blocks)
+}
+
+fn shape(call: &Call, layout: &Layout, piece_bytes: usize) -> Shape {
+    Shape {
+        me: layout.me,
+        world: layout.world,
+        len: call.len,
+        piece: (piece_bytes / call.dtype.size()).max(1),
+    }
+}
+
+/// The schedule of a call whose payload fits the slot.
+pub fn one_shot(call: &Call, layout: &Layout) -> Schedule {
+    shared::one_shot(call.what, call.root, shape(call, layout, SLOT_BYTES))
+}
+
+/// Elements of input that this rank gives to the collective, which its peers may read directly.
+pub fn contribution(call: &Call, layout: &Layout) -> usize {
+    shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES))
+}
+
+/// The schedule of a call. `registered`: all contributions on this host are registered memory.
+///
+/// # Errors
+///
+/// [`Error::Unsupported`] where the caller asked for a way that this call cannot take.
+pub fn schedule(call: &Call, layout: &Layout, registered: bool) -> Result<Schedule> {
+    let s = shape(call, layout, PIECE_BYTES);
+    let bytes = call.len * call.dtype.size();
+    let small = SMALL_BYTES / call.dtype.size();
+    if call.what != Collective::AllReduce && call.via != Via::Auto {
+        return Err(Error::Unsupported(format!(
+            "{} takes no via (got {}); only all_reduce offers a choice",
+            call.what.name(),
+            call.via.name()
+        )));
+    }
+    if call.len == 0 && call.splits.is_none() {
+        return Ok(direct::barrier(s));
+    }
+    if layout.is_one_host() && registered && layout.world > 1 && call.splits.is_none() {
+        match call.via {
+            Via::Auto | Via::Shared => return Ok(shared::direct(call.what, call.root, s)),
+            _ => {}
+        }
+    }
+    let hosts = &layout.hosts;
+    let flat = layout.is_flat() || layout.is_one_host();
+    Ok(match call.what {
+        Collective::AllReduce => match call.via {
+            Via::Auto if !flat && bytes > SMALL_BYTES => hierarchical::all_reduce(s, hosts, registered),
+            // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
+            Via::Auto if bytes <= SMALL_BYTES && !call.dtype.is_half() => recursive_doubling::all_reduce(s),
+            Via::Auto | Via::ScatterGather => {
+                scatter_gather::all_reduce(s, &even_shares(call.len, s.world as usize))
+            }
+            Via::Ring => ring::all_reduce(s),
+            Via::Tree => tree::all_reduce(s),
+            Via::RecursiveDoubling => recursive_doubling::all_reduce(s),
+            Via::Shared if layout.world == 1 => recursive_doubling::all_reduce(s),
+            Via::Shared if !layout.is_one_host() => {
+                return Err(Error::Unsupported(format!(
+                    "via shared works inside one host; this group spans {}",
+                    hosts.len()
+                )));
+            }
+            Via::Shared => {
+                return Err(Error::Unsupported(
+                    "via shared works on registered memory above 16 KiB, on every rank: make the tensor \
+                     with trigram.empty, or leave via out"
+                        .to_string(),
+                ));
+            }
+        },
+        Collective::Reduce => direct::reduce(s, call.root),
+        Collective::Broadcast if !flat => hierarchical::broadcast(s, hosts, call.root, small),
+        Collective::Broadcast => direct::broadcast(s, call.root, small),
+        Collective::AllGather if !flat => hierarchical::all_gather(s, hosts),
+        Collective::AllGather => direct::all_gather(s),
+        Collective::ReduceScatter if !flat => hierarchical::reduce_scatter(s, hosts),
+        Collective::ReduceScatter => direct::reduce_scatter(s),
+        Collective::Gather => direct::gather(s, call.root),
+        Collective::Scatter => direct::scatter(s, call.root),
+        Collective::AllToAll => match &call.splits {
+            Some((send, recv)) => direct::all_to_all(s, send, recv),
+            None => {
+                let even = vec![call.len; s.world as usize];
+                direct::all_to_all(s, &even, &even)
+            }
+        },
+        Collective::Barrier | Collective::SendRecv => direct::barrier(s),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn call(what: Collective, len: usize, via: Via) -> Call {
+        Call { what, dtype: DType::F32, len, root: 0, via, splits: None }
+    }
+
+    #[test]
+    fn openings() {
+        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]] };
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
+        assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &one), Opening::OneShot);
+        assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Meet);
+        assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Meet);
+        assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &flat), Opening::Messages);
+    }
+
+    #[test]
+    fn impossible_ways_say_why() {
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
+        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, false);
+        assert!(e.unwrap_err().to_string().contains("spans 2"));
+        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, false);
+        assert!(e.unwrap_err().to_string().contains("broadcast takes no via"));
+    }
+}

@@ -1,0 +1,181 @@
+//! What ranks compare to find out that they disagree.
+//!
+//! Every collective call is summed up in 24 bytes. They travel in each message's header and lie in
+//! the shared slot of each rank, so a rank that called something else is found before a number is
+//! touched, and the error can name both sides.
+
+use std::fmt;
+
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+use crate::dtype::{DType, ReduceOp};
+
+/// Which collective was called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[allow(missing_docs)] // the names are torch.distributed's
+pub enum Collective {
+    AllReduce = 1,
+    Reduce = 2,
+    Broadcast = 3,
+    Barrier = 4,
+    AllGather = 5,
+    ReduceScatter = 6,
+    Gather = 7,
+    Scatter = 8,
+    AllToAll = 9,
+    SendRecv = 10,
+}
+
+impl Collective {
+    /// The name users type.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Collective::AllReduce => "all_reduce",
+            Collective::Reduce => "reduce",
+            Collective::Broadcast => "broadcast",
+            Collective::Barrier => "barrier",
+            Collective::AllGather => "all_gather",
+            Collective::ReduceScatter => "reduce_scatter",
+            Collective::Gather => "gather",
+            Collective::Scatter => "scatter",
+            Collective::AllToAll => "all_to_all",
+            Collective::SendRecv => "send/recv",
+        }
+    }
+
+    fn from_code(code: u8) -> Option<Self> {
+        use Collective::*;
+        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
+            .into_iter()
+            .find(|c| *c as u8 == code)
+    }
+
+    const fn reduces(self) -> bool {
+        matches!(self, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter)
+    }
+
+    const fn is_rooted(self) -> bool {
+        matches!(self, Collective::Reduce | Collective::Broadcast | Collective::Gather | Collective::Scatter)
+    }
+}
+
+/// How the caller wants it done; part of the signature because all ranks must follow one schedule.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[repr(u8)]
+pub enum Via {
+    /// The planner's choice.
+    #[default]
+    Auto = 0,
+    /// Each other's memory, inside one host.
+    Shared = 1,
+    /// Reduce-scatter and all-gather around a ring.
+    Ring = 2,
+    /// Double binary tree.
+    Tree = 3,
+    /// Recursive doubling.
+    RecursiveDoubling = 4,
+    /// Every rank reduces a share.
+    ScatterGather = 5,
+}
+
+impl Via {
+    /// Every choice, in the order of the codes.
+    pub const ALL: [Via; 6] =
+        [Via::Auto, Via::Shared, Via::Ring, Via::Tree, Via::RecursiveDoubling, Via::ScatterGather];
+
+    /// The name users type.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Via::Auto => "auto",
+            Via::Shared => "shared",
+            Via::Ring => "ring",
+            Via::Tree => "tree",
+            Via::RecursiveDoubling => "recursive_doubling",
+            Via::ScatterGather => "scatter_gather",
+        }
+    }
+
+    /// The choice of a name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|v| v.name() == name)
+    }
+}
+
+/// The sum of one call: two ranks may work together if and only if theirs are equal.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, FromBytes, IntoBytes, Immutable, KnownLayout)]
+#[repr(C)]
+pub struct Signature {
+    /// Elements per rank, as the collective counts them.
+    pub count: u64,
+    /// Hash of what else must agree, 0 if nothing.
+    pub extra: u64,
+    /// Root's place in the group, for rooted collectives.
+    pub root: u32,
+    collective: u8,
+    dtype: u8,
+    op: u8,
+    via: u8,
+}
+
+impl Signature {
+    /// The signature of a call.
+    pub fn new(collective: Collective, dtype: DType, op: ReduceOp, via: Via, root: u32, count: u64) -> Self {
+        Self {
+            count,
+            extra: 0,
+            root,
+            collective: collective as u8,
+            dtype: dtype as u8,
+            op: op as u8,
+            via: via as u8,
+        }
+    }
+
+    /// The collective called; `None` if the bytes came from a corrupt peer.
+    pub fn collective(&self) -> Option<Collective> {
+        Collective::from_code(self.collective)
+    }
+}
+
+/// As a user would write the call: `all_reduce(sum, float32, 1000 elements)`.
+impl fmt::Display for Signature {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Some(collective) = self.collective() else {
+            return write!(f, "an unknown operation ({})", self.collective);
+        };
+        write!(f, "{}(", collective.name())?;
+        if collective.reduces() {
+            let op = ReduceOp::from_code(self.op).map_or("unknown op", ReduceOp::name);
+            write!(f, "{op}, ")?;
+        }
+        let dtype = DType::from_code(self.dtype).map_or("unknown dtype", DType::name);
+        write!(f, "{dtype}, {} elements", self.count)?;
+        if collective.is_rooted() {
+            write!(f, ", root {}", self.root)?;
+        }
+        if let Some(via) = Via::ALL.get(self.via as usize).filter(|v| **v != Via::Auto) {
+            write!(f, ", via {}", via.name())?;
+        }
+        write!(f, ")")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reads_as_the_call_was_written() {
+        let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Ring, 0, 1000);
+        assert_eq!(s.to_string(), "all_reduce(sum, float32, 1000 elements, via ring)");
+        let s = Signature::new(Collective::Broadcast, DType::I64, ReduceOp::Sum, Via::Auto, 2, 7);
+        assert_eq!(s.to_string(), "broadcast(int64, 7 elements, root 2)");
+    }
+
+    #[test]
+    fn survives_arbitrary_bytes() {
+        let s = Signature::read_from_bytes(&[0xff; size_of::<Signature>()]).unwrap();
+        assert!(s.to_string().contains("unknown"));
+    }
+}

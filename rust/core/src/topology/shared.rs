@@ -1,0 +1,107 @@
+//! Collectives inside one host, on each other's memory.
+//!
+//! The first barrier of every shared schedule is the *meeting*: nobody passes it before everyone
+//! has entered the call, and there the engine compares signatures. After it a rank may read
+//! (`Pull`) and write (`Push`) its peers' memory as the schedule says; a closing barrier holds
+//! everybody until the last has finished.
+//!
+//! Payloads that fit a slot need no closing barrier: they are copied into the slot before the
+//! meeting and read from it after, and a slot is not used again before all are done with it.
+
+use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_span};
+use crate::signature::Collective;
+use crate::topology::Shape;
+
+/// The sources of one piece of a rank's output: folded in this order.
+struct Pull {
+    out: Span,
+    from: Vec<(Place, usize)>,
+}
+
+/// What rank `me` needs from whom.
+fn pulls(what: Collective, root: Place, shape: Shape) -> Vec<Pull> {
+    let Shape { me, world, len, .. } = shape;
+    let block = |p: u32| Span::new(Buf::Out, p as usize * len, len);
+    let whole = Span::new(Buf::Out, 0, len);
+    let all = |at: usize| (0..world).map(|p| (p, at)).collect::<Vec<_>>();
+    let mine = me as usize * len;
+    match what {
+        Collective::AllReduce => vec![Pull { out: whole, from: all(0) }],
+        Collective::Reduce if me == root => vec![Pull { out: whole, from: all(0) }],
+        Collective::ReduceScatter => vec![Pull { out: whole, from: all(mine) }],
+        Collective::Broadcast if me != root => vec![Pull { out: whole, from: vec![(root, 0)] }],
+        Collective::Scatter => vec![Pull { out: whole, from: vec![(root, mine)] }],
+        Collective::AllGather => (0..world).map(|p| Pull { out: block(p), from: vec![(p, 0)] }).collect(),
+        Collective::Gather if me == root => {
+            (0..world).map(|p| Pull { out: block(p), from: vec![(p, 0)] }).collect()
+        }
+        Collective::AllToAll => (0..world).map(|p| Pull { out: block(p), from: vec![(p, mine)] }).collect(),
+        _ => vec![],
+    }
+}
+
+/// Elements of input that a rank gives to a collective; 0 if nobody reads from it.
+pub fn contribution(what: Collective, root: Place, shape: Shape) -> usize {
+    let Shape { me, world, len, .. } = shape;
+    match what {
+        Collective::ReduceScatter | Collective::AllToAll => len * world as usize,
+        Collective::Scatter if me == root => len * world as usize,
+        Collective::Broadcast if me == root => len,
+        Collective::AllReduce | Collective::Reduce | Collective::AllGather | Collective::Gather => len,
+        _ => 0,
+    }
+}
+
+const fn in_place(what: Collective) -> bool {
+    matches!(what, Collective::AllReduce | Collective::Broadcast | Collective::Barrier)
+}
+
+/// A payload that fits the slot: copy it there, meet, read everybody's.
+pub fn one_shot(what: Collective, root: Place, shape: Shape) -> Schedule {
+    let mut b = Builder::new(shape.me, in_place(what));
+    let given = contribution(what, root, shape);
+    b.copy(Span::new(Buf::In, 0, given), Span::new(Buf::Slot, 0, given));
+    b.barrier();
+    pull_from(&mut b, Buf::Slot, pulls(what, root, shape), usize::MAX);
+    b.finish()
+}
+
+/// Registered memory: meet, read straight from the peers' input, and part.
+pub fn direct(what: Collective, root: Place, shape: Shape) -> Schedule {
+    if what == Collective::AllReduce {
+        return all_reduce(shape);
+    }
+    let mut b = Builder::new(shape.me, in_place(what));
+    b.barrier();
+    pull_from(&mut b, Buf::In, pulls(what, root, shape), shape.piece);
+    b.barrier();
+    b.finish()
+}
+
+fn pull_from(b: &mut Builder, source: Buf, pulls: Vec<Pull>, piece: usize) {
+    for pull in pulls {
+        for out in pull.out.pieces(piece) {
+            let at = out.start - pull.out.start;
+            let from: Vec<Loc> = (pull.from.iter())
+                .map(|&(place, start)| Loc { place, span: Span::new(source, start + at, out.len) })
+                .collect();
+            let to = Loc { place: b.me(), span: out };
+            b.reduce(&from, &[to], true);
+        }
+    }
+}
+
+/// Rank r sums slice r of all buffers and writes the sum back into all: `2 n` bytes move per rank,
+/// and nothing is copied or queued. This is the floor of a collective inside a host.
+pub fn all_reduce(shape: Shape) -> Schedule {
+    let Shape { me, world, len, piece } = shape;
+    let mut b = Builder::new(me, true);
+    let shares = even_shares(len, world as usize);
+    b.barrier();
+    for span in share_span(Buf::Out, 0, &shares, me as usize).pieces(piece) {
+        let everywhere: Vec<Loc> = (0..world).map(|place| Loc { place, span }).collect();
+        b.reduce(&everywhere, &everywhere, true);
+    }
+    b.barrier();
+    b.finish()
+}

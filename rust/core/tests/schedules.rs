@@ -1,0 +1,371 @@
+//! Every topology, worlds 1 to 17, odd lengths, in the simulator: each Send meets its Recv, nobody
+//! waits for ever, the result is right and bit-identical on all ranks, the bytes are the formula's.
+#![allow(clippy::unwrap_used, clippy::panic)]
+
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use trigram_core::planner::{self, Call, Layout, Opening};
+use trigram_core::schedule::{Place, Schedule, even_shares};
+use trigram_core::signature::{Collective, Via};
+use trigram_core::sim::{self, Net, Rank, Report};
+use trigram_core::topology::{
+    Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
+};
+use trigram_core::{DType, ReduceOp};
+
+const LENGTHS: [usize; 8] = [0, 1, 2, 3, 16, 17, 64, 257];
+
+/// Values whose float sums depend on the order of addition.
+fn value(rank: usize, i: usize) -> f32 {
+    ((rank * 7919 + i * 104_729) % 1_000_003) as f32 * 1.000_1e-3 - 300.0
+}
+
+fn input(rank: usize, n: usize) -> Vec<f32> {
+    (0..n).map(|i| value(rank, i)).collect()
+}
+
+fn bytes(v: &[f32]) -> Vec<u8> {
+    bytemuck::cast_slice(v).to_vec()
+}
+
+fn floats(b: &[u8]) -> Vec<f32> {
+    b.chunks_exact(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect()
+}
+
+fn close(a: &[f32], b: &[f32]) -> bool {
+    a.len() == b.len() && a.iter().zip(b).all(|(x, y)| (x - y).abs() <= 1e-4 * (1.0 + y.abs()))
+}
+
+/// Two schedules agree if, for every ordered pair, the k-th send has the k-th receive's length.
+fn assert_matched(schedules: &[Schedule]) {
+    for (a, from) in schedules.iter().enumerate() {
+        for (b, to) in schedules.iter().enumerate() {
+            let (me, peer) = (a as Place, b as Place);
+            assert_eq!(from.sent_to(peer), to.received_from(me), "{a} to {b}");
+        }
+    }
+}
+
+fn simulate(
+    schedules: Vec<Schedule>,
+    input: impl Fn(usize) -> Vec<f32>,
+    out: Option<usize>,
+    hosts: &[Vec<Place>],
+    op: ReduceOp,
+    seed: u64,
+) -> Report {
+    assert_matched(&schedules);
+    let mut net = Net::uniform(schedules.len(), 1e-5, 1e8);
+    net.jitter = if seed == 0 { 0.0 } else { 1e-3 };
+    let ranks = schedules
+        .into_iter()
+        .enumerate()
+        .map(|(r, schedule)| Rank {
+            schedule: Arc::new(schedule),
+            input: bytes(&input(r)),
+            output: out.map(|n| vec![0xee; n * 4]),
+        })
+        .collect();
+    sim::run(ranks, hosts, DType::F32, op, &net, seed).unwrap()
+}
+
+fn one_host(world: u32) -> Vec<Vec<Place>> {
+    vec![(0..world).collect()]
+}
+
+fn all_reduces(world: u32, len: usize, piece: usize) -> Vec<(&'static str, Vec<Schedule>)> {
+    let shape = |me| Shape { me, world, len, piece };
+    let all = |f: &dyn Fn(Shape) -> Schedule| (0..world).map(|me| f(shape(me))).collect::<Vec<_>>();
+    // Shares that leave one rank nothing and give another most.
+    let mut shares = even_shares(len - len / 2, world as usize);
+    shares[0] += len / 2;
+    if world > 2 {
+        shares[0] += std::mem::take(&mut shares[1]);
+    }
+    vec![
+        ("ring", all(&ring::all_reduce)),
+        ("tree", all(&tree::all_reduce)),
+        ("recursive_doubling", all(&recursive_doubling::all_reduce)),
+        ("scatter_gather", all(&|s| scatter_gather::all_reduce(s, &even_shares(len, world as usize)))),
+        ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares))),
+        ("shared", all(&shared::all_reduce)),
+        ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s))),
+    ]
+}
+
+fn check_all_reduce(world: u32, len: usize, piece: usize, seed: u64) {
+    let n = world as usize;
+    let sum: Vec<f32> = (0..len).map(|i| (1..n).fold(value(0, i), |a, r| a + value(r, i))).collect();
+    for op in [ReduceOp::Sum, ReduceOp::Avg] {
+        let scale = if op == ReduceOp::Avg { n as f32 } else { 1.0 };
+        let want: Vec<f32> = sum.iter().map(|x| x / scale).collect();
+        for (name, schedules) in all_reduces(world, len, piece) {
+            let label = format!("{name} world {world} len {len} piece {piece} {op:?}");
+            let report = simulate(schedules, |r| input(r, len), None, &one_host(world), op, seed);
+            for (r, out) in report.output.iter().enumerate() {
+                assert_eq!(out, &report.output[0], "{label}: rank {r} holds other bits");
+            }
+            let got = floats(&report.output[0]);
+            assert!(close(&got, &want), "{label}: {got:?} is not {want:?}");
+            if name.contains("scatter_gather") || name.contains("sh") {
+                assert_eq!(got, want, "{label}: sums go in rank order");
+            }
+        }
+    }
+}
+
+#[test]
+fn all_reduce_is_right_for_every_world_and_odd_lengths() {
+    for world in 1..=17 {
+        for len in LENGTHS {
+            for piece in [1, 5, 1000] {
+                if len > 64 && piece == 1 {
+                    continue;
+                }
+                check_all_reduce(world, len, piece, 0);
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_are_the_formula() {
+    for world in 2..=17u64 {
+        let len = 16 * 9 * 5 * 7 * 11 * 13 * 17; // divides by every world
+        for (name, schedules) in all_reduces(world as u32, len, 1 << 30) {
+            let n = len as u64 * 4;
+            let report = |s: Vec<Schedule>| {
+                let sent: Vec<u64> =
+                    s.iter().map(|s| s.traffic().iter().map(|t| t.sent as u64 * 4).sum()).collect();
+                (*sent.iter().max().unwrap(), sent.iter().sum::<u64>())
+            };
+            let (most, total) = report(schedules);
+            match name {
+                "ring" | "scatter_gather" => {
+                    assert_eq!(most, 2 * (world - 1) * n / world, "{name} {world}");
+                    assert_eq!(total, 2 * (world - 1) * n, "{name} {world}");
+                }
+                // Each tree edge carries half of the message up and down.
+                "tree" => {
+                    assert_eq!(total, 2 * (world - 1) * n, "{name} {world}");
+                    assert!(most <= 2 * n, "{name} {world}");
+                }
+                "recursive_doubling" => {
+                    let core = 1 << world.ilog2();
+                    let surplus = world - core;
+                    assert_eq!(total, (core * u64::from(core.ilog2()) + 2 * surplus) * n);
+                }
+                "shared" | "one shot" => assert_eq!(total, 0),
+                _ => assert_eq!(total, 2 * (world - 1) * n, "{name} {world}"),
+            }
+        }
+    }
+}
+
+/// What each collective must leave on rank `me`; `None` where the output is not defined.
+fn expect(what: Collective, root: usize, me: usize, n: usize, len: usize) -> Option<Vec<f32>> {
+    let column = |at: usize| -> Vec<f32> {
+        (0..len).map(|i| (1..n).fold(value(0, at + i), |a, r| a + value(r, at + i))).collect()
+    };
+    let block = |r: usize, at: usize| (0..len).map(|i| value(r, at + i)).collect::<Vec<_>>();
+    match what {
+        Collective::Reduce => (me == root).then(|| column(0)),
+        Collective::Broadcast => Some(block(root, 0)),
+        Collective::AllGather => Some((0..n).flat_map(|r| block(r, 0)).collect()),
+        Collective::ReduceScatter => Some(column(me * len)),
+        Collective::Gather => (me == root).then(|| (0..n).flat_map(|r| block(r, 0)).collect()),
+        Collective::Scatter => Some(block(root, me * len)),
+        Collective::AllToAll => Some((0..n).flat_map(|r| block(r, me * len)).collect()),
+        Collective::AllReduce => Some(column(0)),
+        _ => None,
+    }
+}
+
+const OTHERS: [Collective; 8] = [
+    Collective::Reduce,
+    Collective::Broadcast,
+    Collective::AllGather,
+    Collective::ReduceScatter,
+    Collective::Gather,
+    Collective::Scatter,
+    Collective::AllToAll,
+    Collective::Barrier,
+];
+
+fn check(
+    what: Collective,
+    schedules: Vec<Schedule>,
+    root: usize,
+    len: usize,
+    hosts: &[Vec<Place>],
+    seed: u64,
+) {
+    let n = schedules.len();
+    let out = match what {
+        Collective::AllReduce | Collective::Broadcast | Collective::Barrier => None,
+        Collective::AllGather | Collective::Gather | Collective::AllToAll => Some(n * len),
+        _ => Some(len),
+    };
+    let report = simulate(schedules, |r| input(r, n * len), out, hosts, ReduceOp::Sum, seed);
+    for me in 0..n {
+        if let Some(want) = expect(what, root, me, n, len) {
+            let got = floats(&report.output[me]);
+            let got = &got[..want.len()];
+            assert!(close(got, &want), "{what:?} world {n} len {len} rank {me}: {got:?} {want:?}");
+        }
+    }
+    if what == Collective::AllReduce {
+        assert!(report.output.iter().all(|o| o[..len * 4] == report.output[0][..len * 4]), "bits differ");
+    }
+}
+
+fn direct_schedule(what: Collective, s: Shape, root: u32) -> Schedule {
+    let even = vec![s.len; s.world as usize];
+    match what {
+        Collective::Reduce => direct::reduce(s, root),
+        Collective::Broadcast => direct::broadcast(s, root, 16),
+        Collective::AllGather => direct::all_gather(s),
+        Collective::ReduceScatter => direct::reduce_scatter(s),
+        Collective::Gather => direct::gather(s, root),
+        Collective::Scatter => direct::scatter(s, root),
+        Collective::AllToAll => direct::all_to_all(s, &even, &even),
+        _ => direct::barrier(s),
+    }
+}
+
+#[test]
+fn other_collectives_are_right_by_messages_and_by_shared_memory() {
+    for world in 1..=9u32 {
+        for len in [0, 1, 5, 40] {
+            for what in OTHERS {
+                for root in [0, world - 1] {
+                    let of = |f: &dyn Fn(Shape) -> Schedule| -> Vec<Schedule> {
+                        (0..world).map(|me| f(Shape { me, world, len, piece: 7 })).collect()
+                    };
+                    let go = |s| check(what, s, root as usize, len, &one_host(world), u64::from(root));
+                    go(of(&|s| direct_schedule(what, s, root)));
+                    go(of(&|s| shared::one_shot(what, root, s)));
+                    go(of(&|s| shared::direct(what, root, s)));
+                }
+            }
+        }
+    }
+}
+
+/// Hosts of given sizes; ranks are dealt round-robin when `dealt`, in blocks otherwise.
+fn hosts_of(sizes: &[usize], dealt: bool) -> Vec<Vec<Place>> {
+    let mut hosts: Vec<Vec<Place>> = vec![vec![]; sizes.len()];
+    let mut next = 0;
+    while hosts.iter().zip(sizes).any(|(h, s)| h.len() < *s) {
+        for (h, s) in hosts.iter_mut().zip(sizes) {
+            let take = if dealt { 1.min(s - h.len()) } else { s - h.len() };
+            for _ in 0..take {
+                h.push(next);
+                next += 1;
+            }
+        }
+    }
+    hosts
+}
+
+#[test]
+fn hierarchies_are_right_and_cross_between_hosts_once() {
+    for sizes in [&[2, 2][..], &[1, 3], &[3, 2, 2], &[4, 1, 2], &[2, 2, 2, 2]] {
+        for dealt in [false, true] {
+            let hosts = hosts_of(sizes, dealt);
+            let world: usize = sizes.iter().sum();
+            for len in [1, 3, 50, 240] {
+                let of = |f: &dyn Fn(Shape) -> Schedule| -> Vec<Schedule> {
+                    (0..world as u32).map(|me| f(Shape { me, world: world as u32, len, piece: 16 })).collect()
+                };
+                for direct in [false, true] {
+                    let s = of(&|s| hierarchical::all_reduce(s, &hosts, direct));
+                    let crossing: usize = crossing(&s, &hosts);
+                    assert_eq!(crossing, 2 * (hosts.len() - 1) * len, "{sizes:?} {len}");
+                    check(Collective::AllReduce, s, 0, len, &hosts, 1);
+                }
+                for root in 0..world as u32 {
+                    let s = of(&|s| hierarchical::broadcast(s, &hosts, root, 20));
+                    assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * len);
+                    check(Collective::Broadcast, s, root as usize, len, &hosts, 1);
+                }
+                let s = of(&|s| hierarchical::all_gather(s, &hosts));
+                assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * world * len);
+                check(Collective::AllGather, s, 0, len, &hosts, 1);
+                let s = of(&|s| hierarchical::reduce_scatter(s, &hosts));
+                assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * world * len);
+                check(Collective::ReduceScatter, s, 0, len, &hosts, 1);
+            }
+        }
+    }
+}
+
+/// Elements sent from one host to another.
+fn crossing(schedules: &[Schedule], hosts: &[Vec<Place>]) -> usize {
+    let host = |p: Place| hosts.iter().position(|h| h.contains(&p));
+    let of = |(me, s): (u32, &Schedule)| -> usize {
+        s.traffic().iter().filter(|t| host(t.peer) != host(me)).map(|t| t.sent).sum()
+    };
+    (0..).zip(schedules).map(of).sum()
+}
+
+#[test]
+fn a_schedule_for_ten_thousand_ranks_is_small() {
+    for f in [ring::all_reduce, tree::all_reduce, recursive_doubling::all_reduce] {
+        let s = f(Shape { me: 4321, world: 10_000, len: 6_553_600, piece: 65_536 });
+        assert!(s.steps.len() < 60_000, "{}", s.steps.len());
+    }
+}
+
+#[test]
+fn a_lost_message_is_a_named_deadlock() {
+    let shape = |me| Shape { me, world: 3, len: 5, piece: 5 };
+    let wrong = vec![ring::all_reduce(shape(0)), ring::all_reduce(shape(1)), tree::all_reduce(shape(2))];
+    let ranks = (wrong.into_iter())
+        .map(|s| Rank { schedule: Arc::new(s), input: vec![0; 20], output: None })
+        .collect();
+    let net = Net::uniform(3, 1e-5, 1e8);
+    let e = sim::run(ranks, &one_host(3), DType::F32, ReduceOp::Sum, &net, 0);
+    assert!(e.is_err());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(300))]
+
+    /// Whatever the planner chooses, all ranks choose alike and arrive, in any order of arrival.
+    #[test]
+    fn whatever_the_planner_chooses_works(
+        world in 1u32..=17,
+        len in 0usize..600,
+        what in proptest::sample::select([&OTHERS[..], &[Collective::AllReduce]].concat()),
+        via in proptest::sample::select(Via::ALL.to_vec()),
+        hosts in 1usize..4,
+        dealt in any::<bool>(),
+        registered in any::<bool>(),
+        seed in 1u64..1_000_000,
+    ) {
+        let hosts = (hosts as u32).min(world) as usize;
+        let hosts = hosts_of(&even_shares(world as usize, hosts), dealt);
+        let root = seed as u32 % world;
+        let via = if what == Collective::AllReduce { via } else { Via::Auto };
+        let call = Call { what, dtype: DType::F32, len, root, via, splits: None };
+        let layout = |me| Layout { me, world, hosts: hosts.clone() };
+        let schedules: Result<Vec<Schedule>, _> = (0..world).map(|me| {
+            let layout = layout(me);
+            match planner::opening(&call, &layout) {
+                Opening::OneShot => Ok(planner::one_shot(&call, &layout)),
+                opening => planner::schedule(&call, &layout, registered && opening == Opening::Meet),
+            }
+        }).collect();
+        if let Ok(schedules) = schedules {
+            check(what, schedules, root as usize, len, &hosts, seed);
+        }
+    }
+
+    /// Adversarial timing: random delays shuffle every arrival.
+    #[test]
+    fn arrival_order_changes_nothing(world in 2u32..=9, len in 0usize..90, piece in 1usize..20, seed in 1u64..1_000_000) {
+        check_all_reduce(world, len, piece, seed);
+    }
+}

@@ -72,6 +72,11 @@ impl CallId {
         Self(Self::P2P | (u64::from(tag) & 0x7fff_ffff) << 32 | n & 0xffff_ffff)
     }
 
+    /// The user's tag and the ordinal of a message.
+    pub fn as_message(self) -> Option<(u32, u64)> {
+        self.is_message().then_some(((self.0 >> 32) as u32 & 0x7fff_ffff, self.0 & 0xffff_ffff))
+    }
+
     /// Whether this is a message and not a collective.
     pub fn is_message(self) -> bool {
         self.0 & Self::P2P != 0

@@ -1,1 +1,31 @@
-//! engine
+//! Runs `trigram-core`'s schedules on real memory and real sockets.
+//!
+//! # Layout
+//!
+//! * [`group`] — what callers use: a group of ranks and its calls.
+//! * [`engine`] — who drives the work, and how it sleeps.
+//! * [`hub`] — matches what arrives with who waits for it; failures.
+//! * [`job`] — one call under way: memory and steps.
+//! * [`link`] — frames over a byte stream.
+//! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
+//! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
+//! * [`memory`] — memfd segments and registered memory.
+//! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
+//! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
+//!
+//! Unsafe code is in `memory`, `host`, `link`, `job`, `hub` (one copy) and `fork`.
+
+pub mod engine;
+pub mod fork;
+pub mod group;
+pub mod host;
+pub mod hub;
+pub mod job;
+pub mod link;
+pub mod members;
+pub mod memory;
+pub mod rendezvous;
+pub mod ticket;
+pub mod transport;
+pub mod unix;
+pub mod world;

@@ -1,1 +1,303 @@
-//! py
+//! `trigram._core`: conversions and error mapping, nothing else.
+//!
+//! Tensors arrive as addresses and lengths; `trigram/collectives.py` has checked what they are and
+//! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
+//! Ctrl-C (PY-3).
+
+mod errors;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use errors::Raise;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict};
+use trigram_core::planner::Call;
+use trigram_core::signature::{Collective, Via};
+use trigram_core::{DType, Error, ReduceOp};
+use trigram_engine::job::{Message, Request, Tensors};
+use trigram_engine::ticket::Ticket;
+use trigram_engine::{engine, group, memory, rendezvous};
+
+/// Waits without the interpreter lock. Ctrl-C ends the wait with its own exception.
+fn wait<T: Send>(
+    py: Python<'_>,
+    f: impl Send + FnOnce(engine::Glance<'_>) -> trigram_core::Result<T>,
+) -> PyResult<T> {
+    let mut signal: Option<PyErr> = None;
+    let outcome = py.detach(|| {
+        f(&mut || match Python::attach(|py| py.check_signals()) {
+            Ok(()) => Ok(()),
+            Err(e) => {
+                signal = Some(e);
+                Err(Error::Aborted("interrupted".into()))
+            }
+        })
+    });
+    match signal {
+        Some(signal) => Err(signal),
+        None => outcome.raise(py),
+    }
+}
+
+fn seconds(s: Option<f64>) -> Option<Duration> {
+    s.and_then(|s| Duration::try_from_secs_f64(s).ok())
+}
+
+/// A rank that has not met the others.
+#[pyclass(module = "trigram._core")]
+struct Rendezvous(Option<rendezvous::Rendezvous>);
+
+#[pymethods]
+impl Rendezvous {
+    #[new]
+    fn new(
+        py: Python<'_>,
+        rank: u32,
+        size: usize,
+        iface: Option<&str>,
+        toward: Option<&str>,
+        transport: &str,
+    ) -> PyResult<Self> {
+        let transport = match transport {
+            "auto" => Ok(rendezvous::Transport::Auto),
+            "shm" => Ok(rendezvous::Transport::Shm),
+            "tcp" => Ok(rendezvous::Transport::Tcp),
+            other => Err(Error::Config(format!("TRIGRAM_TRANSPORT={other:?}: it is auto, shm or tcp"))),
+        };
+        let transport = transport.raise(py)?;
+        let open = || rendezvous::Rendezvous::open(rank, size, iface, toward, transport);
+        Ok(Self(Some(py.detach(open).raise(py)?)))
+    }
+
+    fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let card = self.0.as_ref().ok_or_else(used).raise(py)?.card().raise(py)?;
+        Ok(PyBytes::new(py, &card))
+    }
+
+    fn meet(&mut self, py: Python<'_>, cards: Vec<Vec<u8>>) -> PyResult<bool> {
+        let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
+        wait(py, |glance| inner.meet(&cards, glance))
+    }
+
+    fn connect(&mut self, py: Python<'_>, verdicts: Vec<bool>, timeout: f64) -> PyResult<Engine> {
+        let inner = self.0.take().ok_or_else(used).raise(py)?;
+        let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
+        let engine = wait(py, |glance| inner.connect(&verdicts, limit, glance))?;
+        Ok(Engine(Arc::new(engine)))
+    }
+}
+
+fn used() -> Error {
+    Error::misuse("this rendezvous has been used")
+}
+
+/// Connections to all ranks, and the thread that drives them.
+#[pyclass(module = "trigram._core", frozen)]
+struct Engine(Arc<engine::Engine>);
+
+#[pymethods]
+impl Engine {
+    /// The number of each rank's host.
+    #[getter]
+    fn hosts(&self) -> Vec<usize> {
+        self.0.world().host_of.clone()
+    }
+
+    fn group(&self, py: Python<'_>, name: String, ranks: Vec<u32>, ordinal: u64) -> PyResult<Group> {
+        Ok(Group(group::Group::new(&self.0, name, ranks, ordinal).raise(py)?))
+    }
+
+    /// Registered memory of at least `nbytes` bytes.
+    fn allocate(&self, py: Python<'_>, nbytes: usize) -> PyResult<Block> {
+        Ok(Block(self.0.world().allocate(nbytes).raise(py)?))
+    }
+
+    fn shutdown(&self, py: Python<'_>) {
+        py.detach(|| self.0.shutdown());
+    }
+
+    fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let counters = self.0.counters();
+        let dict = PyDict::new(py);
+        dict.set_item("calls", counters.calls.load(Ordering::Relaxed))?;
+        dict.set_item("direct_bytes", counters.direct_bytes.load(Ordering::Relaxed))?;
+        let sent: Vec<u64> = counters.sent.iter().map(|n| n.load(Ordering::Relaxed)).collect();
+        dict.set_item("sent_bytes", sent)?;
+        Ok(dict)
+    }
+}
+
+/// Registered memory, given back when collected.
+#[pyclass(module = "trigram._core", frozen)]
+struct Block(memory::Block);
+
+#[pymethods]
+impl Block {
+    #[getter]
+    fn address(&self) -> usize {
+        self.0.as_ptr() as usize
+    }
+
+    #[getter]
+    fn nbytes(&self) -> usize {
+        self.0.len()
+    }
+}
+
+/// A group of ranks.
+#[pyclass(module = "trigram._core", frozen)]
+struct Group(group::Group);
+
+/// What was asked, in the order in which `trigram/collectives.py` passes it.
+type Asked = (u8, u8, usize, u8, u8, u32);
+/// Addresses and bytes of input and output.
+type Memory = (usize, usize, usize, usize);
+/// Lengths to and from each peer.
+type Splits = Option<(Vec<usize>, Vec<usize>)>;
+
+fn request((what, dtype, len, op, via, root): Asked, memory: Memory, splits: Splits) -> trigram_core::Result<Request> {
+    let what = match what {
+        1 => Collective::AllReduce,
+        2 => Collective::Reduce,
+        3 => Collective::Broadcast,
+        4 => Collective::Barrier,
+        5 => Collective::AllGather,
+        6 => Collective::ReduceScatter,
+        7 => Collective::Gather,
+        8 => Collective::Scatter,
+        9 => Collective::AllToAll,
+        10 => Collective::SendRecv,
+        other => return Err(Error::misuse(format!("{other} is not the code of a collective"))),
+    };
+    let via = Via::ALL.get(via as usize).copied().unwrap_or_default();
+    Ok(Request {
+        call: Call { what, dtype: DType::from_code(dtype)?, len, root, via, splits },
+        op: ReduceOp::from_code(op)?,
+        tensors: Tensors {
+            input: memory.0 as *const u8,
+            input_len: memory.1,
+            output: memory.2 as *mut u8,
+            output_len: memory.3,
+        },
+        message: None,
+    })
+}
+
+#[pymethods]
+impl Group {
+    /// World ranks, by place.
+    #[getter]
+    fn ranks(&self) -> Vec<u32> {
+        self.0.members().ranks.clone()
+    }
+
+    /// This rank's place.
+    #[getter]
+    fn rank(&self) -> u32 {
+        self.0.members().me
+    }
+
+    /// Places by host.
+    #[getter]
+    fn hosts(&self) -> Vec<Vec<u32>> {
+        self.0.members().layout.hosts.clone()
+    }
+
+    /// A collective, in this thread.
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    fn run(&self, py: Python<'_>, asked: Asked, memory: Memory, timeout: Option<f64>, splits: Splits) -> PyResult<()> {
+        let request = request(asked, memory, splits).raise(py)?;
+        let limit = seconds(timeout);
+        // SAFETY: `trigram/collectives.py` holds the tensors, whose storage it has measured, until
+        // this returns.
+        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })
+    }
+
+    /// A collective in the background.
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    fn start(&self, py: Python<'_>, asked: Asked, memory: Memory, timeout: Option<f64>, splits: Splits) -> PyResult<Work> {
+        let request = request(asked, memory, splits).raise(py)?;
+        let limit = seconds(timeout);
+        // SAFETY: `trigram/collectives.py` holds the tensors until the work is done.
+        let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
+        Ok(Work(ticket.raise(py)?))
+    }
+
+    /// A message to or from `peer`, in this thread or in the background.
+    #[allow(clippy::too_many_arguments)] // one call from one place
+    fn message(
+        &self,
+        py: Python<'_>,
+        sends: bool,
+        peer: u32,
+        tag: u32,
+        dtype: u8,
+        len: usize,
+        address: usize,
+        background: bool,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Work>> {
+        let dtype = DType::from_code(dtype).raise(py)?;
+        let memory = group::in_place(address as *mut u8, len * dtype.size());
+        let request = Request {
+            call: group::call(Collective::SendRecv, dtype, len),
+            op: ReduceOp::Sum,
+            tensors: memory,
+            message: Some(Message { peer, tag, sends }),
+        };
+        let limit = seconds(timeout);
+        if background {
+            // SAFETY: as in `start`.
+            let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
+            return Ok(Some(Work(ticket.raise(py)?)));
+        }
+        // SAFETY: as in `run`.
+        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })?;
+        Ok(None)
+    }
+
+    /// Gives up the collectives before the `through`-th, on all ranks.
+    fn abort(&self, py: Python<'_>, through: u64, why: &str) -> PyResult<()> {
+        py.detach(|| self.0.abort(through, why)).raise(py)
+    }
+}
+
+/// A call under way.
+#[pyclass(module = "trigram._core", frozen)]
+struct Work(Arc<Ticket>);
+
+#[pymethods]
+impl Work {
+    fn is_completed(&self) -> bool {
+        self.0.is_done()
+    }
+
+    /// Waits for the end; false if `timeout` seconds came first.
+    #[pyo3(signature = (timeout=None))]
+    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
+        match wait(py, |glance| self.0.wait(deadline, glance))? {
+            Some(outcome) => outcome.raise(py).map(|()| true),
+            None => Ok(false),
+        }
+    }
+}
+
+/// Names and addresses of this machine's network interfaces.
+#[pyfunction]
+fn interfaces() -> Vec<(String, String)> {
+    rendezvous::interfaces()
+}
+
+#[pymodule]
+fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_class::<Rendezvous>()?;
+    m.add_class::<Engine>()?;
+    m.add_class::<Group>()?;
+    m.add_class::<Block>()?;
+    m.add_class::<Work>()?;
+    m.add_function(wrap_pyfunction!(interfaces, m)?)
+}

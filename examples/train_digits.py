@@ -1,0 +1,62 @@
+"""Handwritten digits on several ranks.
+
+torchrun --nproc-per-node 2 examples/train_digits.py          with trigram
+torchrun --nproc-per-node 2 examples/train_digits.py --ddp    with DistributedDataParallel, on gloo
+python examples/train_digits.py                               alone
+
+Another algorithm without touching the script: TRIGRAM_ALGORITHM=bytegrad torchrun ...
+"""
+
+import argparse
+import os
+
+import torch
+import torch.distributed as dist
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import trigram
+
+parser = argparse.ArgumentParser()
+parser.add_argument(
+    "--ddp", action="store_true", help="train with DistributedDataParallel in place of trigram"
+)
+parser.add_argument("--epochs", type=int, default=10)
+parser.add_argument("--batch", type=int, default=32, help="samples that a rank takes in a step")
+args = parser.parse_args()
+
+rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+dist.init_process_group("gloo", store=dist.HashStore() if world == 1 else None, rank=rank, world_size=world)
+
+digits = load_digits()
+x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+y = torch.tensor(digits.target)
+order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+held, kept = order[:360], order[360:]
+
+torch.manual_seed(7)
+model = nn.Sequential(
+    *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+    *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
+)
+model = DDP(model) if args.ddp else trigram.with_bagua(model)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+for epoch in range(args.epochs):
+    # All ranks draw the same order and each takes its share of it, the same number of batches.
+    share = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(epoch))][rank::world]
+    for batch in share[: len(kept) // world].split(args.batch):
+        loss = F.cross_entropy(model(x[batch]), y[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # With gossip or an asynchronous algorithm: inside `with trigram.consensus(model):`, on all ranks.
+    with torch.no_grad():
+        right = (model(x[held]).argmax(1) == y[held]).float().mean()
+    if rank == 0:
+        print(f"epoch {epoch}: loss {loss.item():.4f}, held-out accuracy {right:.3f}")
+
+trigram.shutdown()
+dist.destroy_process_group()

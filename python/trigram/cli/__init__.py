@@ -1,0 +1,155 @@
+"""The `trigram` command: demo, bench, doctor, algorithms."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+import trigram
+
+Operation = Literal[
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "send_recv",
+    "gossip",
+    "barrier",
+]
+Transport = Literal["auto", "shm", "tcp"]
+Dtype = Literal["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
+Reduction = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
+Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather"]
+Count = Annotated[int, typer.Option(min=1)]
+SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
+PEERS = ("gloo", "mpi")
+
+app = typer.Typer(
+    help="Trigram: communication for data-parallel PyTorch.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+def main() -> None:
+    """The `trigram` console script."""
+    try:
+        app(prog_name="trigram")
+    except trigram.TrigramError as error:
+        # Its text names the operation, the rank and what to do; the way through this package adds nothing.
+        sys.exit(f"trigram: {type(error).__name__}: {error}")
+
+
+# A function named like the submodule it imports would hide it, hence the names.
+@app.command("bench")
+def bench_command(
+    operation: Annotated[Operation, typer.Argument(metavar="OP", help="What to measure.")],
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")
+    ] = 2,
+    transport: Annotated[
+        Transport, typer.Option(envvar="TRIGRAM_TRANSPORT", help="How ranks are reached.")
+    ] = "auto",
+    sizes: Annotated[str, typer.Option(help="Bytes, with commas; K, M, G are binary.")] = SIZES,
+    low: Annotated[
+        str | None, typer.Option("--min", help="Smallest size of a series, in place of --sizes.")
+    ] = None,
+    high: Annotated[str | None, typer.Option("--max", help="Largest size of a series.")] = None,
+    factor: Annotated[int, typer.Option(min=2, help="From one size of a series to the next.")] = 4,
+    iters: Annotated[int, typer.Option(min=1, help="Timed iterations for each size.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Iterations before those.")] = 5,
+    dtype: Annotated[Dtype, typer.Option(help="The elements' type.")] = "float32",
+    op: Annotated[Reduction, typer.Option(help="The reduction.")] = "sum",
+    via: Annotated[
+        Via | None, typer.Option(help="The all_reduce schedule, in place of the measured choice.")
+    ] = None,
+    registered: Annotated[bool, typer.Option("--registered", help="Tensors from trigram.empty.")] = False,
+    against: Annotated[
+        str, typer.Option(help="Peers on the same tensors: gloo, mpi or both, with a comma.")
+    ] = "",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows here.")
+    ] = None,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time and bandwidth.")
+    ] = None,
+) -> None:
+    """Measure an operation over sizes, checking every result, in nccl-tests' columns."""
+    from trigram.cli import bench, launch
+
+    peers = [name for name in against.split(",") if name]
+    if unknown := set(peers) - set(PEERS):
+        raise typer.BadParameter(
+            f"unknown peer {', '.join(sorted(unknown))}: choose among {', '.join(PEERS)}"
+        )
+    if op in (("band", "bor", "bxor") if "float" in dtype else ("avg",)):
+        raise typer.BadParameter(f"{op} of {dtype} is not defined")
+    settings = bench.Settings(
+        operation=operation,
+        sizes=bench.parse_sizes(sizes, low, high, factor),
+        transport=transport,
+        iters=iters,
+        warmup=warmup,
+        dtype=dtype,
+        op=op,
+        via=via,
+        registered=registered,
+        against=peers,
+    )
+    os.environ["TRIGRAM_TRANSPORT"] = transport
+    if not launch.is_rank():
+        raise typer.Exit(launch.launch(ranks, sys.argv[1:]).code)
+    rows = bench.run(settings)
+    if os.environ["RANK"] == "0":
+        if json_file:
+            bench.write_json(rows, json_file)
+        if plot_file:
+            bench.write_plot(rows, plot_file)
+    launch.leave_job()
+    if any(row.wrong for row in rows):
+        typer.echo("trigram: there are wrong results, see the column #wrong", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("demo")
+def demo_command(
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")
+    ] = 2,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where curves.png and results.json go.")] = Path(
+        "demo-out"
+    ),
+) -> None:
+    """Train two small models on real data, with DistributedDataParallel and then with each algorithm."""
+    from trigram.cli import demo, launch
+
+    if absent := demo.missing():
+        typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
+        raise typer.Exit(2)
+    if not launch.is_rank():
+        raise typer.Exit(launch.launch(ranks, sys.argv[1:]).code)
+    demo.run(out)
+    launch.leave_job()
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Report what this machine has, try two ranks on it, and say what to do about what is missing."""
+    from trigram.cli import doctor
+
+    raise typer.Exit(doctor.run())
+
+
+@app.command("algorithms")
+def algorithms_command() -> None:
+    """List the eight trigrams and their relatives."""
+    from trigram.cli import algorithms
+
+    algorithms.show()

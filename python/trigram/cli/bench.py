@@ -1,0 +1,244 @@
+"""`trigram bench`: an operation's time over sizes, in nccl-tests' columns, beside its peers'."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import typer
+
+import trigram
+from trigram.cli.libraries import Call, Library, Unavailable, open_libraries
+from trigram.cli.operations import DTYPES, LOOSE, REDUCTIONS, Case
+
+WIDTHS = (12, 12, 9, 5, 10, 8, 8, 7, 8, 10)
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure, and how often."""
+
+    operation: str
+    sizes: Sequence[int]
+    transport: str = "auto"
+    iters: int = 20
+    warmup: int = 5
+    dtype: str = "float32"
+    op: str = "sum"
+    via: str | None = None
+    registered: bool = False
+    against: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One library at one size; times are of the slowest rank, bandwidths at the median time."""
+
+    op: str
+    ranks: int
+    transport: str
+    via: str | None
+    dtype: str
+    registered: bool
+    bytes: int
+    time_us_min: float
+    time_us_p50: float
+    time_us_p99: float
+    algbw_GBps: float
+    busbw_GBps: float
+    wrong: int
+    library: str
+
+
+def parse_size(text: str) -> int:
+    """Reads a number of bytes such as "4", "16K", "1.5M" or "1GiB"; K, M and G are binary.
+
+    Args:
+        text: The number with or without its unit.
+
+    Raises:
+        typer.BadParameter: It is no such thing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise typer.BadParameter(f"{text!r} is no size: write bytes, or a number with K, M or G")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def parse_sizes(sizes: str, low: str | None, high: str | None, factor: int) -> list[int]:
+    """The sizes to measure: the list, or with `low` or `high` the series low, low x factor, ... up to high.
+
+    Args:
+        sizes: Sizes with commas between them.
+        low: The smallest of a series; 4 bytes if only `high` is given.
+        high: The largest of a series; 100M if only `low` is given.
+        factor: From one of a series to the next.
+
+    Raises:
+        typer.BadParameter: A size cannot be read, the factor does not grow, or nothing is left to measure.
+    """
+    if low is None and high is None:
+        return [parse_size(text) for text in sizes.split(",")]
+    size, last, series = parse_size(low or "4"), parse_size(high or "100M"), []
+    if factor < 2 or not 0 < size <= last:
+        raise typer.BadParameter(f"no series from {size} to {last} by factors of {factor}")
+    while size <= last:
+        series.append(size)
+        size *= factor
+    return series
+
+
+def run(settings: Settings) -> list[Row]:
+    """Measures on this rank; all ranks must call it, with the same settings. Rank 0 prints.
+
+    Args:
+        settings: What to measure.
+
+    Returns:
+        A row for each size and library, the same on all ranks.
+    """
+    libraries, notes = open_libraries(settings.against, settings.transport, settings.via)
+    rank, world = trigram.rank(), trigram.world_size()
+    say = print if rank == 0 else _silent
+    say(_heading(settings, world))
+    for note in notes:
+        say(f"# {note}")
+    allocate = trigram.empty if settings.registered else torch.empty
+    rows: list[Row] = []
+    for size in [0] if settings.operation == "barrier" else settings.sizes:
+        dtype = DTYPES[settings.dtype]
+        case = Case.make(settings.operation, settings.op, rank, world, size, dtype, allocate)
+        ours: Row | None = None
+        for library in libraries[:]:
+            try:
+                row = _measure(settings, case, library)
+            except (Unavailable, RuntimeError) as reason:
+                if ours is None:
+                    raise
+                libraries.remove(library)
+                say(f"# {library.name} left out: {reason}")
+                continue
+            ours = ours or row
+            rows.append(row)
+            say(_line(settings, row, ours), flush=True)
+    return rows
+
+
+def write_json(rows: Sequence[Row], file: Path) -> None:
+    """Writes the rows as a JSON list."""
+    file.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+
+
+def write_plot(rows: Sequence[Row], file: Path) -> None:
+    """Draws time and bus bandwidth over size, a line for each library.
+
+    Args:
+        rows: What `run` returned.
+        file: A picture; the ending says which kind.
+
+    Raises:
+        ModuleNotFoundError: Without matplotlib.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'trigram[demo]'") from error
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    times, rates = figure.subplots(1, 2)
+    for library in dict.fromkeys(row.library for row in rows):
+        mine = [row for row in rows if row.library == library]
+        sizes = [row.bytes for row in mine]
+        times.plot(sizes, [row.time_us_p50 for row in mine], marker="o", label=library)
+        rates.plot(sizes, [row.busbw_GBps for row in mine], marker="o", label=library)
+    for axes, label in ((times, "time, us (median, slowest rank)"), (rates, "bus bandwidth, GB/s")):
+        axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel=label)
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.suptitle(f"{rows[0].op}, {rows[0].ranks} ranks, {rows[0].dtype}")
+    figure.savefig(file, dpi=150)
+
+
+def _measure(settings: Settings, case: Case, library: Library) -> Row:
+    call = library.prepare(case)
+    case.fill()
+    for _ in range(case.repeats):
+        call()
+    wrong = case.wrong()
+    for _ in range(settings.warmup):
+        call()
+    times = _timed(call, settings.iters, fenced=case.operation in LOOSE)
+    # One exchange, after the loop, so that nothing but the operation itself stands between two iterations.
+    mine = torch.tensor([*times, wrong], dtype=torch.float64)
+    gathered = torch.empty(case.world * len(mine), dtype=torch.float64)
+    trigram.all_gather(gathered, mine)
+    everyone = gathered.view(case.world, -1)
+    slowest = everyone[:, :-1].amax(0) / (2000 if case.operation == "send_recv" else 1000)
+    p50 = float(slowest.quantile(0.5))
+    algbw = case.bytes / p50 / 1000
+    return Row(
+        op=case.operation,
+        ranks=case.world,
+        transport=library.transport,
+        via=settings.via if library.name == "trigram" else None,
+        dtype=settings.dtype,
+        registered=settings.registered,
+        bytes=case.bytes,
+        time_us_min=round(float(slowest.min()), 3),
+        time_us_p50=round(p50, 3),
+        time_us_p99=round(float(slowest.quantile(0.99)), 3),
+        algbw_GBps=round(algbw, 6),
+        busbw_GBps=round(algbw * case.bus_factor, 6),
+        wrong=int(everyone[:, -1].sum()),
+        library=library.name,
+    )
+
+
+def _timed(call: Call, iters: int, *, fenced: bool) -> list[int]:
+    """Nanoseconds of each iteration on this rank."""
+    clock = time.perf_counter_ns
+    times = [0] * iters
+    trigram.barrier()
+    for index in range(iters):
+        if fenced:
+            trigram.barrier()
+        start = clock()
+        call()
+        times[index] = clock() - start
+    return times
+
+
+def _heading(settings: Settings, world: int) -> str:
+    how = f"transport {settings.transport}, via {settings.via or 'measured choice'}"
+    memory = "registered" if settings.registered else "plain"
+    names = ["size", "count", "type", "op", "time", "algbw", "busbw", "#wrong"]
+    units = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""]
+    if settings.against:
+        names += ["library", "time/ours"]
+    return (
+        f"# trigram bench {settings.operation}: {world} ranks, {how}, {memory} memory\n"
+        f"# time: the slowest rank's, median of {settings.iters} iterations after {settings.warmup}\n"
+        f"#{_columns(names)}\n#{_columns(units)}"
+    )
+
+
+def _line(settings: Settings, row: Row, ours: Row) -> str:
+    count, op = row.bytes // DTYPES[row.dtype].itemsize, settings.op if row.op in REDUCTIONS else "none"
+    rates = [f"{row.time_us_p50:.2f}", f"{row.algbw_GBps:.2f}", f"{row.busbw_GBps:.2f}"]
+    cells = [str(row.bytes), str(count), row.dtype, op, *rates, str(row.wrong)]
+    if settings.against:
+        cells += [row.library, f"{row.time_us_p50 / ours.time_us_p50:.2f}"]
+    return f" {_columns(cells)}"
+
+
+def _columns(cells: Sequence[str]) -> str:
+    return " ".join(f"{cell:>{width}}" for cell, width in zip(cells, WIDTHS, strict=False))
+
+
+def _silent(*_: object, **__: object) -> None:
+    pass

@@ -1,0 +1,198 @@
+"""`trigram demo`: the same two trainings with DistributedDataParallel and with each algorithm, side by side.
+
+Every run starts at the same weights and sees the same batches in the same order, so that what differs is the
+communication: losses that are DistributedDataParallel's bit for bit are marked as such.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trigram
+from trigram.cli import workloads
+
+DDP = "DDP (gloo)"
+SEED = 7
+LAST = 10
+# The first steps allocate, register and (DistributedDataParallel) rebuild the buckets: they are not timed.
+UNTIMED = 5
+
+
+@dataclass(frozen=True)
+class Result:
+    """One training. Losses are in nats, means over ranks; `train_loss` is the mean of the last ten steps."""
+
+    workload: str
+    algorithm: str
+    train_loss: float
+    held_out_loss: float
+    samples_per_s: float
+    bytes_per_step: int
+    equals_ddp: bool | None
+    losses: list[float]
+
+
+def missing() -> list[str]:
+    """The optional packages that the demo needs and that are not installed."""
+    packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
+    return [package for module, package in packages.items() if find_spec(module) is None]
+
+
+def run(out: Path) -> list[Result]:
+    """Trains on this rank, together with all others; rank 0 prints the table and writes the files.
+
+    Args:
+        out: The folder for `curves.png` and `results.json`; made if need be.
+
+    Returns:
+        The results, DistributedDataParallel's first for each workload; the same on all ranks.
+    """
+    dist.init_process_group("gloo")
+    trigram.init()
+    names = [str(entry["name"]) for entry in trigram.algorithms() if entry["available"]]
+    console = Console(quiet=trigram.rank() != 0)
+    columns = (TextColumn("{task.description:<45}"), BarColumn(), TimeElapsedColumn())
+    results: list[Result] = []
+    with Progress(*columns, console=console, disable=console.quiet) as progress:
+        total = (1 + len(names)) * sum(recipe.steps for recipe in workloads.RECIPES.values())
+        bar = progress.add_task("", total=total)
+        for workload in workloads.WORKLOADS:
+            reference: torch.Tensor | None = None
+            for name in [None, *names]:
+                progress.update(bar, description=f"{workload}: {name or DDP}")
+                result, trace = train(workload, name, reference, lambda: progress.advance(bar))
+                reference = trace if reference is None else reference
+                results.append(result)
+    if trigram.rank() == 0:
+        for workload in workloads.WORKLOADS:
+            console.print(_table(workload, results))
+        out.mkdir(parents=True, exist_ok=True)
+        facts = {"ranks": trigram.world_size(), "torch": torch.__version__, "seed": SEED}
+        rows = [asdict(result) for result in results]
+        (out / "results.json").write_text(json.dumps(facts | {"results": rows}, indent=1) + "\n")
+        _draw(results, out / "curves.png")
+        console.print(f"curves in {out / 'curves.png'}, numbers in {out / 'results.json'}")
+    return results
+
+
+def train(
+    workload: str, algorithm: str | None, reference: torch.Tensor | None, stepped: Callable[[], None]
+) -> tuple[Result, torch.Tensor]:
+    """Trains one workload with one algorithm.
+
+    Args:
+        workload: One of `workloads.WORKLOADS`.
+        algorithm: Its name, or None for DistributedDataParallel.
+        reference: The trace of DistributedDataParallel's run, to compare with; None if there is none yet.
+        stepped: Called after each step.
+
+    Returns:
+        The result, and the trace: for each rank its loss at each step and its held-out loss.
+    """
+    recipe, rank, world = workloads.RECIPES[workload], trigram.rank(), trigram.world_size()
+    torch.manual_seed(SEED)
+    module = workloads.make_model(workload)
+    optimizer = workloads.make_optimizer(workload, module, algorithm)
+    model: nn.Module = module
+    if algorithm is None:
+        model = DistributedDataParallel(module)
+    else:
+        model = trigram.with_bagua(module, algorithm, optimizer=optimizer if algorithm == "qadam" else None)
+    stream = workloads.batches(workload, rank, world, SEED)
+    losses: list[float] = []
+    started = 0.0
+    for step in range(recipe.steps):
+        if step == UNTIMED:
+            started = time.perf_counter()
+        x, y = next(stream)
+        optimizer.zero_grad()
+        loss = workloads.loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        stepped()
+    seconds = time.perf_counter() - started
+    # Under gossip and asynchrony each rank has weights of its own: what is judged is their average.
+    with nullcontext() if algorithm is None else trigram.consensus(model):
+        held = workloads.evaluate(module, workload)
+    everyone = _gathered([seconds, held, *losses])
+    trace = everyone[:, 1:]
+    mean = trace[:, 1:].mean(0)
+    samples = (recipe.steps - UNTIMED) * recipe.batch * world
+    sent = _gradient_bytes(module) if algorithm is None else int(trigram.stats(model)["bytes_per_step"])
+    result = Result(
+        workload=workload,
+        algorithm=algorithm or DDP,
+        train_loss=float(mean[-LAST:].mean()),
+        held_out_loss=float(trace[:, 0].mean()),
+        samples_per_s=samples / float(everyone[:, 0].max()),
+        bytes_per_step=sent,
+        equals_ddp=None if reference is None else torch.equal(trace, reference),
+        losses=mean.tolist(),
+    )
+    return result, trace
+
+
+def _gathered(mine: Sequence[float]) -> torch.Tensor:
+    """Every rank's numbers: (ranks, numbers), bit for bit what each rank has."""
+    row = torch.tensor(mine, dtype=torch.float64)
+    everyone = torch.empty(trigram.world_size() * len(row), dtype=torch.float64)
+    trigram.all_gather(everyone, row)
+    return everyone.view(-1, len(row))
+
+
+def _gradient_bytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
+def _table(workload: str, results: Sequence[Result]) -> Table:
+    title = f"{workload}: {workloads.RECIPES[workload].steps} steps, losses in nats, bytes per step and rank"
+    table = Table(title=title, box=SIMPLE, pad_edge=False)
+    table.add_column("algorithm", no_wrap=True)
+    for column in ("train", "held out", "samples/s", "bytes", "= DDP"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        if result.workload == workload:
+            table.add_row(
+                result.algorithm,
+                f"{result.train_loss:.4f}",
+                f"{result.held_out_loss:.4f}",
+                f"{result.samples_per_s:.0f}",
+                decimal(result.bytes_per_step),
+                {None: "", True: "bit for bit", False: "no"}[result.equals_ddp],
+            )
+    return table
+
+
+def _draw(results: Sequence[Result], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    for axes, workload in zip(figure.subplots(1, 2), workloads.WORKLOADS, strict=True):
+        for index, result in enumerate(each for each in results if each.workload == workload):
+            style = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":")[index // 10 % 3]}
+            if result.algorithm == DDP:
+                style = {"color": "black", "linewidth": 4, "alpha": 0.4}
+            smooth = torch.tensor(result.losses).unfold(0, LAST, 1).mean(1)
+            axes.plot(range(LAST, LAST + len(smooth)), smooth, label=result.algorithm, **style)
+        axes.set(title=workload, xlabel="step", ylabel=f"training loss, nats (mean of {LAST} steps)")
+        axes.grid(alpha=0.3)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    figure.savefig(file, dpi=130)

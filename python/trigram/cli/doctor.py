@@ -1,0 +1,250 @@
+"""`trigram doctor`: what this machine has for training, what it lacks, and a trial of two ranks on it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import platform
+import resource
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from trigram._core import interfaces
+from trigram.cli import launch
+
+Status = Literal["ok", "warn", "fail"]
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+TRIAL_SECONDS = 60.0
+
+
+class Check(NamedTuple):
+    """One line of the report."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""
+
+
+def run() -> int:
+    """Prints the report.
+
+    Returns:
+        The exit code: 1 if something failed, which warnings are not.
+    """
+    console = Console()
+    table = Table(title="trigram doctor", pad_edge=False)
+    table.add_column("")
+    table.add_column("what", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    table.add_column("what to do", overflow="fold")
+    with console.status("two ranks over shared memory and over TCP ..."):
+        report = list(checks())
+    for check in report:
+        colour = COLOURS[check.status]
+        table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
+    console.print(table)
+    return int(any(check.status == "fail" for check in report))
+
+
+def checks() -> Iterator[Check]:
+    """All checks, in the order of the report."""
+    yield from software()
+    yield from hardware()
+    yield from shared_memory()
+    yield from limits()
+    yield from network()
+    yield from environment()
+    yield from accelerators()
+    yield trial("shm")
+    yield trial("tcp")
+
+
+def software() -> Iterator[Check]:
+    """Versions, and what torch.distributed was built with."""
+    yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Check("torch", "ok", torch.__version__)
+    try:
+        yield Check("trigram", "ok", version("trigram"))
+    except PackageNotFoundError:
+        yield Check("trigram", "warn", "imports, but is not installed", "pip install trigram")
+    if not dist.is_available():
+        advice = "install a torch built with USE_DISTRIBUTED=1: its Store is how ranks find each other"
+        yield Check("torch.distributed", "fail", "not built in", advice)
+        return
+    built = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    yield Check(
+        "torch.distributed", "ok", ", ".join(name for name, there in built.items() if there) or "no backends"
+    )
+
+
+def hardware() -> Iterator[Check]:
+    """Cores, with a container's quota, and memory."""
+    usable, quota = len(os.sched_getaffinity(0)), _cpu_quota()
+    found = f"{usable} usable of {os.cpu_count()}"
+    if quota is not None and quota < usable:
+        advice = f"start at most {max(1, int(quota))} ranks, or raise the container's CPU limit"
+        yield Check("cores", "warn", f"{found}, held to {quota:g} by the control group", advice)
+    else:
+        yield Check("cores", "ok", found)
+    lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = {name: int(value.split()[0]) * 1024 for name, value in lines}
+    free = memory["MemAvailable"]
+    low = free < 1 << 30
+    yield Check(
+        "memory",
+        "warn" if low else "ok",
+        f"{decimal(free)} free of {decimal(memory['MemTotal'])}",
+        "end other processes: a training of any size needs more" if low else "",
+    )
+
+
+def shared_memory() -> Iterator[Check]:
+    """memfd_create, which ranks of one host share memory by, and /dev/shm, which data loaders use."""
+    try:
+        descriptor = os.memfd_create("trigram-doctor")
+        try:
+            os.ftruncate(descriptor, mmap.PAGESIZE)
+            mmap.mmap(descriptor, mmap.PAGESIZE).close()
+        finally:
+            os.close(descriptor)
+        yield Check("memfd_create", "ok", "works")
+    except OSError as error:
+        advice = "allow memfd_create in the sandbox's seccomp profile, or set TRIGRAM_TRANSPORT=tcp"
+        yield Check("memfd_create", "fail", str(error), advice)
+    try:
+        room = os.statvfs("/dev/shm")
+    except OSError as error:
+        yield Check("/dev/shm", "warn", str(error), "mount a tmpfs there: torch's DataLoader workers need it")
+        return
+    size = room.f_frsize * room.f_blocks
+    small = size < 256 << 20
+    advice = "trigram does not use it, but DataLoader workers do: docker run --shm-size=1g" if small else ""
+    yield Check("/dev/shm", "warn" if small else "ok", decimal(size), advice)
+
+
+def limits() -> Iterator[Check]:
+    """Open files and locked memory."""
+    files, hardest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= files < 1024
+    yield Check(
+        "open files",
+        "warn" if few else "ok",
+        f"{_limit(files)}, can be raised to {_limit(hardest)}",
+        "ulimit -n 4096: every peer takes several sockets" if few else "",
+    )
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    tight = torch.cuda.is_available() and 0 <= locked < 64 << 20
+    yield Check(
+        "locked memory",
+        "warn" if tight else "ok",
+        "unlimited" if locked == resource.RLIM_INFINITY else decimal(locked),
+        "ulimit -l unlimited: NCCL pins memory for InfiniBand" if tight else "",
+    )
+
+
+def network() -> Iterator[Check]:
+    """The interfaces with their addresses, and whether TRIGRAM_IFACE is one of them."""
+    addresses: dict[str, list[str]] = {}
+    for name, address in interfaces():
+        addresses.setdefault(name, []).append(address)
+    for name, known in addresses.items():
+        state, speed = _interface_file(name, "operstate"), _interface_file(name, "speed")
+        rate = f", {speed} Mbit/s" if speed.isdigit() else ""
+        yield Check(f"interface {name}", "ok", f"{', '.join(known)} ({state or 'state unknown'}{rate})")
+    if not set(addresses) - {"lo"}:
+        yield Check(
+            "network", "warn", "loopback only", "ranks on other hosts cannot reach this one: add a network"
+        )
+    chosen = os.environ.get("TRIGRAM_IFACE")
+    if chosen and chosen not in addresses:
+        advice = f"set it to one of {', '.join(addresses)}, or unset it"
+        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no such interface with an address", advice)
+
+
+def environment() -> Iterator[Check]:
+    """The variables that change how trigram runs."""
+    chosen = {name: value for name, value in sorted(os.environ.items()) if name.startswith("TRIGRAM_")}
+    transport = chosen.get("TRIGRAM_TRANSPORT", "auto")
+    if transport not in ("auto", "shm", "tcp"):
+        yield Check("TRIGRAM_TRANSPORT", "fail", transport, "set it to auto, shm or tcp")
+    yield Check(
+        "TRIGRAM_*", "ok", ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none set"
+    )
+
+
+def accelerators() -> Iterator[Check]:
+    """GPUs, and the NCCL that reaches from one to another."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
+    yield Check("GPUs", "ok", found or "none: training and communication are on the CPU")
+    nccl = _nccl_version()
+    if nccl is None and gpus:
+        yield Check("NCCL", "warn", "not found", "install a CUDA build of torch: CUDA tensors travel by NCCL")
+    else:
+        yield Check("NCCL", "ok", nccl or "none, and no GPU that would need it")
+
+
+def trial(transport: str) -> Check:
+    """Two ranks, twenty all_reduces of 1 MiB, every element checked.
+
+    Args:
+        transport: "shm" or "tcp".
+    """
+    name = f"2 ranks over {transport}"
+    with tempfile.TemporaryDirectory() as folder:
+        rows = Path(folder) / "rows.json"
+        argv = ["bench", "all_reduce", "--transport", transport, "--sizes", "1M", "--json", str(rows)]
+        outcome = launch.launch(2, argv, quiet=True, timeout=TRIAL_SECONDS)
+        if not rows.exists():
+            why = outcome.errors.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
+            if outcome.code == launch.TIMED_OUT:
+                why = [f"no answer in {TRIAL_SECONDS:.0f} s"]
+            return Check(name, "fail", why[0], f"see the whole of it: trigram {' '.join(argv[:-2])}")
+        row = json.loads(rows.read_text())[0]
+    found = f"all_reduce of 1 MiB in {row['time_us_p50']:.0f} us, {row['busbw_GBps']:.2f} GB/s"
+    if row["wrong"]:
+        advice = "report this, with this whole table, as a bug in trigram"
+        return Check(name, "fail", f"{found}, but {row['wrong']} elements wrong", advice)
+    return Check(name, "ok", found)
+
+
+def _cpu_quota() -> float | None:
+    """The cores that a control group (version 2) allows, or None where it sets no limit."""
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return None
+    return None if quota == "max" else int(quota) / int(period)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _interface_file(interface: str, name: str) -> str:
+    try:
+        return (Path("/sys/class/net") / interface / name).read_text().strip()
+    except OSError:  # A virtual interface has no speed, and says so by an error.
+        return ""
+
+
+def _nccl_version() -> str | None:
+    try:
+        return ".".join(map(str, torch.cuda.nccl.version()))
+    except (AttributeError, RuntimeError):
+        return None

@@ -1,0 +1,240 @@
+"""The libraries that `trigram bench` can measure, each as a maker of ready calls.
+
+A ready call is all that stands in a timed loop: what can be looked up or built beforehand is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+import trigram
+from trigram.cli import launch
+from trigram.cli.operations import REDUCTIONS, Case
+
+Call = Callable[[], object]
+
+
+class Unavailable(Exception):
+    """A library that is not there, or cannot do what is asked; the text says why, and what to do."""
+
+
+class Library(Protocol):
+    """One side of a comparison."""
+
+    name: str
+    transport: str
+
+    def prepare(self, case: Case) -> Call:
+        """The operation as a call without arguments, on the case's buffers.
+
+        Raises:
+            Unavailable: The library has no such operation.
+        """
+        ...
+
+
+class Trigram:
+    """This library."""
+
+    name = "trigram"
+
+    def __init__(self, transport: str, via: str | None) -> None:
+        self.transport = transport
+        self.via = via
+
+    def prepare(self, case: Case) -> Call:
+        t, out, op = case.t, case.out, case.op
+        match case.operation:
+            case "all_reduce":
+                return partial(trigram.all_reduce, t, op, via=self.via)
+            case "reduce":
+                return partial(trigram.reduce, t, 0, op)
+            case "broadcast":
+                return partial(trigram.broadcast, t, 0)
+            case "all_gather":
+                return partial(trigram.all_gather, out, t)
+            case "reduce_scatter":
+                return partial(trigram.reduce_scatter, out, t, op)
+            case "all_to_all":
+                return partial(trigram.all_to_all, out, t)
+            case "send_recv":
+                return ping_pong(case, t, out, trigram.send, trigram.recv)
+            case "gossip":
+                parts = out.split(t.numel()) if case.neighbours else ()
+                send, recv = partial(trigram.send, async_op=True), partial(trigram.recv, async_op=True)
+                return exchange(case, t, parts, send, recv)
+            case _:
+                return trigram.barrier
+
+
+class Gloo:
+    """torch.distributed's CPU backend, in a process group of its own."""
+
+    name = "gloo"
+    transport = "tcp"
+    OPS: ClassVar = {
+        "sum": dist.ReduceOp.SUM,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+        "prod": dist.ReduceOp.PRODUCT,
+        "band": dist.ReduceOp.BAND,
+        "bor": dist.ReduceOp.BOR,
+        "bxor": dist.ReduceOp.BXOR,
+    }
+
+    def __init__(self) -> None:
+        dist.init_process_group("gloo")
+        # torch 2.13 renamed these two, and warns of the old names.
+        self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def prepare(self, case: Case) -> Call:
+        t, out = case.t, case.out
+        if case.operation in REDUCTIONS and case.op not in self.OPS:
+            raise Unavailable(f"gloo has no {case.op}")
+        op = self.OPS.get(case.op)
+        match case.operation:
+            case "all_reduce":
+                return partial(dist.all_reduce, t, op)
+            case "reduce":
+                return partial(dist.reduce, t, 0, op)
+            case "broadcast":
+                return partial(dist.broadcast, t, 0)
+            case "all_gather":
+                return partial(self._all_gather, out, t)
+            case "reduce_scatter":
+                return partial(self._reduce_scatter, out, t, op)
+            case "all_to_all":
+                return partial(dist.all_to_all_single, out, t)
+            case "send_recv":
+                return ping_pong(case, t, out, dist.send, dist.recv)
+            case "gossip":
+                parts = out.split(t.numel()) if case.neighbours else ()
+                return exchange(case, t, parts, dist.isend, dist.irecv)
+            case _:
+                return dist.barrier
+
+
+class Mpi:
+    """The MPI that mpiexec and mpi4py bring."""
+
+    name = "mpi"
+    transport = "auto"
+    TYPES: ClassVar = {
+        "float32": "FLOAT",
+        "float64": "DOUBLE",
+        "int8": "INT8_T",
+        "uint8": "UINT8_T",
+        "int32": "INT32_T",
+        "int64": "INT64_T",
+    }
+
+    def __init__(self) -> None:
+        try:
+            from mpi4py import MPI
+        except ImportError as error:
+            raise Unavailable("mpi: pip install mpi4py, then run under mpiexec") from error
+        if not launch.under_mpiexec():
+            raise Unavailable("mpi: run under mpiexec")
+        self.mpi: Any = MPI
+
+    def prepare(self, case: Case) -> Call:
+        mpi, comm, t, out = self.mpi, self.mpi.COMM_WORLD, self._spec(case.t), self._spec(case.out)
+        op = getattr(mpi, case.op.upper(), None)
+        if case.operation in REDUCTIONS and op is None:
+            raise Unavailable(f"mpi has no {case.op}")
+        match case.operation:
+            case "all_reduce":
+                return partial(comm.Allreduce, mpi.IN_PLACE, t, op)
+            case "reduce":
+                root = case.rank == 0
+                return partial(comm.Reduce, mpi.IN_PLACE if root else t, t if root else None, op, 0)
+            case "broadcast":
+                return partial(comm.Bcast, t, 0)
+            case "all_gather":
+                return partial(comm.Allgather, t, out)
+            case "reduce_scatter":
+                return partial(comm.Reduce_scatter_block, t, out, op)
+            case "all_to_all":
+                return partial(comm.Alltoall, t, out)
+            case "send_recv":
+                return ping_pong(case, t, out, comm.Send, comm.Recv)
+            case "gossip":
+                parts = (
+                    [self._spec(part) for part in case.out.split(case.t.numel())] if case.neighbours else ()
+                )
+                return exchange(case, t, parts, comm.Isend, comm.Irecv)
+            case _:
+                return comm.Barrier
+
+    def _spec(self, t: Tensor) -> list[Any]:
+        name = str(t.dtype).removeprefix("torch.")
+        if name not in self.TYPES:
+            raise Unavailable(f"mpi has no {name}")
+        # No count: mpi4py takes the buffer's, shared among the ranks where the operation splits or joins.
+        return [self.mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), getattr(self.mpi, self.TYPES[name])]
+
+
+def ping_pong(
+    case: Case, t: Any, out: Any, send: Callable[[Any, int], object], recv: Callable[[Any, int], object]
+) -> Call:
+    """A round trip between this rank and its partner, of which the even one begins."""
+    other = case.partner
+    if other is None:
+        return lambda: None
+
+    def ping() -> None:
+        send(t, other)
+        recv(out, other)
+
+    def pong() -> None:
+        recv(out, other)
+        send(t, other)
+
+    return ping if case.rank < other else pong
+
+
+def exchange(
+    case: Case, t: Any, parts: Sequence[Any], send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]
+) -> Call:
+    """The same tensor to each neighbour and one from each, all under way at once."""
+    pairs = list(zip(parts, case.neighbours, strict=True))
+
+    def run() -> None:
+        works = [recv(part, other) for part, other in pairs]
+        works += [send(t, other) for other in case.neighbours]
+        for work in works:
+            work.wait()
+
+    return run
+
+
+def open_libraries(
+    against: Sequence[str], transport: str, via: str | None
+) -> tuple[list[Library], list[str]]:
+    """Starts trigram and the peers to compare with.
+
+    Args:
+        against: The peers' names, of "gloo" and "mpi".
+        transport: What trigram was told to use, for the record.
+        via: The schedule that trigram is held to, or None for its own choice.
+
+    Returns:
+        The libraries, trigram first, and why each that is missing is missing.
+    """
+    makers: dict[str, Callable[[], Library]] = {"gloo": Gloo, "mpi": Mpi}
+    libraries: list[Library] = [Trigram(transport, via)]
+    missing: list[str] = []
+    # Peers before trigram: an initialised torch.distributed lends its store, so that one serves both.
+    for name in against:
+        try:
+            libraries.append(makers[name]())
+        except Unavailable as reason:
+            missing.append(str(reason))
+    trigram.init()
+    return libraries, missing

@@ -1,0 +1,190 @@
+"""What `trigram bench` measures: an operation's buffers at one size, and what they must hold afterwards.
+
+Inputs are a hash of (rank, index), so any rank knows any element of any other's input without being sent it:
+the check shares nothing with the library that it checks, and needs no more memory than a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20
+DTYPES = {
+    name: getattr(torch, name)
+    for name in ("float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64")
+}
+COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "prod": torch.mul,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
+# Here some ranks are done before others begin: with no barrier between iterations they would run ahead.
+LOOSE = ("reduce", "broadcast", "send_recv")
+IN_PLACE = ("all_reduce", "reduce", "broadcast", "barrier")
+EXACT = ("min", "max", "band", "bor", "bxor")
+
+
+class Allocate(Protocol):
+    """`torch.empty` or `trigram.empty`."""
+
+    def __call__(self, count: int, /, *, dtype: torch.dtype) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation at one size, as this rank sees it."""
+
+    operation: str
+    op: str
+    rank: int
+    world: int
+    t: Tensor
+    out: Tensor
+
+    @classmethod
+    def make(
+        cls, operation: str, op: str, rank: int, world: int, size: int, dtype: torch.dtype, allocate: Allocate
+    ) -> Case:
+        """Allocates the buffers for `size` bytes (the total, for an operation that splits or joins).
+
+        Args:
+            operation: Such as "all_reduce".
+            op: The reduction, such as "sum"; of no effect where nothing is reduced.
+            rank: This rank.
+            world: The number of ranks.
+            size: Bytes; rounded down to whole elements, and to whole parts for each rank, but never to none.
+            dtype: The elements' type.
+            allocate: What makes the tensors.
+        """
+        count = max(1, size // dtype.itemsize)
+        part = max(1, count // world)
+        degree = len(ring_neighbours(rank, world))
+        length, result = {
+            "all_gather": (part, part * world),
+            "reduce_scatter": (part * world, part),
+            "all_to_all": (part * world, part * world),
+            "send_recv": (count, count),
+            "gossip": (count, count * degree),
+            "barrier": (0, 0),
+        }.get(operation, (count, 0))
+        return cls(operation, op, rank, world, allocate(length, dtype=dtype), allocate(result, dtype=dtype))
+
+    @property
+    def bytes(self) -> int:
+        """What is written in the size column."""
+        whole = self.out if self.operation == "all_gather" else self.t
+        return whole.nbytes
+
+    @property
+    def bus_factor(self) -> float:
+        """What a rank's link carries for each byte of the size: busbw = algbw x this."""
+        share = (self.world - 1) / self.world
+        return {
+            "all_reduce": 2 * share,
+            "all_gather": share,
+            "reduce_scatter": share,
+            "all_to_all": share,
+            "gossip": len(self.neighbours),
+        }.get(self.operation, 1.0)
+
+    @cached_property
+    def neighbours(self) -> list[int]:
+        """The ranks that `gossip` exchanges with."""
+        return ring_neighbours(self.rank, self.world)
+
+    @property
+    def partner(self) -> int | None:
+        """The rank that `send_recv` plays with: 2i and 2i + 1 are a pair, an odd last rank looks on."""
+        other = self.rank ^ 1
+        return other if other < self.world else None
+
+    @property
+    def repeats(self) -> int:
+        """How often the checked call is made: back to back, to catch one that overtakes the one before."""
+        return 1 if self.operation == "reduce" else 2
+
+    def fill(self) -> None:
+        """Puts this rank's input in place."""
+        for start in range(0, self.t.numel(), BLOCK):
+            part = self.t[start : start + BLOCK]
+            part.copy_(self._values(self.rank, torch.arange(start, start + len(part))))
+        self.out.zero_()
+
+    def wrong(self) -> int:
+        """How many elements of this rank's result are wrong after `fill` and `repeats` calls."""
+        total = 0
+        for start in range(0, self._result.numel(), BLOCK):
+            got = self._result[start : start + BLOCK]
+            must, slack = self._expected(torch.arange(start, start + len(got)))
+            near = (got.to(must.dtype) - must).abs() <= slack
+            total += int(((got != must.to(got.dtype)) & ~near).sum())
+        return total
+
+    @property
+    def _result(self) -> Tensor:
+        looks_on = {"reduce": self.rank != 0, "send_recv": self.partner is None}
+        if looks_on.get(self.operation, False):
+            return self.t[:0]
+        return self.t if self.operation in IN_PLACE else self.out
+
+    def _expected(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """The result's elements at `index`, and by how much rounding may move them."""
+        if self.operation in REDUCTIONS:
+            at = index + self.rank * self.out.numel() if self.operation == "reduce_scatter" else index
+            inputs = [self._values(rank, at) for rank in range(self.world)]
+            # Its own input replaced, the second all_reduce adds up as many copies of the first's result.
+            again = self.operation == "all_reduce"
+            must = self._combined(inputs, again)
+            if self.op in EXACT or not must.is_floating_point():
+                return must, torch.zeros(())
+            info = torch.finfo(self.t.dtype)
+            magnitude = self._combined([values.abs() for values in inputs], again)
+            return must, info.tiny + 2 * info.eps * self.world * magnitude
+        source: int | Tensor = 0
+        match self.operation:
+            case "all_gather":
+                source, index = index // self.t.numel(), index % self.t.numel()
+            case "all_to_all":
+                part = self.t.numel() // self.world
+                source, index = index // part, index % part + self.rank * part
+            case "gossip":
+                source = torch.tensor(self.neighbours)[index // self.t.numel()]
+                index = index % self.t.numel()
+            case "send_recv":
+                source = self.partner or 0
+        return self._values(source, index), torch.zeros(())
+
+    def _combined(self, inputs: list[Tensor], again: bool) -> Tensor:
+        share = 1 / self.world if self.op == "avg" else 1
+        once = reduce(COMBINE[self.op], inputs) * share
+        return reduce(COMBINE[self.op], [once] * self.world) * share if again else once
+
+    def _values(self, rank: int | Tensor, index: Tensor) -> Tensor:
+        """Elements of a rank's input, rounded to the type in use and widened to float64 or int64."""
+        mixed = (index + rank * 0x9E3779B97F4A7C) * 0x5851F42D4C957F2D
+        mixed = (mixed ^ (mixed >> 29)) * 0x14057B7EF767814F
+        bits = (mixed >> 32) & 0xFFFFFF
+        if not self.t.is_floating_point():
+            return bits % 100
+        unit = bits.double() / (1 << 23) - 1
+        # Products of many ranks stay within a half's range only if their factors are near one.
+        return (1 + unit / 8 if self.op == "prod" else unit).to(self.t.dtype).double()
+
+
+def ring_neighbours(rank: int, world: int) -> list[int]:
+    """The one or two other ranks beside this one on a ring, the left first."""
+    return (
+        [] if world == 1 else sorted({(rank - 1) % world, (rank + 1) % world}, key=lambda other: other > rank)
+    )

@@ -1,0 +1,219 @@
+"""Two small trainings on real data that every machine has: handwritten digits, and Python's own source.
+
+`digits` is a convolutional network on scikit-learn's 8x8 scans, `gpt` a byte-level transformer on the text of
+the standard library. Both finish in seconds on one core, and both have a held-out part, so that an algorithm
+which is fast because it does not learn is seen at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import trigram
+
+WORKLOADS = ("digits", "gpt")
+CONTEXT = 64
+TEXT_FILES = 120
+
+
+class Split(NamedTuple):
+    """Inputs and targets of a workload's training part and of its held-out part."""
+
+    x: Tensor
+    y: Tensor
+    held_x: Tensor
+    held_y: Tensor
+
+
+class Recipe(NamedTuple):
+    """How a workload is trained: samples that a rank takes in a step, steps, and the learning rates."""
+
+    batch: int
+    steps: int
+    lr: float
+    adam_lr: float
+
+
+RECIPES = {
+    "digits": Recipe(batch=32, steps=120, lr=0.05, adam_lr=3e-3),
+    "gpt": Recipe(batch=8, steps=160, lr=3e-3, adam_lr=3e-3),
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention over (batch, time, width)."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2)
+        )
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, heads))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        return x + self.mlp(x)
+
+
+class TinyGPT(nn.Module):
+    """A GPT over bytes: (batch, time) of ids to (batch, time, 256) of logits."""
+
+    def __init__(self, width: int = 96, heads: int = 4, layers: int = 2, context: int = CONTEXT) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, width)
+        self.position = nn.Parameter(torch.zeros(context, width))
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+        nn.init.normal_(self.token.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.token(ids) + self.position[: ids.shape[1]]
+        return self.head(self.blocks(x))
+
+
+def make_model(name: str) -> nn.Module:
+    """A fresh model of the workload; its weights depend on torch's seed alone.
+
+    Args:
+        name: One of `WORKLOADS`.
+    """
+    if name == "gpt":
+        return TinyGPT()
+    _known(name)
+    return nn.Sequential(
+        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
+        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
+    )
+
+
+def make_optimizer(name: str, model: nn.Module, algorithm: str | None = None) -> torch.optim.Optimizer:
+    """The optimizer that the workload is trained with: SGD with momentum for the digits, Adam for the GPT.
+
+    Args:
+        name: One of `WORKLOADS`.
+        model: What `make_model` made.
+        algorithm: What will carry its updates; "qadam" brings an optimizer of its own.
+    """
+    recipe = RECIPES[name]
+    if algorithm == "qadam":
+        return trigram.QAdam(model.parameters(), recipe.adam_lr)
+    if name == "digits":
+        return torch.optim.SGD(model.parameters(), recipe.lr, momentum=0.9)
+    return torch.optim.Adam(model.parameters(), recipe.lr)
+
+
+@lru_cache(maxsize=len(WORKLOADS))
+def data(name: str) -> Split:
+    """The workload's data, the same on every rank; read once per process.
+
+    Args:
+        name: One of `WORKLOADS`.
+
+    Raises:
+        ModuleNotFoundError: `digits` without scikit-learn; the message says what to install.
+        FileNotFoundError: `gpt` where Python's standard library is not there as text.
+    """
+    _known(name)
+    return _digits() if name == "digits" else _text()
+
+
+def batches(name: str, rank: int, world: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches, without end: each epoch a new permutation, of which the ranks take turns.
+
+    Args:
+        name: One of `WORKLOADS`.
+        rank: Whose share.
+        world: Among how many ranks the data is dealt.
+        seed: The order's seed, the same on all ranks.
+    """
+    split, size = data(name), RECIPES[name].batch
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(split.x), generator=generator)[rank::world]
+        # Every rank must make the same number of steps in an epoch, so the remainder of the deal is left out.
+        for start in range(0, len(split.x) // world - size + 1, size):
+            index = order[start : start + size]
+            yield split.x[index], split.y[index]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The mean cross-entropy of a batch, in nats per label."""
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+def evaluate(model: nn.Module, name: str) -> float:
+    """The model's mean loss on the held-out part, in nats per label.
+
+    Args:
+        model: What `make_model` made, trained; its training mode is put back afterwards.
+        name: The workload.
+    """
+    split, training = data(name), model.training
+    model.eval()
+    with torch.no_grad():
+        parts = zip(split.held_x.split(64), split.held_y.split(64), strict=True)
+        total = sum(float(loss_of(model, x, y)) * len(x) for x, y in parts)
+    model.train(training)
+    return total / len(split.held_x)
+
+
+def _known(name: str) -> None:
+    if name not in WORKLOADS:
+        raise ValueError(f"unknown workload {name!r}: choose one of {', '.join(WORKLOADS)}")
+
+
+def _digits() -> Split:
+    try:
+        from sklearn.datasets import load_digits
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'trigram[demo]'") from error
+    digits = load_digits()
+    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    y = torch.tensor(digits.target)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    held, kept = order[: len(x) // 5], order[len(x) // 5 :]
+    return Split(x[kept], y[kept], x[held], y[held])
+
+
+def _text() -> Split:
+    # Whole files are held out, not the end of each: neighbouring lines of one file are too much alike.
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:TEXT_FILES]
+    if len(files) < 10:
+        raise FileNotFoundError(
+            f"no text to train on: {Path(os.__file__).parent} holds {len(files)} .py files"
+        )
+    held = _windows(b"".join(file.read_bytes() for file in files[::10]))
+    kept = _windows(b"".join(file.read_bytes() for index, file in enumerate(files) if index % 10))
+    # 256 windows, evenly spread, tell the loss to about 0.03 nats and cost a tenth of a second.
+    held = held[:: max(1, len(held) // 256)]
+    return Split(kept[:, :-1], kept[:, 1:], held[:, :-1], held[:, 1:])
+
+
+def _windows(text: bytes) -> Tensor:
+    ids = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+    return ids.unfold(0, CONTEXT + 1, CONTEXT)

@@ -1,0 +1,295 @@
+"""Ranks find each other: ``init``, groups, ``shutdown``.
+
+Nothing of our own has to be started: any ``torch.distributed.Store`` carries a few hundred bytes
+from every rank to every other, and connections are made from them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from trigram import _core
+from trigram.errors import ConfigError, MisuseError, TimeoutError, UnsupportedError
+
+_BARRIER = (4, 5, 0, 0, 0, 0)
+_NOTHING = (0, 0, 0, 0)
+
+# Groups of the same ranks are told apart by an ordinal that all members count alike. Groups made
+# for different reasons count apart, so that one made lazily does not disturb the others.
+_USER, _BORROWED, _INTERNAL = 0, 1 << 32, 2 << 32
+
+
+class Group:
+    """Ranks that communicate with each other.
+
+    Attributes:
+        ranks: World ranks, by place in the group.
+        rank: This rank's place, -1 if it is not in the group.
+        size: Number of ranks.
+        name: What error messages call it.
+    """
+
+    __slots__ = ("__weakref__", "_core", "name", "rank", "ranks", "size", "timeout")
+
+    def __init__(
+        self, name: str, ranks: Sequence[int], core: _core.Group | None, timeout: float | None
+    ) -> None:
+        self.name = name
+        self.ranks = list(ranks)
+        self.size = len(self.ranks)
+        self.rank = core.rank if core is not None else -1
+        self.timeout = timeout
+        self._core = core
+
+    def __repr__(self) -> str:
+        return f"Group({self.name!r}, ranks={self.ranks}, rank={self.rank})"
+
+    @property
+    def core(self) -> _core.Group:
+        """The engine's side; an error where this rank is not a member."""
+        if self._core is None:
+            raise MisuseError(f"this rank is not in group {self.name} {self.ranks}")
+        return self._core
+
+    def place(self, rank: int, what: str) -> int:
+        """The place of a world rank, as torch's ``src`` and ``dst`` name ranks."""
+        try:
+            return self.ranks.index(rank)
+        except ValueError:
+            raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
+
+    def hosts(self) -> list[list[int]]:
+        """Places by host: those in one list share memory."""
+        return self.core.hosts
+
+
+@dataclass
+class World:
+    """What ``init`` has set up."""
+
+    engine: _core.Engine
+    group: Group
+    op_timeout: float | None
+    store: dist.Store | None
+    ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
+    borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
+
+    def new_group(self, ranks: Sequence[int], name: str, kind: int) -> Group:
+        """A group of world ranks; all members make it, in the same order."""
+        key = (kind, tuple(ranks))
+        ordinal = self.ordinals[key] = self.ordinals.get(key, -1) + 1
+        core = None
+        if self.group.rank in ranks:
+            core = self.engine.group(name, list(ranks), kind + ordinal + 1)
+        return Group(name, ranks, core, self.op_timeout)
+
+
+_world: World | None = None
+
+
+def is_initialized() -> bool:
+    """Whether ``init`` has been called, and ``shutdown`` not since."""
+    return _world is not None
+
+
+def rank() -> int:
+    """This rank's number in the world, from 0."""
+    return current().group.rank
+
+
+def world_size() -> int:
+    """The number of ranks in the world."""
+    return current().group.size
+
+
+def current() -> World:
+    """The world, made now with ``init()`` if nobody has."""
+    if _world is None:
+        init()
+    assert _world is not None
+    return _world
+
+
+def new_group(ranks: Sequence[int]) -> Group:
+    """Makes a group of some ranks of the world.
+
+    Every member makes the same groups in the same order; other ranks may call it too and get a
+    group whose collectives refuse them.
+
+    Args:
+        ranks: World ranks, in the order of their places.
+
+    Raises:
+        MisuseError: A rank is named twice, or is not in the world.
+    """
+    world = current()
+    ranks = [int(r) for r in ranks]
+    if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < world.group.size for r in ranks):
+        raise MisuseError(f"new_group: {ranks} are not different ranks of a world of {world.group.size}")
+    return world.new_group(ranks, f"of ranks {ranks}", _USER)
+
+
+def internal_group(group: Group, name: str) -> Group:
+    """A group of the same ranks with calls of its own, so that no order between them is needed."""
+    return current().new_group(group.ranks, name, _INTERNAL)
+
+
+def resolve(group: Group | dist.ProcessGroup | None) -> Group:
+    """Ours, for whatever names a group: ours, torch's, or none for the world."""
+    if isinstance(group, Group):
+        return group
+    world = current()
+    if group is None:
+        return world.group
+    if not isinstance(group, dist.ProcessGroup):
+        raise MisuseError(f"group: expected a trigram or torch group, got {type(group).__name__}")
+    found = world.borrowed.get(group)
+    if found is None:
+        ranks = dist.get_process_group_ranks(group)
+        found = world.borrowed[group] = world.new_group(ranks, f"of ranks {ranks}", _BORROWED)
+    return found
+
+
+def init(
+    store: dist.Store | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    *,
+    init_timeout: float = 300.0,
+    op_timeout: float | None = None,
+    iface: str | None = None,
+    elastic: bool = False,
+    helper: bool = False,
+) -> Group:
+    """Joins this process to the job. ``with_bagua`` and the collectives call it when nobody has.
+
+    With nothing given, an initialised ``torch.distributed`` lends its store; else torchrun's
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are used; else this is a world of
+    one. Calling it again returns the same group.
+
+    Args:
+        store: Any ``torch.distributed.Store`` that all ranks share; then ``rank`` and
+            ``world_size`` too.
+        rank: This rank, from 0.
+        world_size: The number of ranks.
+        init_timeout: Seconds to wait for the other ranks.
+        op_timeout: Seconds that a collective may take. ``None``: a peer that is alive is awaited
+            however long it takes, and named in a log line; a dead one raises at once.
+        iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
+        elastic: Not available yet.
+        helper: Not available yet.
+
+    Returns:
+        The group of all ranks.
+
+    Raises:
+        TimeoutError: Ranks are missing; the message names them.
+        ConfigError: A setting or an environment variable is wrong.
+    """
+    global _world
+    if _world is not None:
+        return _world.group
+    if elastic or helper:
+        raise UnsupportedError("init: elastic and helper are not available yet")
+    deadline = time.monotonic() + init_timeout
+    store, rank, world_size, toward = _find_store(store, rank, world_size, init_timeout)
+    transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
+    iface = iface or os.environ.get("TRIGRAM_IFACE") or None
+    rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
+    exchange = _Exchange(store, rank, world_size, deadline)
+    cards = exchange("card", rendezvous.card())
+    met = rendezvous.meet(cards)
+    verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
+    engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
+    core = engine.group("world", list(range(world_size)), 0)
+    # Nobody leaves before everybody has what it needs from the store.
+    core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    group = Group("world", range(world_size), core, op_timeout)
+    _world = World(engine, group, op_timeout, store)
+    return group
+
+
+def shutdown() -> None:
+    """Leaves the job. Work in flight fails, here and on the peers; calling it twice does nothing."""
+    global _world
+    world, _world = _world, None
+    if world is not None:
+        world.engine.shutdown()
+
+
+atexit.register(shutdown)
+
+
+def _find_store(
+    store: dist.Store | None, rank: int | None, world_size: int | None, timeout: float
+) -> tuple[dist.Store | None, int, int, str | None]:
+    """The store, this rank, the world's size, and a host that all can reach if one is known."""
+    env = os.environ
+    if store is not None:
+        if rank is None or world_size is None:
+            raise MisuseError("init: a store needs rank and world_size too")
+        return store, rank, world_size, getattr(store, "host", None)
+    if dist.is_available() and dist.is_initialized():
+        lent = dist.distributed_c10d._get_default_store()
+        toward = env.get("MASTER_ADDR")
+        return dist.PrefixStore("trigram", lent), dist.get_rank(), dist.get_world_size(), toward
+    if rank is None and "RANK" in env:
+        rank = _number("RANK")
+    if world_size is None and "WORLD_SIZE" in env:
+        world_size = _number("WORLD_SIZE")
+    if (rank, world_size) in ((None, None), (0, 1)):
+        return None, 0, 1, "127.0.0.1"
+    missing = [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
+    if rank is None or world_size is None or missing:
+        absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None] + missing
+        raise ConfigError(f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store")
+    limit = timedelta(seconds=timeout)
+    try:
+        found, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
+    except dist.DistError as e:
+        where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+        raise TimeoutError(f"init: rank {rank} found no store at {where} (rank 0 offers it): {e}") from e
+    return dist.PrefixStore("trigram", found), rank, world_size, env["MASTER_ADDR"]
+
+
+def _number(variable: str) -> int:
+    try:
+        return int(os.environ[variable])
+    except ValueError:
+        raise ConfigError(f"init: {variable}={os.environ[variable]!r} is not a number") from None
+
+
+class _Exchange:
+    """Every rank's bytes to every rank, through a store."""
+
+    def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
+        self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
+        self.began = time.monotonic()
+        # A store may serve several inits, one after another: ranks count them alike.
+        self.round = store.add(f"inits/{rank}", 1) if store is not None else 0
+
+    def __call__(self, what: str, mine: bytes) -> list[bytes]:
+        if self.store is None:
+            return [mine]
+        keys = [f"{self.round}/{what}/{r}" for r in range(self.size)]
+        self.store.set(keys[self.rank], mine)
+        pause = 0.0005
+        while not self.store.check(keys):
+            if time.monotonic() > self.deadline:
+                absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
+                names = ", ".join(map(str, absent))
+                raise TimeoutError(
+                    f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} "
+                    f"of {self.size}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+        return [self.store.get(key) for key in keys]

@@ -1,0 +1,474 @@
+//! Who drives the work, and how it sleeps.
+//!
+//! One thread at a time holds the progress lock and moves *all* jobs. A synchronous caller that
+//! finds the lock free drives in its own thread: on few cores waking another costs more than a
+//! small collective. Otherwise, and for asynchronous calls, the background thread drives; it
+//! exists only once something asynchronous has been asked for, and sleeps when nothing is under
+//! way. Nobody ever sleeps without a doorbell that wakes it.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::{Error, Result};
+
+use crate::fork::{self, Watched};
+use crate::hub::{Counters, Hub, Submission};
+use crate::link::{Pumped, Rx, Tx};
+use crate::members::Members;
+use crate::ticket::{GLANCE, Ticket};
+use crate::world::World;
+
+/// Looks for work this often at full speed, where every rank of the host has a core.
+const SPINS: u32 = 16;
+/// Then this often giving the core away in between: where ranks share a core, or something else
+/// runs on it, the peer that has the work gets it. On an idle core that costs next to nothing.
+const YIELDS: u32 = 40;
+/// Sleeps on the futex this long; then in `epoll`, which hears of deaths too.
+const FUTEX_SLEEP: Duration = Duration::from_millis(2);
+
+const BELL: u64 = u64::MAX;
+const CONTROL: u64 = 1 << 32;
+
+enum Command {
+    Submit(Submission),
+    Abort(Arc<Members>, u64, Error),
+}
+
+/// Everything that moves, under the progress lock.
+struct Progress {
+    hub: Hub,
+    rx: Vec<Option<Rx>>,
+    /// Neighbours whose control connection has ended.
+    gone: Vec<u32>,
+    ticked: Instant,
+}
+
+struct Shared {
+    world: Arc<World>,
+    progress: Mutex<Progress>,
+    inbox: Mutex<Vec<Command>>,
+    waiting: AtomicUsize,
+    closed: AtomicBool,
+    epoll: OwnedFd,
+    has_sockets: bool,
+    spins: u32,
+    idle: Mutex<bool>,
+    work: Condvar,
+    counters: Arc<Counters>,
+    _watched: Watched,
+}
+
+/// Runs calls. One per process and job.
+pub struct Engine {
+    shared: Arc<Shared>,
+    background: Mutex<Option<JoinHandle<()>>>,
+}
+
+/// A caller's wish to stop waiting, asked for now and then: Ctrl-C.
+pub type Glance<'a> = &'a mut dyn FnMut() -> Result<()>;
+
+impl Engine {
+    /// An engine over connections, one of each way per world rank.
+    pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
+        let io = |e: rustix::io::Errno| Error::io("preparing epoll", e);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
+        let add = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
+            epoll::add(&epoll, fd, epoll::EventData::new_u64(data), flags).map_err(io)
+        };
+        let edge = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        let mut has_sockets = false;
+        for rx in rx.iter().flatten() {
+            if let Some(fd) = rx.fd() {
+                add(fd, u64::from(rx.peer), edge)?;
+                has_sockets = true;
+            }
+        }
+        for (&rank, neighbour) in &world.neighbours {
+            if let Some(fd) = neighbour.control() {
+                add(fd, CONTROL | u64::from(rank), epoll::EventFlags::IN)?;
+            }
+        }
+        add(world.board.bell().fd(), BELL, epoll::EventFlags::IN)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
+        let hub = Hub::new(world.clone(), tx);
+        let counters = hub.counters.clone();
+        let progress = Progress { hub, rx, gone: Vec::new(), ticked: Instant::now() };
+        let shared = Shared {
+            world,
+            progress: Mutex::new(progress),
+            inbox: Mutex::default(),
+            waiting: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            _watched: Watched::new(&epoll),
+            epoll,
+            has_sockets,
+            spins,
+            idle: Mutex::new(true),
+            work: Condvar::new(),
+            counters,
+        };
+        Ok(Self { shared: Arc::new(shared), background: Mutex::default() })
+    }
+
+    /// The job as this rank sees it.
+    pub fn world(&self) -> &Arc<World> {
+        &self.shared.world
+    }
+
+    /// What has been done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.shared.counters
+    }
+
+    fn check_open(&self) -> Result<()> {
+        fork::check()?;
+        if self.shared.closed.load(Ordering::Acquire) {
+            return Err(Error::misuse("trigram has been shut down; call trigram.init again"));
+        }
+        Ok(())
+    }
+
+    /// Makes a call and waits for its end, driving the work in this thread if nobody else does.
+    pub fn run(&self, submission: Submission, glance: Glance<'_>) -> Result<()> {
+        self.check_open()?;
+        let ticket = submission.ticket.clone();
+        match self.shared.progress.try_lock() {
+            Ok(mut progress) => {
+                // Calls are numbered in the order of submission: those that wait come first.
+                self.shared.take_inbox(&mut progress);
+                progress.hub.admit(submission);
+                let outcome = self.shared.drive(&mut progress, Some(&ticket), self.shared.spins, glance);
+                let more = !progress.hub.jobs.is_empty() || self.shared.waiting.load(Ordering::Acquire) > 0;
+                drop(progress);
+                if more {
+                    self.wake_background()?;
+                }
+                outcome?;
+                ticket.outcome().unwrap_or(Ok(()))
+            }
+            Err(TryLockError::WouldBlock) => {
+                self.start(submission)?;
+                ticket.wait(None, glance)?.unwrap_or(Ok(()))
+            }
+            Err(TryLockError::Poisoned(_)) => Err(Error::Aborted("the engine has failed; see above".into())),
+        }
+    }
+
+    /// Makes a call that the background thread carries out.
+    pub fn start(&self, submission: Submission) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::Submit(submission))
+    }
+
+    /// Gives up the collectives of a group up to the `through`-th, on all ranks.
+    pub fn abort(&self, members: Arc<Members>, through: u64, error: Error) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::Abort(members, through, error))
+    }
+
+    fn command(&self, command: Command) -> Result<()> {
+        let mut inbox = self.shared.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        inbox.push(command);
+        self.shared.waiting.store(inbox.len(), Ordering::Release);
+        drop(inbox);
+        self.shared.world.board.bell().ring();
+        self.wake_background()
+    }
+
+    fn wake_background(&self) -> Result<()> {
+        let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
+        if background.is_none() {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name("trigram".into());
+            let thread = thread.spawn(move || shared.background()).map_err(|e| Error::io("starting a thread", e))?;
+            *background = Some(thread);
+        }
+        drop(background);
+        let mut idle = self.shared.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if *idle {
+            *idle = false;
+            self.shared.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Ends everything: what is under way fails, peers are told that this rank leaves.
+    pub fn shutdown(&self) {
+        if fork::is_child() || self.shared.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let rank = self.shared.world.rank;
+        self.shared.world.board.bell().ring();
+        if let Ok(mut idle) = self.shared.idle.lock() {
+            *idle = false;
+            self.shared.work.notify_all();
+        }
+        if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // It drops the progress lock at its next glance.
+            let _ = thread.join();
+        }
+        let Ok(mut progress) = self.shared.progress.lock() else { return };
+        self.shared.take_inbox(&mut progress);
+        let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
+        progress.hub.fail_all(&error, true);
+        progress.say_bye();
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl Shared {
+    fn background(&self) {
+        loop {
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            while *idle && !self.closed.load(Ordering::Acquire) {
+                idle = self.work.wait(idle).unwrap_or_else(PoisonError::into_inner);
+            }
+            drop(idle);
+            if self.closed.load(Ordering::Acquire) {
+                return;
+            }
+            let Ok(mut progress) = self.progress.lock() else { return };
+            // Nothing stops this thread but the end of the work and of the engine.
+            let _ = self.drive(&mut progress, None, 0, &mut || Ok(()));
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            *idle = progress.hub.jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0;
+        }
+    }
+
+    /// Moves everything until `until` has its outcome, or all work is done.
+    fn drive(
+        &self,
+        progress: &mut MutexGuard<'_, Progress>,
+        until: Option<&Arc<Ticket>>,
+        spins: u32,
+        glance: Glance<'_>,
+    ) -> Result<()> {
+        let mut idle = 0;
+        let mut idle_since: Option<Instant> = None;
+        let mut glanced = None;
+        loop {
+            self.take_inbox(progress);
+            let moved = progress.poll(&self.world);
+            let over = match until {
+                Some(ticket) => ticket.is_done(),
+                None => progress.hub.jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0,
+            };
+            if over || until.is_none() && self.closed.load(Ordering::Acquire) {
+                return Ok(());
+            }
+            if moved {
+                idle = 0;
+                idle_since = None;
+                continue;
+            }
+            idle += 1;
+            if self.has_sockets && idle % 8 == 1 {
+                self.events(progress, Duration::ZERO);
+            }
+            if idle < spins {
+                std::hint::spin_loop();
+                continue;
+            }
+            if idle < spins + YIELDS {
+                std::thread::yield_now();
+                continue;
+            }
+            let now = Instant::now();
+            let since = *idle_since.get_or_insert(now);
+            self.sleep(progress, now - since, until.is_some());
+            let now = Instant::now();
+            if now - *glanced.get_or_insert(since) >= GLANCE {
+                glanced = Some(now);
+                if let (Err(stop), Some(ticket)) = (glance(), until) {
+                    self.give_up(progress, ticket);
+                    return Err(stop);
+                }
+            }
+        }
+    }
+
+    /// The caller stops waiting: its call fails everywhere, and lets go of its memory.
+    fn give_up(&self, progress: &mut Progress, ticket: &Arc<Ticket>) {
+        let rank = self.world.rank;
+        if let Some(i) = progress.hub.jobs.iter().position(|j| Arc::ptr_eq(&j.ticket, ticket)) {
+            let error = Error::Aborted(format!("rank {rank} was interrupted"));
+            progress.hub.fail(i, error, true);
+        }
+        while !ticket.is_done() {
+            if !progress.poll(&self.world) {
+                self.sleep(progress, Duration::MAX, true);
+            }
+        }
+    }
+
+    fn take_inbox(&self, progress: &mut Progress) {
+        if self.waiting.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let commands = {
+            let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+            self.waiting.store(0, Ordering::Release);
+            std::mem::take(&mut *inbox)
+        };
+        for command in commands {
+            match command {
+                Command::Submit(submission) => progress.hub.admit(submission),
+                Command::Abort(members, through, error) => progress.hub.abort(&members, through, &error),
+            }
+        }
+    }
+
+    /// Sleeps until something happens, or it is time to look up.
+    fn sleep(&self, progress: &mut Progress, idle: Duration, _caller: bool) {
+        let bell = self.world.board.bell();
+        let on_event = self.has_sockets || idle > FUTEX_SLEEP;
+        let seen = bell.arm(on_event);
+        let found = progress.poll(&self.world) || self.waiting.load(Ordering::Acquire) > 0;
+        if found || self.closed.load(Ordering::Acquire) {
+            return bell.disarm();
+        }
+        if on_event {
+            self.events(progress, GLANCE);
+            bell.disarm();
+        } else {
+            bell.sleep(seen, FUTEX_SLEEP);
+        }
+    }
+
+    /// Takes note of what sockets and bells have to say, waiting up to `limit` for it.
+    fn events(&self, progress: &mut Progress, limit: Duration) {
+        let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 64];
+        let limit = rustix::time::Timespec {
+            tv_sec: limit.as_secs() as i64,
+            tv_nsec: i64::from(limit.subsec_nanos()),
+        };
+        // Interrupted by a signal: the caller looks up, and comes back.
+        let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&limit)) else { return };
+        for event in events {
+            match event.data.u64() {
+                BELL => self.world.board.bell().drain(),
+                data if data & CONTROL != 0 => {
+                    let rank = data as u32;
+                    let Some(neighbour) = self.world.neighbours.get(&rank) else { continue };
+                    if !neighbour.collect().unwrap_or(false) {
+                        if let Some(fd) = neighbour.control() {
+                            // It would be readable for ever. That it is gone already is as good.
+                            let _ = epoll::delete(&self.epoll, fd);
+                        }
+                        progress.gone.push(rank);
+                    }
+                }
+                data => {
+                    if let Some(rx) = progress.rx.get_mut(data as usize).and_then(Option::as_mut) {
+                        rx.wake();
+                    }
+                    if let Some(tx) = progress.hub.tx.get_mut(data as usize).and_then(Option::as_mut) {
+                        tx.wake();
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl Progress {
+    /// Moves everything once; true if anything moved.
+    fn poll(&mut self, world: &World) -> bool {
+        let mut moved = false;
+        for rank in 0..self.rx.len() {
+            let Some(rx) = &mut self.rx[rank] else { continue };
+            if !rx.has_input() {
+                continue;
+            }
+            match rx.pump(&mut self.hub) {
+                Ok(Pumped::Moved) => moved = true,
+                Ok(Pumped::Nothing) => {}
+                Ok(Pumped::Closed) => {
+                    let why = if rx.said_bye { "it has left the job" } else { "its connection has closed" };
+                    self.lose(rank as u32, Error::Aborted(why.into()));
+                    moved = true;
+                }
+                Err(e) => {
+                    self.lose(rank as u32, e);
+                    moved = true;
+                }
+            }
+        }
+        for rank in std::mem::take(&mut self.gone) {
+            // What it wrote before it went has been read above.
+            let bye = self.rx[rank as usize].as_ref().is_some_and(|rx| rx.said_bye);
+            let why = if bye { "it has left the job" } else { "its process has ended" };
+            self.lose(rank, Error::Aborted(why.into()));
+            moved = true;
+        }
+        self.hub.check_losses();
+        moved |= self.hub.finish_sends();
+        for i in 0..self.hub.jobs.len() {
+            moved |= self.hub.advance(i);
+        }
+        moved |= self.hub.pump_out();
+        for job in std::mem::take(&mut self.hub.dead) {
+            self.rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
+        }
+        let now = self.ticked;
+        moved |= self.hub.reap(now);
+        if !moved {
+            let now = Instant::now();
+            if now - self.ticked > GLANCE / 2 {
+                self.ticked = now;
+                self.hub.tick(now);
+            }
+        }
+        let _ = world;
+        moved
+    }
+
+    fn lose(&mut self, rank: u32, why: Error) {
+        self.rx[rank as usize] = None;
+        self.hub.lose(rank, why);
+    }
+
+    /// Tells the peers that this rank leaves, and sees that what it sent gets through.
+    fn say_bye(&mut self) {
+        let bye = Frame {
+            kind: Kind::Bye,
+            group: 0,
+            call: CallId(0),
+            tag: 0,
+            len: 0,
+            signature: trigram_core::signature::Signature::default(),
+        };
+        self.hub.tx.iter_mut().flatten().for_each(|tx| tx.give(&bye, Vec::new()));
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while self.hub.tx.iter().flatten().any(|tx| !tx.is_idle()) && Instant::now() < deadline {
+            self.hub.tx.iter_mut().flatten().for_each(Tx::wake);
+            if !self.hub.pump_out() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        self.hub.tx.iter_mut().flatten().for_each(Tx::close);
+        // Read what is there: closing over unread bytes would tear down what we have just sent.
+        for rx in self.rx.iter_mut().flatten() {
+            rx.wake();
+            while matches!(rx.pump(&mut self.hub), Ok(Pumped::Moved)) {}
+        }
+        self.hub.reap(Instant::now() + Duration::from_secs(60));
+    }
+}
+
+impl AsFd for Engine {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared.epoll.as_fd()
+    }
+}

@@ -1,0 +1,285 @@
+//! The board: what each rank shows to the ranks of its host.
+//!
+//! One segment per rank. Only its owner writes to it, except for the pipes (their writers put
+//! bytes into them) and the doorbell (whoever rings clears the sleeper's mark). It holds
+//!
+//! * the doorbell,
+//! * a pipe from each other rank of the host,
+//! * for each group and each call in flight a *lane*: how far the owner has come, what it called,
+//!   where its memory is, and a slot for small payloads.
+//!
+//! A lane is reused every [`LANES`] calls, when all ranks have shown that they are done with it.
+
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use trigram_core::planner::SLOT_BYTES;
+use trigram_core::signature::Signature;
+use trigram_core::{Error, Result};
+use zerocopy_words::{from_words, to_words};
+
+use crate::host::doorbell::{Doorbell, Words};
+use crate::host::pipe::{PIPE, Pipe};
+use crate::memory::{Place, Segment};
+
+/// Ranks of one host at most.
+pub const MAX_LOCAL: usize = 64;
+/// Groups of one process at most that have members on one host.
+pub const MAX_GROUPS: usize = 512;
+/// Calls of one group in flight inside a host at most; more wait their turn.
+pub const LANES: usize = 8;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x01\0");
+
+/// One call in flight, as one rank shows it. Times are monotonic, so nothing is ever reset.
+#[derive(Debug)]
+#[repr(C, align(64))]
+pub struct Lane {
+    /// `call * STAGES + barriers arrived at`; 0 before the first.
+    arrived: AtomicU64,
+    /// `call + 1` of the last call that the owner has left.
+    done: AtomicU64,
+    /// `call + 1` of the last call that failed here.
+    failed: AtomicU64,
+    signature: [AtomicU64; 3],
+    /// Number of the segment that the input lies in, plus one; 0: not registered.
+    segment: AtomicU64,
+    offset: AtomicU64,
+    slot: Slot,
+}
+
+#[derive(Debug)]
+#[repr(C, align(64))]
+struct Slot([u8; SLOT_BYTES]);
+
+const STAGES: u64 = 256;
+/// Directory entries that are no group's identity.
+const NO_GROUP: u64 = 0;
+const CLAIMED: u64 = u64::MAX;
+
+#[repr(C)]
+struct Layout {
+    magic: AtomicU64,
+    bell: Words,
+    pipes: [Pipe; MAX_LOCAL],
+    groups: [AtomicU64; MAX_GROUPS],
+    lanes: [[Lane; LANES]; MAX_GROUPS],
+    rings: [[u8; PIPE]; MAX_LOCAL],
+}
+
+/// A board, one's own or a peer's.
+#[derive(Clone, Debug)]
+pub struct Board {
+    segment: Arc<Segment>,
+    bell: Doorbell,
+}
+
+impl Board {
+    /// A new board of one's own.
+    pub fn create() -> Result<Self> {
+        let segment = Arc::new(Segment::create(size_of::<Layout>())?);
+        let board = Self::on(segment, Doorbell::event()?)?;
+        board.layout().magic.store(MAGIC, Ordering::Release);
+        Ok(board)
+    }
+
+    /// A peer's board, from the descriptors it passed.
+    pub fn map(board: OwnedFd, event: OwnedFd) -> Result<Self> {
+        let board = Self::on(Arc::new(Segment::map(board)?), event)?;
+        if board.layout().magic.load(Ordering::Acquire) != MAGIC {
+            return Err(Error::Auth("a peer's board is not ours: does it run another version?".into()));
+        }
+        Ok(board)
+    }
+
+    fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
+        if segment.at(0, size_of::<Layout>()).is_none() {
+            return Err(Error::Auth("a peer's board has the wrong size: does it run another version?".into()));
+        }
+        let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
+        Ok(Self { segment, bell })
+    }
+
+    fn layout(&self) -> &Layout {
+        let at = self.segment.at(0, size_of::<Layout>()).map_or(NonNull::dangling(), NonNull::cast);
+        // SAFETY: `on` has checked the size; the mapping is page-aligned and lives as long as
+        // `self`; every shared field is an atomic, slots and rings are reached by raw pointers only.
+        unsafe { at.as_ref() }
+    }
+
+    /// The segment's descriptor, to pass it to a peer.
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// The owner's doorbell.
+    pub fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
+    /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.
+    pub fn pipe(&self, index: usize) -> (&Pipe, *mut u8) {
+        let ring = std::mem::offset_of!(Layout, rings) + index % MAX_LOCAL * PIPE;
+        let ring = self.segment.at(ring, PIPE).map_or(std::ptr::dangling_mut(), |p| p.as_ptr());
+        (&self.layout().pipes[index % MAX_LOCAL], ring)
+    }
+
+    /// Enters a group into the owner's directory and returns its place there.
+    pub fn enter_group(&self, id: u64) -> Result<usize> {
+        let layout = self.layout();
+        for (place, group) in layout.groups.iter().enumerate() {
+            if group.compare_exchange(NO_GROUP, CLAIMED, Ordering::AcqRel, Ordering::Acquire).is_err() {
+                continue;
+            }
+            for lane in &layout.lanes[place] {
+                for word in [&lane.arrived, &lane.done, &lane.failed] {
+                    word.store(0, Ordering::Relaxed);
+                }
+            }
+            group.store(id, Ordering::Release);
+            return Ok(place);
+        }
+        Err(Error::Unsupported(format!(
+            "more than {MAX_GROUPS} groups at once on one host; let some go, or set TRIGRAM_TRANSPORT=tcp"
+        )))
+    }
+
+    /// Where the owner has a group, if it has made it already.
+    pub fn find_group(&self, id: u64) -> Option<usize> {
+        self.layout().groups.iter().position(|g| g.load(Ordering::Acquire) == id)
+    }
+
+    /// Whether the owner still has the group that was found at `place`. It lets a group go only
+    /// after its last call, so a peer that finds it gone may take it to have finished.
+    pub fn has_group(&self, place: usize, id: u64) -> bool {
+        self.layout().groups[place % MAX_GROUPS].load(Ordering::Acquire) == id
+    }
+
+    /// The owner lets a group go. Its lanes stay as they are until the place is taken again.
+    pub fn leave_group(&self, place: usize) {
+        self.layout().groups[place % MAX_GROUPS].store(NO_GROUP, Ordering::Release);
+    }
+
+    /// The lane of a call of the group at `place`.
+    pub fn lane(&self, place: usize, call: u64) -> &Lane {
+        &self.layout().lanes[place % MAX_GROUPS][call as usize % LANES]
+    }
+}
+
+impl Lane {
+    /// Whether the owner is done with the call that used this lane before `call`.
+    pub fn is_free_for(&self, call: u64) -> bool {
+        call < LANES as u64 || self.done.load(Ordering::Acquire) > call - LANES as u64
+    }
+
+    /// Shows what the owner calls and where its input lies. Published by the first [`Lane::arrive`].
+    pub fn describe(&self, signature: &Signature, input: Option<Place>) {
+        for (word, value) in self.signature.iter().zip(to_words(signature)) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.segment.store(input.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
+        self.offset.store(input.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
+    }
+
+    /// What the owner called; to be read after it has arrived.
+    pub fn signature(&self) -> Signature {
+        from_words(std::array::from_fn(|i| self.signature[i].load(Ordering::Relaxed)))
+    }
+
+    /// Where the owner's input lies, if it is registered; to be read after it has arrived.
+    pub fn input(&self) -> Option<Place> {
+        let segment = self.segment.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(Place { segment, offset: self.offset.load(Ordering::Relaxed) as usize })
+    }
+
+    /// The owner arrives at a barrier of a call.
+    pub fn arrive(&self, call: u64, ordinal: u32) {
+        self.arrived.store(call * STAGES + u64::from(ordinal) + 1, Ordering::Release);
+    }
+
+    /// Whether the owner has arrived at a barrier of a call, or is past it.
+    pub fn has_arrived(&self, call: u64, ordinal: u32) -> bool {
+        self.arrived.load(Ordering::Acquire) > call * STAGES + u64::from(ordinal)
+    }
+
+    /// Whether the owner has entered a call but not left it.
+    pub fn is_inside(&self, call: u64) -> bool {
+        self.has_arrived(call, 0) && self.done.load(Ordering::Acquire) <= call
+    }
+
+    /// The owner has left a call: it will not touch anyone's memory for it again.
+    pub fn leave(&self, call: u64) {
+        self.done.store(call + 1, Ordering::Release);
+    }
+
+    /// The owner gives a call up.
+    pub fn fail(&self, call: u64) {
+        self.failed.store(call + 1, Ordering::Release);
+    }
+
+    /// Whether the owner has given a call up.
+    pub fn has_failed(&self, call: u64) -> bool {
+        self.failed.load(Ordering::Acquire) == call + 1
+    }
+
+    /// The first byte of the slot.
+    pub fn slot(&self) -> *mut u8 {
+        (&raw const self.slot.0).cast::<u8>().cast_mut()
+    }
+}
+
+/// Signatures as words, so that a lane can hold one in atomics.
+mod zerocopy_words {
+    use trigram_core::signature::Signature;
+    use zerocopy::transmute;
+
+    pub(super) fn to_words(signature: &Signature) -> [u64; 3] {
+        transmute!(*signature)
+    }
+
+    pub(super) fn from_words(words: [u64; 3]) -> Signature {
+        transmute!(words)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::{Collective, Via};
+    use trigram_core::{DType, ReduceOp};
+
+    use super::*;
+
+    #[test]
+    fn a_peer_reads_what_the_owner_shows() {
+        let mine = Board::create().unwrap();
+        let fd = |f: std::os::fd::BorrowedFd<'_>| f.try_clone_to_owned().unwrap();
+        let seen = Board::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
+        let place = mine.enter_group(42).unwrap();
+        assert_eq!(seen.find_group(42), Some(place));
+        let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
+        let lane = mine.lane(place, 3);
+        assert!(!seen.lane(place, 3).has_arrived(3, 0));
+        lane.describe(&s, Some(Place { segment: 0, offset: 4096 }));
+        lane.arrive(3, 0);
+        let theirs = seen.lane(place, 3);
+        assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
+        assert_eq!(theirs.signature(), s);
+        assert_eq!(theirs.input(), Some(Place { segment: 0, offset: 4096 }));
+        lane.leave(3);
+        assert!(theirs.is_free_for(3 + LANES as u64) && !theirs.is_free_for(3 + 2 * LANES as u64));
+        assert!(seen.has_group(place, 42));
+        mine.leave_group(place);
+        assert_eq!(seen.find_group(42), None);
+        assert_eq!(mine.enter_group(43), Ok(place));
+        assert!(!theirs.has_arrived(0, 0), "a place taken again starts anew");
+    }
+
+    #[test]
+    fn another_kind_of_segment_is_refused() {
+        let small = Segment::create(4096).unwrap();
+        let fd = small.fd().try_clone_to_owned().unwrap();
+        assert!(matches!(Board::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
+    }
+}

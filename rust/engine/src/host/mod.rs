@@ -1,0 +1,5 @@
+//! What ranks on one host share: a board each, a doorbell on it, pipes between them.
+
+pub mod board;
+pub mod doorbell;
+pub mod pipe;

@@ -1,0 +1,461 @@
+//! One call under way on this rank.
+//!
+//! A job goes through stages: it waits for its lane, meets the ranks of its host, walks its
+//! schedule, and leaves. Memory is named by the schedule and resolved here; this file and
+//! [`crate::link`] hold all accesses to memory that belongs to callers.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use trigram_core::executor::{Executor, Io, Started};
+use trigram_core::planner::{self, Call, Opening};
+use trigram_core::schedule::{Buf, Loc, Place, Schedule, Span};
+use trigram_core::signature::Signature;
+use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::{Error, ReduceOp, Result, reduce};
+
+use crate::members::Members;
+use crate::link::{Token, Tx};
+use crate::memory::Scratch;
+use crate::ticket::Ticket;
+
+/// Messages to one peer of up to this many bytes in a call are sent before the peer has said that
+/// it is in the call too. Above, the sender waits for that: nobody is flooded.
+pub const EAGER: usize = 64 << 10;
+
+/// A caller's memory. The caller keeps it valid until its ticket is resolved.
+#[derive(Clone, Copy, Debug)]
+pub struct Tensors {
+    /// What the call reads.
+    pub input: *const u8,
+    /// Bytes of it.
+    pub input_len: usize,
+    /// What it writes; the same memory for in-place collectives.
+    pub output: *mut u8,
+    /// Bytes of it.
+    pub output_len: usize,
+}
+
+// SAFETY: addresses only; they are followed while the progress lock is held.
+unsafe impl Send for Tensors {}
+
+/// What a caller asks for.
+#[derive(Debug)]
+pub struct Request {
+    /// The collective and its sizes.
+    pub call: Call,
+    /// How contributions combine.
+    pub op: ReduceOp,
+    /// The memory.
+    pub tensors: Tensors,
+    /// For messages between two ranks: the peer, the user's tag, and whether we send.
+    pub message: Option<Message>,
+}
+
+/// A message between two ranks.
+#[derive(Clone, Copy, Debug)]
+pub struct Message {
+    /// The other rank's place in the group.
+    pub peer: Place,
+    /// The user's tag.
+    pub tag: u32,
+    /// Whether this rank sends.
+    pub sends: bool,
+}
+
+/// How far a job has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stage {
+    /// An earlier call still uses its lane.
+    Waiting,
+    /// Not everyone on this host has entered the call.
+    Meeting,
+    /// Its schedule runs.
+    Running,
+    /// It has failed; peers may still be at our memory.
+    Closing,
+}
+
+/// Memory of a peer on this host, as far as it lent it for this call.
+#[derive(Clone, Copy, Debug)]
+pub struct Lent {
+    /// Whose.
+    pub place: Place,
+    /// First byte of its input.
+    pub base: *mut u8,
+    /// Bytes of it.
+    pub len: usize,
+}
+
+/// All of a job but its executor.
+pub struct Body {
+    /// Its number in this process.
+    pub id: u64,
+    /// The group.
+    pub members: Arc<Members>,
+    /// Which call of the group.
+    pub call_id: CallId,
+    /// What was asked.
+    pub request: Request,
+    /// What peers compare.
+    pub signature: Signature,
+    /// The barrier that it waits at: step and ordinal.
+    pub barrier: Option<(u32, u32)>,
+    /// Places known to be in this call.
+    pub inside: Vec<Place>,
+    /// Messages kept until their receiver is known to be in this call.
+    pub held: Vec<(u32, Place, u32, Span)>,
+    /// Messages that came before their step: place, tag, payload.
+    pub mail: Vec<(Place, u32, Vec<u8>)>,
+    /// Peers' memory that may be touched.
+    pub lent: Vec<Lent>,
+    /// Bytes moved through peers' memory.
+    pub direct_bytes: u64,
+    schedule: Arc<Schedule>,
+    scratch: Scratch,
+    scratch_base: *mut u8,
+    scratch_len: usize,
+}
+
+/// One call under way.
+pub struct Job {
+    /// How far it has come.
+    pub stage: Stage,
+    /// Everything but the executor.
+    pub body: Body,
+    /// The run of its schedule.
+    pub exec: Executor,
+    /// How it begins.
+    pub opening: Opening,
+    /// Where its caller waits.
+    pub ticket: Arc<Ticket>,
+    /// Why it fails, in [`Stage::Closing`].
+    pub error: Option<Error>,
+    /// When it was started.
+    pub began: Instant,
+    /// When something last happened to it.
+    pub moved: Instant,
+    /// Whether peers have been told what we called, after a stall.
+    pub announced: bool,
+    /// Whether a log line has named those it waits for.
+    pub named: bool,
+}
+
+// SAFETY: addresses of callers' and peers' memory are followed while the progress lock is held.
+unsafe impl Send for Job {}
+
+impl Job {
+    /// A job that has not begun.
+    pub fn new(
+        id: u64,
+        members: Arc<Members>,
+        call_id: CallId,
+        request: Request,
+        signature: Signature,
+        scratch: Scratch,
+    ) -> Self {
+        let opening = match request.message {
+            Some(_) => Opening::Messages,
+            None => planner::opening(&request.call, &members.layout),
+        };
+        let now = Instant::now();
+        Self {
+            stage: Stage::Waiting,
+            exec: Executor::new(Arc::default()),
+            opening,
+            ticket: Arc::default(),
+            error: None,
+            began: now,
+            moved: now,
+            announced: false,
+            named: false,
+            body: Body {
+                id,
+                members,
+                call_id,
+                request,
+                signature,
+                barrier: None,
+                inside: Vec::new(),
+                held: Vec::new(),
+                mail: Vec::new(),
+                lent: Vec::new(),
+                direct_bytes: 0,
+                schedule: Arc::default(),
+                scratch,
+                scratch_base: std::ptr::null_mut(),
+                scratch_len: 0,
+            },
+        }
+    }
+
+    /// Begins to walk a schedule.
+    pub fn run(&mut self, schedule: Arc<Schedule>, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
+        let size = self.body.request.call.dtype.size();
+        self.body.scratch_len = schedule.scratch * size;
+        self.body.scratch_base = self.body.scratch.reserve(self.body.scratch_len);
+        // Tell those who will send us much that we are here.
+        for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {
+            let frame = self.body.frame(Kind::Ready, 0, 0);
+            if let Some(tx) = self.body.members.link(t.peer, tx) {
+                tx.give(&frame, Vec::new());
+            }
+        }
+        self.body.schedule = schedule.clone();
+        self.exec.reset(schedule);
+        self.exec.start(&mut Wire { body: &mut self.body, tx, done })
+    }
+
+    /// A step has finished.
+    pub fn complete(&mut self, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
+        self.moved = Instant::now();
+        self.exec.complete(step, &mut Wire { body: &mut self.body, tx, done })
+    }
+
+    /// A peer is in this call too: what was kept for it may go.
+    pub fn release(&mut self, place: Place, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
+        if self.body.inside.contains(&place) {
+            return Ok(());
+        }
+        self.body.inside.push(place);
+        let mut finished = Vec::new();
+        let held = std::mem::take(&mut self.body.held);
+        for (step, to, tag, span) in held {
+            if to != place {
+                self.body.held.push((step, to, tag, span));
+            } else if self.body.transmit(step, to, tag, span, tx, done)? == Started::Done {
+                finished.push(step);
+            }
+        }
+        finished.into_iter().try_for_each(|step| self.complete(step, tx, done))
+    }
+
+    /// The places that this job waits for.
+    pub fn waiting_for(&self) -> Vec<Place> {
+        let body = &self.body;
+        let mut places = match self.stage {
+            Stage::Waiting | Stage::Meeting => body.members.absent(body.call_id, 0),
+            Stage::Running => {
+                let mut places = self.exec.waiting_for();
+                if let Some((_, ordinal)) = body.barrier {
+                    places.extend(body.members.absent(body.call_id, ordinal));
+                }
+                places.extend(body.held.iter().map(|h| h.1));
+                places
+            }
+            Stage::Closing => Vec::new(),
+        };
+        places.sort_unstable();
+        places.dedup();
+        places
+    }
+
+    /// Gives the scratch memory back for another job.
+    pub fn into_scratch(self) -> Scratch {
+        self.body.scratch
+    }
+}
+
+impl Body {
+    /// A frame of this call.
+    pub fn frame(&self, kind: Kind, tag: u32, len: u32) -> Frame {
+        Frame {
+            kind,
+            group: self.members.id,
+            call: self.call_id,
+            tag,
+            len,
+            signature: self.signature,
+        }
+    }
+
+    /// The address of a span of this rank's own memory, checked.
+    pub fn own(&self, span: Span) -> Result<*mut u8> {
+        let size = self.request.call.dtype.size();
+        let tensors = &self.request.tensors;
+        let (base, have) = match span.buf {
+            Buf::In => (tensors.input.cast_mut(), tensors.input_len),
+            Buf::Out => (tensors.output, tensors.output_len),
+            Buf::Scratch => (self.scratch_base, self.scratch_len),
+            Buf::Slot => match self.members.lane(self.members.me, self.call_id) {
+                Some(lane) => (lane.slot(), planner::SLOT_BYTES),
+                None => (std::ptr::null_mut(), 0),
+            },
+        };
+        inside(base, have, span, size)
+    }
+
+    /// The address of a span of anyone's memory on this host, checked.
+    fn at(&self, loc: Loc) -> Result<*mut u8> {
+        if loc.place == self.members.me {
+            return self.own(loc.span);
+        }
+        let size = self.request.call.dtype.size();
+        if loc.span.buf == Buf::Slot {
+            let lane = self.members.lane(loc.place, self.call_id);
+            let slot = lane.map_or(std::ptr::null_mut(), |lane| lane.slot());
+            let have = if slot.is_null() { 0 } else { planner::SLOT_BYTES };
+            return inside(slot, have, loc.span, size);
+        }
+        let lent = self.lent.iter().find(|l| l.place == loc.place);
+        inside(lent.map_or(std::ptr::null_mut(), |l| l.base), lent.map_or(0, |l| l.len), loc.span, size)
+    }
+
+    fn transmit(
+        &mut self,
+        step: u32,
+        to: Place,
+        tag: u32,
+        span: Span,
+        tx: &mut [Option<Tx>],
+        done: &mut Vec<Token>,
+    ) -> Result<Started> {
+        let len = span.len * self.request.call.dtype.size();
+        let at = if len == 0 { std::ptr::dangling() } else { self.own(span)?.cast_const() };
+        let frame = self.frame(Kind::Data, tag, len as u32);
+        let rank = self.members.ranks[to as usize];
+        let what = || self.signature.to_string();
+        let Some(tx) = self.members.link(to, tx) else {
+            let why = "no connection".to_string();
+            return Err(Error::PeerLost { rank, what: what(), why });
+        };
+        let token = Token { job: self.id, step };
+        // SAFETY: the span is checked; a job takes its frames back before its memory goes.
+        let sent = unsafe { tx.lend(&frame, at, len, token, done) };
+        match sent {
+            Ok(true) => Ok(Started::Done),
+            Ok(false) => Ok(Started::Later),
+            Err(e) => Err(Error::PeerLost { rank, what: what(), why: e.to_string() }),
+        }
+    }
+}
+
+/// The address of `span` in `have` bytes from `base`.
+fn inside(base: *mut u8, have: usize, span: Span, size: usize) -> Result<*mut u8> {
+    let (from, len) = (span.start * size, span.len * size);
+    match from.checked_add(len) {
+        // SAFETY: the offset is inside the memory.
+        Some(end) if end <= have => Ok(unsafe { base.add(from) }),
+        _ => Err(Error::misuse(format!("{span:?} lies outside of {have} bytes of memory"))),
+    }
+}
+
+/// Carries out the steps of one job.
+struct Wire<'a> {
+    body: &'a mut Body,
+    tx: &'a mut [Option<Tx>],
+    done: &'a mut Vec<Token>,
+}
+
+/// Bytes folded at a time: all blocks of a fold stay in the first-level cache.
+const BLOCK: usize = 8 << 10;
+
+#[repr(align(64))]
+struct Block([u8; BLOCK]);
+
+impl Io for Wire<'_> {
+    fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
+        let body = &mut *self.body;
+        let size = body.request.call.dtype.size();
+        if body.schedule.sent_to(to) * size > EAGER && !body.inside.contains(&to) {
+            body.held.push((step, to, tag, span));
+            return Ok(Started::Later);
+        }
+        body.transmit(step, to, tag, span, self.tx, self.done)
+    }
+
+    fn recv(&mut self, _step: u32, from: Place, tag: u32, span: Span) -> Result<Started> {
+        let body = &mut *self.body;
+        let Some(i) = body.mail.iter().position(|m| m.0 == from && m.1 == tag) else {
+            return Ok(Started::Later);
+        };
+        let (_, _, bytes) = body.mail.swap_remove(i);
+        if bytes.len() != span.len * body.request.call.dtype.size() {
+            let rank = body.members.ranks[from as usize];
+            return Err(Error::Corrupt { rank, what: format!("{} bytes for {span:?}", bytes.len()) });
+        }
+        if !bytes.is_empty() {
+            let to = body.own(span)?;
+            // SAFETY: `own` has checked that the span lies in our memory.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        }
+        Ok(Started::Done)
+    }
+
+    fn reduce(&mut self, from: &[Loc], to: &[Loc], finish: bool) -> Result<()> {
+        let body = &mut *self.body;
+        let (dtype, op) = (body.request.call.dtype, body.request.op);
+        let len = from.first().map_or(0, |l| l.span.len) * dtype.size();
+        let divide_by = finish.then_some(body.members.ranks.len() as u32);
+        let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
+        // Most folds have few ends; more than eight take a vector.
+        let mut many;
+        let count = from.len().max(to.len());
+        let ends = if count <= ends.len() {
+            &mut ends[..count]
+        } else {
+            many = vec![(std::ptr::null_mut(), std::ptr::null_mut()); count];
+            &mut many[..]
+        };
+        for (end, loc) in ends.iter_mut().zip(from) {
+            end.0 = body.at(*loc)?;
+        }
+        for (end, loc) in ends.iter_mut().zip(to) {
+            end.1 = body.at(*loc)?;
+        }
+        let me = body.members.me;
+        let away = from.iter().chain(to).filter(|l| l.place != me).count();
+        body.direct_bytes += (away * len) as u64;
+        if let ([_], None) = (from, divide_by.filter(|_| op == ReduceOp::Avg)) {
+            for (_, to) in ends[..to.len()].iter().filter(|(_, to)| *to != ends[0].0) {
+                // SAFETY: both spans are checked and, being different, do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(ends[0].0, *to, len) };
+            }
+            return Ok(());
+        }
+        // A lone destination that is no source is written straight away.
+        let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
+        let mut sources: [&[u8]; 8] = [&[]; 8];
+        let mut many_sources: Vec<&[u8]> = Vec::new();
+        let mut block = Block([0; BLOCK]);
+        let mut at = 0;
+        while at < len {
+            let n = BLOCK.min(len - at);
+            // SAFETY: `at` has checked every span against its memory. Between the barriers of its
+            // schedule nobody else writes to these spans, and no slice outlives the block.
+            let source = |p: *mut u8| unsafe { std::slice::from_raw_parts(p.add(at).cast_const(), n) };
+            let sources: &[&[u8]] = if from.len() <= sources.len() {
+                sources.iter_mut().zip(&ends[..from.len()]).for_each(|(s, e)| *s = source(e.0));
+                &sources[..from.len()]
+            } else {
+                many_sources.clear();
+                many_sources.extend(ends[..from.len()].iter().map(|e| source(e.0)));
+                &many_sources
+            };
+            if apart {
+                // SAFETY: as above, and it is none of the sources.
+                let out = unsafe { std::slice::from_raw_parts_mut(ends[0].1.add(at), n) };
+                reduce::fold(dtype, op, divide_by, sources, out)?;
+            } else {
+                let out = &mut block.0[..n];
+                reduce::fold(dtype, op, divide_by, sources, out)?;
+                for (_, to) in &ends[..to.len()] {
+                    // SAFETY: as above; the block is private.
+                    unsafe { std::ptr::copy_nonoverlapping(out.as_ptr(), to.add(at), n) };
+                }
+            }
+            at += n;
+        }
+        Ok(())
+    }
+
+    fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {
+        let body = &mut *self.body;
+        if ordinal == 0 && body.members.all_arrived(body.call_id, 0) {
+            return Ok(Started::Done); // the meeting, already held
+        }
+        body.members.arrive(body.call_id, ordinal);
+        body.barrier = Some((step, ordinal));
+        Ok(Started::Later)
+    }
+}

@@ -1,0 +1,345 @@
+//! Frames over a byte stream: a queue on the way out, a small state machine on the way in.
+
+use std::collections::VecDeque;
+
+use trigram_core::wire::{Frame, HEADER};
+use trigram_core::{Error, Result};
+
+use crate::transport::{Read, Receiver, Sender};
+
+/// Which step of which job a frame belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Token {
+    /// The job's number in this process.
+    pub job: u64,
+    /// The step of its schedule.
+    pub step: u32,
+}
+
+/// What a frame carries.
+#[derive(Debug)]
+enum Body {
+    /// Memory of a job. The job takes it back ([`Tx::take_back`]) before the memory goes away.
+    Lent(*const u8, usize),
+    Owned(Vec<u8>),
+}
+
+impl Body {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            // SAFETY: see `Body::Lent`.
+            Body::Lent(at, len) => unsafe { std::slice::from_raw_parts(*at, *len) },
+            Body::Owned(bytes) => bytes,
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Out {
+    head: [u8; HEADER],
+    body: Body,
+    sent: usize,
+    token: Option<Token>,
+}
+
+/// The way out to a peer: frames in the order in which they became ready.
+pub struct Tx {
+    sender: Box<dyn Sender>,
+    queue: VecDeque<Out>,
+    /// Payload bytes handed over so far.
+    pub bytes: u64,
+}
+
+// SAFETY: lent memory is read only while the progress lock is held, and taken back before it goes.
+unsafe impl Send for Tx {}
+
+impl Tx {
+    /// A way out over a stream.
+    pub fn new(sender: Box<dyn Sender>) -> Self {
+        Self { sender, queue: VecDeque::new(), bytes: 0 }
+    }
+
+    /// Whether frames wait.
+    pub fn is_idle(&self) -> bool {
+        self.queue.is_empty()
+    }
+
+    /// The transport can be written to again.
+    pub fn wake(&mut self) {
+        self.sender.wake();
+    }
+
+    /// Sends a frame with memory of a job; true if all of it is sent already.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `body` stay readable until the token comes back from [`Tx::pump`] or the
+    /// job has been taken back.
+    pub unsafe fn lend(
+        &mut self,
+        frame: &Frame,
+        body: *const u8,
+        len: usize,
+        token: Token,
+        done: &mut Vec<Token>,
+    ) -> Result<bool> {
+        let was_idle = self.is_idle();
+        self.bytes += len as u64;
+        let out = Out { head: frame.encode(), body: Body::Lent(body, len), sent: 0, token: Some(token) };
+        self.queue.push_back(out);
+        if was_idle {
+            let before = done.len();
+            self.pump(done)?;
+            if done.len() > before {
+                done.pop(); // ours: the queue held nothing else
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Sends a frame with a payload of its own.
+    pub fn give(&mut self, frame: &Frame, body: Vec<u8>) {
+        let out = Out { head: frame.encode(), body: Body::Owned(body), sent: 0, token: None };
+        self.queue.push_back(out);
+    }
+
+    /// Writes what fits; true if anything did. Steps whose frame has left are added to `done`.
+    pub fn pump(&mut self, done: &mut Vec<Token>) -> Result<bool> {
+        let mut moved = false;
+        while let Some(out) = self.queue.front_mut() {
+            if !self.sender.has_room() {
+                break;
+            }
+            let head = &out.head[out.sent.min(HEADER)..];
+            let body = &out.body.bytes()[out.sent.saturating_sub(HEADER)..];
+            let (left, n) = (head.len() + body.len(), self.sender.write(head, body)?);
+            out.sent += n;
+            moved |= n > 0;
+            if n < left {
+                if n == 0 {
+                    break;
+                }
+                continue;
+            }
+            done.extend(self.queue.pop_front().and_then(|out| out.token));
+        }
+        if moved {
+            self.sender.flush();
+        }
+        Ok(moved)
+    }
+
+    /// Forgets a job: frames not begun are dropped, the rest of one begun is copied, so that the
+    /// stream stays in step.
+    pub fn take_back(&mut self, job: u64) {
+        let is_its = |out: &Out| out.token.is_some_and(|t| t.job == job);
+        self.queue.retain(|out| !is_its(out) || out.sent > 0);
+        for out in self.queue.iter_mut().filter(|out| is_its(out)) {
+            out.body = Body::Owned(out.body.bytes().to_vec());
+            out.token = None;
+        }
+    }
+
+    /// Whether a frame of this job has not left.
+    pub fn holds(&self, job: u64) -> bool {
+        self.queue.iter().any(|out| out.token.is_some_and(|t| t.job == job))
+    }
+
+    /// No more frames.
+    pub fn close(&mut self) {
+        self.sender.close();
+    }
+}
+
+/// Where an arriving payload goes.
+#[derive(Debug)]
+pub enum Target {
+    /// Into a job's memory. The job redirects it ([`Rx::forget`]) before the memory goes away.
+    Memory(*mut u8, Token),
+    /// Kept until somebody asks for it.
+    Heap(Vec<u8>),
+    /// Read and dropped: nobody wants it any more.
+    Nowhere,
+}
+
+/// Who decides where payloads go.
+pub trait Sink {
+    /// A frame begins.
+    fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target>;
+    /// Its payload has arrived.
+    fn end(&mut self, peer: u32, frame: &Frame, target: Target) -> Result<()>;
+}
+
+enum State {
+    Head([u8; HEADER], usize),
+    Body(Frame, Target, usize),
+}
+
+/// The way in from a peer.
+pub struct Rx {
+    /// The peer's world rank.
+    pub peer: u32,
+    receiver: Box<dyn Receiver>,
+    state: State,
+    ahead: Vec<u8>,
+    ahead_at: usize,
+    ahead_end: usize,
+    /// The peer said that it leaves.
+    pub said_bye: bool,
+    /// Bytes received so far, headers included.
+    pub bytes: u64,
+}
+
+// SAFETY: job memory is written only while the progress lock is held, and redirected before it goes.
+unsafe impl Send for Rx {}
+
+/// What a call of [`Rx::pump`] came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pumped {
+    /// Bytes arrived.
+    Moved,
+    /// None did.
+    Nothing,
+    /// The peer has closed its end.
+    Closed,
+}
+
+/// Payload bytes taken from one peer before the others have their turn.
+const TURN: usize = 1 << 20;
+
+impl Rx {
+    /// A way in over a stream.
+    pub fn new(peer: u32, receiver: Box<dyn Receiver>) -> Self {
+        let ahead = vec![0; receiver.read_ahead()];
+        Self {
+            peer,
+            receiver,
+            state: State::Head([0; HEADER], 0),
+            ahead,
+            ahead_at: 0,
+            ahead_end: 0,
+            said_bye: false,
+            bytes: 0,
+        }
+    }
+
+    /// Whether pumping is worth a try.
+    pub fn has_input(&self) -> bool {
+        self.ahead_at < self.ahead_end || self.receiver.has_input()
+    }
+
+    /// What to wait on.
+    pub fn fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+        self.receiver.fd()
+    }
+
+    /// The descriptor has become readable.
+    pub fn wake(&mut self) {
+        self.receiver.wake();
+    }
+
+    /// Redirects what is arriving for a job to nowhere.
+    pub fn forget(&mut self, job: u64) {
+        if let State::Body(_, target, _) = &mut self.state
+            && matches!(target, Target::Memory(_, token) if token.job == job)
+        {
+            *target = Target::Nowhere;
+        }
+    }
+
+    /// Reads what there is.
+    pub fn pump(&mut self, sink: &mut dyn Sink) -> Result<Pumped> {
+        let before = self.bytes;
+        let outcome = loop {
+            if (self.bytes - before) as usize >= TURN {
+                break Pumped::Moved;
+            }
+            match self.advance(sink)? {
+                Read::Some(_) => {}
+                Read::Nothing => break Pumped::Nothing,
+                Read::Closed => break Pumped::Closed,
+            }
+        };
+        let moved = self.bytes > before;
+        Ok(if moved && outcome == Pumped::Nothing { Pumped::Moved } else { outcome })
+    }
+
+    /// One read, and what follows from it.
+    fn advance(&mut self, sink: &mut dyn Sink) -> Result<Read> {
+        match &mut self.state {
+            State::Head(head, have) => {
+                let mut head_now = *head;
+                let at = *have;
+                let read = self.fill(&mut head_now[at..])?;
+                let Read::Some(n) = read else { return Ok(read) };
+                if at + n < HEADER {
+                    self.state = State::Head(head_now, at + n);
+                    return Ok(read);
+                }
+                let rank = self.peer;
+                let frame =
+                    Frame::decode(&head_now).map_err(|e| Error::Corrupt { rank, what: e.to_string() })?;
+                let target = sink.begin(self.peer, &frame)?;
+                self.state = State::Body(frame, target, 0);
+                self.end_if_complete(sink)?;
+                Ok(read)
+            }
+            State::Body(frame, target, got) => {
+                let left = frame.len as usize - *got;
+                let mut sump = [0u8; 4096];
+                let into: &mut [u8] = match target {
+                    // SAFETY: see `Target::Memory`; the length was checked against the span.
+                    Target::Memory(at, _) => unsafe { std::slice::from_raw_parts_mut(at.add(*got), left) },
+                    Target::Heap(bytes) => &mut bytes[*got..],
+                    Target::Nowhere => &mut sump[..left.min(4096)],
+                };
+                let (into, len) = (into.as_mut_ptr(), into.len());
+                // SAFETY: the slice above, free of the borrow of `self.state`; `fill` does not touch it.
+                let read = self.fill(unsafe { std::slice::from_raw_parts_mut(into, len) })?;
+                if let (Read::Some(n), State::Body(_, _, got)) = (read, &mut self.state) {
+                    *got += n;
+                    self.end_if_complete(sink)?;
+                }
+                Ok(read)
+            }
+        }
+    }
+
+    fn end_if_complete(&mut self, sink: &mut dyn Sink) -> Result<()> {
+        if let State::Body(frame, _, got) = &self.state
+            && *got == frame.len as usize
+        {
+            let State::Body(frame, target, _) =
+                std::mem::replace(&mut self.state, State::Head([0; HEADER], 0))
+            else {
+                return Ok(());
+            };
+            sink.end(self.peer, &frame, target)?;
+        }
+        Ok(())
+    }
+
+    /// Reads into `into`, through the read-ahead buffer where that saves a system call.
+    fn fill(&mut self, into: &mut [u8]) -> Result<Read> {
+        if self.ahead_at == self.ahead_end && into.len() < self.ahead.len() {
+            (self.ahead_at, self.ahead_end) = match self.receiver.read(&mut self.ahead)? {
+                Read::Some(n) => (0, n),
+                other => return Ok(other),
+            };
+        }
+        let held = self.ahead_end - self.ahead_at;
+        let read = if held > 0 {
+            let n = held.min(into.len());
+            into[..n].copy_from_slice(&self.ahead[self.ahead_at..self.ahead_at + n]);
+            self.ahead_at += n;
+            Read::Some(n)
+        } else {
+            self.receiver.read(into)?
+        };
+        if let Read::Some(n) = read {
+            self.bytes += n as u64;
+        }
+        Ok(read)
+    }
+}

@@ -1,0 +1,170 @@
+//! Who is in a group, and how each member is reached.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use trigram_core::planner::Layout;
+use trigram_core::schedule::Place;
+use trigram_core::wire::CallId;
+use trigram_core::{Error, Result};
+
+use crate::host::board::{Board, Lane};
+use crate::link::Tx;
+use crate::world::World;
+
+/// A member on this host, this rank included.
+#[derive(Debug)]
+struct Local {
+    place: Place,
+    board: Board,
+    /// Where its directory has the group, once found.
+    found: AtomicUsize,
+}
+
+const NOT_FOUND: usize = usize::MAX;
+
+/// A group, as its calls need it.
+#[derive(Debug)]
+pub struct Members {
+    /// The same on all members.
+    pub id: u64,
+    /// What users call it.
+    pub name: String,
+    /// World ranks by place.
+    pub ranks: Vec<u32>,
+    /// This rank's place.
+    pub me: Place,
+    /// The group as schedules see it.
+    pub layout: Layout,
+    locals: Vec<Local>,
+}
+
+impl Members {
+    /// The group of these world ranks; this rank is one of them.
+    pub fn new(id: u64, name: String, ranks: Vec<u32>, world: &World) -> Result<Self> {
+        let Some(me) = ranks.iter().position(|&r| r == world.rank) else {
+            return Err(Error::misuse(format!("rank {} is not in group {name} {ranks:?}", world.rank)));
+        };
+        let mut hosts: Vec<(usize, Vec<Place>)> = Vec::new();
+        for (place, &rank) in (0..).zip(&ranks) {
+            let host = *world.host_of.get(rank as usize).ok_or_else(|| {
+                Error::misuse(format!("group {name}: rank {rank} is outside of the world of {}", world.size()))
+            })?;
+            match hosts.iter_mut().find(|(h, _)| *h == host) {
+                Some((_, places)) => places.push(place),
+                None => hosts.push((host, vec![place])),
+            }
+        }
+        let hosts: Vec<Vec<Place>> = hosts.into_iter().map(|(_, places)| places).collect();
+        let me = me as Place;
+        let here = hosts.iter().find(|h| h.contains(&me)).cloned().unwrap_or_default();
+        let mut locals = Vec::new();
+        if here.len() > 1 {
+            for &place in &here {
+                let rank = ranks[place as usize];
+                let board = world.board(rank).ok_or_else(|| {
+                    Error::misuse(format!("group {name}: no shared memory with rank {rank}"))
+                })?;
+                let found = if place == me { board.enter_group(id)? } else { NOT_FOUND };
+                locals.push(Local { place, board: board.clone(), found: AtomicUsize::new(found) });
+            }
+        }
+        let layout = Layout { me, world: ranks.len() as u32, hosts };
+        Ok(Self { id, name, ranks, me, layout, locals })
+    }
+
+    /// The place of a world rank.
+    pub fn place_of(&self, rank: u32) -> Option<Place> {
+        self.ranks.iter().position(|&r| r == rank).map(|p| p as Place)
+    }
+
+    /// World ranks of places.
+    pub fn ranks_of(&self, places: &[Place]) -> Vec<u32> {
+        places.iter().filter_map(|&p| self.ranks.get(p as usize).copied()).collect()
+    }
+
+    /// The way out to the member at `place`.
+    pub fn link<'a>(&self, place: Place, tx: &'a mut [Option<Tx>]) -> Option<&'a mut Tx> {
+        tx.get_mut(*self.ranks.get(place as usize)? as usize)?.as_mut()
+    }
+
+    /// Whether calls of this group meet on the board.
+    pub fn has_lanes(&self) -> bool {
+        !self.locals.is_empty()
+    }
+
+    /// The places on this host that share memory with this rank, itself included.
+    pub fn local_places(&self) -> impl Iterator<Item = Place> + '_ {
+        self.locals.iter().map(|l| l.place)
+    }
+
+    /// The lane of a member on this host for a call, once the member has made the group.
+    pub fn lane(&self, place: Place, call: CallId) -> Option<&Lane> {
+        self.locals.iter().find(|l| l.place == place)?.lane(self.id, call)
+    }
+
+    /// This rank arrives at a barrier.
+    pub fn arrive(&self, call: CallId, ordinal: u32) {
+        if let Some(lane) = self.lane(self.me, call) {
+            lane.arrive(call.0, ordinal);
+            self.ring();
+        }
+    }
+
+    /// Wakes the members on this host.
+    pub fn ring(&self) {
+        self.locals.iter().filter(|l| l.place != self.me).for_each(|l| l.board.bell().ring());
+    }
+
+    /// Whether all members on this host have arrived at a barrier.
+    pub fn all_arrived(&self, call: CallId, ordinal: u32) -> bool {
+        self.locals.iter().all(|l| l.has_arrived(self.id, call, ordinal))
+    }
+
+    /// The members on this host that have not arrived at a barrier.
+    pub fn absent(&self, call: CallId, ordinal: u32) -> Vec<Place> {
+        let absent = self.locals.iter().filter(|l| !l.has_arrived(self.id, call, ordinal));
+        absent.map(|l| l.place).collect()
+    }
+
+    /// Whether all members on this host are done with the call that used the lane before.
+    pub fn lane_is_free(&self, call: CallId) -> bool {
+        self.locals.iter().all(|l| l.is_past(self.id) || l.lane(self.id, call).is_none_or(|lane| lane.is_free_for(call.0)))
+    }
+
+    /// Members on this host, other than this rank, that are inside a call.
+    pub fn inside(&self, call: CallId) -> Vec<Place> {
+        let inside = self.locals.iter().filter(|l| {
+            l.place != self.me && !l.is_past(self.id) && l.lane(self.id, call).is_some_and(|x| x.is_inside(call.0))
+        });
+        inside.map(|l| l.place).collect()
+    }
+}
+
+impl Drop for Members {
+    fn drop(&mut self) {
+        for local in self.locals.iter().filter(|l| l.place == self.me) {
+            local.board.leave_group(local.found.load(Ordering::Relaxed));
+        }
+    }
+}
+
+impl Local {
+    fn lane(&self, id: u64, call: CallId) -> Option<&Lane> {
+        let mut found = self.found.load(Ordering::Relaxed);
+        if found == NOT_FOUND {
+            found = self.board.find_group(id)?;
+            self.found.store(found, Ordering::Relaxed);
+        }
+        Some(self.board.lane(found, call.0))
+    }
+
+    /// Whether the member has let the group go, after its last call.
+    fn is_past(&self, id: u64) -> bool {
+        let found = self.found.load(Ordering::Relaxed);
+        found != NOT_FOUND && !self.board.has_group(found, id)
+    }
+
+    fn has_arrived(&self, id: u64, call: CallId, ordinal: u32) -> bool {
+        self.lane(id, call).is_some_and(|lane| lane.has_arrived(call.0, ordinal)) || self.is_past(id)
+    }
+}

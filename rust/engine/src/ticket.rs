@@ -1,0 +1,63 @@
+//! What a caller holds while its call is under way.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use trigram_core::Result;
+
+/// How often a waiting caller looks up, to answer Ctrl-C (invariant PY-3).
+pub const GLANCE: Duration = Duration::from_millis(50);
+
+/// The outcome of a call, now or later.
+#[derive(Debug, Default)]
+pub struct Ticket {
+    done: AtomicBool,
+    outcome: Mutex<Option<Result<()>>>,
+    arrived: Condvar,
+}
+
+impl Ticket {
+    /// Whether the call has ended, well or not.
+    pub fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// The outcome, once there is one.
+    pub fn outcome(&self) -> Option<Result<()>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Ends the call.
+    pub fn resolve(&self, outcome: Result<()>) {
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.done.store(true, Ordering::Release);
+        self.arrived.notify_all();
+    }
+
+    /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `glance` is called
+    /// every [`GLANCE`]; its error ends the wait, not the call.
+    pub fn wait(
+        &self,
+        deadline: Option<Instant>,
+        glance: &mut dyn FnMut() -> Result<()>,
+    ) -> Result<Option<Result<()>>> {
+        let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = &*outcome {
+                return Ok(Some(outcome.clone()));
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|d| now >= d) {
+                return Ok(None);
+            }
+            let limit = deadline.map_or(GLANCE, |d| GLANCE.min(d - now));
+            (outcome, _) = self.arrived.wait_timeout(outcome, limit).unwrap_or_else(PoisonError::into_inner);
+            if outcome.is_none() {
+                drop(outcome);
+                glance()?;
+                outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Unix sockets inside a host: they carry descriptors, and prove who the peer is.
+//!
+//! Names are abstract, so they belong to the network namespace: ranks in different namespaces do
+//! not find each other and count as different hosts, as they should. Sockets are
+//! `SOCK_SEQPACKET`: a message arrives whole, with its descriptors.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use trigram_core::{Error, Result};
+
+/// Descriptors in one message at most.
+const MOST_FDS: usize = 4;
+
+/// What came of an attempt to receive.
+#[derive(Debug)]
+pub enum Received {
+    /// A message and its descriptors.
+    Message(Vec<u8>, Vec<OwnedFd>),
+    /// None now.
+    Nothing,
+    /// None ever.
+    Closed,
+}
+
+fn socket() -> Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(|e| Error::io("opening a unix socket", e))
+}
+
+fn address(name: &str) -> Result<SocketAddrUnix> {
+    SocketAddrUnix::new_abstract_name(name.as_bytes()).map_err(|e| Error::io("naming a unix socket", e))
+}
+
+/// Listens under an abstract name.
+pub fn listen(name: &str) -> Result<OwnedFd> {
+    let io = |e: rustix::io::Errno| Error::io("listening on a unix socket", e);
+    let listener = socket()?;
+    rustix::net::bind(&listener, &address(name)?).map_err(io)?;
+    rustix::net::listen(&listener, 128).map_err(io)?;
+    Ok(listener)
+}
+
+/// Connects to an abstract name; `None` if nobody listens there in this network namespace.
+pub fn connect(name: &str) -> Result<Option<OwnedFd>> {
+    let stream = socket()?;
+    Ok(rustix::net::connect(&stream, &address(name)?).is_ok().then_some(stream))
+}
+
+/// The next connection, if one waits. Connections of other users are closed unheard.
+pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>> {
+    use rustix::io::Errno;
+    loop {
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(stream) if is_same_user(&stream) => return Ok(Some(stream)),
+            Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(e) => return Err(Error::io("accepting on a unix socket", e)),
+        }
+    }
+}
+
+/// Whether the process at the other end runs as the same user.
+pub fn is_same_user(stream: &OwnedFd) -> bool {
+    rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
+}
+
+/// Sends a message with descriptors.
+pub fn send(stream: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        control.push(SendAncillaryMessage::ScmRights(fds));
+    }
+    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
+        .map(drop)
+        .map_err(|e| Error::io("sending on a unix socket", e))
+}
+
+/// Receives a message of at most 256 bytes, with its descriptors.
+pub fn receive(stream: &OwnedFd) -> Result<Received> {
+    use rustix::io::Errno;
+    let mut bytes = vec![0; 256];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let into = &mut [IoSliceMut::new(&mut bytes)];
+    let got = match rustix::net::recvmsg(stream.as_fd(), into, &mut control, RecvFlags::CMSG_CLOEXEC) {
+        Ok(got) => got.bytes,
+        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Err(Errno::CONNRESET) => return Ok(Received::Closed),
+        Err(e) => return Err(Error::io("receiving on a unix socket", e)),
+    };
+    let mut fds = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(rights) = message {
+            fds.extend(rights);
+        }
+    }
+    if got == 0 && fds.is_empty() {
+        return Ok(Received::Closed);
+    }
+    bytes.truncate(got);
+    Ok(Received::Message(bytes, fds))
+}

@@ -1,0 +1,116 @@
+//! The job as this rank sees it: who there is, on which host, and what memory they share.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use trigram_core::{Error, Result};
+
+use crate::fork::Watched;
+use crate::host::board::Board;
+use crate::memory::{Arena, Block, Place, Segment};
+use crate::unix;
+
+/// A rank on this host.
+#[derive(Debug)]
+pub struct Neighbour {
+    /// Its board.
+    pub board: Board,
+    /// A connection for descriptors; its end tells that the peer has gone. `None` for this rank
+    /// and for ranks that are threads.
+    control: Option<OwnedFd>,
+    _watched: Option<Watched>,
+    /// Its registered memory, by its numbers.
+    segments: Mutex<HashMap<u64, Arc<Segment>>>,
+}
+
+impl Neighbour {
+    /// A rank whose board and control connection are open.
+    pub fn new(board: Board, control: Option<OwnedFd>) -> Self {
+        let watched = control.as_ref().map(Watched::new);
+        Self { board, control, _watched: watched, segments: Mutex::default() }
+    }
+
+    /// What becomes readable when the peer sends a segment or dies.
+    pub fn control(&self) -> Option<BorrowedFd<'_>> {
+        self.control.as_ref().map(AsFd::as_fd)
+    }
+
+    /// Takes the segments that the peer has sent; false if it has gone.
+    pub fn collect(&self) -> Result<bool> {
+        let Some(control) = &self.control else { return Ok(true) };
+        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            match unix::receive(control)? {
+                unix::Received::Message(bytes, mut fds) => {
+                    let number = bytes.get(..8).and_then(|b| b.try_into().ok()).map(u64::from_le_bytes);
+                    if let (Some(number), Some(fd)) = (number, fds.pop()) {
+                        segments.insert(number, Arc::new(Segment::map(fd)?));
+                    }
+                }
+                unix::Received::Nothing => return Ok(true),
+                unix::Received::Closed => return Ok(false),
+            }
+        }
+    }
+
+    /// The address of `len` bytes of the peer's registered memory.
+    pub fn lent(&self, place: Place, len: usize) -> Result<*mut u8> {
+        let find = || {
+            let segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+            segments.get(&place.segment).and_then(|s| s.at(place.offset, len)).map(|p| p.as_ptr())
+        };
+        if let Some(at) = find() {
+            return Ok(at);
+        }
+        // It was sent before the peer could name it, so it is there now.
+        self.collect()?;
+        find().ok_or_else(|| {
+            Error::io("reading a peer's memory", format!("it names a segment {} that it never sent", place.segment))
+        })
+    }
+}
+
+/// The job as this rank sees it.
+#[derive(Debug)]
+pub struct World {
+    /// This rank.
+    pub rank: u32,
+    /// The number of each rank's host.
+    pub host_of: Vec<usize>,
+    /// This rank's board.
+    pub board: Board,
+    /// The other ranks on this host, by world rank.
+    pub neighbours: HashMap<u32, Neighbour>,
+    /// This rank's registered memory.
+    pub arena: Arc<Arena>,
+}
+
+impl World {
+    /// Ranks in the job.
+    pub fn size(&self) -> usize {
+        self.host_of.len()
+    }
+
+    /// The board of a rank on this host.
+    pub fn board(&self, rank: u32) -> Option<&Board> {
+        if rank == self.rank { Some(&self.board) } else { self.neighbours.get(&rank).map(|n| &n.board) }
+    }
+
+    /// `len` bytes of registered memory: collectives on it copy nothing inside a host.
+    pub fn allocate(&self, len: usize) -> Result<Block> {
+        self.arena.allocate(len, |number, segment| {
+            for (rank, neighbour) in &self.neighbours {
+                match &neighbour.control {
+                    Some(control) => unix::send(control, &number.to_le_bytes(), &[segment.fd()]).map_err(|e| {
+                        Error::io(format!("sharing memory with rank {rank}"), e)
+                    })?,
+                    None => {
+                        return Err(Error::Unsupported("ranks that are threads share no registered memory".into()));
+                    }
+                }
+            }
+            Ok(())
+        })
+    }
+}

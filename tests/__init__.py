@@ -1,0 +1,1 @@
+"""The Python test-suite: ranks are real processes, hosts are network namespaces."""

@@ -1,0 +1,56 @@
+"""Fixtures: transports, hosts, launches that many tests share; a limit for every test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cases import launch
+from tests.netns import two_hosts
+
+__all__ = ["two_hosts"]
+
+LIMIT = 240  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
+
+_launched: dict[tuple[Any, ...], dict[str, str | None]] = {}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(LIMIT))
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def transport(request: pytest.FixtureRequest) -> str:
+    """Both ways to reach a peer."""
+    return str(request.param)
+
+
+@pytest.fixture
+def in_launch(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """`in_launch("CASES", case, world, **options)`: fail as the check did, in the launch that it shares.
+
+    The first test that asks starts the ranks, for all selected checks of this test function.
+    """
+
+    def look(where: str, case: str, world: int, **options: Any) -> None:
+        node = request.node
+        key = (node.module.__name__, node.originalname, where, world, repr(sorted(options.items())))
+        if key not in _launched:
+            mine = {k: v for k, v in node.callspec.params.items() if k != "case"}
+            names = [
+                i.callspec.params["case"]  # type: ignore[attr-defined]
+                for i in request.session.items
+                if getattr(i, "originalname", None) == node.originalname
+                and i.module is node.module  # type: ignore[attr-defined]
+                and mine == {k: v for k, v in i.callspec.params.items() if k != "case"}  # type: ignore[attr-defined]
+            ]
+            _launched[key] = launch(node.module.__name__, where, names, world, **options)
+        failure = _launched[key][case]
+        if failure is not None:
+            pytest.fail(failure, pytrace=False)
+
+    return look

@@ -1,0 +1,74 @@
+"""Hosts as network namespaces: own interfaces, own addresses, one switch between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+HOSTS = 2
+CONGESTION_CONTROL = "cubic"
+
+
+def name(host: int) -> str:
+    """The namespace of a host; unique to this test process."""
+    return f"tg{os.getpid()}h{host}"
+
+
+def address(host: int) -> str:
+    return f"10.78.0.{host + 1}"
+
+
+def _ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
+
+
+def _switch() -> str:
+    return f"tg{os.getpid()}sw"
+
+
+def make(hosts: int) -> None:
+    """A switch in a namespace of its own (the machine's network is left alone), and each host on a cable to it."""
+    switch = _switch()
+    _ip("netns", "add", switch)
+    _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+    _ip("-n", switch, "link", "set", "br0", "up")
+    for host in range(hosts):
+        ns, port = name(host), f"port{host}"
+        _ip("netns", "add", ns)
+        _ip("-n", ns, "link", "set", "lo", "up")
+        _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", ns)
+        _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+        _ip("-n", ns, "addr", "add", f"{address(host)}/24", "dev", "eth0")
+        _ip("-n", ns, "link", "set", "eth0", "up")
+        control = "/proc/sys/net/ipv4/tcp_congestion_control"
+        _ip("netns", "exec", ns, "sh", "-c", f"echo {CONGESTION_CONTROL} > {control}")
+
+
+def remove(hosts: int) -> None:
+    """Take everything away; what is in a namespace goes with it."""
+    for ns in [*(name(host) for host in range(hosts)), _switch()]:
+        subprocess.run(["ip", "netns", "del", ns], capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def two_hosts() -> Iterator[None]:
+    """Hosts 0 and 1 exist while tests use them."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    if shutil.which("ip") is None:
+        pytest.skip("network namespaces need the command `ip` (iproute2)")
+    try:
+        make(HOSTS)
+    except OSError as e:
+        remove(HOSTS)
+        pytest.skip(f"network namespaces cannot be made here: {e}")
+    try:
+        yield
+    finally:
+        remove(HOSTS)

@@ -28,16 +28,16 @@ parser.add_argument("--batch", type=int, default=32, help="samples that a rank t
 args = parser.parse_args()
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-dist.init_process_group("gloo", store=dist.HashStore() if world == 1 else None, rank=rank, world_size=world)
+where = "env://" if "RANK" in os.environ else "tcp://127.0.0.1:0"
+dist.init_process_group("gloo", where, rank=rank, world_size=world)
 
-digits = load_digits()
-x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-y = torch.tensor(digits.target)
+images, labels = load_digits(return_X_y=True)
+x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
 order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
 held, kept = order[:360], order[360:]
 
 torch.manual_seed(7)
-model = nn.Sequential(
+model: nn.Module = nn.Sequential(
     *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
     *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
 )
@@ -54,9 +54,10 @@ for epoch in range(args.epochs):
         optimizer.step()
     # With gossip or an asynchronous algorithm: inside `with trigram.consensus(model):`, on all ranks.
     with torch.no_grad():
-        right = (model(x[held]).argmax(1) == y[held]).float().mean()
+        logits = model(x[held])
+    right = (logits.argmax(1) == y[held]).float().mean()
     if rank == 0:
-        print(f"epoch {epoch}: loss {loss.item():.4f}, held-out accuracy {right:.3f}")
+        print(f"epoch {epoch}: held-out loss {F.cross_entropy(logits, y[held]):.4f}, accuracy {right:.3f}")
 
 trigram.shutdown()
 dist.destroy_process_group()

@@ -29,10 +29,13 @@ args = parser.parse_args()
 CONTEXT = 64
 
 rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-dist.init_process_group("gloo", store=dist.HashStore() if world == 1 else None, rank=rank, world_size=world)
+where = "env://" if "RANK" in os.environ else "tcp://127.0.0.1:0"
+dist.init_process_group("gloo", where, rank=rank, world_size=world)
 
 
 class GPT(nn.Module):
+    """Bytes to logits of the next byte: (batch, CONTEXT) to (batch, CONTEXT, 256)."""
+
     def __init__(self, width: int = 96, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(256, width), nn.Embedding(CONTEXT, width)
@@ -43,6 +46,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, 256)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeds, applies the blocks, and scores the bytes."""
         x = self.token(ids) + self.position.weight
         mask = nn.Transformer.generate_square_subsequent_mask(CONTEXT)
         return self.head(self.blocks(x, mask, is_causal=True))
@@ -55,13 +59,14 @@ draw = torch.Generator().manual_seed(rank)
 
 
 def loss_on(part: torch.Tensor, count: int, generator: torch.Generator) -> torch.Tensor:
+    """The mean loss of `count` windows drawn from a part of the text, in nats a byte."""
     start = torch.randint(len(part) - CONTEXT, (count, 1), generator=generator)
     window = part[start + torch.arange(CONTEXT + 1)]
     return F.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
 
 torch.manual_seed(7)
-model = GPT()
+model: nn.Module = GPT()
 model = DDP(model) if args.ddp else trigram.with_bagua(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 

@@ -12,7 +12,7 @@ from tests.netns import two_hosts
 
 __all__ = ["two_hosts"]
 
-LIMIT = 240  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
+LIMIT = 300  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
 
 _launched: dict[tuple[Any, ...], dict[str, str | None]] = {}
 

@@ -272,7 +272,8 @@ class Ranks:
         for k, r in sorted(self.ranks.items()):
             fate = r.answer[1] if r.answer and r.answer[0] == "raised" else "returned" if r.answer else "no answer"
             code = "" if r.process.exitcode in (0, None) else f" (exit code {r.process.exitcode})"
-            log = self.log(k)[-4000:].strip()
+            log = self.log(k).strip()
+            log = log if len(log) < 5000 else f"{log[:2500]}\n[...]\n{log[-2500:]}"
             parts.append(f"--- rank {k}{code}: {fate.strip()}" + (f"\n    its log:\n{log}" if log else ""))
         return "\n".join(parts)
 

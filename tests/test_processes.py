@@ -119,13 +119,13 @@ def _forked(rank: int, world: int, store: bool) -> tuple[dict[str, str], str]:
     work = trigram.all_reduce(torch.ones(10), async_op=True)
     work.wait()
     model = trigram.with_bagua(torch.nn.Linear(3, 1))
-    group = trigram.new_group([0])
+    group = trigram.new_group([0, 1])
     ours = _sockets() - before
     uses: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),
         "registered": lambda: trigram.all_reduce(t),
         "barrier": lambda: trigram.barrier(),
-        "new_group": lambda: trigram.new_group([0]),
+        "new_group": lambda: trigram.new_group([0, 1]),
         "a group": lambda: trigram.all_reduce(torch.ones(10), group=group),
         "async": lambda: trigram.all_reduce(torch.ones(10), async_op=True).wait(),
         "training": lambda: model(torch.ones(2, 3)).sum().backward(),

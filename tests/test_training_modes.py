@@ -299,4 +299,4 @@ def copies(rank: int, world: int, how: str) -> None:
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("world", [2, 3])
 def test_mode(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
-    in_launch("CASES", case, world, transport=transport, patience=90)
+    in_launch("CASES", case, world, transport=transport, patience=60)

@@ -50,6 +50,7 @@ def main() -> None:
 # A function named like the submodule it imports would hide it, hence the names.
 @app.command("bench")
 def bench_command(
+    *,
     operation: Annotated[Operation, typer.Argument(metavar="OP", help="What to measure.")],
     ranks: Annotated[
         int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -9,13 +10,15 @@ import trigram
 
 
 def show() -> None:
-    """Prints the table of `trigram.algorithms()`."""
-    table = Table(title="with_bagua(model, NAME)", caption="or written out: WHO/WHAT/WHEN", pad_edge=False)
-    for column in ("name", "who", "what", "when", "carries"):
-        table.add_column(column, no_wrap=True)
-    table.add_column("about")
-    for entry in trigram.algorithms():
-        cells = (str(entry[key]) for key in ("name", "who", "what", "when", "carry"))
-        about = str(entry["about"]) if entry["available"] else f"(not in this build) {entry['about']}"
-        table.add_row(*cells, about, style=None if entry["available"] else "dim")
+    """Prints the table of `trigram.algorithms()`; what this version does not have has a star."""
+    entries = trigram.algorithms()
+    caption = "with_bagua(model, NAME), or written out: WHO/WHAT/WHEN. * not in this version"
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    table.add_column("name", min_width=max(len(f"{entry['name']} *") for entry in entries))
+    for column in ("who", "what", "when", "carries"):
+        table.add_column(column)
+    for entry in entries:
+        star, style = ("", "") if entry["available"] else (" *", "dim")
+        cells = (str(entry[key]) for key in ("who", "what", "when", "carry"))
+        table.add_row(f"[bold]{entry['name']}[/]{star}\n{entry['about']}", *cells, style=style)
     Console().print(table)

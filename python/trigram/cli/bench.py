@@ -113,7 +113,9 @@ def run(settings: Settings) -> list[Row]:
     rows: list[Row] = []
     for size in [0] if settings.operation == "barrier" else settings.sizes:
         dtype = DTYPES[settings.dtype]
-        case = Case.make(settings.operation, settings.op, rank, world, size, dtype, allocate)
+        case = Case.make(
+            settings.operation, size, rank=rank, world=world, op=settings.op, dtype=dtype, allocate=allocate
+        )
         ours: Row | None = None
         for library in libraries[:]:
             try:
@@ -166,13 +168,12 @@ def write_plot(rows: Sequence[Row], file: Path) -> None:
 
 def _measure(settings: Settings, case: Case, library: Library) -> Row:
     call = library.prepare(case)
-    case.fill()
-    for _ in range(case.repeats):
-        call()
-    wrong = case.wrong()
+    wrong = _checked(case, call)
     for _ in range(settings.warmup):
         call()
     times = _timed(call, settings.iters, fenced=case.operation in LOOSE)
+    # Again, now that everything is warm, and with the input replaced the moment the last call has returned.
+    wrong += _checked(case, call)
     # One exchange, after the loop, so that nothing but the operation itself stands between two iterations.
     mine = torch.tensor([*times, wrong], dtype=torch.float64)
     gathered = torch.empty(case.world * len(mine), dtype=torch.float64)
@@ -197,6 +198,14 @@ def _measure(settings: Settings, case: Case, library: Library) -> Row:
         wrong=int(everyone[:, -1].sum()),
         library=library.name,
     )
+
+
+def _checked(case: Case, call: Call) -> int:
+    """Makes the call on fresh inputs; returns how many elements of this rank's result are wrong."""
+    case.fill()
+    for _ in range(case.repeats):
+        call()
+    return case.wrong()
 
 
 def _timed(call: Call, iters: int, *, fenced: bool) -> list[int]:

@@ -6,13 +6,14 @@ communication: losses that are DistributedDataParallel's bit for bit are marked 
 
 from __future__ import annotations
 
+import copy
 import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,18 +66,26 @@ def run(out: Path) -> list[Result]:
     """
     dist.init_process_group("gloo")
     trigram.init()
-    names = [str(entry["name"]) for entry in trigram.algorithms() if entry["available"]]
+    available = [entry for entry in trigram.algorithms() if entry["available"]]
+    carries: dict[str | None, str] = {None: "gradients"} | {each["name"]: each["carry"] for each in available}
     console = Console(quiet=trigram.rank() != 0)
     columns = (TextColumn("{task.description:<45}"), BarColumn(), TimeElapsedColumn())
     results: list[Result] = []
     with Progress(*columns, console=console, disable=console.quiet) as progress:
-        total = (1 + len(names)) * sum(recipe.steps for recipe in workloads.RECIPES.values())
+        total = len(carries) * sum(recipe.steps for recipe in workloads.RECIPES.values())
         bar = progress.add_task("", total=total)
         for workload in workloads.WORKLOADS:
             reference: torch.Tensor | None = None
-            for name in [None, *names]:
+            for name, carry in carries.items():
                 progress.update(bar, description=f"{workload}: {name or DDP}")
-                result, trace = train(workload, name, reference, lambda: progress.advance(bar))
+                result, trace = train(
+                    workload,
+                    name,
+                    # Averaged gradients leave all ranks the same weights; whatever else is carried does not.
+                    replicas=carry != "gradients",
+                    reference=reference,
+                    stepped=lambda: progress.advance(bar),
+                )
                 reference = trace if reference is None else reference
                 results.append(result)
     if trigram.rank() == 0:
@@ -92,13 +101,19 @@ def run(out: Path) -> list[Result]:
 
 
 def train(
-    workload: str, algorithm: str | None, reference: torch.Tensor | None, stepped: Callable[[], None]
+    workload: str,
+    algorithm: str | None,
+    *,
+    replicas: bool,
+    reference: torch.Tensor | None = None,
+    stepped: Callable[[], None] = lambda: None,
 ) -> tuple[Result, torch.Tensor]:
     """Trains one workload with one algorithm.
 
     Args:
         workload: One of `workloads.WORKLOADS`.
         algorithm: Its name, or None for DistributedDataParallel.
+        replicas: Whether it leaves each rank weights of its own.
         reference: The trace of DistributedDataParallel's run, to compare with; None if there is none yet.
         stepped: Called after each step.
 
@@ -108,12 +123,8 @@ def train(
     recipe, rank, world = workloads.RECIPES[workload], trigram.rank(), trigram.world_size()
     torch.manual_seed(SEED)
     module = workloads.make_model(workload)
-    optimizer = workloads.make_optimizer(workload, module, algorithm)
-    model: nn.Module = module
-    if algorithm is None:
-        model = DistributedDataParallel(module)
-    else:
-        model = trigram.with_bagua(module, algorithm, optimizer=optimizer if algorithm == "qadam" else None)
+    optimizer = workloads.make_optimizer(workload, module)
+    model = DistributedDataParallel(module) if algorithm is None else trigram.with_bagua(module, algorithm)
     stream = workloads.batches(workload, rank, world, SEED)
     losses: list[float] = []
     started = 0.0
@@ -128,9 +139,7 @@ def train(
         losses.append(loss.item())
         stepped()
     seconds = time.perf_counter() - started
-    # Under gossip and asynchrony each rank has weights of its own: what is judged is their average.
-    with nullcontext() if algorithm is None else trigram.consensus(model):
-        held = workloads.evaluate(module, workload)
+    held = workloads.evaluate(_average(module) if replicas else module, workload)
     everyone = _gathered([seconds, held, *losses])
     trace = everyone[:, 1:]
     mean = trace[:, 1:].mean(0)
@@ -147,6 +156,14 @@ def train(
         losses=mean.tolist(),
     )
     return result, trace
+
+
+def _average(module: nn.Module) -> nn.Module:
+    """A copy with the mean of all ranks' weights, which is what gossip and asynchrony are judged by."""
+    average = copy.deepcopy(module)
+    for tensor in average.state_dict().values():
+        trigram.all_reduce(tensor, "avg")
+    return average
 
 
 def _gathered(mine: Sequence[float]) -> torch.Tensor:
@@ -186,7 +203,10 @@ def _draw(results: Sequence[Result], file: Path) -> None:
     figure = Figure(figsize=(13, 5), layout="constrained")
     for axes, workload in zip(figure.subplots(1, 2), workloads.WORKLOADS, strict=True):
         for index, result in enumerate(each for each in results if each.workload == workload):
-            style = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":")[index // 10 % 3]}
+            style: dict[str, Any] = {
+                "color": f"C{index % 10}",
+                "linestyle": ("-", "--", ":")[index // 10 % 3],
+            }
             if result.algorithm == DDP:
                 style = {"color": "black", "linewidth": 4, "alpha": 0.4}
             smooth = torch.tensor(result.losses).unfold(0, LAST, 1).mean(1)

@@ -15,9 +15,11 @@ from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+from torch.cuda import nccl
 
 from trigram._core import interfaces
 from trigram.cli import launch
@@ -43,7 +45,7 @@ def run() -> int:
         The exit code: 1 if something failed, which warnings are not.
     """
     console = Console()
-    table = Table(title="trigram doctor", pad_edge=False)
+    table = Table(box=SIMPLE, pad_edge=False)
     table.add_column("")
     table.add_column("what", no_wrap=True)
     table.add_column("found", overflow="fold")
@@ -192,11 +194,11 @@ def accelerators() -> Iterator[Check]:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
     yield Check("GPUs", "ok", found or "none: training and communication are on the CPU")
-    nccl = _nccl_version()
-    if nccl is None and gpus:
+    library = _nccl_version()
+    if library is None and gpus:
         yield Check("NCCL", "warn", "not found", "install a CUDA build of torch: CUDA tensors travel by NCCL")
     else:
-        yield Check("NCCL", "ok", nccl or "none, and no GPU that would need it")
+        yield Check("NCCL", "ok", library or "none, and no GPU that would need it")
 
 
 def trial(transport: str) -> Check:
@@ -245,6 +247,6 @@ def _interface_file(interface: str, name: str) -> str:
 
 def _nccl_version() -> str | None:
     try:
-        return ".".join(map(str, torch.cuda.nccl.version()))
+        return ".".join(map(str, nccl.version()))
     except (AttributeError, RuntimeError):
         return None

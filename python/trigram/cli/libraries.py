@@ -48,6 +48,7 @@ class Trigram:
         self.via = via
 
     def prepare(self, case: Case) -> Call:
+        """See `Library`."""
         t, out, op = case.t, case.out, case.op
         match case.operation:
             case "all_reduce":
@@ -94,10 +95,11 @@ class Gloo:
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def prepare(self, case: Case) -> Call:
+        """See `Library`."""
         t, out = case.t, case.out
         if case.operation in REDUCTIONS and case.op not in self.OPS:
             raise Unavailable(f"gloo has no {case.op}")
-        op = self.OPS.get(case.op)
+        op = self.OPS.get(case.op, dist.ReduceOp.SUM)
         match case.operation:
             case "all_reduce":
                 return partial(dist.all_reduce, t, op)
@@ -144,6 +146,7 @@ class Mpi:
         self.mpi: Any = MPI
 
     def prepare(self, case: Case) -> Call:
+        """See `Library`."""
         mpi, comm, t, out = self.mpi, self.mpi.COMM_WORLD, self._spec(case.t), self._spec(case.out)
         op = getattr(mpi, case.op.upper(), None)
         if case.operation in REDUCTIONS and op is None:

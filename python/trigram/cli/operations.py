@@ -39,7 +39,9 @@ EXACT = ("min", "max", "band", "bor", "bxor")
 class Allocate(Protocol):
     """`torch.empty` or `trigram.empty`."""
 
-    def __call__(self, count: int, /, *, dtype: torch.dtype) -> Tensor: ...
+    def __call__(self, count: int, /, *, dtype: torch.dtype) -> Tensor:
+        """`count` elements of no defined value."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,24 @@ class Case:
 
     @classmethod
     def make(
-        cls, operation: str, op: str, rank: int, world: int, size: int, dtype: torch.dtype, allocate: Allocate
+        cls,
+        operation: str,
+        size: int,
+        *,
+        rank: int,
+        world: int,
+        op: str = "sum",
+        dtype: torch.dtype = torch.float32,
+        allocate: Allocate = torch.empty,
     ) -> Case:
         """Allocates the buffers for `size` bytes (the total, for an operation that splits or joins).
 
         Args:
             operation: Such as "all_reduce".
-            op: The reduction, such as "sum"; of no effect where nothing is reduced.
+            size: Bytes; rounded down to whole elements, and to whole parts for each rank, but never to none.
             rank: This rank.
             world: The number of ranks.
-            size: Bytes; rounded down to whole elements, and to whole parts for each rank, but never to none.
+            op: The reduction; of no effect where nothing is reduced.
             dtype: The elements' type.
             allocate: What makes the tensors.
         """

@@ -17,8 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import trigram
-
 WORKLOADS = ("digits", "gpt")
 CONTEXT = 64
 TEXT_FILES = 120
@@ -34,17 +32,16 @@ class Split(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a workload is trained: samples that a rank takes in a step, steps, and the learning rates."""
+    """How a workload is trained: samples that a rank takes in a step, steps, learning rate."""
 
     batch: int
     steps: int
     lr: float
-    adam_lr: float
 
 
 RECIPES = {
-    "digits": Recipe(batch=32, steps=120, lr=0.05, adam_lr=3e-3),
-    "gpt": Recipe(batch=8, steps=160, lr=3e-3, adam_lr=3e-3),
+    "digits": Recipe(batch=32, steps=120, lr=0.05),
+    "gpt": Recipe(batch=8, steps=160, lr=3e-3),
 }
 
 
@@ -58,6 +55,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Mixes each position with those before it."""
         q, k, v = (
             part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2)
         )
@@ -76,6 +74,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Adds attention, then the perceptron."""
         x = x + self.attention(x)
         return x + self.mlp(x)
 
@@ -92,6 +91,7 @@ class TinyGPT(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Scores the next byte at each position."""
         x = self.token(ids) + self.position[: ids.shape[1]]
         return self.head(self.blocks(x))
 
@@ -111,20 +111,17 @@ def make_model(name: str) -> nn.Module:
     )
 
 
-def make_optimizer(name: str, model: nn.Module, algorithm: str | None = None) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """The optimizer that the workload is trained with: SGD with momentum for the digits, Adam for the GPT.
 
     Args:
         name: One of `WORKLOADS`.
         model: What `make_model` made.
-        algorithm: What will carry its updates; "qadam" brings an optimizer of its own.
     """
-    recipe = RECIPES[name]
-    if algorithm == "qadam":
-        return trigram.QAdam(model.parameters(), recipe.adam_lr)
-    if name == "digits":
-        return torch.optim.SGD(model.parameters(), recipe.lr, momentum=0.9)
-    return torch.optim.Adam(model.parameters(), recipe.lr)
+    if name == "gpt":
+        return torch.optim.Adam(model.parameters(), RECIPES[name].lr)
+    _known(name)
+    return torch.optim.SGD(model.parameters(), RECIPES[name].lr, momentum=0.9)
 
 
 @lru_cache(maxsize=len(WORKLOADS))
@@ -192,9 +189,8 @@ def _digits() -> Split:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'trigram[demo]'") from error
-    digits = load_digits()
-    x = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    y = torch.tensor(digits.target)
+    images, labels = load_digits(return_X_y=True)
+    x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     held, kept = order[: len(x) // 5], order[len(x) // 5 :]
     return Split(x[kept], y[kept], x[held], y[held])

@@ -97,8 +97,12 @@ impl Members {
         self.locals.iter().map(|l| l.place)
     }
 
-    /// The lane of a member on this host for a call, once the member has made the group.
+    /// The lane of a member on this host for a collective, once the member has made the group.
+    /// Messages between two ranks have none.
     pub fn lane(&self, place: Place, call: CallId) -> Option<&Lane> {
+        if call.is_message() {
+            return None;
+        }
         self.locals.iter().find(|l| l.place == place)?.lane(self.id, call)
     }
 

@@ -1,0 +1,104 @@
+"""Gradients in buckets: flat registered memory, and the gradients views into it.
+
+A bucket ends with one flag per parameter: 1 where this rank has a gradient, 0 where backward did
+not reach the parameter. The flags are averaged with the gradients, at no cost worth measuring, so
+every rank knows which parameters nobody used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trigram import collectives, flat
+from trigram.world import Group
+
+FIRST_BUCKET = 1 << 20
+"""Bytes of the first bucket: small, so that communication starts early (as DDP does)."""
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients travel together.
+
+    Attributes:
+        params: Indices of the parameters, in the order of their places.
+        views: Each parameter's gradient, in the bucket's memory.
+        pending: Parameters whose gradient is not here yet in this backward.
+        work: The AllReduce under way.
+    """
+
+    def __init__(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+        self.params = list(indices)
+        chosen = [params[i] for i in indices]
+        at, total = flat.offsets(chosen)
+        self.memory = collectives.empty(total + len(chosen), dtype=chosen[0].dtype)
+        self.memory.zero_()
+        self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
+        self.flags = self.memory[total:]
+        self.nbytes = self.memory.nbytes
+        self.pending: set[int] = set()
+        self.unused: list[int] = []
+        self.work: collectives.Work | None = None
+
+    def begin(self) -> None:
+        """A backward pass begins: no gradient is here yet."""
+        self.pending = set(range(len(self.params)))
+        self.unused = []
+        self.work = None
+
+    def start(self, params: Sequence[torch.Tensor], group: Group) -> None:
+        """All gradients that will come are here: average them over the ranks.
+
+        A gradient may lie in its place already, in memory of its own that autograd made (after
+        ``set_to_none``), or be missing: then this rank did not use the parameter.
+        """
+        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for k, i in enumerate(self.params):
+            grad, view = params[i].grad, self.views[k]
+            if grad is None:
+                view.zero_()
+                self.unused.append(k)
+            elif grad.data_ptr() != view.data_ptr():
+                fresh.append((view, grad))
+                params[i].grad = view
+        if fresh:
+            # One fused copy for all that lie elsewhere.
+            torch._foreach_copy_([v for v, _ in fresh], [g for _, g in fresh])
+        self.pending = set()
+        self.flags.fill_(1)
+        for k in self.unused:
+            self.flags[k] = 0
+        self.work = collectives.all_reduce(self.memory, "avg", None, group, async_op=True)
+
+    def settle(self, params: Sequence[torch.Tensor]) -> None:
+        """The averages are here: parameters that only others used get theirs too."""
+        for k in self.unused:
+            if self.flags[k] > 0:
+                params[self.params[k]].grad = self.views[k]
+
+
+def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+    """Deals parameters into buckets in the order in which their gradients come.
+
+    Args:
+        params: All parameters.
+        order: Indices of those that take part.
+        bucket_bytes: Size at which a bucket is full.
+
+    Returns:
+        Indices by bucket, buckets in the order in which they fill.
+    """
+    full: list[list[int]] = []
+    open_: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i in order:
+        p = params[i]
+        indices, size = open_.pop(p.dtype, ([], 0))
+        indices.append(i)
+        size += p.nbytes
+        if size >= (min(FIRST_BUCKET, bucket_bytes) if not full else bucket_bytes):
+            full.append(indices)
+        else:
+            open_[p.dtype] = (indices, size)
+    rest = sorted((indices for indices, _ in open_.values()), key=lambda ix: order.index(ix[-1]))
+    return full + rest

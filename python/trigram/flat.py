@@ -1,0 +1,75 @@
+"""Tensors side by side in one flat stretch of registered memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from trigram import collectives
+from trigram.world import Group
+
+_ALIGN = 64
+"""Bytes: tensors start on cache lines of their own."""
+
+
+def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Groups tensors, in order."""
+    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+    for t in tensors:
+        groups.setdefault(t.dtype, []).append(t)
+    return groups
+
+
+def offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+    """Where each tensor starts in a flat one, in elements, and the length of the whole."""
+    at, total = [], 0
+    for t in tensors:
+        step = max(_ALIGN // t.dtype.itemsize, 1)
+        at.append(total)
+        total += -(-t.numel() // step) * step
+    return at, total
+
+
+def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of part of ``flat`` with the shape, and where possible the strides, of ``like``."""
+    part = flat[offset : offset + like.numel()]
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+        return part.as_strided(like.shape, like.stride(), part.storage_offset())
+    return part.view(like.shape)
+
+
+class Flat:
+    """Tensors of one dtype with a place each in registered memory."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+        at, total = offsets(tensors)
+        self.memory = collectives.empty(total, dtype=tensors[0].dtype)
+        self.memory.zero_()
+        self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
+
+    def broadcast(self, src: int, group: Group) -> None:
+        """Gives all ranks the tensors of the rank at place ``src``."""
+        if group.rank == src:
+            torch._foreach_copy_(self.views, self.tensors)
+        collectives.broadcast(self.memory, group.ranks[src], group)
+        if group.rank != src:
+            torch._foreach_copy_(self.tensors, self.views)
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_bytes: int = 64 << 20) -> None:
+    """Gives all ranks the tensors of the rank at place ``src``, in few messages."""
+    for same in by_dtype(t.detach() for t in tensors).values():
+        chunk: list[torch.Tensor] = []
+        size = 0
+        for t in same:
+            if chunk and size + t.nbytes > chunk_bytes:
+                Flat(chunk).broadcast(src, group)
+                chunk, size = [], 0
+            if t.numel():
+                chunk.append(t)
+                size += t.nbytes
+        if chunk:
+            Flat(chunk).broadcast(src, group)

@@ -1,0 +1,59 @@
+"""Sparse gradients: everybody gets everybody's indices and values.
+
+``nn.Embedding(sparse=True)`` makes gradients with few rows. Adding them as dense tensors would
+move the whole table, so the rows are gathered instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from trigram import collectives
+from trigram.errors import UnsupportedError
+from trigram.world import Group
+
+
+def sparse_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters whose gradients are sparse, as their modules declare."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            yield module.weight
+
+
+@torch.no_grad()
+def average(param: torch.Tensor, name: str, group: Group) -> None:
+    """Replaces the sparse gradient of ``param`` by the average over the ranks.
+
+    Where no rank has a gradient, it stays as it is. The result is coalesced.
+    """
+    grad = param.grad
+    if grad is not None and not grad.is_sparse:
+        raise UnsupportedError(f"{name}: its module says sparse=True, but its gradient is dense")
+    mine = grad.coalesce() if grad is not None else None
+    # -1: no gradient at all, which is not the same as one without rows.
+    count = torch.tensor([mine._nnz() if mine is not None else -1])
+    counts = torch.empty(group.size, dtype=torch.int64)
+    collectives.all_gather(counts, count, group)
+    sizes = counts.tolist()
+    most = max(sizes)
+    if most < 0:
+        return
+    width = param.shape[1:].numel()
+    # Padded to the longest, so that all ranks make the same call.
+    rows = torch.zeros(most, dtype=torch.int64)
+    values = torch.zeros(most, width, dtype=param.dtype)
+    if mine is not None:
+        rows[: mine._nnz()] = mine.indices()[0]
+        values[: mine._nnz()] = mine.values().reshape(-1, width)
+    all_rows = torch.empty(group.size, most, dtype=torch.int64)
+    all_values = torch.empty(group.size, most, width, dtype=param.dtype)
+    collectives.all_gather(all_rows, rows, group)
+    collectives.all_gather(all_values, values, group)
+    keep = [(r, n) for r, n in enumerate(sizes) if n > 0]
+    indices = torch.cat([all_rows[r, :n] for r, n in keep]) if keep else rows[:0]
+    data = torch.cat([all_values[r, :n] for r, n in keep]) if keep else values[:0]
+    data = data.view(-1, *param.shape[1:]) / group.size
+    param.grad = torch.sparse_coo_tensor(indices[None], data, param.shape, check_invariants=False).coalesce()

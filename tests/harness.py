@@ -152,7 +152,9 @@ class Ranks:
         self.name = f"{fn.__module__}.{fn.__name__} on {world} ranks ({transport})"
         self.dir = Path(tempfile.mkdtemp(prefix="trigram-test-"))
         self.ranks: dict[int, _Rank] = {}
-        os.environ.setdefault("PYTHONPATH", str(ROOT))  # read by the fork server: it imports tests.harness
+        path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if str(ROOT) not in path:  # read by the fork server, which imports tests.harness
+            os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, str(ROOT)]))
         call = pickle.dumps((fn.__module__, fn.__name__, args))
         self.env = {
             "WORLD_SIZE": str(world),

@@ -20,7 +20,7 @@ import trigram
 from torch.utils.data import DataLoader, Dataset
 
 from tests.checks import close, equal, raises
-from tests.harness import ROOT, await_flag, flag, free_port, run, scratch, until
+from tests.harness import await_flag, flag, free_port, run, scratch, until
 
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),
@@ -308,7 +308,6 @@ def test_interpreter_exit_with_work_in_flight(how: str, transport: str, tmp_path
     script.write_text(SCRIPT)
     env = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     env |= {"TRIGRAM_TRANSPORT": transport, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
     outputs = [(tmp_path / f"out{r}").open("w+") for r in range(2)]
     ranks: list[subprocess.Popen[Any]] = [
         subprocess.Popen([sys.executable, str(script), how], env=env | {"RANK": str(r)}, stdout=outputs[r], stderr=outputs[r])

@@ -27,8 +27,11 @@ from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.world import Group, internal_group
 
 
-def _left_behind(*_: Any) -> None:
+class _LeftBehind:
     """What becomes of a hook in a copy of the model: nothing."""
+
+    def __call__(self, *_: Any) -> None:
+        """Does nothing."""
 
 
 class _Hook:
@@ -45,10 +48,10 @@ class _Hook:
             getattr(reducer, self._method)(*self._args, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _left_behind
+        return _LeftBehind()
 
-    def __reduce__(self) -> str:
-        return "_left_behind"
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _LeftBehind, ()
 
 
 class Reducer:

@@ -147,51 +147,52 @@ impl Hub {
                 (CallId::message(tag, *n - 1), Some(rank))
             }
         };
-        let signature = signature(&request);
         let failed = self.failures.iter().position(|f| {
             f.group == members.id && f.call == call_id && peer.is_none_or(|p| p == f.peer)
         });
-        if let Some(i) = failed {
-            ticket.resolve(Err(self.failures.swap_remove(i).error));
-            return self.drop_early(members.id, call_id);
-        }
         let gone = members.ranks.iter().find(|r| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r));
-        if let Some(&rank) = gone {
-            ticket.resolve(Err(self.loss(rank, &signature)));
-            return;
+        let error = match (failed, gone) {
+            (Some(i), _) => Some(self.failures.swap_remove(i).error),
+            (None, Some(&rank)) => Some(self.loss(rank, &signature(&request))),
+            _ => None,
+        };
+        let i = self.enter(members, call_id, request, ticket);
+        if let Some(error) = error {
+            return self.fail(i, error, false);
         }
-        let scratch = self.scratch.pop().unwrap_or_default();
-        let id = self.next_job;
-        self.next_job += 1;
-        let mut job = Job::new(id, members, call_id, request, signature, scratch);
-        job.ticket = ticket;
         if let Some(deadline) = deadline {
-            self.deadlines.insert(id, deadline);
+            self.deadlines.insert(self.jobs[i].body.id, deadline);
         }
-        self.jobs.push(job);
-        let i = self.jobs.len() - 1;
         self.take_early(i);
         self.advance(i);
     }
 
+    fn enter(&mut self, members: Arc<Members>, call: CallId, request: Request, ticket: Arc<Ticket>) -> usize {
+        let scratch = self.scratch.pop().unwrap_or_default();
+        let signature = signature(&request);
+        self.next_job += 1;
+        let mut job = Job::new(self.next_job, members, call, request, signature, scratch);
+        job.ticket = ticket;
+        self.jobs.push(job);
+        self.jobs.len() - 1
+    }
+
     /// Skips calls of a group up to `through`, failing those under way, here and on all ranks.
     pub fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
-        let book = self.books.entry(members.id).or_default();
-        let next = book.next;
-        book.next = next.max(through);
-        let mine = |j: &Job| j.body.members.id == members.id && !j.body.call_id.is_message();
-        let first = self.jobs.iter().filter(|j| mine(j)).map(|j| j.body.call_id.0).min().unwrap_or(next);
-        for call in first..through {
-            let call = CallId::collective(call);
-            match self.jobs.iter().position(|j| mine(j) && j.body.call_id == call) {
-                Some(i) => self.fail(i, error.clone(), true),
-                None if call.0 >= next => {
-                    self.tell(members, call, None, Signature::default(), error);
-                    self.failures.retain(|f| f.group != members.id || f.call != call);
-                    self.drop_early(members.id, call);
-                }
-                None => {}
+        for i in 0..self.jobs.len() {
+            let body = &self.jobs[i].body;
+            if body.members.id == members.id && !body.call_id.is_message() && body.call_id.0 < through {
+                self.fail(i, error.clone(), true);
             }
+        }
+        let book = self.books.entry(members.id).or_default();
+        let skipped = book.next..through;
+        book.next = book.next.max(through);
+        for call in skipped.map(CallId::collective) {
+            self.failures.retain(|f| f.group != members.id || f.call != call);
+            // A call like any other, that fails before it begins: its lane must be passed on.
+            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
+            self.fail(i, error.clone(), true);
         }
     }
 
@@ -223,9 +224,10 @@ impl Hub {
                 self.jobs[i].run(plan, &mut self.tx, &mut self.done)
             }
             Stage::Waiting => {
-                if !members.lane_is_free(call) {
+                if members.busy(call).next().is_some() {
                     return Ok(());
                 }
+                job.entered = true;
                 let Some(lane) = members.lane(members.me, call) else { return Ok(()) };
                 let tensors = &job.body.request.tensors;
                 let lent = planner::contribution(&job.body.request.call, &members.layout)
@@ -361,6 +363,8 @@ impl Hub {
             let members = &job.body.members;
             let over = match job.stage {
                 Stage::Running => job.exec.is_done(),
+                // Its turn in the lane has not come: the call before is still under way here.
+                Stage::Closing if !job.entered => !members.busy(call).any(|p| p == members.me),
                 Stage::Closing => {
                     let held = members.inside(call).into_iter();
                     let held = held.filter(|&p| !self.lost.contains_key(&members.ranks[p as usize])).count();
@@ -414,8 +418,8 @@ impl Hub {
         let (id, call, signature) = (job.body.id, job.body.call_id, job.body.signature);
         let members = job.body.members.clone();
         let peer = job.body.request.message;
-        if let Some(lane) = members.lane(members.me, call) {
-            lane.fail(call.0);
+        let entered = job.entered;
+        if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
             // From here on we touch nobody's memory for this call.
             lane.leave(call.0);
             members.ring();
@@ -478,11 +482,8 @@ impl Hub {
             if self.lost.is_empty() || job.stage == Stage::Closing {
                 continue;
             }
-            let mut needed = job.waiting_for();
-            if job.stage == Stage::Waiting {
-                needed.extend(job.body.members.local_places());
-            }
-            let ranks = job.body.members.ranks_of(&needed);
+            let needed = job.waiting_for();
+                let ranks = job.body.members.ranks_of(&needed);
             if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
                 let error = self.loss(rank, &job.body.signature);
                 self.fail(i, error, true);

@@ -10,9 +10,9 @@ use std::time::Instant;
 use trigram_core::executor::{Executor, Io, Started};
 use trigram_core::planner::{self, Call, Opening};
 use trigram_core::schedule::{Buf, Loc, Place, Schedule, Span};
-use trigram_core::signature::Signature;
+use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, Kind};
-use trigram_core::{Error, ReduceOp, Result, reduce};
+use trigram_core::{DType, Error, ReduceOp, Result, reduce};
 
 use crate::members::Members;
 use crate::link::{Token, Tx};
@@ -50,6 +50,20 @@ pub struct Request {
     pub tensors: Tensors,
     /// For messages between two ranks: the peer, the user's tag, and whether we send.
     pub message: Option<Message>,
+}
+
+impl Request {
+    /// A call that touches no memory.
+    pub fn nothing() -> Self {
+        let tensors = Tensors {
+            input: std::ptr::null(),
+            input_len: 0,
+            output: std::ptr::null_mut(),
+            output_len: 0,
+        };
+        let call = Call { what: Collective::Barrier, dtype: DType::U8, len: 0, root: 0, via: Via::Auto, splits: None };
+        Self { call, op: ReduceOp::Sum, tensors, message: None }
+    }
 }
 
 /// A message between two ranks.
@@ -129,6 +143,8 @@ pub struct Job {
     pub opening: Opening,
     /// Where its caller waits.
     pub ticket: Arc<Ticket>,
+    /// Whether it has entered its lane, so that peers can see it there.
+    pub entered: bool,
     /// Why it fails, in [`Stage::Closing`].
     pub error: Option<Error>,
     /// When it was started.
@@ -164,6 +180,7 @@ impl Job {
             exec: Executor::new(Arc::default()),
             opening,
             ticket: Arc::default(),
+            entered: false,
             error: None,
             began: now,
             moved: now,
@@ -234,7 +251,8 @@ impl Job {
     pub fn waiting_for(&self) -> Vec<Place> {
         let body = &self.body;
         let mut places = match self.stage {
-            Stage::Waiting | Stage::Meeting => body.members.absent(body.call_id, 0),
+            Stage::Waiting => body.members.busy(body.call_id).collect(),
+            Stage::Meeting => body.members.absent(body.call_id, 0),
             Stage::Running => {
                 let mut places = self.exec.waiting_for();
                 if let Some((_, ordinal)) = body.barrier {
@@ -245,6 +263,7 @@ impl Job {
             }
             Stage::Closing => Vec::new(),
         };
+        places.retain(|&p| p != body.members.me);
         places.sort_unstable();
         places.dedup();
         places

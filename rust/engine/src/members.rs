@@ -130,9 +130,12 @@ impl Members {
         absent.map(|l| l.place).collect()
     }
 
-    /// Whether all members on this host are done with the call that used the lane before.
-    pub fn lane_is_free(&self, call: CallId) -> bool {
-        self.locals.iter().all(|l| l.is_past(self.id) || l.lane(self.id, call).is_none_or(|lane| lane.is_free_for(call.0)))
+    /// Members on this host that are not done with the call that used the lane before.
+    pub fn busy(&self, call: CallId) -> impl Iterator<Item = Place> + '_ {
+        let busy = self.locals.iter().filter(move |l| {
+            !l.is_past(self.id) && l.lane(self.id, call).is_some_and(|lane| !lane.is_free_for(call.0))
+        });
+        busy.map(|l| l.place)
     }
 
     /// Members on this host, other than this rank, that are inside a call.

@@ -41,8 +41,6 @@ pub struct Lane {
     arrived: AtomicU64,
     /// `call + 1` of the last call that the owner has left.
     done: AtomicU64,
-    /// `call + 1` of the last call that failed here.
-    failed: AtomicU64,
     signature: [AtomicU64; 3],
     /// Number of the segment that the input lies in, plus one; 0: not registered.
     segment: AtomicU64,
@@ -134,7 +132,7 @@ impl Board {
                 continue;
             }
             for lane in &layout.lanes[place] {
-                for word in [&lane.arrived, &lane.done, &lane.failed] {
+                for word in [&lane.arrived, &lane.done] {
                     word.store(0, Ordering::Relaxed);
                 }
             }
@@ -211,17 +209,7 @@ impl Lane {
 
     /// The owner has left a call: it will not touch anyone's memory for it again.
     pub fn leave(&self, call: u64) {
-        self.done.store(call + 1, Ordering::Release);
-    }
-
-    /// The owner gives a call up.
-    pub fn fail(&self, call: u64) {
-        self.failed.store(call + 1, Ordering::Release);
-    }
-
-    /// Whether the owner has given a call up.
-    pub fn has_failed(&self, call: u64) -> bool {
-        self.failed.load(Ordering::Acquire) == call + 1
+        self.done.fetch_max(call + 1, Ordering::AcqRel);
     }
 
     /// The first byte of the slot.

@@ -16,9 +16,13 @@ def equal(actual: torch.Tensor, expected: torch.Tensor, what: str = "") -> None:
     close(actual, expected, 0.0, what)
 
 
-def close(actual: torch.Tensor, expected: torch.Tensor, tolerance: float | torch.Tensor, what: str = "") -> None:
+def close(
+    actual: torch.Tensor, expected: torch.Tensor, tolerance: float | torch.Tensor, what: str = ""
+) -> None:
     """Equal to a tolerance (absolute, per element where it is a tensor)."""
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    assert actual.shape == expected.shape, (
+        f"{what}: shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
+    )
     assert actual.dtype == expected.dtype, f"{what}: dtype {actual.dtype}, expected {expected.dtype}"
     if actual.dtype.is_floating_point:
         a, e = actual.detach().double(), expected.detach().double()
@@ -52,7 +56,7 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def same_on_all_ranks(rank: int, world: int, name: str, tensors: Iterable[torch.Tensor]) -> None:
-    """All ranks hold the same bits. Told through files: no communication library is involved. Once per name."""
+    """All ranks hold the same bits, told through files (no communication library). Once per name."""
     mine = fingerprint(tensors)
     part = scratch() / f"part-{name}-{rank}"
     part.write_text(mine)
@@ -63,7 +67,9 @@ def same_on_all_ranks(rank: int, world: int, name: str, tensors: Iterable[torch.
     assert len(set(prints)) == 1, f"{name}: the ranks hold different bits: {prints}"
 
 
-def raises(kind: type[BaseException] | tuple[type[BaseException], ...], fn: Callable[..., Any], *args: Any, **kw: Any) -> str:
+def raises(
+    kind: type[BaseException] | tuple[type[BaseException], ...], fn: Callable[..., Any], *args: Any, **kw: Any
+) -> str:
     """The text of the exception that `fn` must raise."""
     try:
         fn(*args, **kw)

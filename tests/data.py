@@ -21,7 +21,9 @@ def ops(dtype: torch.dtype) -> list[str]:
     return [*arithmetic, "avg"] if dtype.is_floating_point else [*arithmetic, *BITWISE]
 
 
-def numbers(rank: int, n: int, dtype: torch.dtype = torch.float32, salt: int = 0, op: str = "sum") -> torch.Tensor:
+def numbers(
+    rank: int, n: int, dtype: torch.dtype = torch.float32, salt: int = 0, op: str = "sum"
+) -> torch.Tensor:
     """Rank r's n numbers; small enough that no sum or product of them overflows."""
     g = torch.Generator().manual_seed(1_000_003 * salt + 17 * rank + n)
     if dtype == torch.bool:

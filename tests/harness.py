@@ -25,7 +25,15 @@ from typing import Any
 from tests import netns
 
 # A rank is forked from a server that has these already: importing torch takes seconds.
-PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "sklearn.datasets", "pytest", "tests.harness"]
+PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "sklearn.datasets",
+    "pytest",
+    "tests.harness",
+]
 ROOT = Path(__file__).resolve().parent.parent
 CLONE_NEWNET = 0x40000000
 
@@ -107,7 +115,9 @@ def _enter(namespace: str) -> None:
         os.close(fd)
 
 
-def _main(pipe: Connection, rank: int, call: bytes, env: dict[str, str], namespace: str | None, log: str) -> None:
+def _main(
+    pipe: Connection, rank: int, call: bytes, env: dict[str, str], namespace: str | None, log: str
+) -> None:
     """The life of a rank, in the rank's process."""
     global _pipe
     _pipe = pipe
@@ -127,7 +137,9 @@ def _main(pipe: Connection, rank: int, call: bytes, env: dict[str, str], namespa
         torch.set_num_threads(1)
         module, name, args = pickle.loads(call)
         value = getattr(importlib.import_module(module), name)(rank, int(env["WORLD_SIZE"]), *args)
-        if "trigram" in sys.modules:  # a rank's process ends by os._exit: what an interpreter does at exit is done here
+        if (
+            "trigram" in sys.modules
+        ):  # a rank's process ends by os._exit: what an interpreter does at exit is done here
             sys.modules["trigram"].shutdown()
         answer = pickle.dumps(("returned", value))
     except BaseException:
@@ -170,7 +182,9 @@ class Ranks:
             namespace = None if hosts is None else netns.name(hosts[rank])
             ours, theirs = _context.Pipe(duplex=True)
             process = _context.Process(
-                target=_main, args=(theirs, rank, call, mine, namespace, str(self._log(rank))), name=f"rank{rank}"
+                target=_main,
+                args=(theirs, rank, call, mine, namespace, str(self._log(rank))),
+                name=f"rank{rank}",
             )
             process.start()
             theirs.close()
@@ -204,7 +218,7 @@ class Ranks:
         os.kill(self.pid(rank), number)
 
     def hear(self, timeout: float) -> bool:
-        """Take in what the ranks have sent, waiting at most `timeout` for the first of it; False when all have ended."""
+        """Take in what the ranks have sent, waiting at most `timeout` for it; False when all have ended."""
         talking = {r.pipe: r for r in self.ranks.values() if not r.ended}
         for pipe in wait(list(talking), timeout) if talking else []:
             r = talking[pipe]  # type: ignore[index]
@@ -237,12 +251,17 @@ class Ranks:
         while time.monotonic() < end and self.hear(0.2):
             heard = sum(len(r.said) for r in self.ranks.values())
             if not failed and any(r.ended and not self._well(k, dies) for k, r in self.ranks.items()):
-                failed, end = True, time.monotonic() + 3.0  # its peers may wait for it: hear them, but not for long
+                failed, end = (
+                    True,
+                    time.monotonic() + 3.0,
+                )  # its peers may wait for it: hear them, but not for long
             elif renew and not failed and heard != words:
                 words, end = heard, time.monotonic() + timeout
         hung = self.end_hung()
         if hung and not failed:
-            raise RanksFailed(f"TIMEOUT: {self.name}: rank(s) {hung} still running after {timeout} s\n{self.report()}")
+            raise RanksFailed(
+                f"TIMEOUT: {self.name}: rank(s) {hung} still running after {timeout} s\n{self.report()}"
+            )
         for r in self.ranks.values():
             r.process.join(5)
         wrong = [k for k in self.ranks if not self._well(k, dies)]
@@ -272,7 +291,13 @@ class Ranks:
         """How every rank fared: its traceback and the end of its log."""
         parts = []
         for k, r in sorted(self.ranks.items()):
-            fate = r.answer[1] if r.answer and r.answer[0] == "raised" else "returned" if r.answer else "no answer"
+            fate = (
+                r.answer[1]
+                if r.answer and r.answer[0] == "raised"
+                else "returned"
+                if r.answer
+                else "no answer"
+            )
             code = "" if r.process.exitcode in (0, None) else f" (exit code {r.process.exitcode})"
             log = self.log(k).strip()
             log = log if len(log) < 5000 else f"{log[:2500]}\n[...]\n{log[-2500:]}"

@@ -1,4 +1,4 @@
-"""Small models on real data, and their training loop, the same for DistributedDataParallel and for trigram."""
+"""Small models on real data, and a training loop, the same for DistributedDataParallel and for trigram."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class GPT(nn.Module):
         self.token = nn.Embedding(128, width)
         self.position = nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(width)
@@ -73,7 +75,9 @@ class GPT(nn.Module):
 
 def digits_batch(rank: int, world: int, step: int, size: int = 16) -> tuple[Tensor, Tensor]:
     images, labels = digits()
-    pick = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))[: world * size][rank::world]
+    pick = torch.randperm(len(labels), generator=torch.Generator().manual_seed(step))[: world * size][
+        rank::world
+    ]
     return images[pick], labels[pick]
 
 
@@ -111,7 +115,9 @@ def train(workload: str, wrap: Wrap, rank: int, world: int, steps: int) -> Histo
         loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
         loss.backward()
         if not history.losses:
-            history.first_gradients = {k: p.grad.clone() for k, p in bare.named_parameters() if p.grad is not None}
+            history.first_gradients = {
+                k: p.grad.clone() for k, p in bare.named_parameters() if p.grad is not None
+            }
         optimizer.step()
         history.losses.append(loss.item())
         history.weights.append(fingerprint(parameters))

@@ -7,9 +7,9 @@ from itertools import count
 from typing import Any
 
 import torch
-import trigram
 from torch import Tensor, nn
 
+import trigram
 from tests.checks import same_on_all_ranks
 
 Loss = Callable[[Any, int, int], Tensor]  # (model, rank, step): the loss of that rank's share, in that step
@@ -23,7 +23,17 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def x(rank: int, step: int, *shape: int, salt: int = 0) -> Tensor:
     """A rank's inputs of a step."""
-    return torch.randn(shape or (8, 6), generator=torch.Generator().manual_seed(7919 * salt + 101 * rank + step))
+    return torch.randn(
+        shape or (8, 6), generator=torch.Generator().manual_seed(7919 * salt + 101 * rank + step)
+    )
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def square(model: nn.Module, rank: int, step: int) -> Tensor:
+    return model(x(rank, step)).square().mean()
 
 
 def gap(actual: Tensor, expected: Tensor, scale: float = 0.0) -> float:
@@ -74,11 +84,12 @@ class Pair:
         norms = [float(g.detach().to_dense().double().norm()) for g in expected.values() if g is not None]
         for k, p in self.ours.named_parameters():
             e = expected[k]
-            assert (p.grad is None) == (e is None), (
-                f"{what}: the gradient of {k} {'is None, expected a tensor' if e is not None else 'should be None'}"
-            )
+            fate = "should be None" if e is None else "is None, expected a tensor"
+            assert (p.grad is None) == (e is None), f"{what}: the gradient of {k} {fate}"
             if e is not None and p.grad is not None:
-                assert p.grad.dtype == e.dtype and p.grad.is_sparse == e.is_sparse, f"{what}: {k} {p.grad.dtype}"
+                assert p.grad.dtype == e.dtype and p.grad.is_sparse == e.is_sparse, (
+                    f"{what}: {k} {p.grad.dtype}"
+                )
                 far = gap(p.grad, e, 1e-3 * max(norms))
                 assert far <= self.tolerance, f"{what}: the gradient of {k} is off by {far:.2e}"
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import builtins
 import itertools
-import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import trigram
 
+import trigram
 from tests.cases import Cases
 from tests.checks import equal, raises, says
 from tests.harness import Died, Ranks, await_flag, flag, run, say, until
@@ -22,7 +22,7 @@ CASES = Cases()
 
 
 def disagree(rank: int, world: int, usual: Callable[[], Any], other: Callable[[], Any], *both: str) -> None:
-    """The last rank does the other thing. MismatchError with both sides on every rank; then the group works."""
+    """The last rank does the other thing: MismatchError with both sides everywhere; then the group works."""
     for _ in range(2):
         says(raises(trigram.MismatchError, other if rank == world - 1 else usual), *both)
         for n in (3, 100_003):
@@ -45,21 +45,41 @@ DISAGREEMENTS: dict[str, tuple[Callable[[int, int], Any], Callable[[int, int], A
         lambda r, w: trigram.broadcast(ones(), 0),
         ("all_reduce", "broadcast"),
     ),
-    "barrier": (lambda r, w: trigram.barrier(), lambda r, w: trigram.all_reduce(ones()), ("barrier", "all_reduce")),
-    "op": (lambda r, w: trigram.all_reduce(ones(), "sum"), lambda r, w: trigram.all_reduce(ones(), "max"), ("sum", "max")),
+    "barrier": (
+        lambda r, w: trigram.barrier(),
+        lambda r, w: trigram.all_reduce(ones()),
+        ("barrier", "all_reduce"),
+    ),
+    "op": (
+        lambda r, w: trigram.all_reduce(ones(), "sum"),
+        lambda r, w: trigram.all_reduce(ones(), "max"),
+        ("sum", "max"),
+    ),
     "dtype": (
         lambda r, w: trigram.all_reduce(ones()),
         lambda r, w: trigram.all_reduce(ones(10, torch.int32)),  # as many bytes
         ("float32", "int32"),
     ),
-    "size": (lambda r, w: trigram.all_reduce(ones(10)), lambda r, w: trigram.all_reduce(ones(12)), ("10", "12")),
+    "size": (
+        lambda r, w: trigram.all_reduce(ones(10)),
+        lambda r, w: trigram.all_reduce(ones(12)),
+        ("10", "12"),
+    ),
     "large size": (
         lambda r, w: trigram.all_reduce(ones(1_000_000)),
         lambda r, w: trigram.all_reduce(ones(1_000_003)),
         ("1000000", "1000003"),
     ),
-    "root": (lambda r, w: trigram.broadcast(ones(), 0), lambda r, w: trigram.broadcast(ones(), 1), ("0", "1")),
-    "reduce root": (lambda r, w: trigram.reduce(ones(), 0), lambda r, w: trigram.reduce(ones(), 1), ("0", "1")),
+    "root": (
+        lambda r, w: trigram.broadcast(ones(), 0),
+        lambda r, w: trigram.broadcast(ones(), 1),
+        ("0", "1"),
+    ),
+    "reduce root": (
+        lambda r, w: trigram.reduce(ones(), 0),
+        lambda r, w: trigram.reduce(ones(), 1),
+        ("0", "1"),
+    ),
     "gather size": (
         lambda r, w: trigram.all_gather(torch.empty(4 * w), ones(4)),
         lambda r, w: trigram.all_gather(torch.empty(6 * w), ones(6)),
@@ -98,7 +118,7 @@ def order(rank: int, world: int) -> None:
 
 @CASES
 def splits(rank: int, world: int) -> None:
-    """Rank 0 sends one row more than the last rank expects; the receiver at least must know, the rest go on."""
+    """Rank 0 sends one row more than the last rank expects: the receiver at least must know; all go on."""
     inputs = [1] * world
     if rank == 0:
         inputs[world - 1] = 2
@@ -135,7 +155,15 @@ def test_mismatch(in_launch: Callable[..., None], transport: str, world: int, ca
 
 
 def test_one_tree_of_errors() -> None:
-    kinds = ["PeerLostError", "TimeoutError", "MismatchError", "CorruptError", "UnsupportedError", "AuthError", "AbortedError"]
+    kinds = [
+        "PeerLostError",
+        "TimeoutError",
+        "MismatchError",
+        "CorruptError",
+        "UnsupportedError",
+        "AuthError",
+        "AbortedError",
+    ]
     for kind in kinds:
         assert issubclass(getattr(trigram, kind), trigram.TrigramError), kind
     assert issubclass(trigram.TrigramError, Exception)
@@ -192,9 +220,16 @@ def _train_loop(rank: int, world: int, n: int) -> tuple[int, str]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("loop, world, victim, n", [
-    (_loop, 2, 1, 1), (_loop, 2, 0, 1_000_003), (_loop, 3, 2, 100_003), (_loop, 3, 0, 1), (_train_loop, 2, 1, 1000),
-])  # fmt: skip
+KILLED = [
+    (_loop, 2, 1, 1),
+    (_loop, 2, 0, 1_000_003),
+    (_loop, 3, 2, 100_003),
+    (_loop, 3, 0, 1),
+    (_train_loop, 2, 1, 1000),
+]
+
+
+@pytest.mark.parametrize("loop, world, victim, n", KILLED)
 def test_killed_peer(loop: Callable[..., Any], world: int, victim: int, n: int, transport: str) -> None:
     with Ranks(world, loop, n, transport=transport) as ranks:
         for r in range(world):
@@ -210,7 +245,7 @@ def test_killed_peer(loop: Callable[..., Any], world: int, victim: int, n: int, 
 
 
 def _late(rank: int, world: int) -> None:
-    """op_timeout None: a peer that is alive is awaited. A wait with a timeout ends, without ending the job."""
+    """op_timeout None: a peer that is alive is awaited. A wait with a timeout ends, the job goes on."""
     trigram.init()
     trigram.barrier()
     if rank == world - 1:
@@ -250,9 +285,11 @@ def _op_timeout(rank: int, world: int) -> str | None:
 
 
 def test_op_timeout_names_the_late(transport: str) -> None:
+    """Each says whom it waited for: not always the culprit, it may be one that itself waits."""
     results = run(3, _op_timeout, transport=transport, timeout=30)
     for r in (0, 2):
-        says(results[r], "all_reduce", "rank 1")
+        says(results[r], "all_reduce", "rank")
+    assert any("rank 1" in results[r] for r in (0, 2)), results
 
 
 def test_hung_ranks_are_reported() -> None:
@@ -263,7 +300,7 @@ def test_hung_ranks_are_reported() -> None:
         pid = ranks.pid(1)
         with pytest.raises(RanksFailed, match=r"(?s)TIMEOUT.*rank\(s\) \[1\].*in _hang"):
             ranks.results(3)
-        until(lambda: not os.path.exists(f"/proc/{pid}"), 5)
+        until(lambda: not Path(f"/proc/{pid}").exists(), 5)
 
 
 def _hang(rank: int, world: int) -> None:

@@ -1,4 +1,4 @@
-"""Several hosts of several ranks (network namespaces), and what a schedule promises: the same bits in every run."""
+"""Several hosts of several ranks (network namespaces); the same bits in every run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from pathlib import Path
 
 import pytest
 import torch
-import trigram
 
-from tests import test_collectives
+import trigram
+from tests import test_collectives, test_work_and_groups
+from tests.cases import Cases
 from tests.checks import fingerprint
 from tests.data import numbers
 from tests.harness import run
 from tests.models import train
 
-CASES = test_collectives.CASES
+CASES = Cases(test_collectives.CASES | test_work_and_groups.CASES)
 LAYOUTS = {"2+2": [0, 0, 1, 1], "1+3": [0, 1, 1, 1], "mixed": [0, 1, 0, 1]}
 MIB = 2**20
 
 
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_collective_across_hosts(in_launch: Callable[..., None], two_hosts: None, layout: str, case: str) -> None:
+def test_collective_across_hosts(
+    in_launch: Callable[..., None], two_hosts: None, layout: str, case: str
+) -> None:
     in_launch("CASES", case, 4, transport="auto", hosts=LAYOUTS[layout])
 
 
@@ -51,11 +54,15 @@ def _bytes(rank: int, world: int, rounds: int, size: int) -> tuple[int, int]:
 
 
 def test_once_per_byte_between_hosts(two_hosts: None) -> None:
-    """2 hosts x 2 ranks: each host sends S bytes per all_reduce of S, not a flat ring's 1.5 S; the rest goes through
-    shared memory, not loopback. Counted by the kernel (headers and acknowledgements: a few percent)."""
+    """2 hosts x 2 ranks: each host sends S bytes per all_reduce of S, not a flat ring's 1.5 S.
+
+    The rest goes through shared memory, not loopback. Counted by the kernel, so headers add a few percent.
+    """
     rounds, size = 5, 8 * MIB
     for wire, loopback in run(4, _bytes, rounds, size, transport="auto", hosts=LAYOUTS["2+2"]):
-        assert 0.9 * rounds * size < wire < 1.12 * rounds * size, f"{wire / rounds / size:.3f} S per all_reduce"
+        assert 0.9 * rounds * size < wire < 1.12 * rounds * size, (
+            f"{wire / rounds / size:.3f} S per all_reduce"
+        )
         assert loopback < 0.02 * rounds * size, f"{loopback} bytes went over loopback"
 
 
@@ -86,7 +93,7 @@ def _bits(rank: int, world: int) -> dict[str, str]:
         results = []
         for n in (5, 1003, 300_007):
             for dtype in (torch.float32, torch.bfloat16):
-                for again in range(3):
+                for _again in range(3):
                     t = trigram.empty(n, dtype=dtype)
                     t.copy_(numbers(rank, n, dtype))
                     trigram.all_reduce(t, via=via)

@@ -15,7 +15,9 @@ from tests.reference import gloo
 STEPS = 50
 
 
-def _both(rank: int, world: int, workload: str, options: dict[str, float]) -> tuple[History, History, dict[str, float]]:
+def _both(
+    rank: int, world: int, workload: str, options: dict[str, float]
+) -> tuple[History, History, dict[str, float]]:
     """DDP's history, ours, and how far apart the first gradients are."""
     with gloo(rank, world):
         theirs = train(workload, DistributedDataParallel, rank, world, STEPS)
@@ -56,7 +58,9 @@ def test_more_ranks_closely(workload: str, world: int, transport: str) -> None:
     results = run(world, _both, workload, {"bucket_mb": 0.05}, transport=transport, timeout=120)
     for rank, (theirs, ours, apart) in enumerate(results):
         assert max(apart.values()) <= 1e-6, f"rank {rank}: first gradients differ: {apart}"
-        assert abs(ours.losses[-1] - theirs.losses[-1]) <= 1e-3, f"rank {rank}: {ours.losses[-1]}, {theirs.losses[-1]}"
+        assert abs(ours.losses[-1] - theirs.losses[-1]) <= 1e-3, (
+            f"rank {rank}: {ours.losses[-1]}, {theirs.losses[-1]}"
+        )
     _same_weights_everywhere([ours for _, ours, _ in results])
 
 

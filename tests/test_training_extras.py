@@ -1,7 +1,7 @@
-"""What parameters and gradients may do in a training loop: each against one process on the whole batch.
+"""What a training loop may do: each against one process on the whole batch.
 
-Each check fails when its handling is removed: a gradient is then missing, local or counted twice, or a rank waits
-for one that never comes.
+Each check fails when its handling is removed: a gradient is then missing, local or counted twice, or a
+rank waits for one that never comes.
 """
 
 from __future__ import annotations
@@ -10,59 +10,20 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import trigram
 from torch import Tensor, nn
 
+import trigram
 from tests.cases import Cases
 from tests.checks import equal, raises, same_on_all_ranks, says
-from tests.pairs import Pair, sgd, x
+from tests.pairs import Pair, mlp, sgd, square, x
 
 CASES = Cases()
 
 
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
-
-
-def square(model: nn.Module, rank: int, step: int) -> Tensor:
-    return model(x(rank, step)).square().mean()
-
-
-class Branches(nn.Module):
-    """A trunk and three heads, any of which a forward may take."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(6, 8)
-        self.heads = nn.ModuleList(nn.Linear(8, 2) for _ in range(3))
-
-    def forward(self, inputs: Tensor, order: tuple[int, ...]) -> Tensor:
-        h = torch.tanh(self.trunk(inputs))
-        return sum(((i + 1) * self.heads[k](h).square().mean() for i, k in enumerate(order)), h.new_zeros(()))
-
-
 @CASES
 def plain(rank: int, world: int) -> None:
-    """Different seeds on the ranks: rank 0's weights reach everybody (checked by Pair), then training is as alone."""
+    """Seeds differ: rank 0's weights reach everybody (checked by Pair), then training is as alone."""
     Pair(rank, world, mlp).train(square, 6)
-
-
-@CASES.over(0.05, 0.0001)
-def buckets(rank: int, world: int, bucket_mb: float) -> None:
-    """Many buckets, and in each step the ranks' gradients become ready in another order."""
-
-    def make() -> nn.Module:
-        model = Branches()
-        model.trunk, model.heads = nn.Linear(6, 8), nn.ModuleList(nn.Linear(8, 20_000 if k == 0 else 900) for k in range(3))
-        return model
-
-    orders = [(0, 1, 2), (2, 1, 0), (1, 2, 0), (0, 2, 1), (1, 0, 2)]
-
-    def loss(model: nn.Module, r: int, step: int) -> Tensor:
-        return model(x(r, step), orders[(r + step * (r + 1)) % 5])
-
-    pair = Pair(rank, world, make, bucket_mb=bucket_mb)
-    pair.train(loss, 6)
 
 
 @CASES.over(True, False)
@@ -76,7 +37,7 @@ def zero_grad(rank: int, world: int, set_to_none: bool) -> None:
 
 @CASES
 def no_sync(rank: int, world: int) -> None:
-    """Accumulation; the ranks take different numbers of silent steps, so anything sent in one would have no partner."""
+    """Ranks accumulate over different numbers of silent steps: what is sent in one would have no partner."""
     pair = Pair(rank, world, mlp)
     for step in range(4):
         pair.zero(set_to_none=step % 2 == 0)
@@ -125,7 +86,13 @@ def two_forwards_one_backward(rank: int, world: int) -> None:
 @CASES
 def forwards_without_backward(rank: int, world: int) -> None:
     """An evaluation on one rank only, and a loss that is thrown away, do not disturb the next step."""
-    pair = Pair(rank, world, mlp)
+
+    def make() -> nn.Module:
+        model = mlp()
+        model.register_buffer("table", torch.full((3,), 0.5))  # buffers are what an evaluation might exchange
+        return model
+
+    pair = Pair(rank, world, make)
     pair.train(square, 2)
     if rank == 0:
         pair.ours.eval()
@@ -134,91 +101,6 @@ def forwards_without_backward(rank: int, world: int) -> None:
         pair.ours.train()
     square(pair.ours, rank, 55)
     pair.train(square, 2, first=2)
-
-
-@CASES
-def unused_on_some_ranks(rank: int, world: int) -> None:
-    """Another head on each rank, in turn: the mean counts the others as zero, and everybody gets it."""
-    Pair(rank, world, Branches).train(lambda m, r, s: m(x(r, s), ((r + s) % 3,)), 5)
-
-
-@CASES.over(True, False)
-def unused_on_all_ranks(rank: int, world: int, set_to_none: bool) -> None:
-    """The gradient stays None (with weight decay, a zero would move the weights), then the head is used by one rank."""
-
-    def loss(model: nn.Module, r: int, step: int) -> Tensor:
-        return model(x(r, step), (0, 2) if step >= 3 and r == world - 1 else (0,))
-
-    Pair(rank, world, Branches).train(loss, 6, set_to_none=set_to_none)
-
-
-@CASES
-def frozen(rank: int, world: int) -> None:
-    def make() -> nn.Module:
-        model = mlp()
-        model[0].requires_grad_(False)  # type: ignore[index]
-        return model
-
-    Pair(rank, world, make).train(square)
-
-
-@CASES
-def unfrozen_later(rank: int, world: int) -> None:
-    def make() -> nn.Module:
-        model = mlp()
-        model[2].requires_grad_(False)  # type: ignore[index]
-        return model
-
-    pair = Pair(rank, world, make)
-    pair.train(square, 2)
-    for model in (pair.ours, pair.alone):
-        model[2].requires_grad_(True)
-    pair.train(square, 3, first=2)
-    for model in (pair.ours, pair.alone):
-        model[0].requires_grad_(False)
-    pair.train(square, 2, first=5)
-
-
-@CASES
-def tied(rank: int, world: int) -> None:
-    """One parameter under two names, used twice in a forward."""
-
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-        model[2].weight = model[0].weight  # type: ignore[union-attr]
-        return model
-
-    pair = Pair(rank, world, make)
-    pair.train(square, 5)
-    assert pair.ours[0].weight is pair.ours[2].weight
-
-
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(50, 6, sparse=True)
-        self.out = nn.Linear(6, 2)
-
-    def forward(self, words: Tensor | None, other: Tensor) -> Tensor:
-        h = other if words is None else other + self.embedding(words)
-        return self.out(h).square().mean()
-
-
-def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-@CASES.over(True, False)
-def sparse(rank: int, world: int, everywhere: bool) -> None:
-    """The ranks meet different words, and different numbers of them; without `everywhere` one rank meets none."""
-
-    def loss(model: nn.Module, r: int, step: int) -> Tensor:
-        if not everywhere and r == 0:
-            return model(None, x(r, step, 5 + r, 6))
-        words = torch.randint(0, 50, (5 + r,), generator=torch.Generator().manual_seed(31 * r + step))
-        return model(words, x(r, step, 5 + r, 6))
-
-    Pair(rank, world, Words, plain_sgd).train(loss, 5)
 
 
 @CASES
@@ -248,7 +130,10 @@ def two_models(rank: int, world: int) -> None:
 
     def d_loss(models: tuple[nn.Module, nn.Module], r: int, step: int) -> Tensor:
         fake = models[0](x(r, step, 8, 4)).detach()
-        return nn.functional.softplus(models[1](fake)).mean() + nn.functional.softplus(-models[1](x(r, step))).mean()
+        return (
+            nn.functional.softplus(models[1](fake)).mean()
+            + nn.functional.softplus(-models[1](x(r, step))).mean()
+        )
 
     def g_loss(models: tuple[nn.Module, nn.Module], r: int, step: int) -> Tensor:
         return nn.functional.softplus(-models[1](models[0](x(r, step, 8, 4, salt=1)))).mean()
@@ -284,7 +169,7 @@ def on_a_group(rank: int, world: int) -> None:
 
 @CASES
 def algorithm_by_environment(rank: int, world: int) -> None:
-    """TRIGRAM_ALGORITHM is taken when the script names none, and only then; it shows in the error of an unknown one."""
+    """TRIGRAM_ALGORITHM is taken when the script names none, and only then: an unknown one shows that."""
     import os
 
     os.environ["TRIGRAM_ALGORITHM"] = "gradient_pigeon"
@@ -295,7 +180,9 @@ def algorithm_by_environment(rank: int, world: int) -> None:
         os.environ["TRIGRAM_ALGORITHM"] = "gradient_allreduce"
         model = trigram.with_bagua(mlp())
         square(model, rank, 0).backward()
-        same_on_all_ranks(rank, world, "by-environment", [p.grad for p in model.parameters() if p.grad is not None])
+        same_on_all_ranks(
+            rank, world, "by-environment", [p.grad for p in model.parameters() if p.grad is not None]
+        )
     finally:
         del os.environ["TRIGRAM_ALGORITHM"]
 

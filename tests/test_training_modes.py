@@ -1,34 +1,31 @@
-"""Ways of training that torch offers, each against DistributedDataParallel on gloo or one process on the whole batch."""
+"""What torch offers to a training: each against DistributedDataParallel or one process on the whole batch."""
 
 from __future__ import annotations
 
-import copy
 import os
-import pickle
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
-import trigram
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import trigram
 from tests.cases import Cases
-from tests.checks import close, fingerprint, raises, same_on_all_ranks
-from tests.pairs import Pair, sgd, x
+from tests.checks import close, fingerprint, same_on_all_ranks
+from tests.pairs import Pair, mlp, sgd, square
 from tests.reference import gloo
-from tests.test_training_extras import mlp, square
 
 CASES = Cases()
 Train = Callable[[Callable[[nn.Module], Any]], list[Tensor]]
 
 
 def like_ddp(rank: int, world: int, train: Train, name: str, everywhere: bool = True) -> None:
-    """`train(wrap)` gives the same tensors under trigram as under DDP: with 2 ranks bit for bit, with more closely."""
+    """`train(wrap)` gives the same tensors under trigram as under DDP; with 2 ranks bit for bit."""
     with gloo(rank, world):
         expected = train(DistributedDataParallel)
     actual = train(lambda module: trigram.with_bagua(module, "gradient_allreduce"))
@@ -45,25 +42,32 @@ def weights(model: nn.Module) -> list[Tensor]:
     return [p.detach().clone() for p in model.parameters()]
 
 
-@CASES.over("uneven", "none at all")
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@CASES.over("uneven", "none at all", "with buffers")
 def join(rank: int, world: int, kind: str) -> None:
-    """Ranks run out of inputs at different times; whoever is done shadows the others, and ends with their weights."""
-    batches = 2 + 2 * rank if kind == "uneven" else 3 * min(rank, 1)
+    """Ranks run out of inputs at different times; who is done shadows the others, and gets their weights.
+
+    Buffers follow a rank that still has inputs; rank 0 is the first to have none.
+    """
+    batches = 3 * min(rank, 1) if kind == "none at all" else 2 + 2 * rank
 
     def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(3)
-        model = wrap(mlp())
+        module = with_norm() if kind == "with buffers" else mlp()
+        model = wrap(module)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        joined: AbstractContextManager[None] = (
-            model.join() if isinstance(model, DistributedDataParallel) else trigram.join(model)
-        )
+        is_ddp = isinstance(model, DistributedDataParallel)
+        joined: AbstractContextManager[None] = model.join() if is_ddp else trigram.join(model)
         with joined:
             for step in range(batches):
                 optimizer.zero_grad()
                 square(model, rank, step).backward()
                 optimizer.step()
-        after = weights(model)
-        if not isinstance(model, DistributedDataParallel):  # and the model is as useful as before
+        after = [*weights(model), *(b.clone() for b in module.buffers())]
+        if not is_ddp:  # and the model is as useful as before
             optimizer.zero_grad()
             square(model, rank, 50).backward()
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -136,18 +140,27 @@ def mixed_types(rank: int, world: int) -> None:
 
 @CASES
 def batch_norm(rank: int, world: int) -> None:
-    """Buffers as DDP keeps them: rank 0's at the start of a forward, each rank's own after it; whole numbers too."""
+    """Buffers as DDP keeps them: rank 0's at the start of a forward, each rank's own after it; integers too.
+
+    While gradients accumulate, DDP leaves the buffers alone in the forward after a silent one.
+    """
 
     def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
         torch.manual_seed(3 + rank)  # the buffers differ before anything is wrapped
-        module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
-        module[1].running_mean.normal_()  # type: ignore[union-attr]
+        module = with_norm()
+        module[1].running_mean.normal_()  # type: ignore[index,union-attr,operator]
         model = wrap(module)
         optimizer, seen = sgd(model), []
-        for step in range(4):
-            optimizer.zero_grad()
-            square(model, rank, step).backward()
-            optimizer.step()
+        for step in range(8):
+            if step < 4 or step % 3 == 0:
+                square(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with (
+                    model.no_sync() if isinstance(model, DistributedDataParallel) else trigram.no_sync(model)
+                ):
+                    square(model, rank, step).backward()
             seen += [b.clone() for b in module.buffers()] + weights(model)
         return seen
 
@@ -155,33 +168,43 @@ def batch_norm(rank: int, world: int) -> None:
 
 
 class Checkpointed(nn.Module):
-    def __init__(self, reentrant: bool, twice: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.reentrant, self.twice = reentrant, twice
-        self.first, self.block, self.last = nn.Linear(6, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 2)
+        self.reentrant = not kind.startswith("not")
+        self.twice, self.at_end = "twice" in kind, "at the end" in kind
+        self.first, self.block, self.last = (
+            nn.Linear(6, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+            nn.Linear(8, 8),
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         h = self.first(inputs)
+        h = self.last(h) if self.at_end else h
         for _ in range(2 if self.twice else 1):
             h = checkpoint(self.block, h, use_reentrant=self.reentrant)
-        return self.last(h)
+        return h if self.at_end else self.last(h)
 
 
-@CASES.over("reentrant", "not reentrant", "not reentrant, block used twice")
+@CASES.over("reentrant", "reentrant at the end", "not reentrant", "not reentrant, used twice")
 def checkpointing(rank: int, world: int, kind: str) -> None:
-    """Reentrant: a backward inside the backward, whose end is not the step's end."""
-    pair = Pair(rank, world, lambda: Checkpointed(kind == "reentrant", "twice" in kind), bucket_mb=0.0001)
-    pair.train(square, 4)
+    """Reentrant: a backward inside the backward, whose end is not the step's end.
+
+    At the model's end the inner one brings the first gradients of all.
+    """
+    Pair(rank, world, lambda: Checkpointed(kind), bucket_mb=0.0001).train(square, 4)
 
 
-@CASES
-def checkpointing_twice_reentrant(rank: int, world: int) -> None:
+@CASES.over(25, 0.0001)
+def checkpointing_twice_reentrant(rank: int, world: int, bucket_mb: float) -> None:
     """A parameter that two inner backwards touch: handled, or refused in words; never a wrong gradient."""
-    pair = Pair(rank, world, lambda: Checkpointed(True, True))
+    pair = Pair(rank, world, lambda: Checkpointed("reentrant, twice"), bucket_mb=bucket_mb)
     try:
         pair.train(square, 3)
     except trigram.TrigramError as e:
         assert "checkpoint" in str(e), e
+        pair.ours.zero_grad()
+        assert bucket_mb < 25, "with one bucket nothing had been sent before the second gradient"
 
 
 def inductor() -> list[str]:
@@ -212,88 +235,6 @@ def compiled_first(rank: int, world: int) -> None:
     """A model that was compiled before it came to us."""
     torch._dynamo.reset()
     Pair(rank, world, lambda: torch.compile(mlp(), backend="eager")).train(square, 3)  # type: ignore[arg-type,return-value]
-
-
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: Tensor) -> Tensor:
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        raise RuntimeError("a fault in backward")
-
-
-class Faulty(nn.Module):
-    """With `fail`, half of the layers have their gradients when backward raises."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
-
-    def forward(self, inputs: Tensor, fail: bool = False) -> Tensor:
-        h = torch.tanh(self.second(torch.tanh(self.first(inputs))))
-        return self.third(Fails.apply(h) if fail else h)
-
-
-def fail(model: nn.Module, rank: int) -> None:
-    assert "a fault" in raises(RuntimeError, lambda: model(x(rank, 0), True).square().mean().backward())
-
-
-@CASES.over(25, 0.0001)
-def fault_everywhere(rank: int, world: int, bucket_mb: float) -> None:
-    """An exception in backward on all ranks; the next step is clean, whichever way gradients are zeroed."""
-    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
-    for round, set_to_none in enumerate((True, False)):
-        pair.train(square, 2, first=10 * round)
-        fail(pair.ours, rank)
-        pair.train(square, 2, first=10 * round + 5, set_to_none=set_to_none)
-
-
-@CASES.over(25, 0.0001)
-def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
-    """It goes on to the next step; the others, who wait for its gradients, are told, and go on too."""
-    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
-    for round in range(2):
-        pair.train(square, 2, first=10 * round)
-        if rank == world - 1:
-            fail(pair.ours, rank)
-        else:
-            raises(trigram.TrigramError, lambda: square(pair.ours, rank, 0).backward())
-        pair.train(square, 2, first=10 * round + 5)
-
-
-def trains_alone(model: nn.Module, keys: Iterable[str]) -> None:
-    """As a bare module does: called on one rank only, so anything sent would have no partner."""
-    assert list(model.state_dict()) == list(keys)
-    torch.manual_seed(3)
-    bare = mlp()
-    bare.load_state_dict(model.state_dict())
-    for m in (model, bare):
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            square(m, 0, step).backward()
-            optimizer.step()
-    for a, e in zip(model.parameters(), bare.parameters(), strict=True):
-        close(a, e, 0.0, "a copy on its own")
-
-
-@CASES.over("deepcopy", "pickle")
-def copies(rank: int, world: int, how: str) -> None:
-    """Hooks stay behind: the copy is a bare module, and the original trains on as before."""
-    pair = Pair(rank, world, mlp)
-    pair.train(square, 2)
-    other = copy.deepcopy(pair.ours) if how == "deepcopy" else pickle.loads(pickle.dumps(pair.ours))
-    kept = fingerprint(pair.ours.parameters())
-    if rank == 0:
-        trains_alone(other, pair.alone.state_dict())
-    assert fingerprint(pair.ours.parameters()) == kept, "the copy's training moved the original"
-    pair.train(square, 2, first=2)
-    if rank != 0:
-        other = mlp()
-    again = trigram.with_bagua(other)  # a copy may be wrapped like any module
-    same_on_all_ranks(rank, world, f"wrapped-{how}", again.parameters())
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -11,13 +11,12 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
 from trigram import _core
-from trigram.errors import ConfigError, MisuseError, TimeoutError, UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.rendezvous import Exchange, find_store
 
 _BARRIER = (4, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
@@ -78,7 +77,6 @@ class World:
     engine: _core.Engine
     group: Group
     op_timeout: float | None
-    store: dist.Store | None
     ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
 
@@ -200,20 +198,24 @@ def init(
     if elastic or helper:
         raise UnsupportedError("init: elastic and helper are not available yet")
     deadline = time.monotonic() + init_timeout
-    store, rank, world_size, toward = _find_store(store, rank, world_size, init_timeout)
+    store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     iface = iface or os.environ.get("TRIGRAM_IFACE") or None
     rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
-    exchange = _Exchange(store, rank, world_size, deadline)
+    exchange = Exchange(store, rank, world_size, deadline)
+    del store
     cards = exchange("card", rendezvous.card())
     met = rendezvous.meet(cards)
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
     core = engine.group("world", list(range(world_size)), 0)
-    # Nobody leaves before everybody has what it needs from the store.
+    # Everybody has what it needs from the store; then it is let go, so that no forked worker keeps
+    # its sockets; then nobody can meet the old one in another init.
+    core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    exchange.close()
     core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
     group = Group("world", range(world_size), core, op_timeout)
-    _world = World(engine, group, op_timeout, store)
+    _world = World(engine, group, op_timeout)
     return group
 
 
@@ -222,74 +224,10 @@ def shutdown() -> None:
     global _world
     world, _world = _world, None
     if world is not None:
-        world.engine.shutdown()
+        world.engine.shutdown(False)
 
 
-atexit.register(shutdown)
-
-
-def _find_store(
-    store: dist.Store | None, rank: int | None, world_size: int | None, timeout: float
-) -> tuple[dist.Store | None, int, int, str | None]:
-    """The store, this rank, the world's size, and a host that all can reach if one is known."""
-    env = os.environ
-    if store is not None:
-        if rank is None or world_size is None:
-            raise MisuseError("init: a store needs rank and world_size too")
-        return store, rank, world_size, getattr(store, "host", None)
-    if dist.is_available() and dist.is_initialized():
-        lent = dist.distributed_c10d._get_default_store()
-        toward = env.get("MASTER_ADDR")
-        return dist.PrefixStore("trigram", lent), dist.get_rank(), dist.get_world_size(), toward
-    if rank is None and "RANK" in env:
-        rank = _number("RANK")
-    if world_size is None and "WORLD_SIZE" in env:
-        world_size = _number("WORLD_SIZE")
-    if (rank, world_size) in ((None, None), (0, 1)):
-        return None, 0, 1, "127.0.0.1"
-    missing = [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
-    if rank is None or world_size is None or missing:
-        absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None] + missing
-        raise ConfigError(f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store")
-    limit = timedelta(seconds=timeout)
-    try:
-        found, _, _ = next(iter(dist.rendezvous("env://", rank, world_size, timeout=limit)))
-    except dist.DistError as e:
-        where = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-        raise TimeoutError(f"init: rank {rank} found no store at {where} (rank 0 offers it): {e}") from e
-    return dist.PrefixStore("trigram", found), rank, world_size, env["MASTER_ADDR"]
-
-
-def _number(variable: str) -> int:
-    try:
-        return int(os.environ[variable])
-    except ValueError:
-        raise ConfigError(f"init: {variable}={os.environ[variable]!r} is not a number") from None
-
-
-class _Exchange:
-    """Every rank's bytes to every rank, through a store."""
-
-    def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
-        self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
-        self.began = time.monotonic()
-        # A store may serve several inits, one after another: ranks count them alike.
-        self.round = store.add(f"inits/{rank}", 1) if store is not None else 0
-
-    def __call__(self, what: str, mine: bytes) -> list[bytes]:
-        if self.store is None:
-            return [mine]
-        keys = [f"{self.round}/{what}/{r}" for r in range(self.size)]
-        self.store.set(keys[self.rank], mine)
-        pause = 0.0005
-        while not self.store.check(keys):
-            if time.monotonic() > self.deadline:
-                absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
-                names = ", ".join(map(str, absent))
-                raise TimeoutError(
-                    f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} "
-                    f"of {self.size}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
-                )
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        return [self.store.get(key) for key in keys]
+@atexit.register
+def _exit() -> None:
+    if _world is not None:
+        _world.engine.shutdown(True)

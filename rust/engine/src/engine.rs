@@ -259,12 +259,17 @@ impl Shared {
         let mut glanced = None;
         loop {
             self.take_inbox(progress);
-            let moved = progress.poll(&self.world);
+            let moved = progress.poll();
             let over = match until {
                 Some(ticket) => ticket.is_done(),
                 None => progress.hub.jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0,
             };
-            if over || until.is_none() && self.closed.load(Ordering::Acquire) {
+            if over {
+                return Ok(());
+            }
+            if self.closed.load(Ordering::Acquire) {
+                let Some(ticket) = until else { return Ok(()) };
+                self.give_up(progress, ticket, "has shut down");
                 return Ok(());
             }
             if moved {
@@ -286,12 +291,12 @@ impl Shared {
             }
             let now = Instant::now();
             let since = *idle_since.get_or_insert(now);
-            self.sleep(progress, now - since, until.is_some());
+            self.sleep(progress, now - since);
             let now = Instant::now();
             if now - *glanced.get_or_insert(since) >= GLANCE {
                 glanced = Some(now);
                 if let (Err(stop), Some(ticket)) = (glance(), until) {
-                    self.give_up(progress, ticket);
+                    self.give_up(progress, ticket, "was interrupted");
                     return Err(stop);
                 }
             }
@@ -299,15 +304,15 @@ impl Shared {
     }
 
     /// The caller stops waiting: its call fails everywhere, and lets go of its memory.
-    fn give_up(&self, progress: &mut Progress, ticket: &Arc<Ticket>) {
+    fn give_up(&self, progress: &mut Progress, ticket: &Arc<Ticket>, why: &str) {
         let rank = self.world.rank;
         if let Some(i) = progress.hub.jobs.iter().position(|j| Arc::ptr_eq(&j.ticket, ticket)) {
-            let error = Error::Aborted(format!("rank {rank} was interrupted"));
+            let error = Error::Aborted(format!("rank {rank} {why}"));
             progress.hub.fail(i, error, true);
         }
         while !ticket.is_done() {
-            if !progress.poll(&self.world) {
-                self.sleep(progress, Duration::MAX, true);
+            if !progress.poll() {
+                self.events(progress, Duration::from_millis(1));
             }
         }
     }
@@ -330,11 +335,11 @@ impl Shared {
     }
 
     /// Sleeps until something happens, or it is time to look up.
-    fn sleep(&self, progress: &mut Progress, idle: Duration, _caller: bool) {
+    fn sleep(&self, progress: &mut Progress, idle: Duration) {
         let bell = self.world.board.bell();
         let on_event = self.has_sockets || idle > FUTEX_SLEEP;
         let seen = bell.arm(on_event);
-        let found = progress.poll(&self.world) || self.waiting.load(Ordering::Acquire) > 0;
+        let found = progress.poll() || self.waiting.load(Ordering::Acquire) > 0;
         if found || self.closed.load(Ordering::Acquire) {
             return bell.disarm();
         }
@@ -384,7 +389,7 @@ impl Shared {
 
 impl Progress {
     /// Moves everything once; true if anything moved.
-    fn poll(&mut self, world: &World) -> bool {
+    fn poll(&mut self) -> bool {
         let mut moved = false;
         for rank in 0..self.rx.len() {
             let Some(rx) = &mut self.rx[rank] else { continue };
@@ -418,9 +423,7 @@ impl Progress {
             moved |= self.hub.advance(i);
         }
         moved |= self.hub.pump_out();
-        for job in std::mem::take(&mut self.hub.dead) {
-            self.rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
-        }
+        self.forget_dead();
         let now = self.ticked;
         moved |= self.hub.reap(now);
         if !moved {
@@ -430,7 +433,6 @@ impl Progress {
                 self.hub.tick(now);
             }
         }
-        let _ = world;
         moved
     }
 
@@ -463,7 +465,15 @@ impl Progress {
             rx.wake();
             while matches!(rx.pump(&mut self.hub), Ok(Pumped::Moved)) {}
         }
+        self.forget_dead();
         self.hub.reap(Instant::now() + Duration::from_secs(60));
+    }
+
+    /// What still arrives for failed jobs goes nowhere: their memory is about to be given back.
+    fn forget_dead(&mut self) {
+        for job in std::mem::take(&mut self.hub.dead) {
+            self.rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
+        }
     }
 }
 

@@ -482,8 +482,7 @@ impl Hub {
             if self.lost.is_empty() || job.stage == Stage::Closing {
                 continue;
             }
-            let needed = job.waiting_for();
-                let ranks = job.body.members.ranks_of(&needed);
+            let ranks = job.body.members.ranks_of(&job.waiting_for());
             if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
                 let error = self.loss(rank, &job.body.signature);
                 self.fail(i, error, true);
@@ -505,7 +504,7 @@ impl Hub {
             if !(late || stalled || name) {
                 continue;
             }
-            let waiting_for = name_ranks(&job.body.members.ranks_of(&job.waiting_for()));
+            let waiting_for = name_ranks(&job.body.members.ranks_of(&job.absent()));
             if name {
                 job.named = true;
                 let (me, what) = (self.world.rank, job.body.signature);
@@ -599,10 +598,12 @@ impl Hub {
     /// Whether a peer is in the same call as we; if not, the call fails.
     fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
         let body = &self.jobs[i].body;
-        if body.signature == frame.signature {
+        let Some(place) = body.members.place_of(peer) else { return false };
+        let mine = body.expected(place, frame.kind);
+        if mine == frame.signature {
             return true;
         }
-        let mut sides = [(self.world.rank, body.signature), (peer, frame.signature)];
+        let mut sides = [(self.world.rank, mine), (peer, frame.signature)];
         sides.sort_by_key(|s| s.0);
         let error = mismatch(&body.members, body.call_id, &sides);
         self.fail(i, error, true);

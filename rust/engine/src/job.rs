@@ -269,6 +269,22 @@ impl Job {
         places
     }
 
+    /// Whom to blame for a wait: members that have not entered the call, as far as this rank has
+    /// heard (ranks that stall tell all others that they are inside), else those it waits for.
+    pub fn absent(&self) -> Vec<Place> {
+        let body = &self.body;
+        let members = &body.members;
+        let here = members.absent(body.call_id, 0);
+        let entered = |p: Place| match members.lane(p, body.call_id) {
+            Some(_) => !here.contains(&p),
+            None => body.inside.contains(&p),
+        };
+        let absent: Vec<Place> = (0..members.ranks.len() as Place)
+            .filter(|&p| p != members.me && body.request.message.is_none() && !entered(p))
+            .collect();
+        if absent.is_empty() { self.waiting_for() } else { absent }
+    }
+
     /// Gives the scratch memory back for another job.
     pub fn into_scratch(self) -> Scratch {
         self.body.scratch
@@ -286,6 +302,16 @@ impl Body {
             len,
             signature: self.signature,
         }
+    }
+
+    /// What a frame of a peer in the same call must say. Messages of uneven exchanges carry the
+    /// length that the two agree on, for no other rank knows it.
+    pub fn expected(&self, peer: Place, kind: Kind) -> Signature {
+        let mut expected = self.signature;
+        if let (Some((_, lengths)), Kind::Data) = (&self.request.call.splits, kind) {
+            expected.count = lengths.get(peer as usize).copied().unwrap_or_default() as u64;
+        }
+        expected
     }
 
     /// The address of a span of this rank's own memory, checked.
@@ -331,7 +357,10 @@ impl Body {
     ) -> Result<Started> {
         let len = span.len * self.request.call.dtype.size();
         let at = if len == 0 { std::ptr::dangling() } else { self.own(span)?.cast_const() };
-        let frame = self.frame(Kind::Data, tag, len as u32);
+        let mut frame = self.frame(Kind::Data, tag, len as u32);
+        if let Some((lengths, _)) = &self.request.call.splits {
+            frame.signature.count = lengths.get(to as usize).copied().unwrap_or_default() as u64;
+        }
         let rank = self.members.ranks[to as usize];
         let what = || self.signature.to_string();
         let Some(tx) = self.members.link(to, tx) else {

@@ -100,9 +100,6 @@ impl Members {
     /// The lane of a member on this host for a collective, once the member has made the group.
     /// Messages between two ranks have none.
     pub fn lane(&self, place: Place, call: CallId) -> Option<&Lane> {
-        if call.is_message() {
-            return None;
-        }
         self.locals.iter().find(|l| l.place == place)?.lane(self.id, call)
     }
 
@@ -157,6 +154,9 @@ impl Drop for Members {
 
 impl Local {
     fn lane(&self, id: u64, call: CallId) -> Option<&Lane> {
+        if call.is_message() {
+            return None;
+        }
         let mut found = self.found.load(Ordering::Relaxed);
         if found == NOT_FOUND {
             found = self.board.find_group(id)?;

@@ -7,7 +7,7 @@
 mod errors;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use errors::Raise;
@@ -20,6 +20,9 @@ use trigram_engine::job::{Message, Request, Tensors};
 use trigram_engine::ticket::Ticket;
 use trigram_engine::{engine, group, memory, rendezvous};
 
+/// The interpreter is about to end.
+static EXITING: AtomicBool = AtomicBool::new(false);
+
 /// Waits without the interpreter lock. Ctrl-C ends the wait with its own exception.
 fn wait<T: Send>(
     py: Python<'_>,
@@ -27,13 +30,19 @@ fn wait<T: Send>(
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     let outcome = py.detach(|| {
-        f(&mut || match Python::attach(|py| py.check_signals()) {
-            Ok(()) => Ok(()),
-            Err(e) => {
+        let outcome = f(&mut || match Python::try_attach(|py| py.check_signals()) {
+            Some(Err(e)) => {
                 signal = Some(e);
                 Err(Error::Aborted("interrupted".into()))
             }
-        })
+            _ => Ok(()),
+        });
+        // A thread that outlives the interpreter must not come back to it (invariant PY-4): it
+        // would be torn down in the middle of our frames. The process ends around it.
+        while EXITING.load(Ordering::Acquire) {
+            std::thread::park();
+        }
+        outcome
     });
     match signal {
         Some(signal) => Err(signal),
@@ -114,7 +123,9 @@ impl Engine {
         Ok(Block(self.0.world().allocate(nbytes).raise(py)?))
     }
 
-    fn shutdown(&self, py: Python<'_>) {
+    /// Ends everything. `exiting`: the interpreter ends too.
+    fn shutdown(&self, py: Python<'_>, exiting: bool) {
+        EXITING.store(exiting, Ordering::Release);
         py.detach(|| self.0.shutdown());
     }
 

@@ -207,9 +207,9 @@ pub fn all_to_all(shape: Shape, send: &[usize], recv: &[usize]) -> Schedule {
     );
     for d in 1..world {
         let to = shape.after(d);
-        input(to).pieces(piece).for_each(|span| b.send(to, span));
+        message(input(to), piece).for_each(|span| b.send(to, span));
         let from = shape.before(d);
-        output(from).pieces(piece).for_each(|span| b.recv(from, span));
+        message(output(from), piece).for_each(|span| b.recv(from, span));
     }
     b.copy(input(me), output(me));
     agree(&mut b, shape);
@@ -219,19 +219,19 @@ pub fn all_to_all(shape: Shape, send: &[usize], recv: &[usize]) -> Schedule {
 /// One message of `In` to `to`.
 pub fn send(me: u32, to: u32, len: usize, piece: usize) -> Schedule {
     let mut b = Builder::new(me, false);
-    message(len, piece).for_each(|span| b.send(to, Span { buf: Buf::In, ..span }));
+    message(Span::new(Buf::In, 0, len), piece).for_each(|span| b.send(to, span));
     b.finish()
 }
 
 /// One message from `from` to `Out`.
 pub fn recv(me: u32, from: u32, len: usize, piece: usize) -> Schedule {
     let mut b = Builder::new(me, false);
-    message(len, piece).for_each(|span| b.recv(from, span));
+    message(Span::new(Buf::Out, 0, len), piece).for_each(|span| b.recv(from, span));
     b.finish()
 }
 
 /// The pieces of a message; an empty one is a token, for it too must arrive.
-fn message(len: usize, piece: usize) -> impl Iterator<Item = Span> {
-    let token = (len == 0).then_some(Span::TOKEN);
-    Span::new(Buf::Out, 0, len).pieces(piece).chain(token)
+fn message(span: Span, piece: usize) -> impl Iterator<Item = Span> {
+    let token = (span.len == 0).then_some(Span::TOKEN);
+    span.pieces(piece).chain(token)
 }

@@ -10,9 +10,10 @@
 //!
 //! A lane is reused every [`LANES`] calls, when all ranks have shown that they are done with it.
 
+use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use trigram_core::planner::SLOT_BYTES;
@@ -72,6 +73,8 @@ struct Layout {
 pub struct Board {
     segment: Arc<Segment>,
     bell: Doorbell,
+    /// Places of groups that the owner has let go, the oldest first.
+    left: Arc<Mutex<VecDeque<usize>>>,
 }
 
 impl Board {
@@ -97,7 +100,7 @@ impl Board {
             return Err(Error::Auth("a peer's board has the wrong size: does it run another version?".into()));
         }
         let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
-        Ok(Self { segment, bell })
+        Ok(Self { segment, bell, left: Arc::default() })
     }
 
     fn layout(&self) -> &Layout {
@@ -124,24 +127,25 @@ impl Board {
         (&self.layout().pipes[index % MAX_LOCAL], ring)
     }
 
-    /// Enters a group into the owner's directory and returns its place there.
+    /// Enters a group into the owner's directory and returns its place there. Places of groups that
+    /// have been let go are taken again when there is no other, the oldest first.
     pub fn enter_group(&self, id: u64) -> Result<usize> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = self.layout();
-        for (place, group) in layout.groups.iter().enumerate() {
-            if group.compare_exchange(NO_GROUP, CLAIMED, Ordering::AcqRel, Ordering::Acquire).is_err() {
-                continue;
+        let free = layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
+        let place = free.or_else(|| left.pop_front()).ok_or_else(|| {
+            Error::Unsupported(format!(
+                "more than {MAX_GROUPS} groups at once on one host; let some go, or set TRIGRAM_TRANSPORT=tcp"
+            ))
+        })?;
+        layout.groups[place].store(CLAIMED, Ordering::Release);
+        for lane in &layout.lanes[place] {
+            for word in [&lane.arrived, &lane.done] {
+                word.store(0, Ordering::Relaxed);
             }
-            for lane in &layout.lanes[place] {
-                for word in [&lane.arrived, &lane.done] {
-                    word.store(0, Ordering::Relaxed);
-                }
-            }
-            group.store(id, Ordering::Release);
-            return Ok(place);
         }
-        Err(Error::Unsupported(format!(
-            "more than {MAX_GROUPS} groups at once on one host; let some go, or set TRIGRAM_TRANSPORT=tcp"
-        )))
+        layout.groups[place].store(id, Ordering::Release);
+        Ok(place)
     }
 
     /// Where the owner has a group, if it has made it already.
@@ -155,9 +159,10 @@ impl Board {
         self.layout().groups[place % MAX_GROUPS].load(Ordering::Acquire) == id
     }
 
-    /// The owner lets a group go. Its lanes stay as they are until the place is taken again.
+    /// The owner lets a group go. The directory keeps it until the place is needed: a peer that is
+    /// still on its way out of the last call may not have looked for it yet.
     pub fn leave_group(&self, place: usize) {
-        self.layout().groups[place % MAX_GROUPS].store(NO_GROUP, Ordering::Release);
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
     }
 
     /// The lane of a call of the group at `place`.
@@ -259,9 +264,13 @@ mod tests {
         assert!(theirs.is_free_for(3 + LANES as u64) && !theirs.is_free_for(3 + 2 * LANES as u64));
         assert!(seen.has_group(place, 42));
         mine.leave_group(place);
-        assert_eq!(seen.find_group(42), None);
-        assert_eq!(mine.enter_group(43), Ok(place));
+        assert_eq!(seen.find_group(42), Some(place), "a late peer still finds it");
+        let others = (0..MAX_GROUPS as u64 - 1).map(|i| mine.enter_group(100 + i).unwrap());
+        assert!(others.into_iter().all(|p| p != place));
+        assert_eq!(mine.enter_group(43), Ok(place), "the last place left");
+        assert!(!seen.has_group(place, 42));
         assert!(!theirs.has_arrived(0, 0), "a place taken again starts anew");
+        assert!(mine.enter_group(44).is_err());
     }
 
     #[test]

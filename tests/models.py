@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from tests.checks import fingerprint
 
 Wrap = Callable[[nn.Module], nn.Module]
+Batches = Iterator[tuple[Tensor, Tensor]]
 CONTEXT = 24
 
 
@@ -98,19 +100,29 @@ class History:
     first_gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train(workload: str, wrap: Wrap, rank: int, world: int, steps: int) -> History:
-    """Train "digits" (a CNN, SGD with momentum) or "gpt" (AdamW) for some steps."""
+def workload(name: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.Optimizer, Batches]:
+    """ "digits" and "gpt" are the demo's; "small digits" and "tied gpt" our own."""
     torch.manual_seed(1234)
-    bare = cnn() if workload == "digits" else GPT()
+    if name == "small digits":
+        model = cnn()
+        batches = (digits_batch(rank, world, step) for step in count())
+        return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), batches
+    if name == "tied gpt":
+        model = GPT()
+        batches = (text_batch(rank, world, step) for step in count())
+        return model, torch.optim.AdamW(model.parameters(), lr=3e-3), batches
+    from trigram.cli import workloads
+
+    model = workloads.make_model(name)
+    return model, workloads.make_optimizer(name, model), workloads.batches(name, rank, world, seed=5)
+
+
+def train(name: str, wrap: Wrap, rank: int, world: int, steps: int) -> History:
+    """Train a workload for some steps; the optimizer is made before the model is wrapped."""
+    bare, optimizer, batches = workload(name, rank, world)
     model = wrap(bare)
-    parameters = list(model.parameters())
-    optimizer: torch.optim.Optimizer
-    if workload == "digits":
-        optimizer = torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-    else:
-        optimizer = torch.optim.AdamW(parameters, lr=3e-3)
     history = History()
-    for x, y in _batches(workload, rank, world, steps):
+    for x, y in islice(batches, steps):
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x).flatten(0, -2), y.flatten())
         loss.backward()
@@ -120,10 +132,5 @@ def train(workload: str, wrap: Wrap, rank: int, world: int, steps: int) -> Histo
             }
         optimizer.step()
         history.losses.append(loss.item())
-        history.weights.append(fingerprint(parameters))
+        history.weights.append(fingerprint(bare.parameters()))
     return history
-
-
-def _batches(workload: str, rank: int, world: int, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
-    batch = digits_batch if workload == "digits" else text_batch
-    return (batch(rank, world, step) for step in range(steps))

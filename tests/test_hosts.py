@@ -81,7 +81,7 @@ def test_training_across_hosts(two_hosts: None) -> None:
 
 
 def _train(rank: int, world: int) -> tuple[list[float], list[str]]:
-    history = train("digits", lambda m: trigram.with_bagua(m, bucket_mb=0.01), rank, world, 20)
+    history = train("small digits", lambda m: trigram.with_bagua(m, bucket_mb=0.01), rank, world, 20)
     return history.losses, history.weights
 
 

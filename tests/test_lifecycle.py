@@ -66,6 +66,26 @@ def test_init_twice(transport: str) -> None:
     run(2, _init_twice, transport=transport)
 
 
+def _memory_outlives_the_world(rank: int, world: int) -> None:
+    """Registered memory is its tensor's until that is gone, whatever becomes of the world it was made in."""
+    t = trigram.empty(100_003, dtype=torch.float32)
+    t.fill_(rank + 1.0)
+    for _ in range(2):
+        trigram.shutdown()
+        assert bool((t == rank + 1.0).all())
+        trigram.init()
+        s = t.clone()
+        trigram.all_reduce(s)
+        equal(s, torch.full_like(s, world * (world + 1) / 2), "in the next world")
+    trigram.all_reduce(t)
+    equal(t, s, "memory of an earlier world")
+    del t
+
+
+def test_memory_outlives_the_world(transport: str) -> None:
+    run(2, _memory_outlives_the_world, transport=transport)
+
+
 def _torch_lends_its_store(rank: int, world: int) -> None:
     """No RANK in the environment, but a default process group."""
     with gloo(rank, world):

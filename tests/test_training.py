@@ -16,14 +16,14 @@ STEPS = 50
 
 
 def _both(
-    rank: int, world: int, workload: str, options: dict[str, float]
+    rank: int, world: int, workload: str, bucket_mb: float
 ) -> tuple[History, History, dict[str, float]]:
     """DDP's history, ours, and how far apart the first gradients are."""
     with gloo(rank, world):
         theirs = train(workload, DistributedDataParallel, rank, world, STEPS)
 
     def wrap(model: nn.Module) -> nn.Module:
-        return trigram.with_bagua(model, "gradient_allreduce", **options)
+        return trigram.with_bagua(model, "gradient_allreduce", bucket_mb=bucket_mb)
 
     ours = train(workload, wrap, rank, world, STEPS)
     assert ours.first_gradients.keys() == theirs.first_gradients.keys()
@@ -38,11 +38,13 @@ def _same_weights_everywhere(histories: list[History]) -> None:
         assert len(set(prints)) == 1, f"after step {step} the ranks hold different weights: {prints}"
 
 
-@pytest.mark.parametrize("bucket_mb", [25, 0.01], ids=["one bucket", "many buckets"])
-@pytest.mark.parametrize("workload", ["digits", "gpt"])
+WORKLOADS = [("digits", 25.0), ("gpt", 25.0), ("small digits", 0.01), ("tied gpt", 0.01)]
+
+
+@pytest.mark.parametrize("workload, bucket_mb", WORKLOADS)
 def test_two_ranks_bit_for_bit(workload: str, bucket_mb: float, transport: str) -> None:
     """Dividing by 2 is exact, so nothing may differ: losses and weights of 50 steps."""
-    results = run(2, _both, workload, {"bucket_mb": bucket_mb}, transport=transport, timeout=120)
+    results = run(2, _both, workload, bucket_mb, transport=transport, timeout=90)
     for rank, (theirs, ours, apart) in enumerate(results):
         assert ours.losses == theirs.losses, f"rank {rank}: losses part at step {_parting(ours, theirs)}"
         assert ours.weights == theirs.weights, f"rank {rank}"
@@ -55,7 +57,7 @@ def test_two_ranks_bit_for_bit(workload: str, bucket_mb: float, transport: str) 
 @pytest.mark.parametrize("world", [3, 4])
 @pytest.mark.parametrize("workload", ["digits", "gpt"])
 def test_more_ranks_closely(workload: str, world: int, transport: str) -> None:
-    results = run(world, _both, workload, {"bucket_mb": 0.05}, transport=transport, timeout=120)
+    results = run(world, _both, workload, 0.05, transport=transport, timeout=90)
     for rank, (theirs, ours, apart) in enumerate(results):
         assert max(apart.values()) <= 1e-6, f"rank {rank}: first gradients differ: {apart}"
         assert abs(ours.losses[-1] - theirs.losses[-1]) <= 1e-3, (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 
 import pytest
 import torch
@@ -78,6 +79,67 @@ def several_in_flight(rank: int, world: int) -> None:
         work.wait()  # type: ignore[attr-defined]
         assert work.is_completed()  # type: ignore[attr-defined]
         equal(t, expected, "in flight")
+
+
+@CASES
+def many_in_flight(rank: int, world: int) -> None:
+    """More jobs at once than any ring of slots can hold; each rank waits in an order of its own."""
+    jobs = []
+    for i in range(300):
+        n = (1, 70, 5000)[i % 3]
+        t = torch.full((n,), rank + i, dtype=torch.int32)
+        jobs.append((i, t, trigram.all_reduce(t, async_op=True)))
+    order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(rank)).tolist()
+    for i, t, work in [jobs[k] for k in order]:
+        work.wait()
+        equal(t, torch.full_like(t, sum(r + i for r in range(world))), f"job {i}")
+
+
+@CASES
+def jobs_that_nobody_keeps(rank: int, world: int) -> None:
+    """The Work and its tensor are let go at once: the engine keeps the memory, and writes to no other."""
+    bystanders = []
+    for i in range(60):
+        n = (3, 100_003)[i % 2]
+        make = (torch.empty, trigram.empty)[i // 2 % 2]
+        t = make(n, dtype=torch.float32)
+        t.fill_(1.0)
+        trigram.all_reduce(t, async_op=True)
+        del t
+        bystander = make(n, dtype=torch.float32)
+        bystander.fill_(-1.0)
+        bystanders.append(bystander)
+    trigram.barrier()
+    for b in bystanders:
+        assert bool((b == -1.0).all()), "a job wrote into memory that was not its own"
+
+
+@CASES
+def threads(rank: int, world: int) -> None:
+    """Two Python threads, each on a group of its own, and the main thread on the world."""
+    made = [trigram.new_group(list(range(world))) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def loop(k: int) -> None:
+        try:
+            for i in range(50):
+                t = torch.full((1 + 997 * (i % 3),), float(rank + k))
+                trigram.all_reduce(t, group=made[k])
+                equal(t, torch.full_like(t, sum(r + k for r in range(world))), f"thread {k}, round {i}")
+        except BaseException as e:
+            errors.append(e)
+
+    started = [Thread(target=loop, args=(k,), daemon=True) for k in range(2)]
+    for thread in started:
+        thread.start()
+    for _ in range(50):
+        t = torch.ones(2000)
+        trigram.all_reduce(t)
+        equal(t, torch.full_like(t, float(world)), "the main thread")
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not errors, errors
 
 
 @CASES

@@ -141,12 +141,13 @@ class Reducer:
         if not (torch.is_grad_enabled() and model.training):
             return
         self.abandon()
-        if self.joining:
-            self._roll_call(present=True)
-        self._before_step(model)
+        # As DistributedDataParallel: buffers follow rank 0, among uneven inputs the last rank
+        # that still has any.
+        src = max(self._roll_call(present=True)[0]) if self.joining else 0
+        self._before_step(model, src)
         self.forwards += 1
 
-    def _before_step(self, model: nn.Module) -> None:
+    def _before_step(self, model: nn.Module, src: int) -> None:
         """What all ranks do together before a forward pass that trains."""
         if [p.requires_grad for p in self.params] != self.trains or len(self.params) != _count(model):
             self._collect(model)  # a layer was frozen, thawed or added
@@ -154,7 +155,7 @@ class Reducer:
         elif self.order is not None and self.steps:
             self._reorder()
         if self.sync_buffers:
-            self._broadcast_buffers(model, 0)
+            self._broadcast_buffers(model, src)
         # As DistributedDataParallel: buffers are synchronised before a pass that follows one
         # whose gradients were.
         self.sync_buffers = self.sync
@@ -281,12 +282,12 @@ class Reducer:
 
     # Uneven inputs.
 
-    def _roll_call(self, present: bool) -> tuple[int, int]:
-        """How many ranks still have inputs, and how many of them synchronise this step."""
-        count = torch.tensor([int(present), int(present and self.sync)])
-        collectives.all_reduce(count, "sum", None, self.side)
-        here, syncing = count.tolist()
-        return here, syncing
+    def _roll_call(self, present: bool) -> tuple[list[int], bool]:
+        """The places that still have inputs, and whether they synchronise this step."""
+        mine = torch.tensor([present, present and self.sync])
+        everyone = torch.empty(self.side.size, 2, dtype=torch.bool)
+        collectives.all_gather(everyone, mine, self.side)
+        return everyone[:, 0].nonzero().flatten().tolist(), bool(everyone[:, 1].any())
 
     @torch.no_grad()
     def shadow(self, model: nn.Module) -> None:
@@ -294,17 +295,18 @@ class Reducer:
         self.abandon()
         while True:
             here, syncing = self._roll_call(present=False)
-            if here == 0:
+            if not here:
                 break
-            self.sync = syncing > 0
-            self._before_step(model)
+            self.sync = syncing
+            self._before_step(model, max(here))
             if syncing:
                 self._shadow_backward()
             self.sync = True
-        # The rank that trained longest has the model that counts.
+        # The rank that trained longest has the model that counts; the last, if several did.
         counts = torch.empty(self.side.size, dtype=torch.int64)
         collectives.all_gather(counts, torch.tensor([self.forwards]), self.side)
-        flat.broadcast([*model.parameters(), *model.buffers()], int(counts.argmax()), self.side)
+        longest = int((counts == counts.max()).nonzero().max())
+        flat.broadcast([*model.parameters(), *model.buffers()], longest, self.side)
 
     def _shadow_backward(self) -> None:
         kept = [p.grad for p in self.params]

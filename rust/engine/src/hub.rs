@@ -245,7 +245,8 @@ impl Hub {
                 Ok(())
             }
             Stage::Meeting => {
-                if !members.all_arrived(call, 0) {
+                // Who gave the call up has sent word of why; it is on its way.
+                if !members.all_arrived(call, 0) || members.has_failed(call) {
                     return Ok(());
                 }
                 agree(&members, call, &job.body.signature)?;
@@ -420,6 +421,7 @@ impl Hub {
         let peer = job.body.request.message;
         let entered = job.entered;
         if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
+            lane.fail(call.0);
             // From here on we touch nobody's memory for this call.
             lane.leave(call.0);
             members.ring();

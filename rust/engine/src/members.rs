@@ -121,6 +121,11 @@ impl Members {
         self.locals.iter().all(|l| l.has_arrived(self.id, call, ordinal))
     }
 
+    /// Whether a member on this host has given up a call. To be asked after arriving.
+    pub fn has_failed(&self, call: CallId) -> bool {
+        self.locals.iter().any(|l| l.lane(self.id, call).is_some_and(|lane| lane.has_failed(call.0)))
+    }
+
     /// The members on this host that have not arrived at a barrier.
     pub fn absent(&self, call: CallId, ordinal: u32) -> Vec<Place> {
         let absent = self.locals.iter().filter(|l| !l.has_arrived(self.id, call, ordinal));

@@ -42,6 +42,8 @@ pub struct Lane {
     arrived: AtomicU64,
     /// `call + 1` of the last call that the owner has left.
     done: AtomicU64,
+    /// `call + 1` of the last call that the owner entered and gave up.
+    failed: AtomicU64,
     signature: [AtomicU64; 3],
     /// Number of the segment that the input lies in, plus one; 0: not registered.
     segment: AtomicU64,
@@ -140,7 +142,7 @@ impl Board {
         })?;
         layout.groups[place].store(CLAIMED, Ordering::Release);
         for lane in &layout.lanes[place] {
-            for word in [&lane.arrived, &lane.done] {
+            for word in [&lane.arrived, &lane.done, &lane.failed] {
                 word.store(0, Ordering::Relaxed);
             }
         }
@@ -215,6 +217,17 @@ impl Lane {
     /// The owner has left a call: it will not touch anyone's memory for it again.
     pub fn leave(&self, call: u64) {
         self.done.fetch_max(call + 1, Ordering::AcqRel);
+    }
+
+    /// The owner gives up a call that it has entered. Who has not passed the meeting must not, for
+    /// the owner's memory is not its own any more; who has, is waited for.
+    pub fn fail(&self, call: u64) {
+        self.failed.store(call + 1, Ordering::Release);
+    }
+
+    /// Whether the owner has given a call up.
+    pub fn has_failed(&self, call: u64) -> bool {
+        self.failed.load(Ordering::Acquire) == call + 1
     }
 
     /// The first byte of the slot.

@@ -39,7 +39,10 @@ DEFAULT = "gradient_allreduce"
 _NAMES: dict[str, tuple[Trigram, str]] = {
     DEFAULT: (Trigram(carry="gradients"), "bucketed AllReduce beside backward; trains as DDP does"),
     "bytegrad": (Trigram("central", "int8", "sync", "gradients"), "gradients in 8 bits"),
-    "decentralized": (Trigram("gossip:one_peer", "full", "sync", "weights"), "weights mixed with a neighbour"),
+    "decentralized": (
+        Trigram("gossip:one_peer", "full", "sync", "weights"),
+        "weights mixed with a neighbour",
+    ),
     "low_precision_decentralized": (
         Trigram("gossip:ring", "int8", "sync", "differences"),
         "weight differences in 8 bits, to neighbours",
@@ -49,7 +52,10 @@ _NAMES: dict[str, tuple[Trigram, str]] = {
         Trigram("central", "int8", "async", "differences"),
         "the same in 8 bits",
     ),
-    "async_decentralized": (Trigram("gossip:random", "full", "async", "weights"), "pairs average when they are free"),
+    "async_decentralized": (
+        Trigram("gossip:random", "full", "async", "weights"),
+        "pairs average when they are free",
+    ),
     "async_low_precision_decentralized": (
         Trigram("gossip:random", "int8", "async", "differences"),
         "the same in 8 bits",

@@ -97,7 +97,7 @@ class Work:
             try:
                 self.wait()
             except Exception as e:
-                future.set_exception(e)
+                future.set_exception(e)  # type: ignore[arg-type]  # torch's stub is wrong
             else:
                 future.set_result([t for t in self._tensors[-1:] if t is not None])
 
@@ -182,7 +182,9 @@ def all_reduce(
     """
     dtype = _check(t, "all_reduce")
     if via not in _VIAS:
-        raise UnsupportedError(f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in _VIAS if v)}")
+        raise UnsupportedError(
+            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in _VIAS if v)}"
+        )
     asked = (_ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), _VIAS[via], 0)
     return _go(resolve(group), asked, t, t, async_op, "all_reduce")
 
@@ -318,7 +320,10 @@ def all_to_all(
             raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
         asked = (_ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
         return _go(g, asked, inp, out, async_op, "all_to_all")
-    lengths = (_elements(inp, in_splits, g.size, "in_splits"), _elements(out, out_splits, g.size, "out_splits"))
+    lengths = (
+        _elements(inp, in_splits, g.size, "in_splits"),
+        _elements(out, out_splits, g.size, "out_splits"),
+    )
     if lengths[0][g.rank] != lengths[1][g.rank]:
         raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
     return _go(g, (_ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths)

@@ -12,6 +12,8 @@ that the next step starts clean everywhere.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import time
 import weakref
 from collections.abc import Sequence
@@ -23,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 from trigram import collectives, flat, sparse
 from trigram.buckets import Bucket, assign
-from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.world import Group, internal_group
 
 
@@ -97,7 +99,9 @@ class Reducer:
             if p.requires_grad and not p.is_cpu:
                 raise UnsupportedError(f"with_bagua: {name} is on {p.device}; this version trains on the CPU")
             if p.requires_grad and not torch.is_floating_point(p):
-                raise UnsupportedError(f"with_bagua: {name} is {p.dtype}; parameters that train are real floats")
+                raise UnsupportedError(
+                    f"with_bagua: {name} is {p.dtype}; parameters that train are real floats"
+                )
         self.trains = [p.requires_grad for p in self.params]
         rows = {id(p) for p in sparse.sparse_parameters(model)}
         self.rows = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in rows]
@@ -275,10 +279,8 @@ class Reducer:
             return
         through = self.calls + len(self.buckets)
         self.group.core.abort(through, f"rank {self.group.ranks[self.group.rank]} gave up its backward pass")
-        try:
+        with contextlib.suppress(TrigramError):  # that it was given up is what we said ourselves
             self._finish()
-        except TrigramError:
-            pass  # that it was given up is what we said ourselves
 
     # Uneven inputs.
 
@@ -333,7 +335,8 @@ class Reducer:
             "wait_seconds": self.waited,
             "overlap": 1 - self.waited / self.busy if self.busy else 0.0,
             "buckets": [
-                {"bytes": b.nbytes, "params": len(b.params), "dtype": str(b.memory.dtype)} for b in self.buckets
+                {"bytes": b.nbytes, "params": len(b.params), "dtype": str(b.memory.dtype)}
+                for b in self.buckets
             ],
         }
 
@@ -344,10 +347,6 @@ def _count(model: nn.Module) -> int:
 
 def _agree_on(model: nn.Module, group: Group) -> None:
     """Refuses models that differ between ranks before a number of them is touched."""
-    import hashlib
-
-    from trigram.errors import MismatchError
-
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
     digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]

@@ -37,7 +37,9 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None]
     absent += [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
     if rank is None or world_size is None or absent:
-        raise ConfigError(f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store")
+        raise ConfigError(
+            f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store"
+        )
     if not 0 <= rank < world_size:
         raise ConfigError(f"init: RANK={rank} is outside of a world of WORLD_SIZE={world_size}")
     return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]

@@ -16,7 +16,7 @@ from trigram.errors import UnsupportedError
 from trigram.world import Group
 
 
-def sparse_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
     """Parameters whose gradients are sparse, as their modules declare."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:

@@ -130,5 +130,9 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     reducer = _reducer(of, "stats")
     name = _hooked[of][0]
     size = reducer.group.size if reducer else 1
-    own = reducer.stats() if reducer else {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0, "buckets": []}
+    own = (
+        reducer.stats()
+        if reducer
+        else {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0, "buckets": []}
+    )
     return {"algorithm": name, "world_size": size, **own, **totals}

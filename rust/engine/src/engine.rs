@@ -80,7 +80,8 @@ impl Engine {
         let add = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(data), flags).map_err(io)
         };
-        let edge = epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        let edge =
+            epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         let mut has_sockets = false;
         for rx in rx.iter().flatten() {
             if let Some(fd) = rx.fd() {
@@ -186,7 +187,8 @@ impl Engine {
         if background.is_none() {
             let shared = self.shared.clone();
             let thread = std::thread::Builder::new().name("trigram".into());
-            let thread = thread.spawn(move || shared.background()).map_err(|e| Error::io("starting a thread", e))?;
+            let thread =
+                thread.spawn(move || shared.background()).map_err(|e| Error::io("starting a thread", e))?;
             *background = Some(thread);
         }
         drop(background);

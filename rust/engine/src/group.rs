@@ -44,7 +44,8 @@ impl Group {
             return Err(Error::misuse(format!("group {name}: a rank is named twice in {ranks:?}")));
         }
         // Neither 0 nor the largest number: the board uses them.
-        let id = hash(std::iter::once(ordinal).chain(ranks.iter().map(|&r| u64::from(r)))).clamp(1, u64::MAX - 1);
+        let id =
+            hash(std::iter::once(ordinal).chain(ranks.iter().map(|&r| u64::from(r)))).clamp(1, u64::MAX - 1);
         let members = Members::new(id, name, ranks, engine.world())?;
         Ok(Self { engine: engine.clone(), members: Arc::new(members) })
     }
@@ -80,9 +81,12 @@ impl Group {
             )));
         }
         let size = call.dtype.size();
-        let aligned = |at: *const u8, len: usize| len == 0 || at as usize % size == 0;
+        let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
         if !aligned(tensors.input, tensors.input_len) || !aligned(tensors.output, tensors.output_len) {
-            return Err(Error::misuse(format!("{}: the tensor is not aligned for its dtype", call.what.name())));
+            return Err(Error::misuse(format!(
+                "{}: the tensor is not aligned for its dtype",
+                call.what.name()
+            )));
         }
         Ok(())
     }

@@ -147,9 +147,10 @@ impl Hub {
                 (CallId::message(tag, *n - 1), Some(rank))
             }
         };
-        let failed = self.failures.iter().position(|f| {
-            f.group == members.id && f.call == call_id && peer.is_none_or(|p| p == f.peer)
-        });
+        let failed = self
+            .failures
+            .iter()
+            .position(|f| f.group == members.id && f.call == call_id && peer.is_none_or(|p| p == f.peer));
         let gone = members.ranks.iter().find(|r| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r));
         let error = match (failed, gone) {
             (Some(i), _) => Some(self.failures.swap_remove(i).error),
@@ -300,7 +301,11 @@ impl Hub {
         let one_shot = job.opening == Opening::OneShot;
         if let Some(Message { peer, sends, .. }) = request.message {
             let piece = (planner::PIECE_BYTES / request.call.dtype.size()).max(1);
-            let make = if sends { trigram_core::topology::direct::send } else { trigram_core::topology::direct::recv };
+            let make = if sends {
+                trigram_core::topology::direct::send
+            } else {
+                trigram_core::topology::direct::recv
+            };
             return Ok(Arc::new(make(members.me, peer, request.call.len, piece)));
         }
         let key = PlanKey(members.id, request.call.clone(), flag, one_shot);
@@ -434,7 +439,14 @@ impl Hub {
         }
     }
 
-    fn tell(&mut self, members: &Members, call: CallId, peer: Option<Message>, signature: Signature, error: &Error) {
+    fn tell(
+        &mut self,
+        members: &Members,
+        call: CallId,
+        peer: Option<Message>,
+        signature: Signature,
+        error: &Error,
+    ) {
         let Ok(payload) = postcard::to_stdvec(error) else { return };
         let places: Vec<Place> = match peer {
             Some(message) => vec![message.peer],
@@ -510,13 +522,17 @@ impl Hub {
             if name {
                 job.named = true;
                 let (me, what) = (self.world.rank, job.body.signature);
-                eprintln!("trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}", waited.as_secs_f64());
+                eprintln!(
+                    "trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}",
+                    waited.as_secs_f64()
+                );
             }
             if stalled {
                 job.announced = true;
                 let (members, message) = (job.body.members.clone(), job.body.request.message);
                 let frame = job.body.frame(Kind::Ready, 0, 0);
-                for place in (0..members.ranks.len() as u32).filter(|&p| p != members.me && message.is_none()) {
+                for place in (0..members.ranks.len() as u32).filter(|&p| p != members.me && message.is_none())
+                {
                     if let Some(tx) = members.link(place, &mut self.tx) {
                         tx.give(&frame, Vec::new());
                     }

@@ -14,8 +14,8 @@ use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{DType, Error, ReduceOp, Result, reduce};
 
-use crate::members::Members;
 use crate::link::{Token, Tx};
+use crate::members::Members;
 use crate::memory::Scratch;
 use crate::ticket::Ticket;
 
@@ -55,13 +55,16 @@ pub struct Request {
 impl Request {
     /// A call that touches no memory.
     pub fn nothing() -> Self {
-        let tensors = Tensors {
-            input: std::ptr::null(),
-            input_len: 0,
-            output: std::ptr::null_mut(),
-            output_len: 0,
+        let tensors =
+            Tensors { input: std::ptr::null(), input_len: 0, output: std::ptr::null_mut(), output_len: 0 };
+        let call = Call {
+            what: Collective::Barrier,
+            dtype: DType::U8,
+            len: 0,
+            root: 0,
+            via: Via::Auto,
+            splits: None,
         };
-        let call = Call { what: Collective::Barrier, dtype: DType::U8, len: 0, root: 0, via: Via::Auto, splits: None };
         Self { call, op: ReduceOp::Sum, tensors, message: None }
     }
 }
@@ -207,7 +210,12 @@ impl Job {
     }
 
     /// Begins to walk a schedule.
-    pub fn run(&mut self, schedule: Arc<Schedule>, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
+    pub fn run(
+        &mut self,
+        schedule: Arc<Schedule>,
+        tx: &mut [Option<Tx>],
+        done: &mut Vec<Token>,
+    ) -> Result<()> {
         let size = self.body.request.call.dtype.size();
         self.body.scratch_len = schedule.scratch * size;
         self.body.scratch_base = self.body.scratch.reserve(self.body.scratch_len);
@@ -294,14 +302,7 @@ impl Job {
 impl Body {
     /// A frame of this call.
     pub fn frame(&self, kind: Kind, tag: u32, len: u32) -> Frame {
-        Frame {
-            kind,
-            group: self.members.id,
-            call: self.call_id,
-            tag,
-            len,
-            signature: self.signature,
-        }
+        Frame { kind, group: self.members.id, call: self.call_id, tag, len, signature: self.signature }
     }
 
     /// What a frame of a peer in the same call must say. Messages of uneven exchanges carry the

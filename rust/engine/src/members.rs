@@ -47,7 +47,10 @@ impl Members {
         let mut hosts: Vec<(usize, Vec<Place>)> = Vec::new();
         for (place, &rank) in (0..).zip(&ranks) {
             let host = *world.host_of.get(rank as usize).ok_or_else(|| {
-                Error::misuse(format!("group {name}: rank {rank} is outside of the world of {}", world.size()))
+                Error::misuse(format!(
+                    "group {name}: rank {rank} is outside of the world of {}",
+                    world.size()
+                ))
             })?;
             match hosts.iter_mut().find(|(h, _)| *h == host) {
                 Some((_, places)) => places.push(place),
@@ -143,7 +146,9 @@ impl Members {
     /// Members on this host, other than this rank, that are inside a call.
     pub fn inside(&self, call: CallId) -> Vec<Place> {
         let inside = self.locals.iter().filter(|l| {
-            l.place != self.me && !l.is_past(self.id) && l.lane(self.id, call).is_some_and(|x| x.is_inside(call.0))
+            l.place != self.me
+                && !l.is_past(self.id)
+                && l.lane(self.id, call).is_some_and(|x| x.is_inside(call.0))
         });
         inside.map(|l| l.place).collect()
     }

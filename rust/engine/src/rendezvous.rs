@@ -98,7 +98,10 @@ fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
         return ips.first().copied().ok_or_else(|| {
             let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
             known.sort();
-            Error::Config(format!("no interface or address {wanted:?} (TRIGRAM_IFACE); there are {}", known.join(", ")))
+            Error::Config(format!(
+                "no interface or address {wanted:?} (TRIGRAM_IFACE); there are {}",
+                known.join(", ")
+            ))
         });
     }
     if let Some(toward) = toward {
@@ -113,7 +116,8 @@ fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
             return Ok(ip);
         }
     }
-    let mut ips: Vec<IpAddr> = all.iter().map(if_addrs::Interface::ip).filter(|ip| !ip.is_loopback()).collect();
+    let mut ips: Vec<IpAddr> =
+        all.iter().map(if_addrs::Interface::ip).filter(|ip| !ip.is_loopback()).collect();
     ips.sort_by_key(IpAddr::is_ipv6);
     Ok(ips.first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
 }
@@ -138,8 +142,8 @@ impl Rendezvous {
             return Err(Error::misuse(format!("rank {rank} is outside of a world of {size}")));
         }
         let ip = own_address(iface, toward)?;
-        let listener = std::net::TcpListener::bind((ip, 0))
-            .map_err(|e| Error::io(format!("listening on {ip}"), e))?;
+        let listener =
+            std::net::TcpListener::bind((ip, 0)).map_err(|e| Error::io(format!("listening on {ip}"), e))?;
         let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
         let token = random()?;
         let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
@@ -223,7 +227,11 @@ impl Rendezvous {
                     Received::Message(bytes, fds) => {
                         let rank = introduced(&bytes, &job).filter(|r| expected.contains(r) && *r > me);
                         if let Some(rank) = rank {
-                            unix::send(&stream, &hello, &[self.board.segment().fd(), self.board.bell().fd()])?;
+                            unix::send(
+                                &stream,
+                                &hello,
+                                &[self.board.segment().fd(), self.board.bell().fd()],
+                            )?;
                             self.welcome(rank, fds, stream)?;
                             expected.retain(|&r| r != rank);
                         }
@@ -331,8 +339,7 @@ impl Rendezvous {
             return Ok(HashMap::new());
         }
         let io = |e: std::io::Error| Error::io("preparing TCP", e);
-        let runtime =
-            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
         runtime.block_on(async {
             let listener = self.listener.try_clone().map_err(io)?;
             listener.set_nonblocking(true).map_err(io)?;

@@ -66,7 +66,10 @@ impl Neighbour {
         // It was sent before the peer could name it, so it is there now.
         self.collect()?;
         find().ok_or_else(|| {
-            Error::io("reading a peer's memory", format!("it names a segment {} that it never sent", place.segment))
+            Error::io(
+                "reading a peer's memory",
+                format!("it names a segment {} that it never sent", place.segment),
+            )
         })
     }
 }
@@ -102,11 +105,12 @@ impl World {
         self.arena.allocate(len, |number, segment| {
             for (rank, neighbour) in &self.neighbours {
                 match &neighbour.control {
-                    Some(control) => unix::send(control, &number.to_le_bytes(), &[segment.fd()]).map_err(|e| {
-                        Error::io(format!("sharing memory with rank {rank}"), e)
-                    })?,
+                    Some(control) => unix::send(control, &number.to_le_bytes(), &[segment.fd()])
+                        .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))?,
                     None => {
-                        return Err(Error::Unsupported("ranks that are threads share no registered memory".into()));
+                        return Err(Error::Unsupported(
+                            "ranks that are threads share no registered memory".into(),
+                        ));
                     }
                 }
             }

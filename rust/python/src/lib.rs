@@ -168,7 +168,11 @@ type Memory = (usize, usize, usize, usize);
 /// Lengths to and from each peer.
 type Splits = Option<(Vec<usize>, Vec<usize>)>;
 
-fn request((what, dtype, len, op, via, root): Asked, memory: Memory, splits: Splits) -> trigram_core::Result<Request> {
+fn request(
+    (what, dtype, len, op, via, root): Asked,
+    memory: Memory,
+    splits: Splits,
+) -> trigram_core::Result<Request> {
     let what = match what {
         1 => Collective::AllReduce,
         2 => Collective::Reduce,
@@ -218,7 +222,14 @@ impl Group {
 
     /// A collective, in this thread.
     #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
-    fn run(&self, py: Python<'_>, asked: Asked, memory: Memory, timeout: Option<f64>, splits: Splits) -> PyResult<()> {
+    fn run(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        memory: Memory,
+        timeout: Option<f64>,
+        splits: Splits,
+    ) -> PyResult<()> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives.py` holds the tensors, whose storage it has measured, until
@@ -228,7 +239,14 @@ impl Group {
 
     /// A collective in the background.
     #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
-    fn start(&self, py: Python<'_>, asked: Asked, memory: Memory, timeout: Option<f64>, splits: Splits) -> PyResult<Work> {
+    fn start(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        memory: Memory,
+        timeout: Option<f64>,
+        splits: Splits,
+    ) -> PyResult<Work> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives.py` holds the tensors until the work is done.

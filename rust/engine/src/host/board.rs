@@ -13,8 +13,8 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use trigram_core::planner::SLOT_BYTES;
 use trigram_core::signature::Signature;
@@ -99,7 +99,9 @@ impl Board {
 
     fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
         if segment.at(0, size_of::<Layout>()).is_none() {
-            return Err(Error::Auth("a peer's board has the wrong size: does it run another version?".into()));
+            return Err(Error::Auth(
+                "a peer's board has the wrong size: does it run another version?".into(),
+            ));
         }
         let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
         Ok(Self { segment, bell, left: Arc::default() })

@@ -6,12 +6,7 @@ use crate::host::board::Board;
 use crate::transport::{Read, Receiver, Sender};
 
 /// The two ways between this rank, at `me` of its host, and the rank at `peer`.
-pub fn pair(
-    mine: &Board,
-    me: usize,
-    theirs: &Board,
-    peer: usize,
-) -> (Box<dyn Sender>, Box<dyn Receiver>) {
+pub fn pair(mine: &Board, me: usize, theirs: &Board, peer: usize) -> (Box<dyn Sender>, Box<dyn Receiver>) {
     let sender = ShmSender { to: theirs.clone(), index: me, wrote: false };
     (Box::new(sender), Box::new(ShmReceiver { on: mine.clone(), index: peer, from: theirs.clone() }))
 }

@@ -1,0 +1,51 @@
+# make demo   build, train on real data with two ranks, show the result
+# make test   everything: formatting, lints, Rust and Python tests, types, docs
+# Both need only Python (3.10 or newer, with venv) and Rust; the rest is installed into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+
+.PHONY: demo test build bench fmt lint test-rust test-python clean
+
+build: .venv/built
+
+.venv/ready: requirements-dev.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv/built: .venv/ready pyproject.toml $(RUST_SOURCES)
+	$(BIN)/maturin develop --release --quiet
+	touch $@
+
+demo: build
+	$(BIN)/trigram demo --ranks 2 --out demo-out
+
+bench: build
+	$(BIN)/trigram bench all_reduce --ranks 2 --registered --against gloo
+	$(BIN)/trigram bench all_reduce --ranks 2 --transport tcp --against gloo
+
+test: lint test-rust test-python
+
+lint: .venv/ready
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+	$(BIN)/python tools/check_layers.py
+	$(BIN)/ruff format --check python tests examples tools
+	$(BIN)/ruff check python tests examples tools
+
+test-rust:
+	cargo test --workspace --exclude trigram-python --locked --quiet
+
+test-python: build
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests
+
+fmt: .venv/ready
+	cargo fmt --all
+	$(BIN)/ruff format python tests examples tools
+
+clean:
+	rm -rf target .venv demo-out python/trigram/*.so

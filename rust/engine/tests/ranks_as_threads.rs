@@ -1,0 +1,187 @@
+//! The whole engine with ranks as threads: over `mem`, and over shared memory and TCP through the
+//! real rendezvous.
+#![allow(clippy::unwrap_used)] // a test harness: a failure is a failed test
+
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use trigram_core::planner::Call;
+use trigram_core::signature::{Collective, Via};
+use trigram_core::{DType, Error, ReduceOp, Result};
+use trigram_engine::engine::Engine;
+use trigram_engine::group::{Group, call, in_place};
+use trigram_engine::host::board::Board;
+use trigram_engine::job::{Message, Request};
+use trigram_engine::link::{Rx, Tx};
+use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::transport::mem;
+use trigram_engine::world::World;
+
+/// Engines of `n` ranks whose only connections are queues.
+fn over_mem(n: usize) -> Vec<Engine> {
+    let boards: Vec<Board> = (0..n).map(|_| Board::create().unwrap()).collect();
+    let mut tx: Vec<Vec<Option<Tx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
+    let mut rx: Vec<Vec<Option<Rx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
+    for a in 0..n {
+        for b in (0..n).filter(|&b| b != a) {
+            let (out, inn) = mem::one_way(boards[b].bell().clone(), boards[a].bell().clone());
+            tx[a][b] = Some(Tx::new(out));
+            rx[b][a] = Some(Rx::new(a as u32, inn));
+        }
+    }
+    let ways = boards.into_iter().zip(tx).zip(rx).enumerate();
+    ways.map(|(rank, ((board, tx), rx))| {
+        let world = World {
+            rank: rank as u32,
+            host_of: (0..n).collect(),
+            board,
+            neighbours: Default::default(),
+            arena: Arc::default(),
+        };
+        Engine::new(Arc::new(world), tx, rx).unwrap()
+    })
+    .collect()
+}
+
+/// Engines of `n` ranks that met as processes do.
+fn met(n: usize, transport: Transport) -> Vec<Engine> {
+    let mut ranks: Vec<Rendezvous> =
+        (0..n).map(|r| Rendezvous::open(r as u32, n, Some("lo"), None, transport).unwrap()).collect();
+    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.card().unwrap()).collect();
+    let verdicts: Vec<bool> = std::thread::scope(|s| {
+        let all: Vec<_> =
+            ranks.iter_mut().map(|r| s.spawn(|| r.meet(&cards, &mut || Ok(())).unwrap())).collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    let limit = Duration::from_secs(20);
+    std::thread::scope(|s| {
+        let verdicts = &verdicts;
+        let connect = |r: Rendezvous| r.connect(verdicts, limit, &mut || Ok(())).unwrap();
+        let all: Vec<_> = ranks.into_iter().map(|r| s.spawn(move || connect(r))).collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// Runs `f` on every rank, each in a thread, and returns what they return.
+fn on_all<T: Send>(engines: Vec<Engine>, f: impl Fn(usize, Group) -> T + Sync) -> Vec<T> {
+    let n = engines.len();
+    std::thread::scope(|s| {
+        let f = &f;
+        let run = |(rank, engine): (usize, Engine)| {
+            let group = Group::new(&Arc::new(engine), "world".into(), (0..n as u32).collect(), 0);
+            f(rank, group.unwrap())
+        };
+        let all: Vec<_> = engines.into_iter().enumerate().map(|e| s.spawn(move || run(e))).collect();
+        all.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
+    let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
+    let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
+    let request = Request { call, op: ReduceOp::Sum, tensors, message: None };
+    // SAFETY: `data` outlives the call.
+    unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
+}
+
+fn check_all_reduce(engines: Vec<Engine>) {
+    let n = engines.len();
+    let results = on_all(engines, |rank, group| {
+        let mut seen = Vec::new();
+        for via in [Via::Auto, Via::Ring, Via::Tree, Via::RecursiveDoubling, Via::ScatterGather] {
+            for len in [0, 1, 5, 1000, 200_003] {
+                let mut data: Vec<f32> = (0..len).map(|i| (i % 17) as f32 + rank as f32).collect();
+                all_reduce(&group, &mut data, via).unwrap();
+                let extra = (n * (n - 1) / 2) as f32;
+                let want = |i: usize| (i % 17) as f32 * n as f32 + extra;
+                assert!(data.iter().enumerate().all(|(i, x)| *x == want(i)), "{via:?} {len} rank {rank}");
+                seen.push(data);
+            }
+        }
+        seen
+    });
+    assert!(results.iter().all(|r| *r == results[0]), "ranks hold different bits");
+}
+
+#[test]
+fn all_reduce_over_mem() {
+    for n in 1..=5 {
+        check_all_reduce(over_mem(n));
+    }
+}
+
+#[test]
+fn all_reduce_over_shared_memory() {
+    for n in [2, 3, 5] {
+        check_all_reduce(met(n, Transport::Shm));
+    }
+}
+
+#[test]
+fn all_reduce_over_tcp() {
+    for n in [2, 3, 5] {
+        check_all_reduce(met(n, Transport::Tcp));
+    }
+}
+
+#[test]
+fn a_mismatch_reaches_every_rank_and_the_group_goes_on() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        let errors = on_all(engines, |rank, group| {
+            let mut data = vec![1f32; if rank == 2 { 70_000 } else { 60_000 }];
+            let error = all_reduce(&group, &mut data, Via::Auto).unwrap_err();
+            all_reduce(&group, &mut data[..100], Via::Auto).unwrap();
+            assert_eq!(data[0], 3.0);
+            error
+        });
+        for error in errors {
+            assert!(matches!(error, Error::Mismatch { .. }), "{error}");
+            let text = error.to_string();
+            assert!(text.contains("60000") && text.contains("70000"), "{text}");
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        let (left, gone) = channel();
+        let gone = std::sync::Mutex::new(gone);
+        let errors = on_all(engines, |rank, group| {
+            let mut data = vec![1f32; 10];
+            all_reduce(&group, &mut data, Via::Auto).unwrap();
+            if rank == 1 {
+                group.engine().shutdown();
+                left.send(()).unwrap();
+                left.send(()).unwrap();
+                return None;
+            }
+            gone.lock().unwrap().recv().unwrap();
+            Some(all_reduce(&group, &mut data, Via::Auto).unwrap_err())
+        });
+        for error in errors.into_iter().flatten() {
+            assert!(matches!(error, Error::PeerLost { rank: 1, .. } | Error::Aborted(_)), "{error}");
+        }
+    }
+}
+
+#[test]
+fn messages_larger_than_any_buffer_arrive() {
+    for engines in [over_mem(2), met(2, Transport::Shm), met(2, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let len = 1_500_001;
+            let mut data: Vec<f32> = (0..len).map(|i| if rank == 0 { i as f32 } else { 0.0 }).collect();
+            let message = Message { peer: 1 - rank as u32, tag: 7, sends: rank == 0 };
+            let request = Request {
+                call: call(Collective::SendRecv, DType::F32, len),
+                op: ReduceOp::Sum,
+                tensors: in_place(data.as_mut_ptr().cast(), len * 4),
+                message: Some(message),
+            };
+            // SAFETY: `data` outlives the call.
+            unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();
+            assert!(data.iter().enumerate().all(|(i, x)| *x == i as f32));
+        });
+    }
+}

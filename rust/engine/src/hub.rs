@@ -1,25 +1,21 @@
-//! Matches what arrives with who waits for it, and makes failures known.
+//! The calls under way on this rank: taken up, moved on, ended.
 //!
-//! Everything here happens under the progress lock, in one thread at a time.
-//!
-//! The first failure of a call reaches every rank (invariant ERR-3): whoever finds it sends it to
-//! all members, and each fails the same call with the same error. Other calls of the group go on;
-//! a lost peer ends all calls that need it, and all later ones.
+//! Everything here happens under the progress lock, in one thread at a time. What arrives is
+//! matched with who waits for it in [`crate::matching`]; failures are in [`crate::failing`].
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use trigram_core::error::name_ranks;
 use trigram_core::planner::{self, Call, Opening};
-use trigram_core::schedule::{Place, Schedule, Step};
+use trigram_core::schedule::Schedule;
 use trigram_core::signature::{Collective, Signature};
-use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
 use crate::job::{Job, Lent, Message, Request, Stage};
-use crate::link::{Sink, Target, Token, Tx};
+use crate::link::{Token, Tx};
 use crate::members::Members;
 use crate::memory::Scratch;
 use crate::ticket::Ticket;
@@ -38,26 +34,26 @@ pub struct Submission {
 }
 
 /// A message that came before its call.
-struct Early {
-    peer: u32,
-    frame: Frame,
-    payload: Vec<u8>,
+pub(crate) struct Early {
+    pub(crate) peer: u32,
+    pub(crate) frame: Frame,
+    pub(crate) payload: Vec<u8>,
 }
 
 /// A failure that came before its call.
-struct Failure {
-    group: u64,
-    call: CallId,
-    peer: u32,
-    error: Error,
+pub(crate) struct Failure {
+    pub(crate) group: u64,
+    pub(crate) call: CallId,
+    pub(crate) peer: u32,
+    pub(crate) error: Error,
 }
 
 /// Where a group's numbering stands.
 #[derive(Default)]
-struct Book {
-    next: u64,
+pub(crate) struct Book {
+    pub(crate) next: u64,
     /// By world rank of the peer, user's tag, and whether we send.
-    messages: HashMap<(u32, u32, bool), u64>,
+    pub(crate) messages: HashMap<(u32, u32, bool), u64>,
 }
 
 /// Counters that may be read at any time.
@@ -74,12 +70,6 @@ pub struct Counters {
 #[derive(PartialEq, Eq, Hash)]
 struct PlanKey(u64, Call, bool, bool);
 
-/// Payload bytes of messages that nobody has asked for yet, at most.
-const MOST_EARLY: usize = 1 << 30;
-/// After this long without progress a rank tells the others what it called.
-const STALL: Duration = Duration::from_millis(100);
-/// After this long a log line names those it waits for.
-const NAME_AFTER: Duration = Duration::from_secs(10);
 /// How long a failed call waits for peers to let go of its memory.
 const CLOSE: Duration = Duration::from_secs(2);
 
@@ -97,14 +87,14 @@ pub struct Hub {
     pub dead: Vec<u64>,
     /// Counters for callers.
     pub counters: Arc<Counters>,
-    deadlines: HashMap<u64, Instant>,
-    early: Vec<Early>,
-    early_bytes: usize,
-    failures: Vec<Failure>,
-    books: HashMap<u64, Book>,
+    pub(crate) deadlines: HashMap<u64, Instant>,
+    pub(crate) early: Vec<Early>,
+    pub(crate) early_bytes: usize,
+    pub(crate) failures: Vec<Failure>,
+    pub(crate) books: HashMap<u64, Book>,
     plans: HashMap<PlanKey, Arc<Schedule>>,
     scratch: Vec<Scratch>,
-    done: Vec<Token>,
+    pub(crate) done: Vec<Token>,
     next_job: u64,
 }
 
@@ -152,14 +142,15 @@ impl Hub {
             .iter()
             .position(|f| f.group == members.id && f.call == call_id && peer.is_none_or(|p| p == f.peer));
         let gone = members.ranks.iter().find(|r| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r));
+        // Others may not know of a loss; of a failure that came here, they do.
         let error = match (failed, gone) {
-            (Some(i), _) => Some(self.failures.swap_remove(i).error),
-            (None, Some(&rank)) => Some(self.loss(rank, &signature(&request))),
+            (Some(i), _) => Some((self.failures.swap_remove(i).error, false)),
+            (None, Some(&rank)) => Some((self.loss(rank, &signature(&request)), true)),
             _ => None,
         };
         let i = self.enter(members, call_id, request, ticket);
-        if let Some(error) = error {
-            return self.fail(i, error, false);
+        if let Some((error, tell)) = error {
+            return self.fail(i, error, tell);
         }
         if let Some(deadline) = deadline {
             self.deadlines.insert(self.jobs[i].body.id, deadline);
@@ -168,7 +159,13 @@ impl Hub {
         self.advance(i);
     }
 
-    fn enter(&mut self, members: Arc<Members>, call: CallId, request: Request, ticket: Arc<Ticket>) -> usize {
+    pub(crate) fn enter(
+        &mut self,
+        members: Arc<Members>,
+        call: CallId,
+        request: Request,
+        ticket: Arc<Ticket>,
+    ) -> usize {
         let scratch = self.scratch.pop().unwrap_or_default();
         let signature = signature(&request);
         self.next_job += 1;
@@ -176,25 +173,6 @@ impl Hub {
         job.ticket = ticket;
         self.jobs.push(job);
         self.jobs.len() - 1
-    }
-
-    /// Skips calls of a group up to `through`, failing those under way, here and on all ranks.
-    pub fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
-        for i in 0..self.jobs.len() {
-            let body = &self.jobs[i].body;
-            if body.members.id == members.id && !body.call_id.is_message() && body.call_id.0 < through {
-                self.fail(i, error.clone(), true);
-            }
-        }
-        let book = self.books.entry(members.id).or_default();
-        let skipped = book.next..through;
-        book.next = book.next.max(through);
-        for call in skipped.map(CallId::collective) {
-            self.failures.retain(|f| f.group != members.id || f.call != call);
-            // A call like any other, that fails before it begins: its lane must be passed on.
-            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
-            self.fail(i, error.clone(), true);
-        }
     }
 
     /// Moves one job on as far as it goes now; true if it moved.
@@ -333,7 +311,7 @@ impl Hub {
         moved
     }
 
-    fn complete(&mut self, token: Token) {
+    pub(crate) fn complete(&mut self, token: Token) {
         let Some(i) = self.jobs.iter().position(|j| j.body.id == token.job) else { return };
         if self.jobs[i].stage == Stage::Closing {
             return;
@@ -411,324 +389,6 @@ impl Hub {
         self.scratch.push(job.into_scratch());
         ticket.resolve(outcome);
     }
-
-    /// Fails a job, and tells the other members if they may not know.
-    pub fn fail(&mut self, i: usize, error: Error, tell: bool) {
-        let job = &mut self.jobs[i];
-        if job.stage == Stage::Closing {
-            return;
-        }
-        job.stage = Stage::Closing;
-        job.error = Some(error.clone());
-        job.moved = Instant::now();
-        let (id, call, signature) = (job.body.id, job.body.call_id, job.body.signature);
-        let members = job.body.members.clone();
-        let peer = job.body.request.message;
-        let entered = job.entered;
-        if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
-            lane.fail(call.0);
-            // From here on we touch nobody's memory for this call.
-            lane.leave(call.0);
-            members.ring();
-        }
-        self.tx.iter_mut().flatten().for_each(|tx| tx.take_back(id));
-        self.dead.push(id);
-        self.drop_early(members.id, call);
-        if tell {
-            self.tell(&members, call, peer, signature, &error);
-        }
-    }
-
-    fn tell(
-        &mut self,
-        members: &Members,
-        call: CallId,
-        peer: Option<Message>,
-        signature: Signature,
-        error: &Error,
-    ) {
-        let Ok(payload) = postcard::to_stdvec(error) else { return };
-        let places: Vec<Place> = match peer {
-            Some(message) => vec![message.peer],
-            None => (0..members.ranks.len() as u32).collect(),
-        };
-        // For messages the tag tells which of the two directions failed: 1 if we were the sender.
-        let tag = u32::from(peer.is_some_and(|m| m.sends));
-        let len = payload.len() as u32;
-        let frame = Frame { kind: Kind::Fail, group: members.id, call, tag, len, signature };
-        for place in places.into_iter().filter(|&p| p != members.me) {
-            if let Some(tx) = members.link(place, &mut self.tx) {
-                tx.give(&frame, payload.clone());
-            }
-        }
-    }
-
-    /// A peer is gone. Jobs that need it fail now; later calls of its groups fail at once.
-    pub fn lose(&mut self, rank: u32, why: Error) {
-        if self.lost.contains_key(&rank) {
-            return;
-        }
-        self.lost.insert(rank, why);
-        let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::take) else { return };
-        for i in 0..self.jobs.len() {
-            if tx.holds(self.jobs[i].body.id) {
-                let error = self.loss(rank, &self.jobs[i].body.signature);
-                self.fail(i, error, true);
-            }
-        }
-    }
-
-    fn loss(&self, rank: u32, signature: &Signature) -> Error {
-        match self.lost.get(&rank) {
-            Some(Error::Corrupt { rank, what }) => Error::Corrupt { rank: *rank, what: what.clone() },
-            why => Error::PeerLost {
-                rank,
-                what: signature.to_string(),
-                why: why.map_or_else(String::new, ToString::to_string),
-            },
-        }
-    }
-
-    /// Fails jobs that need a lost peer.
-    pub fn check_losses(&mut self) {
-        for i in 0..self.jobs.len() {
-            let job = &self.jobs[i];
-            if self.lost.is_empty() || job.stage == Stage::Closing {
-                continue;
-            }
-            let ranks = job.body.members.ranks_of(&job.waiting_for());
-            if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
-                let error = self.loss(rank, &job.body.signature);
-                self.fail(i, error, true);
-            }
-        }
-    }
-
-    /// Deadlines, stalls and the naming of those waited for.
-    pub fn tick(&mut self, now: Instant) {
-        for i in 0..self.jobs.len() {
-            let job = &mut self.jobs[i];
-            if job.stage == Stage::Closing {
-                continue;
-            }
-            let waited = now - job.began;
-            let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);
-            let stalled = now - job.moved > STALL && !job.announced;
-            let name = waited > NAME_AFTER && !job.named;
-            if !(late || stalled || name) {
-                continue;
-            }
-            let waiting_for = name_ranks(&job.body.members.ranks_of(&job.absent()));
-            if name {
-                job.named = true;
-                let (me, what) = (self.world.rank, job.body.signature);
-                eprintln!(
-                    "trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}",
-                    waited.as_secs_f64()
-                );
-            }
-            if stalled {
-                job.announced = true;
-                let (members, message) = (job.body.members.clone(), job.body.request.message);
-                let frame = job.body.frame(Kind::Ready, 0, 0);
-                for place in (0..members.ranks.len() as u32).filter(|&p| p != members.me && message.is_none())
-                {
-                    if let Some(tx) = members.link(place, &mut self.tx) {
-                        tx.give(&frame, Vec::new());
-                    }
-                }
-            }
-            if late {
-                let what = self.jobs[i].body.signature.to_string();
-                let millis = waited.as_millis() as u64;
-                self.fail(i, Error::Timeout { what, millis, waiting_for }, true);
-            }
-        }
-    }
-
-    /// Fails everything under way.
-    pub fn fail_all(&mut self, error: &Error, tell: bool) {
-        (0..self.jobs.len()).for_each(|i| self.fail(i, error.clone(), tell));
-    }
-
-    fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
-        self.jobs.iter().position(|j| {
-            j.body.members.id == frame.group && j.body.call_id == frame.call && {
-                match j.body.request.message {
-                    None => true,
-                    Some(m) => {
-                        let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
-                        let sends = match frame.kind {
-                            Kind::Data => false,
-                            Kind::Ready => true,
-                            _ => frame.tag == 0, // the peer received, so we send
-                        };
-                        from && m.sends == sends
-                    }
-                }
-            }
-        })
-    }
-
-    /// Whether this rank is past a call that it has no job for.
-    fn is_over(&self, peer: u32, frame: &Frame) -> bool {
-        let Some(book) = self.books.get(&frame.group) else { return false };
-        match frame.call.as_message() {
-            None => frame.call.0 < book.next,
-            Some((tag, n)) => {
-                let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
-                book.messages.get(&(peer, tag, sends)).is_some_and(|&next| n < next)
-            }
-        }
-    }
-
-    fn keep_early(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.early_bytes += payload.len();
-        if self.early_bytes > MOST_EARLY {
-            return Err(Error::io("receiving", "more than 1 GiB of messages that nobody asks for"));
-        }
-        self.early.push(Early { peer, frame: *frame, payload });
-        Ok(())
-    }
-
-    fn drop_early(&mut self, group: u64, call: CallId) {
-        let dropped = |e: &Early| e.frame.group == group && e.frame.call == call && !call.is_message();
-        self.early_bytes -= self.early.iter().filter(|e| dropped(e)).map(|e| e.payload.len()).sum::<usize>();
-        self.early.retain(|e| !dropped(e));
-    }
-
-    /// Hands a new job what came before it.
-    fn take_early(&mut self, i: usize) {
-        let mut k = 0;
-        while k < self.early.len() {
-            if self.find(self.early[k].peer, &self.early[k].frame) != Some(i) {
-                k += 1;
-                continue;
-            }
-            let Early { peer, frame, payload } = self.early.remove(k);
-            self.early_bytes -= payload.len();
-            if self.compare(i, peer, &frame) {
-                self.accept(i, peer, &frame, payload);
-            }
-        }
-    }
-
-    /// Whether a peer is in the same call as we; if not, the call fails.
-    fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
-        let body = &self.jobs[i].body;
-        let Some(place) = body.members.place_of(peer) else { return false };
-        let mine = body.expected(place, frame.kind);
-        if mine == frame.signature {
-            return true;
-        }
-        let mut sides = [(self.world.rank, mine), (peer, frame.signature)];
-        sides.sort_by_key(|s| s.0);
-        let error = mismatch(&body.members, body.call_id, &sides);
-        self.fail(i, error, true);
-        false
-    }
-
-    fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
-        let job = &mut self.jobs[i];
-        let Some(place) = job.body.members.place_of(peer) else { return };
-        let go = || {
-            job.release(place, &mut self.tx, &mut self.done)?;
-            if frame.kind == Kind::Data {
-                job.body.mail.push((place, frame.tag, payload));
-                let step = job.exec.schedule().recv_step(place, frame.tag);
-                if let Some(step) = step.filter(|&s| job.exec.is_started(s)) {
-                    return deliver(job, step, &mut self.tx, &mut self.done);
-                }
-            }
-            Ok(())
-        };
-        if let Err(error) = go() {
-            self.fail(i, error, true);
-        }
-    }
-}
-
-/// Puts the last letter of the mail where its step, which waits for it, wants it.
-fn deliver(job: &mut Job, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
-    let Some((place, _, bytes)) = job.body.mail.pop() else { return Ok(()) };
-    let (to, len) = destination(job, step)?;
-    if bytes.len() != len {
-        let rank = job.body.members.ranks[place as usize];
-        return Err(Error::Corrupt { rank, what: format!("{} bytes where {len} belong", bytes.len()) });
-    }
-    // SAFETY: `destination` has checked that the span lies in the job's memory.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
-    job.complete(step, tx, done)
-}
-
-/// Where a `Recv` step puts what it receives, and how many bytes.
-fn destination(job: &Job, step: u32) -> Result<(*mut u8, usize)> {
-    match &job.exec.schedule().steps[step as usize] {
-        Step::Recv { span, .. } if span.len == 0 => Ok((std::ptr::dangling_mut(), 0)),
-        Step::Recv { span, .. } => Ok((job.body.own(*span)?, span.len * job.body.request.call.dtype.size())),
-        _ => Err(Error::misuse("a message for a step that receives none")),
-    }
-}
-
-impl Sink for Hub {
-    fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target> {
-        let heap = || Target::Heap(vec![0; frame.len as usize]);
-        if frame.kind != Kind::Data {
-            return Ok(heap());
-        }
-        let Some(i) = self.find(peer, frame) else {
-            return Ok(if self.is_over(peer, frame) { Target::Nowhere } else { heap() });
-        };
-        if self.jobs[i].stage == Stage::Closing || !self.compare(i, peer, frame) {
-            return Ok(Target::Nowhere);
-        }
-        let job = &mut self.jobs[i];
-        let Some(place) = job.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
-        let step = job.exec.schedule().recv_step(place, frame.tag);
-        let Some(step) = step.filter(|&s| job.exec.is_started(s)) else { return Ok(heap()) };
-        let (to, len) = destination(job, step)?;
-        if len != frame.len as usize {
-            let what = format!("a message of {} bytes where {len} belong", frame.len);
-            self.fail(i, Error::Corrupt { rank: peer, what }, true);
-            return Ok(Target::Nowhere);
-        }
-        Ok(Target::Memory(to, Token { job: job.body.id, step }))
-    }
-
-    fn end(&mut self, peer: u32, frame: &Frame, target: Target) -> Result<()> {
-        match (frame.kind, target) {
-            (_, Target::Nowhere) | (Kind::Bye, _) => {}
-            (_, Target::Memory(_, token)) => {
-                if let Some(i) = self.jobs.iter().position(|j| j.body.id == token.job) {
-                    self.accept(i, peer, &Frame { kind: Kind::Ready, ..*frame }, Vec::new());
-                }
-                self.complete(token);
-            }
-            (Kind::Fail, Target::Heap(payload)) => {
-                let rank = peer;
-                let error: Error = postcard::from_bytes(&payload)
-                    .map_err(|_| Error::Corrupt { rank, what: "a failure that cannot be read".into() })?;
-                match self.find(peer, frame) {
-                    Some(i) => self.fail(i, error, false),
-                    None if self.is_over(peer, frame) => {}
-                    None => {
-                        self.failures.push(Failure { group: frame.group, call: frame.call, peer, error });
-                    }
-                }
-            }
-            (_, Target::Heap(payload)) => match self.find(peer, frame) {
-                Some(i) if self.jobs[i].stage == Stage::Closing => {}
-                Some(i) => {
-                    if self.compare(i, peer, frame) {
-                        self.accept(i, peer, frame, payload);
-                    }
-                }
-                None if self.is_over(peer, frame) => {}
-                None => self.keep_early(peer, frame, payload)?,
-            },
-        }
-        Ok(())
-    }
 }
 
 /// What peers compare of a request.
@@ -758,7 +418,7 @@ fn agree(members: &Members, call: CallId, mine: &Signature) -> Result<()> {
     if sides.len() < 2 { Ok(()) } else { Err(mismatch(members, call, &sides)) }
 }
 
-fn mismatch(members: &Members, call: CallId, sides: &[(u32, Signature)]) -> Error {
+pub(crate) fn mismatch(members: &Members, call: CallId, sides: &[(u32, Signature)]) -> Error {
     let sides: Vec<String> = sides.iter().map(|(rank, s)| format!("rank {rank} called {s}")).collect();
     let call = call.0 & 0xffff_ffff;
     Error::Mismatch { group: members.name.clone(), call, sides: sides.join(", ") }

@@ -4,7 +4,8 @@
 //!
 //! * [`group`] — what callers use: a group of ranks and its calls.
 //! * [`engine`] — who drives the work, and how it sleeps.
-//! * [`hub`] — matches what arrives with who waits for it; failures.
+//! * [`hub`] — the calls under way; [`matching`] — what arrives finds who waits for it;
+//!   [`failing`] — failures are made known.
 //! * [`job`] — one call under way: memory and steps.
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
@@ -13,15 +14,17 @@
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `link`, `job`, `hub` (one copy) and `fork`.
+//! Unsafe code is in `memory`, `host`, `link`, `job`, `matching` (one copy) and `fork`.
 
 pub mod engine;
+pub mod failing;
 pub mod fork;
 pub mod group;
 pub mod host;
 pub mod hub;
 pub mod job;
 pub mod link;
+pub mod matching;
 pub mod members;
 pub mod memory;
 pub mod rendezvous;

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use trigram_core::wire::{Frame, HEADER};
+use trigram_core::wire::{Frame, HEADER, Kind};
 use trigram_core::{Error, Result};
 
 use crate::transport::{Read, Receiver, Sender};
@@ -315,6 +315,7 @@ impl Rx {
             else {
                 return Ok(());
             };
+            self.said_bye |= frame.kind == Kind::Bye;
             sink.end(self.peer, &frame, target)?;
         }
         Ok(())

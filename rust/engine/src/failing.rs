@@ -1,0 +1,183 @@
+//! Makes failures known, and names those waited for.
+//!
+//! The first failure of a call reaches every rank (invariant ERR-3): whoever finds it sends it to
+//! all members, and each fails the same call with the same error. Other calls of the group go on;
+//! a lost peer ends all calls that need it, and all later ones.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use trigram_core::Error;
+use trigram_core::error::name_ranks;
+use trigram_core::schedule::Place;
+use trigram_core::signature::Signature;
+use trigram_core::wire::{CallId, Frame, Kind};
+
+use crate::hub::Hub;
+use crate::job::{Message, Request, Stage};
+use crate::members::Members;
+
+/// After this long without progress a rank tells the others what it called.
+const STALL: Duration = Duration::from_millis(100);
+/// After this long a log line names those it waits for.
+const NAME_AFTER: Duration = Duration::from_secs(10);
+
+impl Hub {
+    /// Skips calls of a group up to `through`, failing those under way, here and on all ranks.
+    pub fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
+        for i in 0..self.jobs.len() {
+            let body = &self.jobs[i].body;
+            if body.members.id == members.id && !body.call_id.is_message() && body.call_id.0 < through {
+                self.fail(i, error.clone(), true);
+            }
+        }
+        let book = self.books.entry(members.id).or_default();
+        let skipped = book.next..through;
+        book.next = book.next.max(through);
+        for call in skipped.map(CallId::collective) {
+            self.failures.retain(|f| f.group != members.id || f.call != call);
+            // A call like any other, that fails before it begins: its lane must be passed on.
+            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
+            self.fail(i, error.clone(), true);
+        }
+    }
+
+    /// Fails a job, and tells the other members if they may not know.
+    pub fn fail(&mut self, i: usize, error: Error, tell: bool) {
+        let job = &mut self.jobs[i];
+        if job.stage == Stage::Closing {
+            return;
+        }
+        job.stage = Stage::Closing;
+        job.error = Some(error.clone());
+        job.moved = Instant::now();
+        let (id, call, signature) = (job.body.id, job.body.call_id, job.body.signature);
+        let members = job.body.members.clone();
+        let peer = job.body.request.message;
+        let entered = job.entered;
+        if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
+            lane.fail(call.0);
+            // From here on we touch nobody's memory for this call.
+            lane.leave(call.0);
+            members.ring();
+        }
+        self.tx.iter_mut().flatten().for_each(|tx| tx.take_back(id));
+        self.dead.push(id);
+        self.drop_early(members.id, call);
+        if tell {
+            self.tell(&members, call, peer, signature, &error);
+        }
+    }
+
+    pub(crate) fn tell(
+        &mut self,
+        members: &Members,
+        call: CallId,
+        peer: Option<Message>,
+        signature: Signature,
+        error: &Error,
+    ) {
+        let Ok(payload) = postcard::to_stdvec(error) else { return };
+        let places: Vec<Place> = match peer {
+            Some(message) => vec![message.peer],
+            None => (0..members.ranks.len() as u32).collect(),
+        };
+        // For messages the tag tells which of the two directions failed: 1 if we were the sender.
+        let tag = u32::from(peer.is_some_and(|m| m.sends));
+        let len = payload.len() as u32;
+        let frame = Frame { kind: Kind::Fail, group: members.id, call, tag, len, signature };
+        for place in places.into_iter().filter(|&p| p != members.me) {
+            if let Some(tx) = members.link(place, &mut self.tx) {
+                tx.give(&frame, payload.clone());
+            }
+        }
+    }
+
+    /// A peer is gone. Jobs that need it fail now; later calls of its groups fail at once.
+    pub fn lose(&mut self, rank: u32, why: Error) {
+        if self.lost.contains_key(&rank) {
+            return;
+        }
+        self.lost.insert(rank, why);
+        let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::take) else { return };
+        for i in 0..self.jobs.len() {
+            if tx.holds(self.jobs[i].body.id) {
+                let error = self.loss(rank, &self.jobs[i].body.signature);
+                self.fail(i, error, true);
+            }
+        }
+    }
+
+    pub(crate) fn loss(&self, rank: u32, signature: &Signature) -> Error {
+        match self.lost.get(&rank) {
+            Some(Error::Corrupt { rank, what }) => Error::Corrupt { rank: *rank, what: what.clone() },
+            why => Error::PeerLost {
+                rank,
+                what: signature.to_string(),
+                why: why.map_or_else(String::new, ToString::to_string),
+            },
+        }
+    }
+
+    /// Fails jobs that need a lost peer.
+    pub fn check_losses(&mut self) {
+        for i in 0..self.jobs.len() {
+            let job = &self.jobs[i];
+            if self.lost.is_empty() || job.stage == Stage::Closing {
+                continue;
+            }
+            let ranks = job.body.members.ranks_of(&job.waiting_for());
+            if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
+                let error = self.loss(rank, &job.body.signature);
+                self.fail(i, error, true);
+            }
+        }
+    }
+
+    /// Deadlines, stalls and the naming of those waited for.
+    pub fn tick(&mut self, now: Instant) {
+        for i in 0..self.jobs.len() {
+            let job = &mut self.jobs[i];
+            if job.stage == Stage::Closing {
+                continue;
+            }
+            let waited = now - job.began;
+            let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);
+            let stalled = now - job.moved > STALL && !job.announced;
+            let name = waited > NAME_AFTER && !job.named;
+            if !(late || stalled || name) {
+                continue;
+            }
+            let waiting_for = name_ranks(&job.body.members.ranks_of(&job.absent()));
+            if name {
+                job.named = true;
+                let (me, what) = (self.world.rank, job.body.signature);
+                eprintln!(
+                    "trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}",
+                    waited.as_secs_f64()
+                );
+            }
+            if stalled {
+                job.announced = true;
+                let (members, message) = (job.body.members.clone(), job.body.request.message);
+                let frame = job.body.frame(Kind::Ready, 0, 0);
+                for place in (0..members.ranks.len() as u32).filter(|&p| p != members.me && message.is_none())
+                {
+                    if let Some(tx) = members.link(place, &mut self.tx) {
+                        tx.give(&frame, Vec::new());
+                    }
+                }
+            }
+            if late {
+                let what = self.jobs[i].body.signature.to_string();
+                let millis = waited.as_millis() as u64;
+                self.fail(i, Error::Timeout { what, millis, waiting_for }, true);
+            }
+        }
+    }
+
+    /// Fails everything under way.
+    pub fn fail_all(&mut self, error: &Error, tell: bool) {
+        (0..self.jobs.len()).for_each(|i| self.fail(i, error.clone(), tell));
+    }
+}

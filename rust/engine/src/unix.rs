@@ -71,16 +71,20 @@ pub fn is_same_user(stream: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
 }
 
-/// Sends a message with descriptors.
+/// Sends a message with descriptors. A peer that has gone is not an error here: who needs it hears
+/// of it.
 pub fn send(stream: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
+    use rustix::io::Errno;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     if !fds.is_empty() {
         control.push(SendAncillaryMessage::ScmRights(fds));
     }
-    rustix::net::sendmsg(stream.as_fd(), &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)
-        .map(drop)
-        .map_err(|e| Error::io("sending on a unix socket", e))
+    let parts = [IoSlice::new(bytes)];
+    match rustix::net::sendmsg(stream.as_fd(), &parts, &mut control, SendFlags::NOSIGNAL) {
+        Ok(_) | Err(Errno::PIPE | Errno::CONNRESET) => Ok(()),
+        Err(e) => Err(Error::io("sending on a unix socket", e)),
+    }
 }
 
 /// Receives a message of at most 256 bytes, with its descriptors.

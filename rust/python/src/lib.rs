@@ -7,7 +7,7 @@
 mod errors;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use errors::Raise;
@@ -22,28 +22,42 @@ use trigram_engine::{engine, group, memory, rendezvous};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);
+/// Threads that wait here and may come back to the interpreter.
+static WAITING: AtomicUsize = AtomicUsize::new(0);
 
 /// Waits without the interpreter lock. Ctrl-C ends the wait with its own exception.
+///
+/// A thread that outlives the interpreter must not come back to it (invariant PY-4): it would be
+/// torn down in the middle of our frames. So when the interpreter ends, waiting threads stay here,
+/// and the process ends around them.
 fn wait<T: Send>(
     py: Python<'_>,
     f: impl Send + FnOnce(engine::Glance<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
+    WAITING.fetch_add(1, Ordering::AcqRel);
     let outcome = py.detach(|| {
-        let outcome = f(&mut || match Python::try_attach(|py| py.check_signals()) {
-            Some(Err(e)) => {
-                signal = Some(e);
-                Err(Error::Aborted("interrupted".into()))
+        let outcome = f(&mut || {
+            if EXITING.load(Ordering::Acquire) {
+                return Err(Error::Aborted("the interpreter ends".into()));
             }
-            _ => Ok(()),
+            match Python::try_attach(|py| py.check_signals()) {
+                Some(Err(e)) => {
+                    signal = Some(e);
+                    Err(Error::Aborted("interrupted".into()))
+                }
+                _ => Ok(()),
+            }
         });
-        // A thread that outlives the interpreter must not come back to it (invariant PY-4): it
-        // would be torn down in the middle of our frames. The process ends around it.
-        while EXITING.load(Ordering::Acquire) {
-            std::thread::park();
+        if EXITING.load(Ordering::Acquire) {
+            WAITING.fetch_sub(1, Ordering::AcqRel);
+            loop {
+                std::thread::park();
+            }
         }
         outcome
     });
+    WAITING.fetch_sub(1, Ordering::AcqRel);
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
@@ -126,7 +140,14 @@ impl Engine {
     /// Ends everything. `exiting`: the interpreter ends too.
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
-        py.detach(|| self.0.shutdown());
+        py.detach(|| {
+            self.0.shutdown();
+            // Those on their way back need the interpreter lock to get there: let them have it.
+            let deadline = Instant::now() + Duration::from_secs(1);
+            while exiting && WAITING.load(Ordering::Acquire) > 0 && Instant::now() < deadline {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
     }
 
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {

@@ -343,7 +343,7 @@ def send(
 ) -> Work | None:
     """Sends ``t`` to rank ``dst``. Messages with the same tag arrive in order.
 
-    Up to 64 KiB it returns when the message is on its way; above, when the receiver takes it.
+    Up to 1 MiB it returns when the message is on its way; above, when the receiver takes it.
     """
     return _message(True, t, dst, tag, group, async_op)
 

@@ -16,6 +16,9 @@ pub const SLOT_BYTES: usize = 16 << 10;
 /// Largest message, in bytes: small enough to stay in a core's cache between arrival and sum.
 pub const PIECE_BYTES: usize = 256 << 10;
 
+/// Smallest piece that a message is cut into, in bytes: below, the cost of a message shows.
+pub const LEAST_PIECE_BYTES: usize = 128 << 10;
+
 /// Up to here latency decides, and a message takes `log p` hops.
 pub const SMALL_BYTES: usize = 32 << 10;
 
@@ -117,8 +120,10 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
 ///
 /// [`Error::Unsupported`] where the caller asked for a way that this call cannot take.
 pub fn schedule(call: &Call, layout: &Layout, registered: bool) -> Result<Schedule> {
-    let s = shape(call, layout, PIECE_BYTES);
     let bytes = call.len * call.dtype.size();
+    // At least four pieces of a share, so that sums and messages overlap in calls of a megabyte too.
+    let share = bytes / layout.world.max(1) as usize;
+    let s = shape(call, layout, (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, PIECE_BYTES));
     let small = SMALL_BYTES / call.dtype.size();
     if call.what != Collective::AllReduce && call.via != Via::Auto {
         return Err(Error::Unsupported(format!(

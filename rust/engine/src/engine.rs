@@ -277,6 +277,10 @@ impl Shared {
             if moved {
                 idle = 0;
                 idle_since = None;
+                // While one way is busy, hear that the other has room again: both must stay full.
+                if self.has_sockets && progress.hub.tx.iter().flatten().any(|tx| !tx.is_idle()) {
+                    self.events(progress, Duration::ZERO);
+                }
                 continue;
             }
             idle += 1;

@@ -21,7 +21,7 @@ use crate::ticket::Ticket;
 
 /// Messages to one peer of up to this many bytes in a call are sent before the peer has said that
 /// it is in the call too. Above, the sender waits for that: nobody is flooded.
-pub const EAGER: usize = 64 << 10;
+pub const EAGER: usize = 1 << 20;
 
 /// A caller's memory. The caller keeps it valid until its ticket is resolved.
 #[derive(Clone, Copy, Debug)]

@@ -149,7 +149,7 @@ if how == "raise":
     raise SystemExit(7)
 if how == "thread" and rank == 0:
     import threading
-    t = torch.ones(3)  # made here: a thread that the end of the interpreter finds inside of torch aborts in torch
+    t = torch.ones(3)  # made here: a thread that exit finds inside of torch aborts in torch
     threading.Thread(target=lambda: trigram.recv(t, 1), daemon=True).start()
 print("at the end", flush=True)
 """

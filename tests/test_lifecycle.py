@@ -137,7 +137,7 @@ def test_shutdown_with_work_in_flight(transport: str) -> None:
 
 
 SCRIPT = """
-import os, sys, torch, trigram
+import os, sys, time, torch, trigram
 rank, how = int(os.environ["RANK"]), sys.argv[1]
 trigram.init()
 model = trigram.with_bagua(torch.nn.Linear(3, 1))
@@ -150,7 +150,13 @@ if how == "raise":
 if how == "thread" and rank == 0:
     import threading
     t = torch.ones(3)  # made here: a thread that exit finds inside of torch aborts in torch
-    threading.Thread(target=lambda: trigram.recv(t, 1), daemon=True).start()
+    thread = threading.Thread(target=lambda: trigram.recv(t, 1), daemon=True)
+    thread.start()
+    for _ in range(1000):  # until it is inside of trigram
+        frame = sys._current_frames().get(thread.ident)
+        if frame is not None and frame.f_code.co_filename.endswith("collectives.py"):
+            break
+        time.sleep(0.01)
 print("at the end", flush=True)
 """
 

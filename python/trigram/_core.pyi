@@ -60,3 +60,22 @@ class Work:
     def wait(self, timeout: float | None = None) -> bool: ...
 
 def interfaces() -> list[tuple[str, str]]: ...
+
+class Codec:
+    def __init__(self, name: str, block: int | None, /) -> None: ...
+    def size(self, n: int, /) -> int: ...
+    def encode(
+        self,
+        src: int,
+        n: int,
+        dtype: int,
+        residual: int,
+        feedback: bool,
+        seed: int,
+        out: int,
+        len: int,
+        /,
+    ) -> None: ...
+    def decode(
+        self, code: int, len: int, out: int, n: int, dtype: int, weight: float | None, sender: int, /
+    ) -> None: ...

@@ -5,6 +5,7 @@
 //!
 //! # Layout
 //!
+//! * [`codec`] — fewer bits for the same numbers.
 //! * [`dtype`], [`reduce`] — element types, reduction operators and the kernels that apply them.
 //! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
 //! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
@@ -16,6 +17,7 @@
 //! * [`error`] — one error type, its kinds named by who is to blame.
 #![forbid(unsafe_code)]
 
+pub mod codec;
 pub mod dtype;
 pub mod error;
 pub mod executor;

@@ -4,6 +4,7 @@
 //! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
 //! Ctrl-C (PY-3).
 
+mod codec;
 mod errors;
 
 use std::sync::Arc;
@@ -349,5 +350,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Group>()?;
     m.add_class::<Block>()?;
     m.add_class::<Work>()?;
+    m.add_class::<codec::Codec>()?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

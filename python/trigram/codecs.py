@@ -1,0 +1,123 @@
+"""Codecs: fewer bits for the same numbers.
+
+The formats, their errors and what becomes of values that are not finite are written down in
+docs/algorithms.md; the loops are in ``rust/core/src/codec``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trigram import _core
+from trigram.errors import MisuseError, UnsupportedError
+
+_FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
+
+
+class Codec:
+    """Turns n floats into exactly ``size(n)`` bytes, and back.
+
+    Attributes:
+        name: As :func:`find` knows it, ``topk:0.01``.
+    """
+
+    __slots__ = ("_core", "block", "name")
+
+    def __init__(self, name: str, block: int | None = None) -> None:
+        self.name = name
+        self.block = block
+        self._core = _core.Codec(name, block)
+
+    def __repr__(self) -> str:
+        return f"Codec({self.name!r}, block={self.block})"
+
+    def size(self, n: int) -> int:
+        """Bytes of the code of ``n`` values."""
+        return self._core.size(n)
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        out: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        feedback: bool = True,
+        seed: int = 0,
+    ) -> torch.Tensor:
+        """Encodes a tensor.
+
+        Args:
+            src: Contiguous; float32, float16 or bfloat16.
+            out: ``size(src.numel())`` bytes (uint8); None: made.
+            residual: float32, as many values as ``src``; None: what the code drops is lost.
+            feedback: True: the residual is added to ``src`` before encoding, and what the code
+                drops of the sum replaces it (0 where that is not finite). False: the residual is
+                overwritten with what the code drops of ``src``.
+            seed: For codecs that draw: all ranks may use different ones.
+
+        Returns:
+            ``out``.
+        """
+        n = src.numel()
+        dtype = _check(src, "encode")
+        if out is None:
+            out = torch.empty(self.size(n), dtype=torch.uint8)
+        _bytes(out, "encode")
+        if residual is not None and (
+            residual.dtype != torch.float32 or residual.numel() != n or not residual.is_contiguous()
+        ):
+            raise MisuseError(f"encode: the residual is not {n} contiguous values of float32")
+        at = 0 if residual is None else residual.data_ptr()
+        seed &= (1 << 64) - 1
+        self._core.encode(src.data_ptr(), n, dtype, at, feedback, seed, out.data_ptr(), out.numel())
+        return out
+
+    def decode(
+        self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None, sender: int = 0
+    ) -> None:
+        """Decodes into ``out``, or adds ``weight`` times the values to it.
+
+        Args:
+            encoded: What :meth:`encode` made, or whatever came from the network in its place.
+            out: Contiguous; float32, float16 or bfloat16; float32 with ``weight``.
+            weight: None: ``out`` is overwritten.
+            sender: The rank that an error blames.
+
+        Raises:
+            CorruptError: The bytes are no code of ``out.numel()`` values.
+        """
+        dtype = _check(out, "decode")
+        _bytes(encoded, "decode")
+        if weight is not None and out.dtype != torch.float32:
+            raise UnsupportedError(f"decode: adding takes float32, not {out.dtype}")
+        self._core.decode(
+            encoded.data_ptr(), encoded.numel(), out.data_ptr(), out.numel(), dtype, weight, sender
+        )
+
+
+def find(name: str, block: int | None = None) -> Codec:
+    """The codec of a name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION``, ``randomk:FRACTION``.
+
+    Args:
+        name: As written in a trigram.
+        block: Values per block, for int8, int4, fp8 and sign; a multiple of 8 up to 2048.
+
+    Raises:
+        UnsupportedError: There is no such codec, or not with this parameter.
+    """
+    return Codec(name, block)
+
+
+def _check(t: torch.Tensor, what: str) -> int:
+    code = _FLOATS.get(t.dtype)
+    if code is None:
+        raise UnsupportedError(f"{what}: codecs take float32, float16 and bfloat16, not {t.dtype}")
+    if not t.is_cpu:
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; this version works on CPU tensors")
+    if not t.is_contiguous():
+        raise MisuseError(f"{what}: the tensor is not contiguous")
+    return code
+
+
+def _bytes(t: torch.Tensor, what: str) -> None:
+    if t.dtype != torch.uint8 or not t.is_contiguous() or not t.is_cpu:
+        raise MisuseError(f"{what}: a code is a contiguous tensor of uint8")

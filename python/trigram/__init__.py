@@ -10,7 +10,7 @@ Start the ranks with torchrun, or anything that provides a ``torch.distributed.S
 """
 
 from trigram._core import __version__
-from trigram.algorithms import Trigram, algorithms
+from trigram.algorithms import Trigram, algorithms, register
 from trigram.collectives import (
     Work,
     all_gather,
@@ -26,6 +26,7 @@ from trigram.collectives import (
     scatter,
     send,
 )
+from trigram.ddp import ddp_hook
 from trigram.errors import (
     AbortedError,
     AuthError,
@@ -39,7 +40,17 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
-from trigram.training import join, no_sync, stats, with_bagua
+from trigram.qadam import QAdam
+from trigram.training import (
+    algorithm_state,
+    consensus,
+    join,
+    load_algorithm_state,
+    no_sync,
+    stats,
+    switch,
+    with_bagua,
+)
 from trigram.world import (
     Group,
     init,
@@ -60,33 +71,40 @@ __all__ = [
     "MismatchError",
     "MisuseError",
     "PeerLostError",
+    "QAdam",
     "TimeoutError",
     "Trigram",
     "TrigramError",
     "UnsupportedError",
     "Work",
     "__version__",
+    "algorithm_state",
     "algorithms",
     "all_gather",
     "all_reduce",
     "all_to_all",
     "barrier",
     "broadcast",
+    "consensus",
+    "ddp_hook",
     "empty",
     "gather",
     "init",
     "is_initialized",
     "join",
+    "load_algorithm_state",
     "new_group",
     "no_sync",
     "rank",
     "recv",
     "reduce",
     "reduce_scatter",
+    "register",
     "scatter",
     "send",
     "shutdown",
     "stats",
+    "switch",
     "with_bagua",
     "world_size",
 ]

@@ -1,18 +1,18 @@
 """Gradients in buckets: flat registered memory, and the gradients views into it.
 
-A bucket ends with one flag per parameter: 1 where this rank has a gradient, 0 where backward did
-not reach the parameter. The flags are averaged with the gradients, at no cost worth measuring, so
-every rank knows which parameters nobody used.
+Where gradients travel in full, a bucket ends with one flag per parameter: 1 where this rank has a
+gradient, 0 where backward did not reach the parameter. The flags are averaged with the gradients,
+at no cost worth measuring, so every rank knows which parameters nobody used.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from trigram import collectives, flat
-from trigram.world import Group
+from trigram.average import Average
 
 FIRST_BUCKET = 1 << 20
 """Bytes of the first bucket: small, so that communication starts early (as DDP does)."""
@@ -21,34 +21,51 @@ FIRST_BUCKET = 1 << 20
 class Bucket:
     """Parameters of one dtype whose gradients travel together.
 
+    Args:
+        indices: Which parameters.
+        params: All parameters.
+        length: The length of the memory in elements, from what the gradients take; None: the
+            gradients and one flag for each.
+
     Attributes:
         params: Indices of the parameters, in the order of their places.
         views: Each parameter's gradient, in the bucket's memory.
+        flags: One per parameter, or None where they travel apart.
         pending: Parameters whose gradient is not here yet in this backward.
-        work: The AllReduce under way.
+        unused: Those that this rank did not use.
+        average: How its mean is made.
+        begun: Whether it has left in this backward.
     """
 
-    def __init__(self, indices: Sequence[int], params: Sequence[torch.Tensor]) -> None:
+    average: Average
+
+    def __init__(
+        self,
+        indices: Sequence[int],
+        params: Sequence[torch.Tensor],
+        length: Callable[[int], int] | None = None,
+    ) -> None:
         self.params = list(indices)
         chosen = [params[i] for i in indices]
         at, total = flat.offsets(chosen)
-        self.memory = collectives.empty(total + len(chosen), dtype=chosen[0].dtype)
+        whole = total + len(chosen) if length is None else length(total)
+        self.memory = collectives.empty(whole, dtype=chosen[0].dtype)
         self.memory.zero_()
         self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
-        self.flags = self.memory[total:]
+        self.flags = self.memory[total:] if length is None else None
         self.nbytes = self.memory.nbytes
         self.pending: set[int] = set()
         self.unused: list[int] = []
-        self.work: collectives.Work | None = None
+        self.begun = False
 
     def begin(self) -> None:
         """A backward pass begins: no gradient is here yet."""
         self.pending = set(range(len(self.params)))
         self.unused = []
-        self.work = None
+        self.begun = False
 
-    def start(self, params: Sequence[torch.Tensor], group: Group) -> None:
-        """All gradients that will come are here: average them over the ranks.
+    def collect(self, params: Sequence[torch.Tensor]) -> None:
+        """All gradients that will come are here: bring them to their places.
 
         A gradient may lie in its place already, in memory of its own that autograd made (after
         ``set_to_none``), or be missing: then this rank did not use the parameter.
@@ -66,15 +83,23 @@ class Bucket:
             # One fused copy for all that lie elsewhere.
             torch._foreach_copy_([v for v, _ in fresh], [g for _, g in fresh])
         self.pending = set()
-        self.flags.fill_(1)
-        for k in self.unused:
-            self.flags[k] = 0
-        self.work = collectives.all_reduce(self.memory, "avg", None, group, async_op=True)
+        self.begun = True
+        if self.flags is not None:
+            self.flags.fill_(1)
+            for k in self.unused:
+                self.flags[k] = 0
 
-    def settle(self, params: Sequence[torch.Tensor]) -> None:
-        """The averages are here: parameters that only others used get theirs too."""
+    def settle(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
+        """The averages are here: parameters that only others used get theirs too.
+
+        Args:
+            params: All parameters.
+            used: Whether anybody used each of this bucket's; None: its own flags tell.
+        """
+        flags = self.flags if used is None else used
+        assert flags is not None
         for k in self.unused:
-            if self.flags[k] > 0:
+            if flags[k] > 0:
                 params[self.params[k]].grad = self.views[k]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,11 +21,11 @@ def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Te
     return groups
 
 
-def offsets(tensors: Sequence[torch.Tensor]) -> tuple[list[int], int]:
+def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
     """Where each tensor starts in a flat one, in elements, and the length of the whole."""
     at, total = [], 0
     for t in tensors:
-        step = max(_ALIGN // t.dtype.itemsize, 1)
+        step = max(_ALIGN // (dtype or t.dtype).itemsize, 1)
         at.append(total)
         total += -(-t.numel() // step) * step
     return at, total
@@ -40,22 +40,42 @@ def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tens
 
 
 class Flat:
-    """Tensors of one dtype with a place each in registered memory."""
+    """Tensors with a place each in registered memory.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    Args:
+        tensors: Of one dtype, or any with ``dtype``.
+        dtype: That of the memory; None: the tensors'.
+        length: Of the memory, if not just what the tensors take; called with that. Zeros follow.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        dtype: torch.dtype | None = None,
+        length: Callable[[int], int] | None = None,
+    ) -> None:
         self.tensors = list(tensors)
-        at, total = offsets(tensors)
-        self.memory = collectives.empty(total, dtype=tensors[0].dtype)
+        dtype = dtype or tensors[0].dtype
+        at, total = offsets(tensors, dtype)
+        self.memory = collectives.empty(total if length is None else length(total), dtype=dtype)
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
+
+    def pack(self) -> None:
+        """Copies the tensors here."""
+        torch._foreach_copy_(self.views, self.tensors)
+
+    def unpack(self) -> None:
+        """Copies the values here to the tensors."""
+        torch._foreach_copy_(self.tensors, self.views)
 
     def broadcast(self, src: int, group: Group) -> None:
         """Gives all ranks the tensors of the rank at place ``src``."""
         if group.rank == src:
-            torch._foreach_copy_(self.views, self.tensors)
+            self.pack()
         collectives.broadcast(self.memory, group.ranks[src], group)
         if group.rank != src:
-            torch._foreach_copy_(self.tensors, self.views)
+            self.unpack()
 
 
 @torch.no_grad()

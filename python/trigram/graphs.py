@@ -129,6 +129,12 @@ class Graph:
             found = self._memo[key] = self._neighbours(place, round)
         return found
 
+    def ever(self, place: int) -> set[int]:
+        """Those that a place sends to in some round."""
+        if not self._period:
+            return set(range(self.size)) - {place}
+        return {j for round in range(self._period) for j in self.sends(place, round)}
+
     def _neighbours(self, place: int, round: int) -> tuple[list[int], list[tuple[int, float]]]:
         to = self.sends(place, round)
         degree = len(to)

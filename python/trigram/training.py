@@ -3,21 +3,95 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from trigram.algorithms import Trigram, find
+from trigram import world
+from trigram.algorithms import Plan, Trigram, find
+from trigram.carrier import Carrier, Channels
 from trigram.collectives import AnyGroup
-from trigram.errors import MisuseError, UnsupportedError
-from trigram.reducer import Reducer
+from trigram.compose import check, compose
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.exchange import mean_of
+from trigram.gradients import Gradients
+from trigram.weights import Weights, running
 from trigram.world import Group, current, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_hooked: weakref.WeakKeyDictionary[nn.Module, tuple[str, Reducer | None]] = weakref.WeakKeyDictionary()
+
+class Job:
+    """A model and its algorithm.
+
+    Attributes:
+        plan: The algorithm.
+        carrier: What hooks the model; None in a world of one.
+        behind: Steps that earlier algorithms made.
+    """
+
+    def __init__(self, model: nn.Module, plan: Plan, group: Group, bucket_bytes: int, optimizer: Any) -> None:
+        self.model = weakref.ref(model)
+        self.bucket_bytes = bucket_bytes
+        self.size = group.size
+        self.behind = 0
+        self.carrier: Carrier | None = None
+        self.channels = Channels(group) if group.size > 1 else None
+        self.begin(model, plan, optimizer)
+
+    def begin(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
+        """The algorithm from now on, after its warm-up."""
+        check(plan, optimizer)
+        self.plan, self.optimizer = plan, optimizer
+        if self.channels is None:
+            return
+        warmup = plan.options.get("warmup_steps", 0)
+        if warmup:
+            self.carrier = Gradients(model, self.channels, self.bucket_bytes)
+            self.carrier.limit, self.carrier.successor = warmup, self.proceed
+        else:
+            self.carrier = self._compose(model)
+
+    def _compose(self, model: nn.Module) -> Carrier:
+        assert self.channels is not None
+        carrier = compose(model, self.channels, self.plan, self.bucket_bytes, self.optimizer)
+        if self.plan.every is None:
+            assert isinstance(carrier, Weights)
+            running[carrier] = None
+        return carrier
+
+    def end(self) -> None:
+        """No algorithm any more; what is under way has been ended."""
+        carrier, self.carrier = self.carrier, None
+        if carrier is not None:
+            self.behind += carrier.steps
+            carrier.close()
+            if isinstance(carrier, Weights):
+                carrier.rounds.close()
+                running.pop(carrier, None)
+
+    def proceed(self) -> Carrier:
+        """The warm-up is over."""
+        model = self.model()
+        assert model is not None
+        joining = self.carrier.joining if self.carrier else False
+        self.end()
+        self.carrier = self._compose(model)
+        self.carrier.joining = joining
+        return self.carrier
+
+    @property
+    def warming(self) -> bool:
+        """Whether the warm-up is still on."""
+        return self.carrier is not None and self.carrier.successor is not None
+
+
+_hooked: weakref.WeakKeyDictionary[nn.Module, Job] = weakref.WeakKeyDictionary()
 
 
 def with_bagua(
@@ -40,75 +114,197 @@ def with_bagua(
         model: Its parameters are on the CPU and the same on all ranks, but for their values.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
-        optimizer: Needed by algorithms that act on it; none of this version does.
+        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
         sample_weight: Not available yet.
         elastic: Not available yet.
-        **options: The algorithm's own; ``gradient_allreduce`` has none.
+        **options: The algorithm's own, see docs/algorithms.md.
 
     Raises:
-        UnsupportedError: The algorithm or an option is unknown; the message lists what there is.
+        UnsupportedError: The algorithm, an option or their combination is not possible; the message
+            says why, and what there is.
         MismatchError: The models differ between ranks; all ranks raise it.
         MisuseError: The model is hooked already, or has nothing to train.
     """
-    name, _ = find(algorithm)
-    if options:
-        raise UnsupportedError(f"with_bagua: {name} has no option {', '.join(sorted(options))}")
+    plan = find(algorithm, options)
     if elastic or sample_weight is not None:
         raise UnsupportedError("with_bagua: elastic and sample_weight are not available yet")
-    if optimizer is not None:
-        raise UnsupportedError(f"with_bagua: {name} does not act on an optimizer; leave it out")
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
     if model in _hooked:
-        raise MisuseError("with_bagua: this model is hooked already")
-    ranks = resolve(group)
-    reducer = Reducer(model, ranks, int(bucket_mb * (1 << 20))) if ranks.size > 1 else None
-    _hooked[model] = (name, reducer)
+        raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
+    check(plan, optimizer)
+    _hooked[model] = Job(model, plan, resolve(group), int(bucket_mb * (1 << 20)), optimizer)
     return model
 
 
-def _reducer(model: nn.Module, what: str) -> Reducer | None:
+def _job(model: nn.Module, what: str) -> Job:
     try:
-        return _hooked[model][1]
+        return _hooked[model]
     except KeyError:
         raise MisuseError(f"{what}: call trigram.with_bagua on this model first") from None
 
 
+def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:
+    """Goes on with another algorithm from the next step; all ranks call it, between steps.
+
+    Where ranks hold different weights they first get the average. What the old algorithm remembered
+    is dropped.
+
+    Args:
+        model: A model given to :func:`with_bagua`.
+        algorithm: See :func:`with_bagua`.
+        optimizer: See :func:`with_bagua`.
+        **options: The new algorithm's.
+    """
+    job = _job(model, "switch")
+    plan = find(algorithm, options)
+    check(plan, optimizer)
+    if isinstance(job.carrier, Weights):
+        job.carrier.average(model)
+    elif job.carrier is not None:
+        job.carrier.abandon()
+    job.end()
+    job.begin(model, plan, optimizer)
+
+
+class Consensus:
+    """The average weights, for as long as a ``with`` block lasts, or for good."""
+
+    def __init__(self, model: nn.Module, replicas: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._model = model
+        self._replicas = replicas
+
+    def __enter__(self) -> nn.Module:
+        return self._model
+
+    @torch.no_grad()
+    def __exit__(self, *_: object) -> None:
+        for t, was in self._replicas:
+            t.copy_(was)
+
+
+@torch.no_grad()
+def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
+    """Gives all ranks the average weights and the average of floating-point buffers.
+
+    All ranks call it. Used as ``with trigram.consensus(model):``, each rank's own come back at the
+    end; called plainly, they do not. Where weights are the same on all ranks only buffers change.
+
+    Args:
+        model: A model given to :func:`with_bagua`.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        TimeoutError: Ranks did not call it; the message names them.
+    """
+    job = _job(model, "consensus")
+    carrier = job.carrier
+    if carrier is None:
+        return Consensus(model, [])
+    if isinstance(carrier, Weights):
+        carrier.drain(timeout)
+        own = [p.detach() for p in model.parameters()]
+    else:
+        carrier.abandon()
+        _await_all(carrier, timeout)
+        own = []
+    tensors = [*own, *(b for b in model.buffers() if b.numel())]
+    replicas = [(t, t.clone()) for t in tensors]
+    mean_of(tensors, carrier.channels)
+    return Consensus(model, replicas)
+
+
+def _await_all(carrier: Carrier, timeout: float | None) -> None:
+    from trigram import collectives
+
+    side = carrier.channels.side
+    before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
+    try:
+        collectives.barrier(side)
+    finally:
+        side.timeout = before
+
+
+def algorithm_state(model: nn.Module) -> dict[str, Any]:
+    """Everything the algorithm remembers, for ``torch.save``; all ranks call it, between steps.
+
+    Each rank saves its own. Rounds under way are ended and applied first, so take
+    ``model.state_dict()`` after it.
+    """
+    job = _job(model, "algorithm_state")
+    state: dict[str, Any] = {
+        "algorithm": str(job.plan.value),
+        "world_size": job.size,
+        "behind": job.behind,
+        "warming": job.warming,
+    }
+    if job.carrier is not None:
+        job.carrier.drain()
+        state["carrier"] = copy.deepcopy(job.carrier.state())
+    return state
+
+
+def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
+    """Goes on where :func:`algorithm_state` was called; after ``model.load_state_dict``.
+
+    Every rank loads what the same rank saved.
+
+    Raises:
+        MisuseError: It is another algorithm's, or another number of ranks saved it.
+    """
+    job = _job(model, "load_algorithm_state")
+    if (state["algorithm"], state["world_size"]) != (str(job.plan.value), job.size):
+        raise MisuseError(
+            f"load_algorithm_state: the state is of {state['algorithm']} with {state['world_size']} ranks, "
+            f"this is {job.plan.value} with {job.size}; take trigram.consensus weights to go on with another"
+        )
+    if job.warming and not state["warming"]:
+        job.proceed()
+    job.behind = state["behind"]
+    if job.carrier is not None:
+        job.carrier.load(state["carrier"])
+
+
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients accumulate locally inside; the next backward pass outside averages their sum."""
-    reducer = _reducer(model, "no_sync")
-    if reducer is None:
+    """Gradients accumulate locally inside; the next backward pass outside is a step again."""
+    job = _job(model, "no_sync")
+    if job.carrier is None:
         yield
         return
-    before, reducer.sync = reducer.sync, False
+    before, job.carrier.sync = job.carrier.sync, False
     try:
         yield
     finally:
-        reducer.sync = before
+        job.carrier.sync = before
 
 
 @contextlib.contextmanager
 def join(model: nn.Module) -> Iterator[None]:
     """Training with unequal numbers of inputs per rank.
 
-    A rank that leaves the block early goes on to take part in what the others need of it, with
-    gradients of zero; averages are over all ranks. At the end all ranks get the weights and
-    buffers of the rank that trained longest (optimizers keep their own state), as
-    ``DistributedDataParallel.join`` does.
+    A rank that leaves the block early goes on to take part in what the others need of it: with
+    gradients of zero, or with the weights it has; averages are over all ranks. Where gradients are
+    averaged, at the end all ranks get the weights and buffers of the rank that trained longest
+    (optimizers keep their own state), as ``DistributedDataParallel.join`` does. Asynchronous
+    algorithms need no help during the block; at its end all wait for all.
     """
-    reducer = _reducer(model, "join")
-    if reducer is None:
+    job = _job(model, "join")
+    if job.carrier is None:
         yield
         return
-    reducer.joining, reducer.forwards = True, 0
+    if job.plan.every is None and not job.warming:
+        yield
+        job.carrier.drain()
+        return
+    job.carrier.joining, job.carrier.forwards = True, 0
     try:
         yield
-        reducer.shadow(model)
+        job.carrier.shadow(model)
     finally:
-        reducer.joining = False
+        job.carrier.joining = False
 
 
 def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
@@ -120,19 +316,31 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     Returns:
         For the process or a group: ``calls`` (collectives that ended well), ``direct_bytes``
         (read or written in peers' memory) and ``sent_bytes`` (payload sent, by world rank).
-        For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes_per_step`` (gradients given
-        to collectives), ``bytes``, ``wait_seconds`` (backward done, averages not), ``overlap`` (share
-        of communication hidden behind backward) and ``buckets``.
+        For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes`` and ``bytes_per_step``
+        (what a rank has to send, by the formulas of docs/algorithms.md), ``wait_seconds``; where
+        gradients are carried ``overlap`` (share of communication hidden behind backward) and
+        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for).
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
         return totals
-    reducer = _reducer(of, "stats")
-    name = _hooked[of][0]
-    size = reducer.group.size if reducer else 1
-    own = (
-        reducer.stats()
-        if reducer
-        else {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0, "buckets": []}
-    )
-    return {"algorithm": name, "world_size": size, **own, **totals}
+    job = _job(of, "stats")
+    own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
+    own |= {"buckets": [], "rounds": 0, "waits": 0}
+    if job.carrier is not None:
+        own |= job.carrier.stats()
+    own["steps"] += job.behind
+    return {"algorithm": job.plan.name, "world_size": job.size, **own, **totals}
+
+
+def _finish() -> None:
+    """The process leaves: asynchronous rounds end well on all ranks, unless this one has failed."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    for carrier in list(running):
+        if failed is None:
+            with contextlib.suppress(TrigramError):
+                carrier.drain()
+    running.clear()
+
+
+world.at_exit.append(_finish)

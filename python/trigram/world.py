@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -91,6 +91,8 @@ class World:
 
 
 _world: World | None = None
+at_exit: list[Callable[[], None]] = []
+"""What is to be ended well before this rank leaves."""
 
 
 def is_initialized() -> bool:
@@ -220,8 +222,14 @@ def init(
 
 
 def shutdown() -> None:
-    """Leaves the job. Work in flight fails, here and on the peers; calling it twice does nothing."""
+    """Leaves the job. Work in flight fails, here and on the peers; calling it twice does nothing.
+
+    Asynchronous training is ended well first: this rank takes part until all ranks are through.
+    """
     global _world
+    if _world is not None:
+        for finish in at_exit:
+            finish()
     world, _world = _world, None
     if world is not None:
         world.engine.shutdown(False)
@@ -230,4 +238,6 @@ def shutdown() -> None:
 @atexit.register
 def _exit() -> None:
     if _world is not None:
+        for finish in at_exit:
+            finish()
         _world.engine.shutdown(True)

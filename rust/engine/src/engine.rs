@@ -139,6 +139,7 @@ impl Engine {
     pub fn run(&self, submission: Submission, glance: Glance<'_>) -> Result<()> {
         self.check_open()?;
         let ticket = submission.ticket.clone();
+        ticket.set_awaited();
         match self.shared.progress.try_lock() {
             Ok(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait come first.

@@ -144,7 +144,7 @@ impl Hub {
             let waited = now - job.began;
             let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);
             let stalled = now - job.moved > STALL && !job.announced;
-            let name = waited > NAME_AFTER && !job.named;
+            let name = waited > NAME_AFTER && !job.named && job.ticket.is_awaited();
             if !(late || stalled || name) {
                 continue;
             }

@@ -13,6 +13,7 @@ pub const GLANCE: Duration = Duration::from_millis(50);
 #[derive(Debug, Default)]
 pub struct Ticket {
     done: AtomicBool,
+    awaited: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
     arrived: Condvar,
 }
@@ -21,6 +22,16 @@ impl Ticket {
     /// Whether the call has ended, well or not.
     pub fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
+    }
+
+    /// Says that a caller waits, or has waited, for the end: then it is told for whom.
+    pub fn set_awaited(&self) {
+        self.awaited.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a caller waits. A message that is merely listened for may be long in coming.
+    pub fn is_awaited(&self) -> bool {
+        self.awaited.load(Ordering::Relaxed)
     }
 
     /// The outcome, once there is one.
@@ -42,6 +53,7 @@ impl Ticket {
         deadline: Option<Instant>,
         glance: &mut dyn FnMut() -> Result<()>,
     ) -> Result<Option<Result<()>>> {
+        self.set_awaited();
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(outcome) = &*outcome {

@@ -2,7 +2,7 @@
 //! so; in `f16` what exceeds 65504 becomes infinite.
 
 use half::slice::HalfFloatSliceExt;
-use half::{bf16, f16};
+use half::f16;
 
 use super::block::{BlockCodec, MAX};
 
@@ -69,6 +69,8 @@ impl BlockCodec for F16 {
 
 #[cfg(test)]
 mod tests {
+    use half::bf16;
+
     use super::*;
 
     #[test]

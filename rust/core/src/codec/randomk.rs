@@ -65,7 +65,10 @@ impl Codec for RandomK {
         }
         let (seed, k) = (u64::from_le_bytes(seed), values.len() / 4);
         let pairs = values.chunks_exact(4).enumerate();
-        scatter(pairs.map(|(i, v)| (index(seed, i, k, n), f32::from_le_bytes([v[0], v[1], v[2], v[3]]))), out);
+        scatter(
+            pairs.map(|(i, v)| (index(seed, i, k, n), f32::from_le_bytes([v[0], v[1], v[2], v[3]]))),
+            out,
+        );
         Ok(())
     }
 }

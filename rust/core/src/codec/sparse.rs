@@ -43,11 +43,7 @@ pub(super) fn choose(src: Values<'_>, keep: Keep<'_>, pick: impl FnOnce(&[f32], 
 }
 
 /// Picks from `r`, then leaves `rest` of what was taken.
-fn clear(
-    r: &mut [f32],
-    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)),
-    rest: impl Fn(f32) -> f32,
-) {
+fn clear(r: &mut [f32], pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)), rest: impl Fn(f32) -> f32) {
     TAKEN.with_borrow_mut(|taken| {
         taken.clear();
         pick(r, &mut |i| taken.push(i));

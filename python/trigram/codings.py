@@ -1,0 +1,137 @@
+"""What gradients are turned into on their way: codes, thin matrices, momenta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from trigram.average import Average, CodedAverage, padded
+from trigram.buckets import Bucket
+from trigram.carrier import Channels
+from trigram.codecs import Codec, find
+from trigram.gradients import Coding
+from trigram.powersgd import PowerAverage
+from trigram.qadam import QAdam
+
+FED_BACK = ("sign", "topk", "randomk")
+"""Codecs that need error feedback: what they drop is not small."""
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Coded(Coding):
+    """Gradients through a codec.
+
+    Args:
+        codec: Of the first leg.
+        second: Of the second leg.
+        feedback: Whether what codecs drop is added the next time.
+    """
+
+    def __init__(self, codec: Codec, second: Codec, feedback: tuple[bool, bool]) -> None:
+        self.codec, self.second, self.feedback = codec, second, feedback
+
+    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
+        """Whole shards; float64 travels full."""
+        return (lambda total: padded(total, ranks)) if dtype in _FLOATS else None
+
+    def average(self, bucket: Bucket, channels: Channels) -> Average:
+        """In two legs."""
+        return CodedAverage(bucket.memory, channels, self.codec, self.second, self.feedback)
+
+
+class Corrected(Coded):
+    """The largest of a momentum that is kept before coding: DGC's momentum correction.
+
+    Args:
+        codec: Top-k.
+        momentum: m in ``u = m u + g``; what was sent of u is 0 then.
+    """
+
+    def __init__(self, codec: Codec, momentum: float) -> None:
+        super().__init__(codec, codec, (True, True))
+        self.momentum = momentum
+        self.velocity: dict[int, torch.Tensor] = {}
+
+    def _of(self, bucket: Bucket) -> torch.Tensor:
+        at = bucket.memory.data_ptr()
+        if at not in self.velocity:
+            self.velocity[at] = torch.zeros(bucket.memory.numel())
+        return self.velocity[at]
+
+    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """The velocity travels in the gradients' place."""
+        u = self._of(bucket)
+        u.mul_(self.momentum).add_(bucket.memory)
+        bucket.memory.copy_(u)
+
+    def departed(self, bucket: Bucket) -> None:
+        """What was sent has no velocity left. It is where nothing remains to be sent."""
+        average = bucket.average
+        assert isinstance(average, CodedAverage) and average.residual is not None
+        self._of(bucket).masked_fill_(average.residual == 0, 0.0)
+
+    def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+        """The velocity of each parameter."""
+        u, base = self._of(bucket), bucket.memory.storage_offset()
+        at = [v.storage_offset() - base for v in bucket.views]
+        return [{"velocity": u[a : a + v.numel()]} for a, v in zip(at, bucket.views, strict=True)]
+
+
+class Power(Coding):
+    """PowerSGD of some rank."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
+        """The gradients; float64 travels full."""
+        return (lambda total: total) if dtype in _FLOATS else None
+
+    def average(self, bucket: Bucket, channels: Channels) -> Average:
+        """As products of thin matrices."""
+        return PowerAverage(bucket.memory, bucket.views, channels, self.rank)
+
+
+class Momenta(Coded):
+    """Adam's first moments in the gradients' place, once the variance is frozen: 1-bit Adam (arXiv
+    2102.02888), and the same with 8 bits.
+
+    Args:
+        optimizer: The optimizer that knows what it gets.
+        bits: 8 or 1.
+        block: Values per block; None: the codec's own.
+    """
+
+    def __init__(self, optimizer: QAdam, bits: int, block: int | None) -> None:
+        codec = find("int8" if bits == 8 else "sign", block)
+        super().__init__(codec, codec, (bits == 1, bits == 1))
+        self.optimizer = optimizer
+        optimizer.freeze()
+
+    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """Each gradient becomes the first moment that it would lead to."""
+        for i, view in zip(bucket.params, bucket.views, strict=True):
+            self.optimizer.to_momentum(params[i], view)
+
+
+def make(what: str, block: int | None, options: dict[str, Any]) -> Coding:
+    """The coding of a trigram's WHAT for gradients.
+
+    Args:
+        what: ``full``, ``powersgd:RANK`` or a codec.
+        block: Values per block; None: the codec's own.
+        options: ``momentum`` of top-k.
+    """
+    kind, _, parameter = what.partition(":")
+    if kind == "full":
+        return Coding()
+    if kind == "powersgd":
+        return Power(int(parameter))
+    codec = find(what, block)
+    if options.get("momentum"):
+        return Corrected(codec, options["momentum"])
+    fed = kind in FED_BACK
+    second = find("int8") if kind == "sign" else codec
+    return Coded(codec, second, (fed, fed and kind != "sign"))

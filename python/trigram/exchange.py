@@ -1,0 +1,223 @@
+"""Rounds of weights: what a rank gives, and what it takes back.
+
+An :class:`Exchange` has the weights of a rank in one flat tensor (``inp``), talks to others, and
+leaves in another (``out``) what the weights should be. The carrier decides when, and whether
+``out`` is assigned or its difference to ``inp`` added to weights that have moved on. Here are those
+in which all ranks take part; those among neighbours are in ``trigram/gossip.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trigram import collectives, flat
+from trigram.average import CodedAverage, FullAverage, padded
+from trigram.carrier import Channels
+from trigram.codecs import Codec
+
+
+class Exchange:
+    """Rounds of one flat tensor. A new algorithm is a subclass with ``start``, ``wait`` and, unless
+    it always waits, ``ready``.
+
+    Args:
+        tensors: What is exchanged: the parameters, of one dtype unless ``dtype`` says otherwise.
+        channels: Where to talk.
+        dtype: Of the flat tensors.
+        length: Of the flat tensors, from what the parameters take.
+
+    Attributes:
+        inp: The weights given, flat.
+        out: What they should be, flat, after :meth:`wait`.
+        sent: Bytes sent so far.
+        exact: Whether ``out`` may be assigned where the weights are still ``inp``.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        channels: Channels,
+        dtype: torch.dtype | None = None,
+        length: Callable[[int], int] | None = None,
+    ) -> None:
+        self.channels = channels
+        self.given = flat.Flat(tensors, dtype, length)
+        self.taken = flat.Flat(tensors, dtype, length)
+        self.inp = self.given.memory
+        self.out = self.taken.memory
+        self.sent = 0
+
+    # The weights.
+
+    def take(self) -> None:
+        """A snapshot of the weights."""
+        self.given.pack()
+
+    @torch.no_grad()
+    def apply(self, moved: bool) -> None:
+        """Gives the weights what they should be; ``moved``: they are no longer the snapshot."""
+        if self.exact and not moved:
+            self.taken.unpack()
+            return
+        self.out -= self.inp
+        parts = self.taken.views
+        tensors = self.taken.tensors
+        if tensors[0].dtype != self.out.dtype or any(t.dtype != tensors[0].dtype for t in tensors):
+            parts = [v.to(t.dtype) for v, t in zip(parts, tensors, strict=True)]
+        torch._foreach_add_(tensors, parts)
+
+    # The round.
+
+    def start(self, round: int) -> None:
+        """Begins a round; ``inp`` must stay as it is until it has ended."""
+        raise NotImplementedError
+
+    def ready(self) -> bool:
+        """Whether :meth:`wait` would not wait. Moves on what can be."""
+        return True
+
+    def wait(self) -> None:
+        """Ends the round."""
+        raise NotImplementedError
+
+    # What is remembered between rounds.
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What :meth:`state` gave."""
+
+
+class Mean(Exchange):
+    """``out`` is the mean of all ``inp``, with the same bits on all ranks."""
+
+    exact = True
+
+    def __init__(self, tensors: Sequence[torch.Tensor], channels: Channels) -> None:
+        super().__init__(tensors, channels)
+        self.average = FullAverage(self.out, channels)
+
+    def start(self, round: int) -> None:
+        """See :class:`Exchange`."""
+        self.out.copy_(self.inp)
+        self.average.start(round)
+        self.sent += self.average.sent
+
+    def ready(self) -> bool:
+        """See :class:`Exchange`."""
+        return self.average.ready()
+
+    def wait(self) -> None:
+        """See :class:`Exchange`."""
+        self.average.wait()
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The optimizer of the agreed weights: DiLoCo's (arXiv 2311.08105). (1, 0) only averages."""
+
+    lr: float = 1.0
+    momentum: float = 0.0
+
+
+class Differences(Exchange):
+    """Differences to the last agreed weights r: coded, given to an outer optimizer, or both.
+
+    ``q = Q(inp - r)``; the mean of all q is r's step (or the outer optimizer's gradient). What Q
+    dropped stays in the weights: ``out = r + (inp - r - q)``; with ``r - inp`` in its place it would
+    be lost. Where the mean is coded again, its owner keeps a residual.
+
+    Args:
+        tensors: The parameters.
+        channels: Where to talk.
+        outer: The outer optimizer.
+        codec: None: differences travel full.
+        power: Columns of PowerSGD's matrices, in a codec's place.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        channels: Channels,
+        outer: Outer,
+        codec: Codec | None = None,
+        power: int | None = None,
+    ) -> None:
+        n = channels.size
+        length = (lambda total: padded(total, n)) if codec is not None else None
+        super().__init__(tensors, channels, torch.float32, length)
+        self.outer = outer
+        self.take()
+        self.agreed = self.inp.clone()
+        self.dropped: torch.Tensor | None = None
+        self.velocity = torch.zeros_like(self.agreed) if outer.momentum else None
+        self.average: Any
+        if codec is not None:
+            self.dropped = torch.zeros_like(self.agreed)
+            self.average = CodedAverage(self.out, channels, codec, codec, (False, True), self.dropped)
+        elif power is not None:
+            from trigram.powersgd import PowerAverage
+
+            self.average = PowerAverage(self.out, self.taken.views, channels, power)
+        else:
+            self.average = FullAverage(self.out, channels)
+        # Full differences leave all ranks the same weights.
+        self.exact = codec is None and power is None and all(t.dtype == torch.float32 for t in tensors)
+
+    def start(self, round: int) -> None:
+        """See :class:`Exchange`."""
+        torch.sub(self.inp, self.agreed, out=self.out)
+        self.average.start(round)
+        self.sent += self.average.sent
+
+    def ready(self) -> bool:
+        """See :class:`Exchange`."""
+        ready: bool = self.average.ready()
+        return ready
+
+    def wait(self) -> None:
+        """See :class:`Exchange`."""
+        self.average.wait()
+        step = self.out
+        if self.velocity is not None:
+            self.velocity.mul_(self.outer.momentum).add_(step)
+            step.add_(self.velocity, alpha=self.outer.momentum)
+        self.agreed.add_(step, alpha=self.outer.lr)
+        self.out.copy_(self.agreed)
+        if self.dropped is not None:
+            self.out += self.dropped
+
+    def state(self) -> dict[str, Any]:
+        """The agreed weights, the outer momentum, the owner's residual."""
+        kept = {"agreed": self.agreed.clone(), "average": self.average.state()}
+        if self.velocity is not None:
+            kept["velocity"] = self.velocity.clone()
+        return kept
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See :meth:`state`."""
+        self.agreed.copy_(state["agreed"])
+        self.average.load(state["average"])
+        if self.velocity is not None:
+            self.velocity.copy_(state["velocity"])
+
+
+def mean_of(tensors: Sequence[torch.Tensor], channels: Channels) -> None:
+    """Gives all ranks the mean of each tensor, now. Integers: those of the group's first rank."""
+    side = channels.side
+    floats = [t for t in tensors if t.is_floating_point() and t.numel()]
+    for same in flat.by_dtype(floats).values():
+        both = flat.Flat(same)
+        both.pack()
+        collectives.all_reduce(both.memory, "avg", None, side)
+        both.unpack()
+    others = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    flat.broadcast(others, 0, side)

@@ -1,0 +1,364 @@
+"""Gradients averaged over all ranks, beside backward.
+
+One backward pass: autograd hooks tell when a gradient is here; a bucket whose gradients are all
+here, and whose predecessors have left, starts to be averaged in the background; at the end of
+backward the rest leaves and everything is awaited. So when ``loss.backward()`` returns, gradients
+are averages, and clipping, scalers and optimizers work as if there were one process.
+
+All ranks start the same collectives in the same order: the order of the buckets, which follows rank
+0's first backward pass. A pass that fails on one rank is given up on all (``AbortedError``), so
+that the next step starts clean everywhere. *How* a bucket becomes its mean is an
+:class:`trigram.average.Average`; what is done to it before is the ``prepare`` of a
+:class:`Coding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trigram import collectives, flat, sparse
+from trigram.average import Average, FullAverage
+from trigram.buckets import Bucket, assign
+from trigram.carrier import Carrier, Channels
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.hooks import Hook
+
+
+class Coding:
+    """What travels for a bucket, and what is done to it before and after: by default, the gradients.
+
+    One per model; it may remember things by bucket.
+    """
+
+    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
+        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full."""
+        return None
+
+    def average(self, bucket: Bucket, channels: Channels) -> Average:
+        """How a bucket becomes its mean."""
+        return FullAverage(bucket.memory, channels)
+
+    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """The gradients are in the bucket, and about to leave."""
+
+    def departed(self, bucket: Bucket) -> None:
+        """They have left, encoded."""
+
+    def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+        """What it remembers of each parameter in a bucket."""
+        return [{} for _ in bucket.params]
+
+
+class Gradients(Carrier):
+    """Averages the gradients of one model.
+
+    Args:
+        model: The module.
+        channels: Where to talk.
+        bucket_bytes: Size of a bucket.
+        coding: What travels; None: the gradients in full.
+    """
+
+    def __init__(
+        self, model: nn.Module, channels: Channels, bucket_bytes: int, coding: Coding | None = None
+    ) -> None:
+        self.coding = coding or Coding()
+        self.bucket_bytes = bucket_bytes
+        self.sync_buffers = True
+        self.calls = [0, 0]
+        self.busy = 0.0
+        self.order: list[int] | None = []
+        self.buckets: list[Bucket] = []
+        super().__init__(model, channels)
+
+    # The parameters, and what is done with each.
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """Finds the parameters that train, and deals them into buckets."""
+        super().find_parameters(model)
+        rows = {id(p) for p in sparse.sparse_parameters(model)}
+        self.rows = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in rows]
+        self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.rows]
+        if not self.dense and not self.rows:
+            raise MisuseError("with_bagua: the model has no parameter that requires a gradient")
+        # Backward reaches the last layers first; after it, the order is known.
+        self.buckets = []
+        self._deal(self.dense[::-1])
+        self.order = []
+
+    def _deal(self, order: Sequence[int]) -> None:
+        for bucket in self.buckets:
+            bucket.average.fold()
+        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)}
+        self.buckets = []
+        for indices in assign(self.params, order, self.bucket_bytes):
+            layout = self.coding.layout(self.params[indices[0]].dtype, self.channels.size)
+            bucket = Bucket(indices, self.params, layout)
+            if layout is None:
+                bucket.average = FullAverage(bucket.memory, self.channels)
+            else:
+                bucket.average = self.coding.average(bucket, self.channels)
+            for i, parts in self._parts(bucket):
+                for name, part in kept.get(i, {}).items():
+                    parts[name].copy_(part)
+            self.buckets.append(bucket)
+        self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
+        for i, (bucket, k) in self.place.items():
+            old = self.params[i].grad
+            if old is not None and not old.is_sparse:
+                bucket.views[k].copy_(old)
+                self.params[i].grad = bucket.views[k]
+        count = sum(len(b.params) for b in self.buckets if b.flags is None)
+        self.flags = torch.zeros(count, dtype=torch.uint8) if count else None
+        # Buckets in the order of their second legs.
+        self.twofold = [b for b in self.buckets if b.average.calls]
+
+    def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """What is remembered of each parameter: it moves with the parameter."""
+        of_coding = self.coding.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
+        for i, a, b in zip(bucket.params, bucket.average.parts(bucket.views), of_coding, strict=True):
+            yield i, {**a, **b}
+
+    def watch(self, model: nn.Module) -> None:
+        """Hooks the model and its parameters."""
+        super().watch(model)
+        self.handles += [
+            self.params[i].register_post_accumulate_grad_hook(Hook(self, "_on_gradient", i))
+            for i in (*self.dense, *self.rows)
+        ]
+        self.buffers = _buffers(model)
+
+    # Forward.
+
+    def before_step(self, model: nn.Module, src: int) -> None:
+        """What all ranks do together before a forward pass that trains."""
+        if self.has_changed(model):
+            self.find_parameters(model)  # a layer was frozen, thawed or added
+            self.watch(model)
+        elif self.order is not None and self.steps:
+            self._reorder()
+        if self.sync_buffers:
+            self._broadcast_buffers(model, src)
+        # As DistributedDataParallel: buffers are synchronised before a pass that follows one
+        # whose gradients were.
+        self.sync_buffers = self.sync
+
+    def _broadcast_buffers(self, model: nn.Module, src: int) -> None:
+        with torch.no_grad():
+            current = [b for b in model.buffers() if b.numel()]
+            if [id(b) for b in current] != [id(t) for f in self.buffers for t in f.tensors]:
+                self.buffers = _buffers(model)
+            for buffers in self.buffers:
+                buffers.broadcast(src, self.channels.side)
+
+    def _reorder(self) -> None:
+        """Deals the buckets anew, in the order of rank 0's first backward pass."""
+        assert self.order is not None
+        rest = [i for i in reversed(self.dense) if i not in set(self.order)]
+        order = torch.tensor(self.order + rest, dtype=torch.int64)
+        collectives.broadcast(order, self.channels.side.ranks[0], self.channels.side)
+        self.order = None
+        if order.tolist() != [i for b in self.buckets for i in b.params]:
+            self._deal(order.tolist())
+
+    # Backward.
+
+    def begin(self) -> None:
+        """No gradient is here yet."""
+        self.next = 0
+        self.second = 0
+        self.began = 0.0
+        for bucket in self.buckets:
+            bucket.begin()
+
+    @torch.no_grad()
+    def _on_gradient(self, i: int, param: torch.Tensor) -> None:
+        if not self.sync:
+            return
+        if not self.active:
+            self.enter()
+        if i in self.rows:
+            return
+        bucket, k = self.place[i]
+        grad = param.grad
+        if grad is None or grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
+            what = "none" if grad is None else f"{grad.layout}, {grad.dtype}"
+            raise UnsupportedError(
+                f"{self.names[i]}: its gradient is {what}, where a dense {bucket.memory.dtype} was expected; "
+                "sparse gradients need a module that says sparse=True, and a changed dtype a new with_bagua"
+            )
+        if bucket.begun:
+            raise MisuseError(
+                f"{self.names[i]} got a second gradient in one backward pass, after the first had been sent; "
+                "use checkpoint(..., use_reentrant=False), or no_sync and a last pass"
+            )
+        bucket.pending.discard(k)
+        if self.order is not None and i not in self.order:
+            self.order.append(i)
+        while self.next < len(self.buckets) and not self.buckets[self.next].pending:
+            self._start(self.buckets[self.next])
+        self._advance()
+
+    def _start(self, bucket: Bucket) -> None:
+        if self.next == 0:
+            self.began = time.perf_counter()
+        bucket.collect(self.params)
+        self.coding.prepare(bucket, self.params)
+        bucket.average.start(self.steps)
+        self.coding.departed(bucket)
+        self.next += 1
+
+    def _advance(self) -> None:
+        """Second legs begin in the order of the buckets too."""
+        while (
+            self.second < len(self.twofold)
+            and self.twofold[self.second].begun
+            and self.twofold[self.second].average.advance()
+        ):
+            self.second += 1
+
+    def end(self) -> None:
+        """Backward is over on this rank: the rest leaves, and everything is awaited."""
+        for bucket in self.buckets[self.next :]:
+            self._start(bucket)
+            self._advance()
+        self._finish()
+        self.bytes += sum(b.average.sent for b in self.buckets)
+        at = 0
+        for bucket in self.buckets:
+            used = None
+            if bucket.flags is None:
+                assert self.flags is not None
+                used = self.flags[at : at + len(bucket.params)]
+                at += len(bucket.params)
+            bucket.settle(self.params, used)
+        for i in self.rows:
+            sparse.average(self.params[i], self.names[i], self.channels.side)
+        self.steps += 1
+
+    def _share_flags(self) -> collectives.Work | None:
+        """Who used what, where the buckets do not carry it."""
+        if self.flags is None:
+            return None
+        self.flags.fill_(1)
+        at = 0
+        for bucket in self.buckets:
+            if bucket.flags is None:
+                for k in bucket.unused:
+                    self.flags[at + k] = 0
+                at += len(bucket.params)
+        return collectives.all_reduce(self.flags, "max", None, self.channels.first, async_op=True)
+
+    def _through(self) -> list[int]:
+        """How many calls both groups have seen when this pass is over."""
+        first = len(self.buckets) + (self.flags is not None)
+        return [self.calls[0] + first, self.calls[1] + sum(b.average.calls for b in self.buckets)]
+
+    def _finish(self) -> None:
+        """Awaits all of this pass. The first error is raised once all have ended."""
+        self.active = False
+        through = self._through()
+        error: TrigramError | None = None
+        waits = time.perf_counter()
+        flags = self._share_flags() if self.next == len(self.buckets) else None
+        for bucket in self.buckets:
+            try:
+                if error is None and bucket.begun:
+                    bucket.average.wait()
+                    self._advance()
+                elif bucket.begun:
+                    bucket.average.forget()
+            except TrigramError as e:
+                if error is None:
+                    error = e
+                    self._give_up(through, "a collective of this pass failed")
+                with contextlib.suppress(TrigramError):
+                    bucket.average.forget()
+        try:
+            if flags is not None:
+                flags.wait()
+        except TrigramError as e:
+            error = error or e
+        self.calls = through
+        now = time.perf_counter()
+        self.waited += now - waits
+        self.busy += now - (self.began or waits)
+        if error is not None:
+            raise error
+
+    def _give_up(self, through: list[int], why: str) -> None:
+        """What is left of this pass is skipped, on all ranks, so that all count alike."""
+        why = f"{self.channels.name} gave up its backward pass: {why}"
+        self.channels.first.core.abort(through[0], why)
+        if self.twofold:
+            self.channels.second.core.abort(through[1], why)
+
+    def abandon(self) -> None:
+        """Gives up a backward pass that ended with an exception, on all ranks."""
+        if not self.active:
+            return
+        self._give_up(self._through(), "it ended with an exception")
+        with contextlib.suppress(TrigramError):  # that it was given up is what we said ourselves
+            self._finish()
+
+    def shadow_step(self) -> None:
+        """A step with gradients of zero."""
+        kept = [p.grad for p in self.params]
+        for p in self.params:
+            p.grad = None
+        self.active = True
+        self.begin()
+        try:
+            self.end()
+        finally:
+            for p, grad in zip(self.params, kept, strict=True):
+                p.grad = grad
+
+    # What it remembers.
+
+    def state(self) -> dict[str, Any]:
+        """The buckets' order, residuals, and what the coding keeps."""
+        return {
+            **super().state(),
+            "order": None if self.order is not None else [i for b in self.buckets for i in b.params],
+            "buckets": [
+                {
+                    "average": b.average.state(),
+                    "parts": [{k: t.clone() for k, t in parts.items()} for _, parts in self._parts(b)],
+                }
+                for b in self.buckets
+            ],
+        }
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See :meth:`state`."""
+        super().load(state)
+        if state["order"] is not None:
+            self._deal(state["order"])
+            self.order = None
+        for bucket, kept in zip(self.buckets, state["buckets"], strict=True):
+            bucket.average.load(kept["average"])
+            for (_, parts), saved in zip(self._parts(bucket), kept["parts"], strict=True):
+                for name, part in parts.items():
+                    part.copy_(saved[name])
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, see :func:`trigram.stats`."""
+        return {
+            **super().stats(),
+            "overlap": 1 - self.waited / self.busy if self.busy else 0.0,
+            "buckets": [
+                {"bytes": b.nbytes, "params": len(b.params), "dtype": str(b.memory.dtype)}
+                for b in self.buckets
+            ],
+        }
+
+
+def _buffers(model: nn.Module) -> list[flat.Flat]:
+    return [flat.Flat(b) for b in flat.by_dtype(b for b in model.buffers() if b.numel()).values()]

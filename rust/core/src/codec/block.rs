@@ -36,15 +36,19 @@ impl<C: BlockCodec> Blocks<C> {
 impl<C: BlockCodec> Codec for Blocks<C> {
     fn size(&self, n: usize) -> usize {
         n / self.block * self.codec.size(self.block)
-            + if n % self.block > 0 { self.codec.size(n % self.block) } else { 0 }
+            + match n % self.block {
+                0 => 0,
+                rest => self.codec.size(rest),
+            }
     }
 
-    fn encode(&self, src: Values<'_>, mut keep: Keep<'_>, _seed: u64, out: &mut [u8]) {
+    fn encode(&self, src: Values<'_>, keep: Keep<'_>, _seed: u64, out: &mut [u8]) {
         let (n, codec, block) = (src.len(), &self.codec, self.block);
         let step = codec.size(block).max(1);
         pulp::Arch::new().dispatch(
             #[inline(always)]
-            || {
+            move || {
+                let mut keep = keep; // moved out, so that it is inlined: see below
                 let (mut wide, mut back) = ([0f32; MAX], [0f32; MAX]);
                 for (at, out) in (0..n).step_by(block).zip(out.chunks_mut(step)) {
                     let range = at..n.min(at + block);
@@ -82,12 +86,15 @@ impl<C: BlockCodec> Codec for Blocks<C> {
         );
     }
 
-    fn decode(&self, code: &[u8], mut out: Target<'_>) -> Result<(), String> {
+    fn decode(&self, code: &[u8], out: Target<'_>) -> Result<(), String> {
         let (n, codec, block) = (out.len(), &self.codec, self.block);
         let step = codec.size(block).max(1);
         pulp::Arch::new().dispatch(
             #[inline(always)]
-            || {
+            move || {
+                // A closure that can be called once only has no shim around it. A shim would not be
+                // inlined where it is large, and the loops be compiled for the oldest processor.
+                let mut out = out;
                 let mut wide = [0f32; MAX];
                 for (at, code) in (0..n).step_by(block).zip(code.chunks(step)) {
                     let range = at..n.min(at + block);

@@ -1,8 +1,8 @@
 //! Two bytes per value: bfloat16 and IEEE half, rounded to nearest even. What is not finite stays
 //! so; in `f16` what exceeds 65504 becomes infinite.
 
-use half::slice::HalfFloatSliceExt;
 use half::f16;
+use half::slice::HalfFloatSliceExt;
 
 use super::block::{BlockCodec, MAX};
 

@@ -37,7 +37,7 @@ pub(super) fn choose(src: Values<'_>, keep: Keep<'_>, pick: impl FnOnce(&[f32], 
         (src, Keep::Remainder(r)) => {
             widen(src, 0..src.len(), r);
             // Zero, or NaN for what was not finite.
-            clear(r, pick, |v| v - v);
+            clear(r, pick, |v| v * 0.0);
         }
     }
 }

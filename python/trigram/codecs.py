@@ -104,6 +104,8 @@ def find(name: str, block: int | None = None) -> Codec:
     Raises:
         UnsupportedError: There is no such codec, or not with this parameter.
     """
+    if block is not None and block <= 0:
+        raise UnsupportedError(f"codec {name!r}: block={block} is not positive")
     return Codec(name, block)
 
 

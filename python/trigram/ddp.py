@@ -1,6 +1,6 @@
-"""The trigrams that carry gradients, as communication hooks of ``DistributedDataParallel``."""
+"""The trigrams that carry gradients, as communication hooks of ``DistributedDataParallel``.
 
-from __future__ import annotations
+Torch looks at the annotations of a hook: they are types here, not text."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from trigram.errors import UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
 
 Edges = Callable[[int, int, int], list[int]]
 """(place, ranks, round) to the places that the place sends to."""
@@ -92,6 +92,11 @@ _GRAPHS: dict[str, tuple[Edges, bool, Callable[[int], int]]] = {
     "push:one_peer": (_one_peer, True, lambda n: max(_log2(n), 1)),
     "push:ring": (_forward, True, lambda n: 1),
 }
+
+
+def kinds() -> list[str]:
+    """The names of all graphs."""
+    return list(_GRAPHS)
 
 
 class Graph:
@@ -190,6 +195,8 @@ def find(kind: str, size: int) -> Graph:
     Raises:
         UnsupportedError: There is no such graph; the message lists those there are.
     """
+    if size < 1:
+        raise MisuseError(f"a graph of {size} ranks")
     try:
         edges, directed, period = _GRAPHS[kind]
     except KeyError:

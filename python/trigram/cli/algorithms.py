@@ -1,4 +1,4 @@
-"""`trigram algorithms`: the algorithms by name, each as who talks, what travels and when."""
+"""`trigram algorithms`: the algorithms by name, each as who, what and when; and the graphs of gossip."""
 
 from __future__ import annotations
 
@@ -7,18 +7,33 @@ from rich.console import Console
 from rich.table import Table
 
 import trigram
+from trigram import graphs
+
+SIZES = (4, 5, 8, 16, 32)
 
 
 def show() -> None:
-    """Prints the table of `trigram.algorithms()`; what this version does not have has a star."""
-    entries = trigram.algorithms()
-    caption = "with_bagua(model, NAME), or written out: WHO/WHAT/WHEN. * not in this version"
+    """Prints the table of `trigram.algorithms()`, and how fast each graph mixes."""
+    caption = (
+        "with_bagua(model, NAME), or written out: WHO/WHAT/WHEN, as gossip:exponential/topk:0.01/async:4"
+    )
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
-    table.add_column("name", min_width=max(len(f"{entry['name']} *") for entry in entries))
+    table.add_column("name", no_wrap=True)
     for column in ("who", "what", "when", "carries"):
         table.add_column(column)
-    for entry in entries:
-        star, style = ("", "") if entry["available"] else (" *", "dim")
+    for entry in trigram.algorithms():
         cells = (str(entry[key]) for key in ("who", "what", "when", "carry"))
-        table.add_row(f"[bold]{entry['name']}[/]{star}\n{entry['about']}", *cells, style=style)
-    Console().print(table)
+        table.add_row(f"[bold]{entry['name']}[/]\n{entry['about']}", *cells)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=110)
+    console.print(table)
+    caption = "spectral gap per round by number of ranks: 1 is the exact average, 0 never mixes"
+    gaps = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    gaps.add_column("graph", no_wrap=True)
+    for size in SIZES:
+        gaps.add_column(str(size), justify="right")
+    for kind in graphs.kinds():
+        if not kind.startswith("push:"):
+            gaps.add_row(kind, *(f"{graphs.find(kind, size).gap():.3f}" for size in SIZES))
+    console.print(gaps)

@@ -6,7 +6,6 @@ communication: losses that are DistributedDataParallel's bit for bit are marked 
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -66,23 +65,22 @@ def run(out: Path) -> list[Result]:
     """
     dist.init_process_group("gloo")
     trigram.init()
-    available = [entry for entry in trigram.algorithms() if entry["available"]]
-    carries: dict[str | None, str] = {None: "gradients"} | {each["name"]: each["carry"] for each in available}
+    names: list[str | None] = [None, *(entry["name"] for entry in trigram.algorithms())]
     console = Console(quiet=trigram.rank() != 0)
+    if console.width < 100:  # a narrow table would hide what it is about
+        console.width = 100
     columns = (TextColumn("{task.description:<45}"), BarColumn(), TimeElapsedColumn())
     results: list[Result] = []
     with Progress(*columns, console=console, disable=console.quiet) as progress:
-        total = len(carries) * sum(recipe.steps for recipe in workloads.RECIPES.values())
+        total = len(names) * sum(recipe.steps for recipe in workloads.RECIPES.values())
         bar = progress.add_task("", total=total)
         for workload in workloads.WORKLOADS:
             reference: torch.Tensor | None = None
-            for name, carry in carries.items():
+            for name in names:
                 progress.update(bar, description=f"{workload}: {name or DDP}")
                 result, trace = train(
                     workload,
                     name,
-                    # Averaged gradients leave all ranks the same weights; whatever else is carried does not.
-                    replicas=carry != "gradients",
                     reference=reference,
                     stepped=lambda: progress.advance(bar),
                 )
@@ -104,7 +102,6 @@ def train(
     workload: str,
     algorithm: str | None,
     *,
-    replicas: bool,
     reference: torch.Tensor | None = None,
     stepped: Callable[[], None] = lambda: None,
 ) -> tuple[Result, torch.Tensor]:
@@ -113,7 +110,6 @@ def train(
     Args:
         workload: One of `workloads.WORKLOADS`.
         algorithm: Its name, or None for DistributedDataParallel.
-        replicas: Whether it leaves each rank weights of its own.
         reference: The trace of DistributedDataParallel's run, to compare with; None if there is none yet.
         stepped: Called after each step.
 
@@ -123,8 +119,14 @@ def train(
     recipe, rank, world = workloads.RECIPES[workload], trigram.rank(), trigram.world_size()
     torch.manual_seed(SEED)
     module = workloads.make_model(workload)
-    optimizer = workloads.make_optimizer(workload, module)
-    model = DistributedDataParallel(module) if algorithm is None else trigram.with_bagua(module, algorithm)
+    optimizer = workloads.make_optimizer(workload, module, algorithm)
+    model: nn.Module
+    if algorithm is None:
+        model = DistributedDataParallel(module)
+    else:
+        options = workloads.options(workload, algorithm)
+        needs = optimizer if algorithm == "qadam" else None
+        model = trigram.with_bagua(module, algorithm, optimizer=needs, **options)
     stream = workloads.batches(workload, rank, world, SEED)
     losses: list[float] = []
     started = 0.0
@@ -139,12 +141,21 @@ def train(
         losses.append(loss.item())
         stepped()
     seconds = time.perf_counter() - started
-    held = workloads.evaluate(_average(module) if replicas else module, workload)
+    if algorithm is None:
+        held = workloads.evaluate(module, workload)
+    else:
+        # Gossip and asynchrony are judged by the average weights, as a user would save them.
+        with trigram.consensus(module):
+            held = workloads.evaluate(module, workload)
     everyone = _gathered([seconds, held, *losses])
     trace = everyone[:, 1:]
     mean = trace[:, 1:].mean(0)
     samples = (recipe.steps - UNTIMED) * recipe.batch * world
-    sent = _gradient_bytes(module) if algorithm is None else int(trigram.stats(model)["bytes_per_step"])
+    if algorithm is None:
+        sent = 2 * (world - 1) * sum(p.nbytes for p in module.parameters()) // world
+    else:
+        sent = int(trigram.stats(module)["bytes_per_step"])
+        trigram.switch(module, "gradient_allreduce")  # an asynchronous algorithm ends before the next begins
     result = Result(
         workload=workload,
         algorithm=algorithm or DDP,
@@ -158,14 +169,6 @@ def train(
     return result, trace
 
 
-def _average(module: nn.Module) -> nn.Module:
-    """A copy with the mean of all ranks' weights, which is what gossip and asynchrony are judged by."""
-    average = copy.deepcopy(module)
-    for tensor in average.state_dict().values():
-        trigram.all_reduce(tensor, "avg")
-    return average
-
-
 def _gathered(mine: Sequence[float]) -> torch.Tensor:
     """Every rank's numbers: (ranks, numbers), bit for bit what each rank has."""
     row = torch.tensor(mine, dtype=torch.float64)
@@ -174,12 +177,10 @@ def _gathered(mine: Sequence[float]) -> torch.Tensor:
     return everyone.view(-1, len(row))
 
 
-def _gradient_bytes(module: nn.Module) -> int:
-    return sum(parameter.nbytes for parameter in module.parameters())
-
-
 def _table(workload: str, results: Sequence[Result]) -> Table:
-    title = f"{workload}: {workloads.RECIPES[workload].steps} steps, losses in nats, bytes per step and rank"
+    title = (
+        f"{workload}: {workloads.RECIPES[workload].steps} steps, losses in nats, bytes sent per step and rank"
+    )
     table = Table(title=title, box=SIMPLE, pad_edge=False)
     table.add_column("algorithm", no_wrap=True)
     for column in ("train", "held out", "samples/s", "bytes", "= DDP"):

@@ -11,11 +11,13 @@ import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+import trigram
 
 WORKLOADS = ("digits", "gpt")
 CONTEXT = 64
@@ -111,17 +113,36 @@ def make_model(name: str) -> nn.Module:
     )
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(name: str, model: nn.Module, algorithm: str | None = None) -> torch.optim.Optimizer:
     """The optimizer that the workload is trained with: SGD with momentum for the digits, Adam for the GPT.
 
     Args:
         name: One of `WORKLOADS`.
         model: What `make_model` made.
+        algorithm: qadam brings its own.
     """
+    _known(name)
+    if algorithm == "qadam":
+        return trigram.QAdam(model.parameters(), 3e-3)
     if name == "gpt":
         return torch.optim.Adam(model.parameters(), RECIPES[name].lr)
-    _known(name)
     return torch.optim.SGD(model.parameters(), RECIPES[name].lr, momentum=0.9)
+
+
+def options(name: str, algorithm: str) -> dict[str, Any]:
+    """What an algorithm is told of a training as short as this one: warm-ups of a tenth, rounds that
+    come often, no outer momentum that needs a hundred rounds to show.
+
+    Args:
+        name: One of `WORKLOADS`.
+        algorithm: Its name.
+    """
+    _known(name)
+    if algorithm in ("qadam", "powersgd"):
+        return {"warmup_steps": RECIPES[name].steps // 10}
+    if algorithm == "diloco":
+        return {"every": 8, "outer_lr": 0.7, "outer_momentum": 0.5}
+    return {"fraction": 0.05} if algorithm == "topk" else {}
 
 
 @lru_cache(maxsize=len(WORKLOADS))

@@ -38,7 +38,8 @@ impl Codec for RandomK {
         let k = count(self.fraction, n);
         choose(src, keep, |x, take| {
             // Values that are not drawn are not seen by the receivers; that they are broken must be.
-            let poison = if x.iter().all(|v| v.is_finite()) { 0.0 } else { f32::NAN };
+            let sound = x.iter().all(|v| v.is_finite());
+            let poison = if sound { 0.0 } else { f32::NAN };
             let (head, values) = out.split_at_mut(HEADER);
             head[..8].copy_from_slice(&seed.to_le_bytes());
             head[8..].copy_from_slice(&poison.to_le_bytes());
@@ -47,6 +48,7 @@ impl Codec for RandomK {
                 v.copy_from_slice(&x[at].to_le_bytes());
                 take(at);
             }
+            sound
         });
     }
 

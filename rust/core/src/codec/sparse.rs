@@ -15,11 +15,21 @@ pub(super) fn count(fraction: f64, n: usize) -> usize {
     ((fraction * n as f64).ceil() as usize).clamp(1.min(n), n)
 }
 
-/// Calls `pick` with the values to choose from; it calls its argument with each index taken. What
-/// is not taken is kept as asked.
-pub(super) fn choose(src: Values<'_>, keep: Keep<'_>, pick: impl FnOnce(&[f32], &mut dyn FnMut(usize))) {
+thread_local! {
+    static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Calls `pick` with the values to choose from; it calls its argument with each index taken, and
+/// says whether the code will decode to numbers at all. What is not taken is kept as asked.
+pub(super) fn choose(
+    src: Values<'_>,
+    keep: Keep<'_>,
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> bool,
+) {
     match (src, keep) {
-        (Values::F32(x), Keep::Nothing) => pick(x, &mut |_| {}),
+        (Values::F32(x), Keep::Nothing) => {
+            pick(x, &mut |_| {});
+        }
         (src, Keep::Nothing) => WIDE.with_borrow_mut(|wide| {
             wide.resize(src.len(), 0.0);
             widen(src, 0..src.len(), wide);
@@ -31,28 +41,31 @@ pub(super) fn choose(src: Values<'_>, keep: Keep<'_>, pick: impl FnOnce(&[f32], 
                 Values::F16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
                 Values::BF16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
             }
-            clear(r, pick, |_| 0.0);
-            r.iter_mut().for_each(|r| *r = if r.is_finite() { *r } else { 0.0 });
+            let sound = clear(r, pick, |_| 0.0);
+            r.iter_mut().for_each(|r| *r = if sound && r.is_finite() { *r } else { 0.0 });
         }
         (src, Keep::Remainder(r)) => {
             widen(src, 0..src.len(), r);
             // Zero, or NaN for what was not finite.
-            clear(r, pick, |v| v * 0.0);
+            if !clear(r, pick, |v| v * 0.0) {
+                r.fill(f32::NAN);
+            }
         }
     }
 }
 
 /// Picks from `r`, then leaves `rest` of what was taken.
-fn clear(r: &mut [f32], pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)), rest: impl Fn(f32) -> f32) {
+fn clear(
+    r: &mut [f32],
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> bool,
+    rest: impl Fn(f32) -> f32,
+) -> bool {
     TAKEN.with_borrow_mut(|taken| {
         taken.clear();
-        pick(r, &mut |i| taken.push(i));
+        let sound = pick(r, &mut |i| taken.push(i));
         taken.iter().for_each(|&i| r[i] = rest(r[i]));
-    });
-}
-
-thread_local! {
-    static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+        sound
+    })
 }
 
 /// Writes decoded values at their indices; `values` and `indices` have the same length.

@@ -115,6 +115,7 @@ impl Codec for TopK {
                     i += 1;
                 }
             }
+            true
         });
     }
 

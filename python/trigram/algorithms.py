@@ -121,6 +121,10 @@ class Plan:
     options: dict[str, Any]
     exchange: Callable[..., Any] | None = None
 
+    def __str__(self) -> str:
+        options = {k: v for k, v in self.options.items() if k != "script"}
+        return f"{self.value} carrying {self.value.carry}, {options}"
+
     @property
     def gradients(self) -> bool:
         """Whether it carries gradients, or what stands in their place."""
@@ -228,12 +232,12 @@ class _Planner:
         what = self._what(value.what)
         if gradients and kind != "central":
             raise self.refuse(
-                "gradients averaged among neighbours only would let the weights drift apart for ever; "
-                "gossip carries weights"
+                f"{value.carry or 'gradients'} averaged among neighbours only would let the weights drift "
+                "apart for ever; gossip carries weights"
             )
         if gradients and (every != 1 or value.when != "sync"):
             raise self.refuse(
-                f"gradients travel in the step they were made in, not {value.when}; carry weights instead"
+                f"{value.carry} travel in the step they were made in, not {value.when}; carry weights instead"
             )
         carry = value.carry if gradients else None
         if carry is None:

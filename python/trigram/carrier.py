@@ -224,18 +224,34 @@ class Carrier:
         flat.broadcast([*model.parameters(), *model.buffers()], longest, side)
 
 
+def _digest(group: Group, text: str, count: int = 0) -> tuple[list[int], list[int]]:
+    """World ranks whose text differs from the first rank's, and everybody's count."""
+    digest = hashlib.sha256(text.encode()).digest()
+    mine = torch.tensor([int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big"), count])
+    everyone = torch.empty(group.size, 3, dtype=torch.int64)
+    collectives.all_gather(everyone, mine, group)
+    other = [group.ranks[r] for r in range(group.size) if not torch.equal(everyone[r, :2], everyone[0, :2])]
+    return other, everyone[:, 2].tolist()
+
+
+def agree_on_algorithm(text: str, channels: Channels) -> None:
+    """Refuses ranks that ask for different algorithms, before they wait for each other."""
+    other, _ = _digest(channels.side, text)
+    if other:
+        raise MismatchError(
+            f"with_bagua: rank(s) {', '.join(map(str, other))} ask for another algorithm, or other options, "
+            f"than rank {channels.side.ranks[0]}; {channels.name} asks for {text}"
+        )
+
+
 def _agree_on(model: nn.Module, group: Group) -> None:
     """Refuses models that differ between ranks before a number of them is touched."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
-    digest = hashlib.sha256("\n".join(lines).encode()).digest()[:16]
-    mine = torch.tensor([int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big"), len(lines)])
-    everyone = torch.empty(group.size, 3, dtype=torch.int64)
-    collectives.all_gather(everyone, mine, group)
-    other = [group.ranks[r] for r in range(group.size) if not torch.equal(everyone[r], everyone[0])]
+    other, counts = _digest(group, "\n".join(lines), len(lines))
     if other:
         raise MismatchError(
             f"with_bagua: the model of rank(s) {', '.join(map(str, other))} differs from that of rank "
             f"{group.ranks[0]} in the names, shapes, dtypes or requires_grad of its parameters and buffers "
-            f"({int(everyone[0, 2])} tensors on rank {group.ranks[0]}, {len(lines)} here)"
+            f"({counts[0]} tensors on rank {group.ranks[0]}, {len(lines)} here)"
         )

@@ -18,6 +18,7 @@ from trigram import collectives, flat
 from trigram.average import CodedAverage, FullAverage, padded
 from trigram.carrier import Channels
 from trigram.codecs import Codec
+from trigram.powersgd import PowerAverage
 
 
 class Exchange:
@@ -140,7 +141,8 @@ class Differences(Exchange):
         channels: Where to talk.
         outer: The outer optimizer.
         codec: None: differences travel full.
-        power: Columns of PowerSGD's matrices, in a codec's place.
+        power: Columns of PowerSGD's matrices, in a codec's place; it feeds back what it dropped itself,
+            and all ranks get the same weights.
     """
 
     def __init__(
@@ -164,13 +166,11 @@ class Differences(Exchange):
             self.dropped = torch.zeros_like(self.agreed)
             self.average = CodedAverage(self.out, channels, codec, codec, (False, True), self.dropped)
         elif power is not None:
-            from trigram.powersgd import PowerAverage
-
             self.average = PowerAverage(self.out, self.taken.views, channels, power)
         else:
             self.average = FullAverage(self.out, channels)
-        # Full differences leave all ranks the same weights.
-        self.exact = codec is None and power is None and all(t.dtype == torch.float32 for t in tensors)
+        # All ranks get the same weights, unless they keep what a codec dropped.
+        self.exact = codec is None and all(t.dtype == torch.float32 for t in tensors)
 
     def start(self, round: int) -> None:
         """See :class:`Exchange`."""
@@ -197,7 +197,12 @@ class Differences(Exchange):
 
     def state(self) -> dict[str, Any]:
         """The agreed weights, the outer momentum, the owner's residual."""
-        kept = {"agreed": self.agreed.clone(), "average": self.average.state()}
+        parts = self.average.parts(self.taken.views)
+        kept = {
+            "agreed": self.agreed.clone(),
+            "average": self.average.state(),
+            "parts": [{k: t.clone() for k, t in part.items()} for part in parts],
+        }
         if self.velocity is not None:
             kept["velocity"] = self.velocity.clone()
         return kept
@@ -206,6 +211,9 @@ class Differences(Exchange):
         """See :meth:`state`."""
         self.agreed.copy_(state["agreed"])
         self.average.load(state["average"])
+        for part, saved in zip(self.average.parts(self.taken.views), state["parts"], strict=True):
+            for name, t in part.items():
+                t.copy_(saved[name])
         if self.velocity is not None:
             self.velocity.copy_(state["velocity"])
 

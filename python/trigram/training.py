@@ -14,7 +14,7 @@ from torch import nn
 
 from trigram import world
 from trigram.algorithms import Plan, Trigram, find
-from trigram.carrier import Carrier, Channels
+from trigram.carrier import Carrier, Channels, agree_on_algorithm
 from trigram.collectives import AnyGroup
 from trigram.compose import check, compose
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
@@ -50,6 +50,7 @@ class Job:
         self.plan, self.optimizer = plan, optimizer
         if self.channels is None:
             return
+        agree_on_algorithm(str(plan), self.channels)
         warmup = plan.options.get("warmup_steps", 0)
         if warmup:
             self.carrier = Gradients(model, self.channels, self.bucket_bytes)

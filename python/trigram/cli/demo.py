@@ -67,8 +67,8 @@ def run(out: Path) -> list[Result]:
     trigram.init()
     names: list[str | None] = [None, *(entry["name"] for entry in trigram.algorithms())]
     console = Console(quiet=trigram.rank() != 0)
-    if console.width < 100:  # a narrow table would hide what it is about
-        console.width = 100
+    # A narrow table would hide what it is about.
+    console.width = max(console.width, 100)
     columns = (TextColumn("{task.description:<45}"), BarColumn(), TimeElapsedColumn())
     results: list[Result] = []
     with Progress(*columns, console=console, disable=console.quiet) as progress:

@@ -1,0 +1,66 @@
+"""An algorithm of your own in Python: elastic averaging SGD (Zhang, Choromanska, LeCun; arXiv 1412.6651).
+
+Every h steps each rank's weights move a little towards a centre, and the centre towards the mean of
+all: ranks explore, and a spring holds them together.
+
+    torchrun --nproc-per-node 4 examples/easgd.py
+"""
+
+import torch
+from torch import nn
+
+import trigram
+from trigram.exchange import Mean
+
+
+class Elastic(Mean):
+    """``x <- x - alpha (x - centre)`` and ``centre <- centre + alpha n (mean x - centre)``."""
+
+    exact = False  # ranks keep weights of their own
+
+    def __init__(self, tensors, channels, alpha):
+        super().__init__(tensors, channels)
+        self.pull, self.beta = alpha, min(alpha * channels.size, 1.0)
+        self.take()
+        self.centre = self.inp.clone()
+
+    def wait(self):
+        """The mean is here: moves the centre, and says where this rank's weights should be."""
+        super().wait()  # `out` is the mean of all `inp`
+        step = self.beta * (self.out - self.centre)
+        torch.lerp(self.inp, self.centre, self.pull, out=self.out)
+        self.centre += step
+
+    def state(self):
+        """What must survive a restart."""
+        return {"centre": self.centre.clone()}
+
+    def load(self, state):
+        """What :meth:`state` gave."""
+        self.centre.copy_(state["centre"])
+
+
+trigram.register(
+    "easgd", trigram.Trigram("central", "full", "every:4", "weights"), exchange=Elastic, alpha=0.2
+)
+
+
+def main() -> None:
+    """Fits a random linear map, and shows the loss of the average weights."""
+    torch.manual_seed(0)
+    model = trigram.with_bagua(nn.Linear(8, 2), "easgd", alpha=0.3)
+    target = torch.randn(8, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.Generator().manual_seed(trigram.rank())
+    for _ in range(200):
+        x = torch.randn(16, 8, generator=inputs)
+        optimizer.zero_grad()
+        (model(x) - x @ target).square().mean().backward()
+        optimizer.step()
+    with trigram.consensus(model):
+        loss = (model(x) - x @ target).square().mean().item()
+    print(f"rank {trigram.rank()}: loss {loss:.6f}")
+
+
+if __name__ == "__main__":
+    main()

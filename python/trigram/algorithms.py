@@ -126,6 +126,11 @@ class Plan:
         return f"{self.value} carrying {self.value.carry}, {options}"
 
     @property
+    def title(self) -> str:
+        """Its name and its trigram."""
+        return self.name if self.name == str(self.value) else f"{self.name} ({self.value})"
+
+    @property
     def gradients(self) -> bool:
         """Whether it carries gradients, or what stands in their place."""
         return self.value.carry in ("gradients", "momentum")

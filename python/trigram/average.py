@@ -53,7 +53,7 @@ class Average(Protocol):
         """Moves what is remembered otherwise to where :meth:`parts` finds it."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What else must be remembered between rounds."""
+        """All that must be remembered between rounds."""
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """What :meth:`state` gave."""
@@ -230,10 +230,12 @@ class CodedAverage:
             self.owned.zero_()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the means lost."""
-        return {} if self.owned is None else {"owned": self.owned.clone()}
+        """This rank's residual, and what the means lost."""
+        kept = {"residual": self.residual, "owned": self.owned}
+        return {k: t.clone() for k, t in kept.items() if t is not None}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """See :meth:`state`."""
-        if self.owned is not None:
-            self.owned.copy_(state["owned"])
+        for mine, name in ((self.residual, "residual"), (self.owned, "owned")):
+            if mine is not None:
+                mine.copy_(state[name])

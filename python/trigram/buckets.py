@@ -54,6 +54,11 @@ class Bucket:
         self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.flags = self.memory[total:] if length is None else None
         self.nbytes = self.memory.nbytes
+        # Between and after the gradients: a codec's means may leave something there.
+        used = torch.zeros(whole, dtype=torch.bool)
+        for a, p in zip(at, chosen, strict=True):
+            used[a : a + p.numel()] = True
+        self.gaps = (~used).nonzero().flatten() if length is not None else None
         self.pending: set[int] = set()
         self.unused: list[int] = []
         self.begun = False
@@ -84,6 +89,8 @@ class Bucket:
             torch._foreach_copy_([v for v, _ in fresh], [g for _, g in fresh])
         self.pending = set()
         self.begun = True
+        if self.gaps is not None:
+            self.memory.index_fill_(0, self.gaps, 0)
         if self.flags is not None:
             self.flags.fill_(1)
             for k in self.unused:

@@ -121,8 +121,8 @@ class Gradients(Carrier):
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """What is remembered of each parameter: it moves with the parameter."""
-        of_coding = self.coding.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
-        for i, a, b in zip(bucket.params, bucket.average.parts(bucket.views), of_coding, strict=True):
+        of_average, of_coding = bucket.average.parts(bucket.views), self._coding_parts(bucket)
+        for i, a, b in zip(bucket.params, of_average, of_coding, strict=True):
             yield i, {**a, **b}
 
     def watch(self, model: nn.Module) -> None:
@@ -327,14 +327,11 @@ class Gradients(Carrier):
         return {
             **super().state(),
             "order": None if self.order is not None else [i for b in self.buckets for i in b.params],
-            "buckets": [
-                {
-                    "average": b.average.state(),
-                    "parts": [{k: t.clone() for k, t in parts.items()} for _, parts in self._parts(b)],
-                }
-                for b in self.buckets
-            ],
+            "buckets": [(b.average.state(), self._coding_parts(b)) for b in self.buckets],
         }
+
+    def _coding_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+        return self.coding.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
@@ -342,10 +339,10 @@ class Gradients(Carrier):
         if state["order"] is not None:
             self._deal(state["order"])
             self.order = None
-        for bucket, kept in zip(self.buckets, state["buckets"], strict=True):
-            bucket.average.load(kept["average"])
-            for (_, parts), saved in zip(self._parts(bucket), kept["parts"], strict=True):
-                for name, part in parts.items():
+        for bucket, (average, parts) in zip(self.buckets, state["buckets"], strict=True):
+            bucket.average.load(average)
+            for mine, saved in zip(self._coding_parts(bucket), parts, strict=True):
+                for name, part in mine.items():
                     part.copy_(saved[name])
 
     def stats(self) -> dict[str, Any]:

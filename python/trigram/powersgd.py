@@ -140,8 +140,12 @@ class PowerAverage:
         """Nothing."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing else."""
-        return {}
+        """Residuals and Q, by matrix."""
+        kept = {f"residual {k}": m.residual.clone() for k, m in enumerate(self.matrices)}
+        return kept | {f"q {k}": m.q.clone() for k, m in enumerate(self.matrices)}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Nothing else."""
+        """See :meth:`state`."""
+        for k, m in enumerate(self.matrices):
+            m.residual.copy_(state[f"residual {k}"])
+            m.q.copy_(state[f"q {k}"])

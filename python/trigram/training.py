@@ -18,7 +18,7 @@ from trigram.carrier import Carrier, Channels, agree_on_algorithm
 from trigram.collectives import AnyGroup
 from trigram.compose import check, compose
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.exchange import mean_of
+from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
 from trigram.weights import Weights, running
 from trigram.world import Group, current, resolve
@@ -210,7 +210,9 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     else:
         carrier.abandon()
         _await_all(carrier, timeout)
-        own = []
+        weights = [p.detach() for p in model.parameters()]
+        # An average of equals may differ from them in the last bit.
+        own = [] if same_everywhere(weights, carrier.channels) else weights
     tensors = [*own, *(b for b in model.buffers() if b.numel())]
     replicas = [(t, t.clone()) for t in tensors]
     mean_of(tensors, carrier.channels)
@@ -236,7 +238,7 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
     """
     job = _job(model, "algorithm_state")
     state: dict[str, Any] = {
-        "algorithm": str(job.plan.value),
+        "algorithm": job.plan.title,
         "world_size": job.size,
         "behind": job.behind,
         "warming": job.warming,
@@ -256,10 +258,10 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
         MisuseError: It is another algorithm's, or another number of ranks saved it.
     """
     job = _job(model, "load_algorithm_state")
-    if (state["algorithm"], state["world_size"]) != (str(job.plan.value), job.size):
+    if (state["algorithm"], state["world_size"]) != (job.plan.title, job.size):
         raise MisuseError(
             f"load_algorithm_state: the state is of {state['algorithm']} with {state['world_size']} ranks, "
-            f"this is {job.plan.value} with {job.size}; take trigram.consensus weights to go on with another"
+            f"this is {job.plan.title} with {job.size}; take trigram.consensus weights to go on with another"
         )
     if job.warming and not state["warming"]:
         job.proceed()

@@ -126,7 +126,9 @@ def make_optimizer(name: str, model: nn.Module, algorithm: str | None = None) ->
         return trigram.QAdam(model.parameters(), 3e-3)
     if name == "gpt":
         return torch.optim.Adam(model.parameters(), RECIPES[name].lr)
-    return torch.optim.SGD(model.parameters(), RECIPES[name].lr, momentum=0.9)
+    # Signs of what was kept back come in bursts, which momentum at the full rate does not stand.
+    lr = RECIPES[name].lr * (0.2 if algorithm == "signsgd" else 1)
+    return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
 
 def options(name: str, algorithm: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from trigram import codings
 from trigram.algorithms import find
-from trigram.average import Average, FullAverage
+from trigram.average import FullAverage
 from trigram.buckets import Bucket
 from trigram.carrier import Channels
 from trigram.collectives import AnyGroup
@@ -24,29 +24,42 @@ class HookState:
     def __init__(self, coding: codings.Coding, channels: Channels) -> None:
         self.coding, self.channels = coding, channels
         self.steps = 0
-        self.averages: dict[tuple[int, int], tuple[Any, Average]] = {}
+        self.buckets: dict[int, tuple[list[int], Bucket]] = {}
+        self.kept: dict[int, dict[str, torch.Tensor]] = {}
         # Second legs and waits, in the order of the buckets.
         self.thread = ThreadPoolExecutor(1, "trigram-ddp")
 
-    def of(self, bucket: dist.GradBucket) -> tuple[Any, Average]:
-        """The flat tensor of a bucket, and its average."""
-        grads = bucket.buffer()
-        key = (bucket.index(), grads.numel())
-        if key not in self.averages:
-            shapes = [g.detach() for g in bucket.gradients()]
-            layout = self.coding.layout(grads.dtype, self.channels.size)
-            made = Bucket(range(len(shapes)), shapes, layout)
-            if layout is None:
-                average: Average = FullAverage(made.memory, self.channels)
-            else:
-                average = self.coding.average(made, self.channels)
-            self.averages[key] = (made, average)
-        return self.averages[key]
+    def of(self, bucket: dist.GradBucket) -> Bucket:
+        """Our side of a bucket. After its first step torch deals parameters anew; residuals move along."""
+        ids = [id(p) for p in bucket.parameters()]
+        known = self.buckets.get(bucket.index())
+        if known is not None and known[0] == ids:
+            return known[1]
+        if known is not None:
+            for old_ids, old in self.buckets.values():
+                old.average.fold()
+                self.kept |= dict(zip(old_ids, old.average.parts(old.views), strict=True))
+            self.buckets.clear()
+        grads = [g.detach() for g in bucket.gradients()]
+        layout = self.coding.layout(grads[0].dtype, self.channels.size)
+        made = Bucket(range(len(grads)), grads, layout)
+        made.average = (
+            FullAverage(made.memory, self.channels)
+            if layout is None
+            else self.coding.average(made, self.channels)
+        )
+        for key, parts in zip(ids, made.average.parts(made.views), strict=True):
+            for name, part in self.kept.get(key, {}).items():
+                parts[name].copy_(part)
+        self.buckets[bucket.index()] = (ids, made)
+        return made
 
 
 def _hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    made, average = state.of(bucket)
-    grads = bucket.gradients()
+    made = state.of(bucket)
+    average, grads = made.average, bucket.gradients()
+    if made.gaps is not None:
+        made.memory.index_fill_(0, made.gaps, 0)
     torch._foreach_copy_(made.views, grads)
     average.start(state.steps)
     state.steps += bucket.is_last()

@@ -17,7 +17,7 @@ import torch
 from trigram import collectives, flat
 from trigram.average import CodedAverage, FullAverage, padded
 from trigram.carrier import Channels
-from trigram.codecs import Codec
+from trigram.codecs import Codec, find
 from trigram.powersgd import PowerAverage
 
 
@@ -164,7 +164,9 @@ class Differences(Exchange):
         self.average: Any
         if codec is not None:
             self.dropped = torch.zeros_like(self.agreed)
-            self.average = CodedAverage(self.out, channels, codec, codec, (False, True), self.dropped)
+            # A sign of a mean would be a second guess on top of the first.
+            second = find("int8") if codec.name == "sign" else codec
+            self.average = CodedAverage(self.out, channels, codec, second, (False, True), self.dropped)
         elif power is not None:
             self.average = PowerAverage(self.out, self.taken.views, channels, power)
         else:

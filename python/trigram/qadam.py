@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, UnsupportedError
 
 _FLOOR = 0.01
 """The root of the frozen variance is at least this share of its rms over the tensor: where the
@@ -63,13 +63,13 @@ class QAdam(torch.optim.Optimizer):
                 self._root(p, group)
 
     def _root(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The floored root of the frozen variance; 0 where nothing was ever seen."""
+        """The floored root of the frozen variance; infinite, so that nothing moves, where it is 0."""
         state = self._of(p)
         if "root" not in state:
             correction = 1 - group["betas"][1] ** max(state["step"], 1)
             root = (state["exp_avg_sq"] / correction).sqrt()
             floor = root.square().mean().sqrt() * _FLOOR
-            state["root"] = torch.where(root > 0, root.clamp(min=float(floor)), root)
+            state["root"] = torch.where(root > 0, root.clamp(min=float(floor)), torch.inf)
         root = state["root"]
         assert isinstance(root, torch.Tensor)
         return root
@@ -81,12 +81,14 @@ class QAdam(torch.optim.Optimizer):
             if any(q is p for q in group["params"]):
                 beta = group["betas"][0]
                 grad.mul_(1 - beta).add_(self._of(p)["exp_avg"], alpha=beta)
-                grad.masked_fill_(self._root(p, group) == 0, 0.0)
+                grad.masked_fill_(self._root(p, group).isinf(), 0.0)
                 return
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """One step."""
+        if self._is_scaled():
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -110,6 +112,27 @@ class QAdam(torch.optim.Optimizer):
                 rate = group["lr"] / (1 - beta1 ** state["step"])
                 p.addcdiv_(m, root + group["eps"], value=-rate)
         return loss
+
+    # GradScaler gives its scale to an optimizer that says so, and leaves the rest to it.
+    _step_supports_amp_scaling = True
+
+    def _is_scaled(self) -> bool:
+        """Divides by the scale of a GradScaler, if there is one; true where the step must be skipped."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.frozen:
+            raise UnsupportedError(
+                "qadam beside GradScaler: what is averaged is part momentum, which has no scale, and part "
+                "gradient, which has; use autocast to bfloat16, which needs no scaler"
+            )
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale)
+        return bool(found)
 
     def state_dict(self) -> dict[str, Any]:
         """The moments, and whether the variance is frozen."""

@@ -80,10 +80,10 @@ class Job:
         """The warm-up is over."""
         model = self.model()
         assert model is not None
-        joining = self.carrier.joining if self.carrier else False
+        sync = self.carrier.sync if self.carrier else True
         self.end()
         self.carrier = self._compose(model)
-        self.carrier.joining = joining
+        self.carrier.sync = sync
         return self.carrier
 
     @property

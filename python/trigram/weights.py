@@ -238,7 +238,7 @@ class Weights(Carrier):
             self.average(model)  # what is remembered of them begins anew, where all are equal
             self.find_parameters(model)
             self._prepare()
-        if self.sync and self.steps > self.seen:
+        if self.steps > self.seen:
             self.seen = self.steps
             self.rounds.boundary(self.steps)
 

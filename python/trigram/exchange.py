@@ -177,6 +177,7 @@ class Differences(Exchange):
     def start(self, round: int) -> None:
         """See :class:`Exchange`."""
         torch.sub(self.inp, self.agreed, out=self.out)
+        self.out[self.given.total :].zero_()  # a sign of nothing is not nothing
         self.average.start(round)
         self.sent += self.average.sent
 

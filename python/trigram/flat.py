@@ -56,8 +56,8 @@ class Flat:
     ) -> None:
         self.tensors = list(tensors)
         dtype = dtype or tensors[0].dtype
-        at, total = offsets(tensors, dtype)
-        self.memory = collectives.empty(total if length is None else length(total), dtype=dtype)
+        at, self.total = offsets(tensors, dtype)
+        self.memory = collectives.empty(self.total if length is None else length(self.total), dtype=dtype)
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
 

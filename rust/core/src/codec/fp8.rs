@@ -18,7 +18,7 @@ pub struct Fp8([f32; 256]);
 impl Default for Fp8 {
     fn default() -> Self {
         let mut table = [f32::NAN; 256];
-        for (code, value) in (0u8..).zip(&mut table) {
+        for (code, value) in (0..=u8::MAX).zip(&mut table) {
             let (exponent, mantissa) = (i32::from(code >> 3 & 15), f32::from(code & 7));
             let size = match exponent {
                 0 => mantissa / 512.0,

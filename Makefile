@@ -33,8 +33,8 @@ lint: .venv/ready
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 	$(BIN)/python tools/check_layers.py
-	$(BIN)/ruff format --check python tests examples tools
-	$(BIN)/ruff check python tests examples tools
+	$(BIN)/ruff format --check python tests benches examples tools
+	$(BIN)/ruff check python tests benches examples tools
 
 test-rust:
 	cargo test --workspace --exclude trigram-python --locked --quiet
@@ -45,7 +45,7 @@ test-python: build
 
 fmt: .venv/ready
 	cargo fmt --all
-	$(BIN)/ruff format python tests examples tools
+	$(BIN)/ruff format python tests benches examples tools
 
 clean:
 	rm -rf target .venv demo-out python/trigram/*.so

@@ -71,7 +71,6 @@ class Gradients(Carrier):
         self.coding = coding or Coding()
         self.bucket_bytes = bucket_bytes
         self.sync_buffers = True
-        self.calls = [0, 0]
         self.busy = 0.0
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
@@ -171,6 +170,7 @@ class Gradients(Carrier):
 
     def begin(self) -> None:
         """No gradient is here yet."""
+        self.calls = self.channels.first.core.next(), self.channels.second.core.next()
         self.next = 0
         self.second = 0
         self.began = 0.0
@@ -257,35 +257,38 @@ class Gradients(Carrier):
 
     def _through(self) -> list[int]:
         """How many calls both groups have seen when this pass is over."""
-        first = len(self.buckets) + (self.flags is not None)
-        return [self.calls[0] + first, self.calls[1] + sum(b.average.calls for b in self.buckets)]
+        calls = (len(self.buckets) + (self.flags is not None), len(self.twofold))
+        return [a + b for a, b in zip(self.calls, calls, strict=True)]
 
-    def _finish(self) -> None:
-        """Awaits all of this pass. The first error is raised once all have ended."""
-        self.active = False
+    def _finish(self, failed: str | None = None) -> None:
+        """Awaits all of this pass; after a failure, only its end. The first error is raised then.
+
+        Nothing of a pass that was given up is called any more: all ranks count alike.
+        """
         through = self._through()
         error: TrigramError | None = None
         waits = time.perf_counter()
-        flags = self._share_flags() if self.next == len(self.buckets) else None
-        for bucket in self.buckets:
-            try:
-                if error is None and bucket.begun:
-                    bucket.average.wait()
-                    self._advance()
-                elif bucket.begun:
-                    bucket.average.forget()
-            except TrigramError as e:
-                if error is None:
-                    error = e
-                    self._give_up(through, "a collective of this pass failed")
-                with contextlib.suppress(TrigramError):
-                    bucket.average.forget()
+        flags = None
+        if failed is not None:
+            self._give_up(through, failed)
         try:
+            if failed is None and self.next == len(self.buckets):
+                flags = self._share_flags()
+            for bucket in self.buckets if failed is None else []:
+                bucket.average.wait()
+                self._advance()
             if flags is not None:
                 flags.wait()
         except TrigramError as e:
-            error = error or e
-        self.calls = through
+            error = e
+            self._give_up(through, "a collective of this pass failed")
+        if failed is not None or error is not None:
+            ends: list[Callable[[], object]] = [b.average.forget for b in self.buckets if b.begun]
+            ends += [flags.wait] if flags is not None else []
+            for end in ends:
+                with contextlib.suppress(TrigramError):
+                    end()
+        self.active = False
         now = time.perf_counter()
         self.waited += now - waits
         self.busy += now - (self.began or waits)
@@ -303,9 +306,7 @@ class Gradients(Carrier):
         """Gives up a backward pass that ended with an exception, on all ranks."""
         if not self.active:
             return
-        self._give_up(self._through(), "it ended with an exception")
-        with contextlib.suppress(TrigramError):  # that it was given up is what we said ourselves
-            self._finish()
+        self._finish("it ended with an exception")
 
     def shadow_step(self) -> None:
         """A step with gradients of zero."""

@@ -1,6 +1,7 @@
 //! A group of ranks, and the calls they can make.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
@@ -92,6 +93,9 @@ impl Group {
     }
 
     fn submission(&self, request: Request, limit: Option<Duration>) -> Submission {
+        if request.message.is_none() {
+            self.members.made.fetch_add(1, Ordering::Relaxed);
+        }
         Submission {
             members: self.members.clone(),
             request,
@@ -126,9 +130,15 @@ impl Group {
         Ok(ticket)
     }
 
+    /// The number of the next collective, as [`Group::abort`] counts them.
+    pub fn next(&self) -> u64 {
+        self.members.made.load(Ordering::Relaxed)
+    }
+
     /// Gives up all collectives of this group before the `through`-th, on all ranks: those under
     /// way fail with [`Error::Aborted`], those not yet made are skipped.
     pub fn abort(&self, through: u64, why: &str) -> Result<()> {
+        self.members.made.fetch_max(through, Ordering::Relaxed);
         self.engine.abort(self.members.clone(), through, Error::Aborted(why.to_string()))
     }
 }

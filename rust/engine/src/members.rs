@@ -1,6 +1,6 @@
 //! Who is in a group, and how each member is reached.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use trigram_core::planner::Layout;
 use trigram_core::schedule::Place;
@@ -35,6 +35,8 @@ pub struct Members {
     pub me: Place,
     /// The group as schedules see it.
     pub layout: Layout,
+    /// Collectives that this rank has made, or skipped.
+    pub made: AtomicU64,
     locals: Vec<Local>,
 }
 
@@ -72,7 +74,7 @@ impl Members {
             }
         }
         let layout = Layout { me, world: ranks.len() as u32, hosts };
-        Ok(Self { id, name, ranks, me, layout, locals })
+        Ok(Self { id, name, ranks, me, layout, made: AtomicU64::new(0), locals })
     }
 
     /// The place of a world rank.

@@ -309,6 +309,11 @@ impl Group {
         Ok(None)
     }
 
+    /// The number of the next collective of this group.
+    fn next(&self) -> u64 {
+        self.0.next()
+    }
+
     /// Gives up the collectives before the `through`-th, on all ranks.
     fn abort(&self, py: Python<'_>, through: u64, why: &str) -> PyResult<()> {
         py.detach(|| self.0.abort(through, why)).raise(py)

@@ -1,0 +1,386 @@
+"""What each algorithm learns: held-out loss on real data after as many samples as DistributedDataParallel.
+
+    python benches/losses.py --out losses-out [--ranks 4] [--seeds 0,1,2] [--algorithms ...] [--workloads ...]
+
+Every run of a seed starts at the same weights, sees the same batches and has the same schedule (linear
+warm-up over 5 % of the steps, then half a cosine); only what its card in `CARDS` says differs. The loss is
+that of the averaged weights; asynchronous rounds are at most one step old. Writes results.json, curves.png
+and table.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import time
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hosts
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trigram
+from trigram.cli import launch, workloads
+
+DDP, DDP_ADAM = "ddp", "ddp_adam"
+SMOOTH = 20
+
+
+@dataclass(frozen=True)
+class Card:
+    """How an algorithm is used where that is not as DDP.
+
+    Attributes:
+        lr: By workload: its learning rate beside that of DDP, where it is another.
+        options: What `with_bagua` is told.
+        warmup: The share of all steps that average full gradients first (`warmup_steps`).
+        optimizer: Whether `with_bagua` is given the optimizer.
+    """
+
+    lr: dict[str, float] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    warmup: float = 0.0
+    optimizer: bool = False
+
+
+# A gradient that only one rank has, as those of rare words, makes Adam's step on that rank as large as DDP's
+# on all, and averaging the weights divides it by the number of ranks.
+LOCAL_ADAM = {"gpt": 1.5, "characters": 2.0}
+
+CARDS: dict[str, Card] = {
+    "gradient_allreduce": Card(),
+    "bytegrad": Card(),
+    "decentralized": Card(LOCAL_ADAM),
+    "low_precision_decentralized": Card(LOCAL_ADAM),
+    "async": Card({"characters": 1.5}),
+    "async_low_precision": Card({"characters": 1.5}),
+    "async_decentralized": Card({"characters": 1.5}),
+    "async_low_precision_decentralized": Card({"characters": 1.5}),
+    # Its variance is frozen after the warm-up: what was rare until then, and is not later, steps too far.
+    "qadam": Card({"characters": 0.25}, warmup=0.2, optimizer=True),
+    "local_sgd": Card({"characters": 2.0}, optimizer=True),
+    # A momentum of 0.9 outside needs some hundred rounds; these trainings have a few dozen.
+    "diloco": Card({"characters": 1.5}, {"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3}),
+    "powersgd": Card(warmup=0.2),
+    # An element travels every hundred steps or so: until there is something to wait for, all of them do.
+    "topk": Card(warmup=0.25),
+    "signsgd": Card({"digits": 0.5, "gpt": 0.7, "characters": 0.7}, warmup=0.2),
+    "push_sum": Card(LOCAL_ADAM),
+}
+
+
+class Task(NamedTuple):
+    """A workload: samples that a rank takes in a step, steps, learning rates with SGD and with Adam."""
+
+    batch: int
+    steps: int
+    sgd: float
+    adam: float
+    uses: str
+
+
+# DDP's best learning rates to a factor of two, so that no other one gains by a rate that suits all.
+TASKS = {
+    "digits": Task(16, 500, 0.05, 3e-3, "sgd"),
+    "gpt": Task(2, 500, 0.0, 3e-3, "adam"),
+    "characters": Task(32, 700, 0.0, 2e-2, "adam"),
+}
+
+
+class Characters(nn.Module):
+    """Scores a character's category from embeddings of its block, direction, width, and words of its name."""
+
+    def __init__(self, sizes: Sequence[int], words: int, categories: int, width: int = 32) -> None:
+        super().__init__()
+        self.single = nn.ModuleList(nn.Embedding(size, width) for size in sizes)
+        self.words = nn.EmbeddingBag(words, width, mode="sum", padding_idx=0)
+        hidden = nn.Linear((len(sizes) + 1) * width, 64)
+        self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(64, categories))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Takes ids: a column per single feature, then the words."""
+        singles = [embedding(x[:, column]) for column, embedding in enumerate(self.single)]
+        return self.head(torch.cat([*singles, self.words(x[:, len(self.single) :])], 1))
+
+
+@lru_cache(maxsize=1)
+def characters() -> workloads.Split:
+    """Named Unicode characters, from Python's own table; every eighth, in a random order, is held out."""
+    # Tens of thousands of ideographs and Korean syllables are all the same, and named by number.
+    alike = ("CJK UNIFIED", "CJK COMPATIBILITY IDEO", "HANGUL SYLLABLE")
+    named = [(point, unicodedata.name(chr(point), "")) for point in range(sys.maxunicode + 1)]
+    named = [(point, name) for point, name in named if name and not name.startswith(alike)]
+    points, words = [chr(point) for point, _ in named], [name.split() for _, name in named]
+    ends = Counter(word for each in words for word in (each[0], each[-1]))
+    known = {word: number for number, word in enumerate(sorted(w for w in ends if ends[w] > 1), 1)}
+    columns = [
+        _numbered([point // 128 for point, _ in named]),
+        _numbered([unicodedata.bidirectional(each) for each in points]),
+        _numbered([unicodedata.east_asian_width(each) for each in points]),
+        [known.get(each[0], 0) for each in words],
+        [known.get(each[-1], 0) for each in words],
+    ]
+    x, y = torch.tensor(columns).T, torch.tensor(_numbered([unicodedata.category(each) for each in points]))
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    held, kept = order[: len(x) // 8], order[len(x) // 8 :]
+    return workloads.Split(x[kept], y[kept], x[held], y[held])
+
+
+def _numbered(values: Sequence[Any]) -> list[int]:
+    number = {value: index for index, value in enumerate(sorted(set(values)))}
+    return [number[value] for value in values]
+
+
+def data(workload: str) -> workloads.Split:
+    """A workload's training part and held-out part."""
+    return characters() if workload == "characters" else workloads.data(workload)
+
+
+def make_model(workload: str) -> nn.Module:
+    """A fresh model; its weights depend on torch's seed alone."""
+    if workload != "characters":
+        return workloads.make_model(workload)
+    split = characters()
+    x, y = torch.cat([split.x, split.held_x]), torch.cat([split.y, split.held_y])
+    sizes = [int(column.max()) + 1 for column in x[:, :3].T]
+    return Characters(sizes, int(x[:, 3:].max()) + 1, int(y.max()) + 1)
+
+
+def batches(split: workloads.Split, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches, without end: each epoch a new permutation, of which the ranks take turns."""
+    generator, rank, world = torch.Generator().manual_seed(seed), dist.get_rank(), dist.get_world_size()
+    while True:
+        order = torch.randperm(len(split.x), generator=generator)[rank::world]
+        for start in range(0, len(split.x) // world - size + 1, size):
+            index = order[start : start + size]
+            yield split.x[index], split.y[index]
+
+
+def evaluate(model: nn.Module, split: workloads.Split) -> float:
+    """The mean loss on the held-out part, in nats per label."""
+    model.eval()
+    with torch.no_grad():
+        parts = zip(split.held_x.split(256), split.held_y.split(256), strict=True)
+        total = sum(float(workloads.loss_of(model, x, y)) * len(x) for x, y in parts)
+    model.train()
+    return total / len(split.held_x)
+
+
+def wrap(
+    algorithm: str, module: nn.Module, lr: float, kind: str, steps: int, workload: str | None, **more: Any
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The module made data-parallel by an algorithm, or by DDP, and its optimizer.
+
+    Args:
+        algorithm: Its name, or `DDP`.
+        module: The model.
+        lr: What DDP trains with.
+        kind: "sgd" or "adam".
+        steps: How many there will be.
+        workload: Whose learning rate and options the card tells; None: defaults, and a warm-up of two steps.
+        **more: Further options.
+    """
+    card = CARDS.get(algorithm, Card())
+    lr *= card.lr.get(workload, 1.0) if workload else 1.0
+    optimizer: torch.optim.Optimizer
+    if algorithm == "qadam":
+        optimizer = trigram.QAdam(module.parameters(), lr=lr)
+    elif kind == "sgd":
+        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+    else:
+        optimizer = torch.optim.Adam(module.parameters(), lr=lr)
+    if algorithm in (DDP, DDP_ADAM):
+        return DistributedDataParallel(module), optimizer
+    options: dict[str, Any] = dict(card.options) if workload else {}
+    if card.warmup:
+        options["warmup_steps"] = max(2, round(card.warmup * steps)) if workload else 2
+    if card.optimizer:
+        options["optimizer"] = optimizer
+    return trigram.with_bagua(module, algorithm, **options, **more), optimizer
+
+
+def train(workload: str, algorithm: str, seed: int, steps: int) -> dict[str, Any]:
+    """One training; its result is the same on all ranks."""
+    task, split = TASKS[workload], data(workload)
+    kind = "adam" if algorithm in ("qadam", DDP_ADAM) else task.uses
+    # Where ranks share processors an exchange lasts several of such small steps; between hosts it need not.
+    more = {"staleness": 1} if algorithm.startswith("async") else {}
+    torch.manual_seed(seed)
+    module, lr = make_model(workload), getattr(task, kind)
+    model, optimizer = wrap(algorithm, module, lr, kind, steps, workload, **more)
+    stream, losses = batches(split, task.batch, seed), []
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    started = time.perf_counter()
+    for step in range(steps):
+        share = min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * share
+        x, y = next(stream)
+        optimizer.zero_grad()
+        loss = workloads.loss_of(model, x, y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    seconds = time.perf_counter() - started
+    with nullcontext() if algorithm in (DDP, DDP_ADAM) else trigram.consensus(model):
+        held = evaluate(model, split) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+    numbers = torch.tensor([held, *(loss / dist.get_world_size() for loss in losses)], dtype=torch.float64)
+    dist.all_reduce(numbers)
+    return {
+        "workload": workload,
+        "algorithm": algorithm,
+        "seed": seed,
+        "held_out": float(numbers[0]),
+        "losses": numbers[1:].tolist(),
+        "seconds": seconds,
+    }
+
+
+def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row per workload and algorithm: its mean held-out loss over seeds, beside its reference's."""
+    held: dict[tuple[str, str], list[float]] = {}
+    for run in runs:
+        held.setdefault((run["workload"], run["algorithm"]), []).append(run["held_out"])
+    rows = []
+    for (workload, algorithm), values in held.items():
+        against = DDP_ADAM if algorithm == "qadam" and TASKS[workload].uses == "sgd" else DDP
+        reference = held[workload, against]
+        mean, base = statistics.fmean(values), statistics.fmean(reference)
+        spread = statistics.stdev(reference) if len(reference) > 1 else 0.0
+        errors = 100 * 2 * spread / math.sqrt(len(reference)) / base
+        percent = 100 * (mean / base - 1)
+        rows.append(
+            {"workload": workload, "algorithm": algorithm, "seeds": len(values), "held_out": mean}
+            | {"against": against, "percent": percent, "two_standard_errors": errors}
+            | {"within": percent <= max(1.0, errors)}
+        )
+    return rows
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> str:
+    """The table; losses in nats."""
+    lines = [
+        "| workload | algorithm | held-out loss | beside | difference | 2 SE of DDP | within max(1 %, 2 SE) |"
+    ]
+    lines.append("|---|---|---:|---|---:|---:|---|")
+    for row in rows:
+        verdict = "" if row["algorithm"] in (DDP, DDP_ADAM) else "yes" if row["within"] else "**no**"
+        lines.append(
+            f"| {row['workload']} | {row['algorithm']} | {row['held_out']:.4f} | {row['against']} "
+            f"| {row['percent']:+.1f} % | {row['two_standard_errors']:.1f} % | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
+    """Training curves, means over seeds: a row of panels per workload, a column per family."""
+    from matplotlib.figure import Figure
+
+    known = {each["name"]: each for each in trigram.algorithms()}
+
+    def family(name: str) -> str:
+        if known[name]["when"].startswith("async"):
+            return "asynchronous"
+        if known[name]["when"].startswith("every"):
+            return "every few steps"
+        return "gradients" if known[name]["who"].startswith("central") else "gossip"
+
+    names = [run["workload"] for run in runs]
+    shown = [workload for workload in TASKS if workload in names]
+    families = ("gradients", "gossip", "asynchronous", "every few steps")
+    figure = Figure(figsize=(4 * len(families), 3.2 * len(shown)), layout="constrained")
+    panels = figure.subplots(len(shown), len(families), squeeze=False, sharey="row", sharex="row")
+    for row, workload in zip(panels, shown, strict=True):
+        curves: dict[str, list[list[float]]] = {}
+        for run in runs:
+            if run["workload"] == workload:
+                curves.setdefault(run["algorithm"], []).append(run["losses"])
+        for axes, title in zip(row, families, strict=True):
+            for name, losses in curves.items():
+                if name in known and family(name) != title:
+                    continue
+                mean = torch.tensor(losses).mean(0)
+                width = min(SMOOTH, len(mean))
+                smooth = mean.unfold(0, width, 1).mean(1)
+                style = {} if name in known else {"color": "black", "alpha": 0.4, "linewidth": 3}
+                if name == DDP_ADAM:
+                    style["linestyle"] = ":"
+                axes.plot(range(width, width + len(smooth)), smooth, label=name, **style)
+            axes.set(title=f"{workload}: {title}", xlabel="step", yscale="log")
+            axes.grid(alpha=0.3, which="both")
+            axes.legend(fontsize="x-small")
+        row[0].set_ylabel(f"training loss, nats (mean of {SMOOTH} steps)")
+    figure.savefig(file, dpi=110)
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One rank: trains everything; rank 0 tells and writes what came out, after each training."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trigram.init()
+    runs: list[dict[str, Any]] = []
+    skipped: dict[str, str] = {}
+    first = dist.get_rank() == 0
+    for workload in args.workloads:
+        references = (
+            [DDP, DDP_ADAM] if TASKS[workload].uses == "sgd" and "qadam" in args.algorithms else [DDP]
+        )
+        for algorithm in (*references, *args.algorithms):
+            for seed in args.seeds:
+                try:
+                    run = train(workload, algorithm, seed, args.steps or TASKS[workload].steps)
+                except (trigram.UnsupportedError, AttributeError) as error:
+                    skipped[algorithm] = str(error)
+                    break
+                runs.append(run)
+                if first:
+                    words = (workload, algorithm, f"seed {seed}", f"held out {run['held_out']:.4f}")
+                    print(*words, f"{run['seconds']:.1f} s", flush=True)
+                    facts = {"ranks": dist.get_world_size(), "torch": torch.__version__, "skipped": skipped}
+                    text = json.dumps(facts | {"table": table(runs), "runs": runs}, indent=1)
+                    (args.out / "results.json").write_text(text + "\n")
+    if first:
+        notes = "".join(f"\nskipped: {name}: {why}\n" for name, why in skipped.items())
+        (args.out / "table.md").write_text(markdown(table(runs)) + notes)
+        draw(runs, args.out / "curves.png")
+        print("\n" + markdown(table(runs)) + notes)
+    launch.leave_job()
+
+
+def main() -> int:
+    """Starts the ranks, or is one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(CARDS))
+    parser.add_argument(
+        "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2]
+    )
+    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(TASKS))
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, help="in place of each workload's own number of steps")
+    parser.add_argument("--out", type=Path, default=Path("losses-out"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" not in os.environ:
+        return hosts.start(sys.argv, args.ranks)
+    rank_main(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,11 +1,16 @@
 """Several hosts on one machine: network namespaces on shaped cables to a switch; and ranks started on them.
 
-Used by the other scripts of this folder. Namespaces need root and iproute2; everything made here has this
-process's id in its name, and is gone when the `with` block ends, however it ends (but for SIGKILL).
+Used by the other scripts of this folder, and a command of its own:
+
+    python benches/hosts.py --hosts 4 --rate 1gbit -- -m trigram bench all_reduce --sizes 1M,25M --against gloo
+
+Namespaces need root and iproute2; everything made here has this process's id in its name, and is gone when the
+`with` block ends, however it ends (but for SIGKILL).
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -32,14 +37,20 @@ class Hosts:
 
     Args:
         count: How many hosts.
-        rate: What `tc` calls a rate ("1gbit", "100mbit"); None leaves the cables unshaped.
+        rate: What `tc` calls a rate ("1gbit", "100mbit"), or one for each host with commas between
+            them; None leaves the cables unshaped.
     """
 
     def __init__(self, count: int, rate: str | None = None) -> None:
-        self.count, self.rate = count, rate
-        self.names = [f"tgbench{os.getpid()}h{host}" for host in range(count)]
+        self.count = count
+        rates = rate.split(",") if rate else []
+        self.rates = rates * count if len(rates) == 1 else rates
+        if self.rates and len(self.rates) != count:
+            raise ValueError(f"{len(self.rates)} rates for {count} hosts")
+        self.prefix = f"tgbench{os.getpid()}"
+        self.names = [f"{self.prefix}h{host}" for host in range(count)]
         self.addresses = [f"{NETWORK}{host + 1}" for host in range(count)]
-        self.switch = f"tgbench{os.getpid()}sw"
+        self.switch = f"{self.prefix}sw"
 
     def __enter__(self) -> Hosts:
         signal.signal(signal.SIGTERM, leave)
@@ -77,11 +88,22 @@ class Hosts:
             # By route: not every kernel lets a namespace change its default.
             route = (f"{NETWORK}0/24", "dev", INTERFACE, "src", address, "congctl", CONGESTION_CONTROL)
             _run(*inside, "route", "replace", *route)
-            if self.rate is not None:
-                for namespace, device in ((name, INTERFACE), (self.switch, port)):
-                    _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", SEGMENT)
-                    shape = ("root", "tbf", "rate", self.rate, "burst", BURST, "latency", "50ms")
-                    _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *shape)
+            if self.rates:
+                shape(self.prefix, host, self.rates[host])
+
+
+def shape(prefix: str, host: int, rate: str) -> None:
+    """Gives a host's cable a rate, both ways, also while it is in use.
+
+    Args:
+        prefix: Of the hosts' names: `Hosts.prefix`, or `TRIGRAM_BENCH_HOSTS` in a rank.
+        host: Which.
+        rate: As `tc` writes it.
+    """
+    for namespace, device in ((f"{prefix}h{host}", INTERFACE), (f"{prefix}sw", f"port{host}")):
+        _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", SEGMENT)
+        tbf = ("root", "tbf", "rate", rate, "burst", BURST, "latency", "50ms")
+        _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *tbf)
 
 
 def start(
@@ -108,6 +130,7 @@ def start(
     }
     if hosts:
         shared |= {"GLOO_SOCKET_IFNAME": INTERFACE, "TRIGRAM_IFACE": INTERFACE}
+        shared["TRIGRAM_BENCH_HOSTS"] = hosts.prefix
     signal.signal(signal.SIGTERM, leave)
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
@@ -160,3 +183,21 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def main() -> int:
+    """Runs `python ARGUMENTS` once on each host."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks", type=int, help="as many as hosts, if not given")
+    parser.add_argument("--rate", help="of each cable, or one for each with commas; else unshaped")
+    parser.add_argument("arguments", nargs="+", help="behind --: what python runs")
+    args = parser.parse_args()
+    with Hosts(args.hosts, args.rate) as namespaces:
+        return start(args.arguments, args.ranks or args.hosts, namespaces)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

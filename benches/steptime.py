@@ -365,7 +365,7 @@ def main() -> int:
     parser.add_argument("--rate", help="of each host's cable, both ways: 1gbit, 100mbit; else unshaped")
     methods = [*PEERS, *losses.CARDS]
     parser.add_argument("--methods", type=lambda text: text.split(","), default=methods)
-    for flag, value in (("width", 384), ("heads", 6), ("layers", 6), ("batch", 8), ("untimed", 4)):
+    for flag, value in (("width", 384), ("heads", 6), ("layers", 6), ("batch", 4), ("untimed", 4)):
         parser.add_argument(f"--{flag}", type=int, default=value)
     parser.add_argument("--steps", type=int, help="timed steps (10); with --to-loss those of DDP (60)")
     parser.add_argument("--repeats", type=int, default=2)

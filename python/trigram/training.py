@@ -318,7 +318,9 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
 
     Returns:
         For the process or a group: ``calls`` (collectives that ended well), ``direct_bytes``
-        (read or written in peers' memory) and ``sent_bytes`` (payload sent, by world rank).
+        (read or written in peers' memory), ``sent_bytes`` (payload sent, by world rank) and ``rates``
+        (what each rank's link carries in bytes per second, as the shares of large AllReduces between
+        hosts follow it; empty while nobody knows).
         For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes`` and ``bytes_per_step``
         (what a rank has to send, by the formulas of docs/algorithms.md), ``wait_seconds``; where
         gradients are carried ``overlap`` (share of communication hidden behind backward) and
@@ -326,8 +328,9 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
-        return totals
+        return {**totals, "rates": (of or current().group).core.rates()}
     job = _job(of, "stats")
+    totals["rates"] = job.channels.first.core.rates() if job.channels else []
     own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
     own |= {"buckets": [], "rounds": 0, "waits": 0}
     if job.carrier is not None:

@@ -8,7 +8,9 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::schedule::{Place, Schedule, even_shares};
 use crate::signature::{Collective, Via};
-use crate::topology::{Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree};
+use crate::topology::{
+    Shape, balance, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
+};
 
 /// Bytes of the slot of each rank: what fits travels without any other memory being touched.
 pub const SLOT_BYTES: usize = 16 << 10;
@@ -21,6 +23,9 @@ pub const LEAST_PIECE_BYTES: usize = 128 << 10;
 
 /// Up to here latency decides, and a message takes `log p` hops.
 pub const SMALL_BYTES: usize = 32 << 10;
+
+/// From here on unequal links are worth unequal shares.
+pub const BALANCED_BYTES: usize = 1 << 20;
 
 /// A collective call: everything a schedule is a function of.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -114,12 +119,23 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
     shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES))
 }
 
-/// The schedule of a call. `registered`: all contributions on this host are registered memory.
+/// Whether the schedule of a call depends on the rates of the links.
+pub fn is_balanced(call: &Call, layout: &Layout) -> bool {
+    call.what == Collective::AllReduce
+        && matches!(call.via, Via::Auto | Via::ScatterGather)
+        && layout.is_flat()
+        && layout.world > 2
+        && call.len * call.dtype.size() >= BALANCED_BYTES
+}
+
+/// The schedule of a call. `registered`: all contributions on this host are registered memory;
+/// `rates`: what each rank's link carries, the same on all ranks, empty where nobody knows. They
+/// matter to calls that are [`is_balanced`].
 ///
 /// # Errors
 ///
 /// [`Error::Unsupported`] where the caller asked for a way that this call cannot take.
-pub fn schedule(call: &Call, layout: &Layout, registered: bool) -> Result<Schedule> {
+pub fn schedule(call: &Call, layout: &Layout, registered: bool, rates: &[f64]) -> Result<Schedule> {
     let bytes = call.len * call.dtype.size();
     // At least four pieces of a share, so that sums and messages overlap in calls of a megabyte too.
     let share = bytes / layout.world.max(1) as usize;
@@ -148,6 +164,11 @@ pub fn schedule(call: &Call, layout: &Layout, registered: bool) -> Result<Schedu
             Via::Auto if !flat && bytes > SMALL_BYTES => hierarchical::all_reduce(s, hosts, registered),
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
             Via::Auto if bytes <= SMALL_BYTES && !call.dtype.is_half() => recursive_doubling::all_reduce(s),
+            Via::Auto | Via::ScatterGather
+                if is_balanced(call, layout) && rates.len() == s.world as usize =>
+            {
+                scatter_gather::all_reduce(s, &balance::shares(call.len, rates))
+            }
             Via::Auto | Via::ScatterGather => {
                 scatter_gather::all_reduce(s, &even_shares(call.len, s.world as usize))
             }
@@ -210,9 +231,9 @@ mod tests {
     #[test]
     fn impossible_ways_say_why() {
         let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
-        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, false);
+        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, false, &[]);
         assert!(e.unwrap_err().to_string().contains("spans 2"));
-        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, false);
+        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, false, &[]);
         assert!(e.unwrap_err().to_string().contains("broadcast takes no via"));
     }
 }

@@ -1,12 +1,13 @@
 //! All ranks of a collective at once, in virtual time, with no sockets and no threads.
 //!
 //! The same [`Executor`] that the engine runs walks every rank's schedule. Messages take the time
-//! of a link model: latency, and a rate for each rank's way out and in; arithmetic is free. What a
+//! of a link model: latency, and a rate for each rank's way out and in, which the connections to its
+//! peers share by turns, as TCP streams share a cable; arithmetic is free. What a
 //! message carries is read from memory when it has *left*, so a schedule that reuses memory too
 //! early computes a wrong result here.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap};
+use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 
 use crate::dtype::{DType, ReduceOp};
@@ -76,7 +77,10 @@ struct World<'a> {
     hosts: &'a [Vec<Place>],
     now: f64,
     memory: Vec<Memory>,
-    out_free: Vec<f64>,
+    /// By rank and peer, what waits for its turn: step, tag and span.
+    out: Vec<Vec<VecDeque<(u32, u32, Span)>>>,
+    /// Whether a rank is sending, and to whom it sent last.
+    sending: Vec<(bool, usize)>,
     in_free: Vec<f64>,
     queue: BinaryHeap<Reverse<(u64, u64, Event)>>,
     order: u64,
@@ -94,6 +98,23 @@ impl World<'_> {
         // Times are positive, so their bits sort as they do; the counter keeps ties in order.
         self.order += 1;
         self.queue.push(Reverse((time.to_bits(), self.order, event)));
+    }
+
+    /// Sends the next message of a rank whose way out is free: the peers have it by turns.
+    fn send_next(&mut self, me: usize) {
+        let (busy, last) = self.sending[me];
+        let n = self.out[me].len();
+        let Some(to) = (1..=n).map(|d| (last + d) % n).find(|&p| !busy && !self.out[me][p].is_empty()) else {
+            return;
+        };
+        let Some((step, tag, span)) = self.out[me][to].pop_front() else { return };
+        let bytes = span.len * self.dtype.size();
+        self.sending[me] = (true, to);
+        self.sent[me] += bytes as u64;
+        self.count[me] += 1;
+        self.spans.insert((me, step), span);
+        let end = self.now + bytes as f64 / self.net.rate[me];
+        self.at(end, Event::Sent { rank: me, step, to: to as u32, tag });
     }
 
     fn bytes(&mut self, rank: usize, span: Span) -> Result<&mut [u8]> {
@@ -120,15 +141,8 @@ struct Wire<'a, 'b> {
 
 impl Io for Wire<'_, '_> {
     fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
-        let w = &mut *self.world;
-        let bytes = (span.len * w.dtype.size()) as f64;
-        let begin = w.now.max(w.out_free[self.me]);
-        let end = begin + bytes / w.net.rate[self.me];
-        w.out_free[self.me] = end;
-        w.sent[self.me] += bytes as u64;
-        w.count[self.me] += 1;
-        w.spans.insert((self.me, step), span);
-        w.at(end, Event::Sent { rank: self.me, step, to, tag });
+        self.world.out[self.me][to as usize].push_back((step, tag, span));
+        self.world.send_next(self.me);
         Ok(Started::Later)
     }
 
@@ -215,7 +229,8 @@ pub fn run(
         hosts,
         now: 0.0,
         memory,
-        out_free: vec![0.0; n],
+        out: vec![vec![VecDeque::new(); n]; n],
+        sending: vec![(false, 0); n],
         in_free: vec![0.0; n],
         queue: BinaryHeap::new(),
         order: 0,
@@ -265,6 +280,8 @@ fn step(world: &mut World<'_>, executors: &mut [Executor], event: Event) -> Resu
             world.messages.push(data);
             let message = world.messages.len() - 1;
             world.at(end, Event::Arrived { rank: to as usize, from: rank as u32, tag, message });
+            world.sending[rank].0 = false;
+            world.send_next(rank);
             executors[rank].complete(step, &mut Wire { me: rank, world })
         }
         Event::Arrived { rank, from, tag, message } => {

@@ -30,11 +30,13 @@ pub enum Kind {
     Fail = 3,
     /// The sender leaves in good order.
     Bye = 4,
+    /// What the sender's link carries: bytes per second as an f64, 0 if it does not know.
+    Rate = 5,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
-        [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye].into_iter().find(|k| *k as u8 == code)
+        [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye, Kind::Rate].into_iter().find(|k| *k as u8 == code)
     }
 }
 

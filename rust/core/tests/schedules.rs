@@ -355,7 +355,7 @@ proptest! {
             let layout = layout(me);
             match planner::opening(&call, &layout) {
                 Opening::OneShot => Ok(planner::one_shot(&call, &layout)),
-                opening => planner::schedule(&call, &layout, registered && opening == Opening::Meet),
+                opening => planner::schedule(&call, &layout, registered && opening == Opening::Meet, &[]),
             }
         }).collect();
         if let Ok(schedules) = schedules {

@@ -424,6 +424,10 @@ impl Progress {
             self.lose(rank, Error::Aborted(why.into()));
             moved = true;
         }
+        if moved {
+            let Hub { meter, tx, .. } = &mut self.hub;
+            meter.look(&self.rx, tx);
+        }
         self.hub.check_losses();
         moved |= self.hub.finish_sends();
         for i in 0..self.hub.jobs.len() {

@@ -55,6 +55,7 @@ impl Hub {
         let members = job.body.members.clone();
         let peer = job.body.request.message;
         let entered = job.entered;
+        self.forget_rates(members.id, call);
         if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
             lane.fail(call.0);
             // From here on we touch nobody's memory for this call.
@@ -66,6 +67,13 @@ impl Hub {
         self.drop_early(members.id, call);
         if tell {
             self.tell(&members, call, peer, signature, &error);
+        }
+    }
+
+    /// What was declared up to a failed call is void, see [`crate::balance`].
+    pub(crate) fn forget_rates(&mut self, group: u64, call: CallId) {
+        if let Some(book) = self.books.get_mut(&group).filter(|_| !call.is_message()) {
+            book.balance.forget(call.0);
         }
     }
 

@@ -9,15 +9,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::{self, Call, Opening};
-use trigram_core::schedule::Schedule;
+use trigram_core::schedule::{Place, Schedule};
 use trigram_core::signature::{Collective, Signature};
-use trigram_core::wire::{CallId, Frame};
+use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
-use crate::job::{Job, Lent, Message, Request, Stage};
+use crate::balance::Balance;
+use crate::job::{Body, Job, Lent, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
 use crate::memory::Scratch;
+use crate::meter::Meter;
 use crate::ticket::Ticket;
 use crate::world::World;
 
@@ -54,6 +56,7 @@ pub(crate) struct Book {
     pub(crate) next: u64,
     /// By world rank of the peer, user's tag, and whether we send.
     pub(crate) messages: HashMap<(u32, u32, bool), u64>,
+    pub(crate) balance: Balance,
 }
 
 /// Counters that may be read at any time.
@@ -92,6 +95,8 @@ pub struct Hub {
     pub(crate) early_bytes: usize,
     pub(crate) failures: Vec<Failure>,
     pub(crate) books: HashMap<u64, Book>,
+    /// What this rank's link carries.
+    pub meter: Meter,
     plans: HashMap<PlanKey, Arc<Schedule>>,
     scratch: Vec<Scratch>,
     pub(crate) done: Vec<Token>,
@@ -114,6 +119,7 @@ impl Hub {
             early_bytes: 0,
             failures: Vec::new(),
             books: HashMap::new(),
+            meter: Meter::default(),
             plans: HashMap::new(),
             scratch: Vec::new(),
             done: Vec::new(),
@@ -198,6 +204,10 @@ impl Hub {
         let members = job.body.members.clone();
         match job.stage {
             Stage::Waiting if job.opening == Opening::Messages => {
+                if planner::is_balanced(&job.body.request.call, &members.layout) && !self.settle(i) {
+                    return Ok(());
+                }
+                let job = &mut self.jobs[i];
                 job.stage = Stage::Running;
                 let plan = self.plan(i, false)?;
                 self.jobs[i].run(plan, &mut self.tx, &mut self.done)
@@ -273,6 +283,39 @@ impl Hub {
         Ok(true)
     }
 
+    /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
+    /// what a peer has to say.
+    fn settle(&mut self, i: usize) -> bool {
+        let Body { members, call_id, .. } = &self.jobs[i].body;
+        let (members, call) = (members.clone(), *call_id);
+        let before = |j: &Job| {
+            j.stage == Stage::Waiting
+                && j.body.members.id == members.id
+                && j.body.call_id < call
+                && planner::is_balanced(&j.body.request.call, &members.layout)
+        };
+        if self.jobs.iter().any(before) {
+            return false;
+        }
+        let balance = &mut self.books.entry(members.id).or_default().balance;
+        if balance.is_first(call.0) {
+            let measured = self.meter.rate(balance.since());
+            let rate = balance.declare(call.0, self.world.rank, measured);
+            let frame = Frame { len: 8, ..self.jobs[i].body.frame(Kind::Rate, 0, 0) };
+            for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
+                if let Some(tx) = members.link(place, &mut self.tx) {
+                    tx.give(&frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());
+                }
+            }
+        }
+        let Some(changed) = balance.settle(&members.ranks) else { return false };
+        if changed {
+            members.set_rates(balance.rates());
+            self.plans.retain(|key, _| key.0 != members.id);
+        }
+        true
+    }
+
     fn plan(&mut self, i: usize, flag: bool) -> Result<Arc<Schedule>> {
         let job = &self.jobs[i];
         let (members, request) = (&job.body.members, &job.body.request);
@@ -292,7 +335,10 @@ impl Hub {
         }
         let plan = Arc::new(match one_shot {
             true => planner::one_shot(&request.call, &members.layout),
-            false => planner::schedule(&request.call, &members.layout, flag)?,
+            false => {
+                let rates = self.books.get(&members.id).map_or(&[][..], |b| b.balance.rates());
+                planner::schedule(&request.call, &members.layout, flag, rates)?
+            }
         });
         if self.plans.len() >= 1024 {
             self.plans.clear(); // lengths that change with every call must not fill the memory

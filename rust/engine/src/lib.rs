@@ -6,6 +6,7 @@
 //! * [`engine`] — who drives the work, and how it sleeps.
 //! * [`hub`] — the calls under way; [`matching`] — what arrives finds who waits for it;
 //!   [`failing`] — failures are made known.
+//! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way: memory and steps.
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
@@ -14,8 +15,10 @@
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `link`, `job`, `matching` (one copy) and `fork`.
+//! Unsafe code is in `memory`, `host`, `link`, `job`, `matching` (one copy),
+//! `meter` (two ioctls) and `fork`.
 
+pub mod balance;
 pub mod engine;
 pub mod failing;
 pub mod fork;
@@ -27,6 +30,7 @@ pub mod link;
 pub mod matching;
 pub mod members;
 pub mod memory;
+pub mod meter;
 pub mod rendezvous;
 pub mod ticket;
 pub mod transport;

@@ -48,6 +48,8 @@ pub struct Tx {
     queue: VecDeque<Out>,
     /// Payload bytes handed over so far.
     pub bytes: u64,
+    /// Bytes that the transport has taken so far, headers included.
+    pub written: u64,
 }
 
 // SAFETY: lent memory is read only while the progress lock is held, and taken back before it goes.
@@ -56,7 +58,7 @@ unsafe impl Send for Tx {}
 impl Tx {
     /// A way out over a stream.
     pub fn new(sender: Box<dyn Sender>) -> Self {
-        Self { sender, queue: VecDeque::new(), bytes: 0 }
+        Self { sender, queue: VecDeque::new(), bytes: 0, written: 0 }
     }
 
     /// Whether frames wait.
@@ -115,6 +117,7 @@ impl Tx {
             let body = &out.body.bytes()[out.sent.saturating_sub(HEADER)..];
             let (left, n) = (head.len() + body.len(), self.sender.write(head, body)?);
             out.sent += n;
+            self.written += n as u64;
             moved |= n > 0;
             if n < left {
                 if n == 0 {

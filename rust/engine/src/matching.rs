@@ -14,6 +14,9 @@ use crate::link::{Sink, Target, Token, Tx};
 /// Payload bytes of messages that nobody has asked for yet, at most.
 const MOST_EARLY: usize = 1 << 30;
 
+/// Groups that peers may speak of before we know them, at most.
+const MOST_GROUPS: usize = 4096;
+
 impl Hub {
     pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
         self.jobs.iter().position(|j| {
@@ -112,6 +115,16 @@ impl Hub {
     }
 }
 
+impl Hub {
+    /// A peer says what its link carries. It may be ahead of us by a few calls, and even by a group.
+    fn hear_rate(&mut self, peer: u32, frame: &Frame, payload: &[u8]) {
+        let Ok(rate) = payload.try_into().map(f64::from_le_bytes) else { return };
+        if self.books.len() < MOST_GROUPS || self.books.contains_key(&frame.group) {
+            self.books.entry(frame.group).or_default().balance.hear(frame.call.0, peer, Some(rate));
+        }
+    }
+}
+
 /// Puts the last letter of the mail where its step, which waits for it, wants it.
 fn deliver(job: &mut Job, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
     let Some((place, _, bytes)) = job.body.mail.pop() else { return Ok(()) };
@@ -174,12 +187,13 @@ impl Sink for Hub {
                     .map_err(|_| Error::Corrupt { rank, what: "a failure that cannot be read".into() })?;
                 match self.find(peer, frame) {
                     Some(i) => self.fail(i, error, false),
-                    None if self.is_over(peer, frame) => {}
+                    None if self.is_over(peer, frame) => self.forget_rates(frame.group, frame.call),
                     None => {
                         self.failures.push(Failure { group: frame.group, call: frame.call, peer, error });
                     }
                 }
             }
+            (Kind::Rate, Target::Heap(payload)) => self.hear_rate(peer, frame, &payload),
             (_, Target::Heap(payload)) => match self.find(peer, frame) {
                 Some(i) if self.jobs[i].stage == Stage::Closing => {}
                 Some(i) => {

@@ -1,6 +1,7 @@
 //! Who is in a group, and how each member is reached.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use trigram_core::planner::Layout;
 use trigram_core::schedule::Place;
@@ -35,6 +36,8 @@ pub struct Members {
     pub me: Place,
     /// The group as schedules see it.
     pub layout: Layout,
+    /// What each member's link carries in bytes per second, as all go by now; empty if equal shares.
+    rates: Mutex<Vec<f64>>,
     /// Collectives that this rank has made, or skipped.
     pub made: AtomicU64,
     locals: Vec<Local>,
@@ -74,7 +77,18 @@ impl Members {
             }
         }
         let layout = Layout { me, world: ranks.len() as u32, hosts };
-        Ok(Self { id, name, ranks, me, layout, made: AtomicU64::new(0), locals })
+        Ok(Self { id, name, ranks, me, layout, made: AtomicU64::new(0), rates: Mutex::default(), locals })
+    }
+
+    /// What each member's link carries, in bytes per second, as schedules go by; empty while nobody
+    /// knows.
+    pub fn rates(&self) -> Vec<f64> {
+        self.rates.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// See [`Members::rates`].
+    pub(crate) fn set_rates(&self, rates: &[f64]) {
+        *self.rates.lock().unwrap_or_else(PoisonError::into_inner) = rates.to_vec();
     }
 
     /// The place of a world rank.

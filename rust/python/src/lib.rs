@@ -309,6 +309,11 @@ impl Group {
         Ok(None)
     }
 
+    /// What each rank's link carries, in bytes per second; empty while nobody knows.
+    fn rates(&self) -> Vec<f64> {
+        self.0.members().rates()
+    }
+
     /// The number of the next collective of this group.
     fn next(&self) -> u64 {
         self.0.next()

@@ -5,6 +5,7 @@
 //! rank a sends to b is the k-th that b receives from a, with the same length. The tests in
 //! `rust/core/tests` hold this for every topology, worlds 1 to 17 and odd lengths.
 
+pub mod balance;
 pub mod direct;
 pub mod hierarchical;
 pub mod recursive_doubling;

@@ -1,0 +1,143 @@
+//! How the ranks of a group agree on what each one's link carries.
+//!
+//! All ranks must cut a call into the same shares, so they must go by the same rates. Calls of a
+//! group are numbered alike on all ranks; every [`EPOCH`] of them make an epoch. With its first
+//! large AllReduce of an epoch a rank declares to all what its link has carried since the last
+//! declaration; with the first one of the next epoch all go by what was declared, for by then each
+//! has heard all (that call waits for it). So agreeing costs a small message per epoch, which nobody waits for
+//! unless a whole epoch is in flight.
+//!
+//! A failed call may have been skipped by some ranks and not by others, so what is declared in an
+//! epoch with a failed call counts for nothing, and what was declared before: shares are equal until
+//! the next declaration. Failures carry the number of their call, so all ranks forget the same.
+
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+use trigram_core::topology::balance;
+
+/// Calls of an epoch. A change of rates is followed within three.
+pub const EPOCH: u64 = 6;
+
+/// Declarations kept at most, so that a peer cannot fill our memory.
+const KEPT: usize = 4;
+
+/// The agreement of one group.
+#[derive(Debug, Default)]
+pub struct Balance {
+    /// The number of the call with which rates were last declared.
+    exchange: Option<u64>,
+    /// The one before, whose rates are in use or about to be.
+    before: Option<u64>,
+    /// What was declared, by call, and by world rank.
+    declared: BTreeMap<u64, BTreeMap<u32, Option<f64>>>,
+    /// What this rank declared last, and when.
+    last: Option<f64>,
+    /// See [`Balance::since`].
+    at: Option<Instant>,
+    failed: Option<u64>,
+    rates: Vec<f64>,
+}
+
+impl Balance {
+    /// Whether the call with this number is the first of its epoch that is asked about.
+    pub fn is_first(&self, call: u64) -> bool {
+        self.exchange.is_none_or(|x| call / EPOCH > x / EPOCH)
+    }
+
+    /// This rank declares its rate with a call that [`Balance::is_first`]; returns what to tell.
+    pub fn declare(&mut self, call: u64, rank: u32, measured: Option<f64>) -> Option<f64> {
+        self.last = measured.or(self.last);
+        self.at = Some(Instant::now());
+        self.before = self.exchange.replace(call);
+        self.hear(call, rank, self.last);
+        self.last
+    }
+
+    /// When this rank last declared a rate.
+    pub fn since(&self) -> Option<Instant> {
+        self.at
+    }
+
+    /// A rank has declared its rate with this call.
+    pub fn hear(&mut self, call: u64, rank: u32, rate: Option<f64>) {
+        let rate = rate.filter(|r| r.is_finite() && *r > 0.0);
+        self.declared.entry(call).or_default().insert(rank, rate);
+        while self.declared.len() > KEPT {
+            self.declared.pop_first();
+        }
+    }
+
+    /// A call with this number has failed somewhere.
+    pub fn forget(&mut self, call: u64) {
+        self.failed = self.failed.max(Some(call));
+    }
+
+    /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks` has not
+    /// been heard, else whether they have changed. Calls ask in the order of their numbers.
+    pub fn settle(&mut self, ranks: &[u32]) -> Option<bool> {
+        let Some(call) = self.before else { return Some(false) };
+        let rates = if self.failed.is_some_and(|f| f / EPOCH >= call / EPOCH) {
+            Vec::new()
+        } else {
+            let declared = self.declared.get(&call)?;
+            let heard = ranks.iter().map(|r| declared.get(r).copied()).collect::<Option<Vec<_>>>()?;
+            balance::agree(&self.rates, &heard)
+        };
+        self.before = None;
+        self.declared = self.declared.split_off(&(call + 1));
+        let changed = rates != self.rates;
+        self.rates = rates;
+        Some(changed)
+    }
+
+    /// Bytes per second by place; empty as long as they are not known, or not trusted.
+    pub fn rates(&self) -> &[f64] {
+        &self.rates
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn declare(b: &mut Balance, call: u64, rates: [f64; 3]) -> Option<bool> {
+        assert!(b.is_first(call));
+        b.declare(call, 0, Some(rates[0]));
+        b.hear(call, 1, Some(rates[1]));
+        b.hear(call, 2, Some(rates[2]));
+        b.settle(&[0, 1, 2])
+    }
+
+    #[test]
+    fn rates_declared_in_one_epoch_hold_in_the_next() {
+        let mut b = Balance::default();
+        assert_eq!(declare(&mut b, 2, [1.0, 2.0, 3.0]), Some(false));
+        assert!(b.rates().is_empty() && !b.is_first(5));
+        assert_eq!(declare(&mut b, 7, [3.0, 3.0, 3.0]), Some(true));
+        assert_eq!(b.rates(), [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn whoever_has_not_been_heard_is_waited_for() {
+        let mut b = Balance::default();
+        b.declare(0, 0, Some(1.0));
+        assert_eq!(b.settle(&[0, 4]), Some(false));
+        b.declare(6, 0, Some(1.0));
+        assert_eq!(b.settle(&[0, 4]), None);
+        b.hear(0, 4, Some(5.0));
+        assert_eq!(b.settle(&[0, 4]), Some(true));
+        assert_eq!(b.rates(), [1.0, 5.0]);
+    }
+
+    #[test]
+    fn a_failure_makes_what_was_declared_before_it_void() {
+        let mut b = Balance::default();
+        declare(&mut b, 0, [1.0, 2.0, 3.0]);
+        b.forget(4);
+        assert_eq!(declare(&mut b, 6, [1.0, 2.0, 3.0]), Some(false));
+        assert!(b.rates().is_empty());
+        assert_eq!(declare(&mut b, 12, [1.0, 2.0, 3.0]), Some(true));
+        assert_eq!(b.rates(), [1.0, 2.0, 3.0]);
+    }
+}

@@ -5,7 +5,7 @@
 
 Hosts are network namespaces (root, iproute2). Nothing tells the library the rates: it measures them.
 `--change` gives a host another rate in mid-run, and the series shows how many operations it takes to follow.
-Every result is checked. The bound is S max(max 1/B, 2 (p - 1) / sum B), with B the payload that a cable carries.
+Every result is checked. The bound is S max(max 1/B, 2 (p - 1) / sum B), B a cable's payload per second.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 Used by the other scripts of this folder, and a command of its own:
 
-    python benches/hosts.py --hosts 4 --rate 1gbit -- -m trigram bench all_reduce --sizes 1M,25M --against gloo
+    python benches/hosts.py --hosts 4 --rate 1gbit -- -m trigram bench all_reduce --against gloo
 
-Namespaces need root and iproute2; everything made here has this process's id in its name, and is gone when the
-`with` block ends, however it ends (but for SIGKILL).
+Namespaces need root and iproute2; everything made here has this process's id in its name, and is gone when
+the `with` block ends, however it ends (but for SIGKILL).
 """
 
 from __future__ import annotations

@@ -94,6 +94,9 @@ def rank_main(args: argparse.Namespace) -> None:
         if args.change and step in (0, args.count // 2):
             trigram.barrier()
 
+    def known() -> str:
+        return " ".join(f"{rate * 8 / 1e6:.0f}" for rate in trigram.stats()["rates"]) or "none"
+
     for size in args.sizes:
         for _ in range(args.repeats):
             for name, call in methods(args.methods).items():

@@ -3,7 +3,8 @@
 //! Bytes are counted where the kernel has them: what has been read or waits to be read has come in,
 //! what has been written and is acknowledged has gone out. So a rank that is late in looking
 //! mistakes neither a full buffer for a fast link nor its own lateness for a slow one. A link is
-//! seldom full all the time; what it can carry is the best of many short windows.
+//! seldom full all the time: what it can carry is what it carried in the best tenth of many short
+//! windows. Not in the very best, for acknowledgements that waited behind data arrive in bursts.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -12,7 +13,7 @@ use std::time::{Duration, Instant};
 use crate::link::{Rx, Tx};
 
 /// A window lasts at least this long, and
-const WINDOW: Duration = Duration::from_millis(4);
+const WINDOW: Duration = Duration::from_millis(8);
 /// carries at least this many bytes one way: far above what a shaper lets through at once.
 const LEAST: u64 = 512 << 10;
 /// How often the counters are looked at, at most: in bytes that this rank has moved.
@@ -65,12 +66,17 @@ impl Meter {
         self.began = Some((now, inn, gone));
     }
 
-    /// Bytes per second that the link carried in its best window that ended after `since`, in the
-    /// direction that carried less; `None` if there was too little traffic to tell.
+    /// Bytes per second that the link carried in the best tenth of its windows that ended after
+    /// `since`, in the direction that carried less; `None` if there was too little traffic to tell.
     pub fn rate(&self, since: Option<Instant>) -> Option<f64> {
-        let windows = self.windows.iter().rev().take_while(|w| since.is_none_or(|s| w.0 > s));
-        let (inn, out) = windows.fold((0.0f64, 0.0f64), |(inn, out), w| (inn.max(w.1), out.max(w.2)));
-        Some(inn.min(out)).filter(|rate| *rate > 0.0)
+        let windows = || self.windows.iter().rev().take_while(|w| since.is_none_or(|s| w.0 > s));
+        let best = |mut rates: Vec<f64>| {
+            rates.sort_unstable_by(|a, b| b.total_cmp(a));
+            rates.get(rates.len() / 10).copied()
+        };
+        let (inward, outward) =
+            (best(windows().map(|w| w.1).collect()), best(windows().map(|w| w.2).collect()));
+        inward.zip(outward).map(|(a, b)| a.min(b)).filter(|rate| *rate > 0.0)
     }
 }
 

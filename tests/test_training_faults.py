@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -53,6 +54,23 @@ def fault_everywhere(rank: int, world: int, bucket_mb: float) -> None:
         pair.train(square, 2, first=10 * round)
         fail(pair.ours, rank)
         pair.train(square, 2, first=10 * round + 5, set_to_none=set_to_none)
+
+
+@CASES.over(25, 0.0001)
+def fault_and_zeroed_early(rank: int, world: int, bucket_mb: float) -> None:
+    """Gradients set to zero while those of the failed pass still travel stay zero."""
+    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
+    for step in range(2):
+        pair.train(square, 1, first=10 * step)
+        if rank != 0:
+            time.sleep(0.1)  # rank 0 has zeroed before the others' gradients come
+        fail(pair.ours, rank)
+        pair.zero(set_to_none=False)
+        trigram.barrier()
+        pair.backward(square, 10 * step + 1)
+        pair.check_gradients(f"step {step}")
+        pair.update()
+        pair.check_weights(f"after step {step}")
 
 
 @CASES.over(25, 0.0001)

@@ -307,6 +307,12 @@ class Gradients(Carrier):
         if not self.active:
             return
         self._finish("it ended with an exception")
+        # What had left went on changing these gradients after the exception, and beneath a
+        # zero_grad that the loop may have done since: what they hold now is nobody's gradient.
+        with torch.no_grad():
+            for bucket in self.buckets:
+                if bucket.begun:
+                    bucket.memory.zero_()
 
     def shadow_step(self) -> None:
         """A step with gradients of zero."""

@@ -9,11 +9,14 @@ use crate::error::{Error, Result};
 use crate::schedule::{Place, Schedule, even_shares};
 use crate::signature::{Collective, Via};
 use crate::topology::{
-    Shape, balance, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
+    Shape, balance, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, staged, tree,
 };
 
 /// Bytes of the slot of each rank: what fits travels without any other memory being touched.
 pub const SLOT_BYTES: usize = 16 << 10;
+
+/// Bytes of a rank's stage, through which larger payloads pass that only their owner can see.
+pub const STAGE_BYTES: usize = 768 << 10;
 
 /// Largest message, in bytes: small enough to stay in a core's cache between arrival and sum.
 pub const PIECE_BYTES: usize = 256 << 10;
@@ -65,6 +68,18 @@ impl Layout {
     pub fn is_flat(&self) -> bool {
         self.hosts.len() == self.world as usize
     }
+}
+
+/// What the ranks of a host let each other touch in a call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum Lent {
+    /// Nothing: messages go through pipes.
+    #[default]
+    Nothing,
+    /// A stage each.
+    Stages,
+    /// All contributions: they are registered memory.
+    Inputs,
 }
 
 /// What a call needs before its schedule can be chosen.
@@ -128,14 +143,23 @@ pub fn is_balanced(call: &Call, layout: &Layout) -> bool {
         && call.len * call.dtype.size() >= BALANCED_BYTES
 }
 
-/// The schedule of a call. `registered`: all contributions on this host are registered memory;
-/// `rates`: what each rank's link carries, the same on all ranks, empty where nobody knows. They
+/// Whether the ranks of a host may pass this call through their stages.
+pub fn is_staged(call: &Call, layout: &Layout) -> bool {
+    layout.is_one_host()
+        && layout.world > 1
+        && call.len > 0
+        && call.splits.is_none()
+        && matches!(call.via, Via::Auto | Via::Shared)
+        && !matches!(call.what, Collective::Barrier | Collective::SendRecv)
+}
+
+/// The schedule of a call. `lent`: what all ranks of this host lend each other; `rates`: what each rank's link carries, the same on all ranks, empty where nobody knows. They
 /// matter to calls that are [`is_balanced`].
 ///
 /// # Errors
 ///
 /// [`Error::Unsupported`] where the caller asked for a way that this call cannot take.
-pub fn schedule(call: &Call, layout: &Layout, registered: bool, rates: &[f64]) -> Result<Schedule> {
+pub fn schedule(call: &Call, layout: &Layout, lent: Lent, rates: &[f64]) -> Result<Schedule> {
     let bytes = call.len * call.dtype.size();
     // At least four pieces of a share, so that sums and messages overlap in calls of a megabyte too.
     let share = bytes / layout.world.max(1) as usize;
@@ -151,17 +175,22 @@ pub fn schedule(call: &Call, layout: &Layout, registered: bool, rates: &[f64]) -
     if call.len == 0 && call.splits.is_none() {
         return Ok(direct::barrier(s));
     }
-    if layout.is_one_host() && registered && layout.world > 1 && call.splits.is_none() {
-        match call.via {
-            Via::Auto | Via::Shared => return Ok(shared::direct(call.what, call.root, s)),
-            _ => {}
+    if is_staged(call, layout) {
+        match lent {
+            Lent::Inputs => return Ok(shared::direct(call.what, call.root, s)),
+            Lent::Stages => {
+                return Ok(staged::staged(call.what, call.root, s, STAGE_BYTES / call.dtype.size()));
+            }
+            Lent::Nothing => {}
         }
     }
     let hosts = &layout.hosts;
     let flat = layout.is_flat() || layout.is_one_host();
     Ok(match call.what {
         Collective::AllReduce => match call.via {
-            Via::Auto if !flat && bytes > SMALL_BYTES => hierarchical::all_reduce(s, hosts, registered),
+            Via::Auto if !flat && bytes > SMALL_BYTES => {
+                hierarchical::all_reduce(s, hosts, lent == Lent::Inputs)
+            }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
             Via::Auto if bytes <= SMALL_BYTES && !call.dtype.is_half() => recursive_doubling::all_reduce(s),
             Via::Auto | Via::ScatterGather
@@ -184,9 +213,7 @@ pub fn schedule(call: &Call, layout: &Layout, registered: bool, rates: &[f64]) -
             }
             Via::Shared => {
                 return Err(Error::Unsupported(
-                    "via shared works on registered memory above 16 KiB, on every rank: make the tensor \
-                     with trigram.empty, or leave via out"
-                        .to_string(),
+                    "via shared: these ranks share no memory; leave via out".to_string(),
                 ));
             }
         },
@@ -231,9 +258,9 @@ mod tests {
     #[test]
     fn impossible_ways_say_why() {
         let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
-        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, false, &[]);
+        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, &[]);
         assert!(e.unwrap_err().to_string().contains("spans 2"));
-        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, false, &[]);
+        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, Lent::Nothing, &[]);
         assert!(e.unwrap_err().to_string().contains("broadcast takes no via"));
     }
 }

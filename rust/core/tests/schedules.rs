@@ -5,12 +5,12 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
-use trigram_core::planner::{self, Call, Layout, Opening};
-use trigram_core::schedule::{Place, Schedule, even_shares};
+use trigram_core::planner::{self, Call, Layout, Lent, Opening};
+use trigram_core::schedule::{Loc, Place, Schedule, Step, even_shares};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank, Report};
 use trigram_core::topology::{
-    Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
+    Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, staged, tree,
 };
 use trigram_core::{DType, ReduceOp};
 
@@ -91,6 +91,7 @@ fn all_reduces(world: u32, len: usize, piece: usize) -> Vec<(&'static str, Vec<S
         ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares))),
         ("shared", all(&shared::all_reduce)),
         ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s))),
+        ("staged shared", all(&|s| staged::staged(Collective::AllReduce, 0, s, 200.max(len)))),
     ]
 }
 
@@ -156,7 +157,7 @@ fn bytes_are_the_formula() {
                     let surplus = world - core;
                     assert_eq!(total, (core * u64::from(core.ilog2()) + 2 * surplus) * n);
                 }
-                "shared" | "one shot" => assert_eq!(total, 0),
+                "shared" | "one shot" | "staged shared" => assert_eq!(total, 0),
                 _ => assert_eq!(total, 2 * (world - 1) * n, "{name} {world}"),
             }
         }
@@ -247,7 +248,58 @@ fn other_collectives_are_right_by_messages_and_by_shared_memory() {
                     go(of(&|s| direct_schedule(what, s, root)));
                     go(of(&|s| shared::one_shot(what, root, s)));
                     go(of(&|s| shared::direct(what, root, s)));
+                    go(of(&|s| staged::staged(what, root, s, 36)));
                 }
+            }
+        }
+    }
+}
+
+/// Between two barriers nobody reads or writes what another rank writes, however fast each goes.
+fn assert_no_conflict(schedules: &[Schedule]) {
+    let mut touched: Vec<(u32, usize, bool, Loc)> = Vec::new(); // epoch, rank, whether it writes, where
+    for (rank, schedule) in schedules.iter().enumerate() {
+        let mut epoch = 0;
+        for step in &schedule.steps {
+            match step {
+                Step::Barrier { .. } => epoch += 1,
+                Step::Reduce { from, to, .. } => {
+                    touched.extend(from.iter().map(|&l| (epoch, rank, false, l)));
+                    touched.extend(to.iter().map(|&l| (epoch, rank, true, l)));
+                }
+                _ => {}
+            }
+        }
+    }
+    let overlap = |a: Loc, b: Loc| {
+        a.place == b.place
+            && (a.span.buf == b.span.buf)
+            && a.span.start < b.span.start + b.span.len
+            && b.span.start < a.span.start + a.span.len
+    };
+    for &(epoch, rank, _, at) in touched.iter().filter(|t| t.2) {
+        for other in touched.iter().filter(|o| o.0 == epoch && o.1 != rank) {
+            assert!(
+                !overlap(at, other.3),
+                "rank {rank} writes {at:?} as rank {} is at {:?}",
+                other.1,
+                other.3
+            );
+        }
+    }
+}
+
+#[test]
+fn nobody_writes_what_another_reads() {
+    for world in 2..=5u32 {
+        for len in [0, 1, 7, 400, 1000] {
+            let of = |f: &dyn Fn(Shape) -> Schedule| -> Vec<Schedule> {
+                (0..world).map(|me| f(Shape { me, world, len, piece: 64 })).collect()
+            };
+            for what in [&OTHERS[..], &[Collective::AllReduce]].concat() {
+                assert_no_conflict(&of(&|s| staged::staged(what, world - 1, s, 600)));
+                assert_no_conflict(&of(&|s| shared::direct(what, world - 1, s)));
+                assert_no_conflict(&of(&|s| shared::one_shot(what, world - 1, s)));
             }
         }
     }
@@ -342,7 +394,7 @@ proptest! {
         via in proptest::sample::select(Via::ALL.to_vec()),
         hosts in 1usize..4,
         dealt in any::<bool>(),
-        registered in any::<bool>(),
+        lent in proptest::sample::select(vec![Lent::Nothing, Lent::Stages, Lent::Inputs]),
         seed in 1u64..1_000_000,
     ) {
         let hosts = (hosts as u32).min(world) as usize;
@@ -355,7 +407,8 @@ proptest! {
             let layout = layout(me);
             match planner::opening(&call, &layout) {
                 Opening::OneShot => Ok(planner::one_shot(&call, &layout)),
-                opening => planner::schedule(&call, &layout, registered && opening == Opening::Meet, &[]),
+                Opening::Meet => planner::schedule(&call, &layout, lent, &[]),
+                Opening::Messages => planner::schedule(&call, &layout, Lent::Nothing, &[]),
             }
         }).collect();
         if let Ok(schedules) = schedules {

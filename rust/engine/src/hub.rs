@@ -8,14 +8,15 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use trigram_core::planner::{self, Call, Opening};
+use trigram_core::planner::{self, Call, Lent, Opening};
 use trigram_core::schedule::{Place, Schedule};
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::balance::Balance;
-use crate::job::{Body, Job, Lent, Message, Request, Stage};
+use crate::host::board::Lane;
+use crate::job::{Body, Job, Loan, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
 use crate::memory::Scratch;
@@ -71,7 +72,7 @@ pub struct Counters {
 }
 
 #[derive(PartialEq, Eq, Hash)]
-struct PlanKey(u64, Call, bool, bool);
+struct PlanKey(u64, Call, Lent, bool);
 
 /// How long a failed call waits for peers to let go of its memory.
 const CLOSE: Duration = Duration::from_secs(2);
@@ -209,7 +210,7 @@ impl Hub {
                 }
                 let job = &mut self.jobs[i];
                 job.stage = Stage::Running;
-                let plan = self.plan(i, false)?;
+                let plan = self.plan(i)?;
                 self.jobs[i].run(plan, &mut self.tx, &mut self.done)
             }
             Stage::Waiting => {
@@ -223,12 +224,20 @@ impl Hub {
                     * job.body.request.call.dtype.size();
                 let lent = lent.min(tensors.input_len);
                 if job.opening == Opening::OneShot {
-                    lane.describe(&job.body.signature, None);
+                    lane.describe(&job.body.signature, None, None);
                     job.stage = Stage::Meeting;
-                    let plan = self.plan(i, true)?;
+                    let plan = self.plan(i)?;
                     return self.jobs[i].run(plan, &mut self.tx, &mut self.done);
                 }
-                lane.describe(&job.body.signature, self.world.arena.locate(tensors.input, lent));
+                let input = self.world.arena.locate(tensors.input, lent);
+                let mut stage = None;
+                if planner::is_staged(&job.body.request.call, &members.layout)
+                    && let Some(block) = members.stage(call, &self.world)
+                {
+                    job.body.stage = (block.as_ptr(), block.len());
+                    stage = self.world.arena.locate(block.as_ptr(), block.len());
+                }
+                lane.describe(&job.body.signature, input, stage);
                 members.arrive(call, 0);
                 job.stage = Stage::Meeting;
                 Ok(())
@@ -243,8 +252,8 @@ impl Hub {
                 if job.opening == Opening::OneShot {
                     return Ok(());
                 }
-                let registered = self.lend(i)?;
-                let plan = self.plan(i, registered)?;
+                self.jobs[i].body.lent = self.lend(i)?;
+                let plan = self.plan(i)?;
                 self.jobs[i].run(plan, &mut self.tx, &mut self.done)
             }
             Stage::Running => {
@@ -260,27 +269,42 @@ impl Hub {
         }
     }
 
-    /// Finds the memory that the ranks of this host lend for a call; false unless all do.
-    fn lend(&mut self, i: usize) -> Result<bool> {
+    /// Finds the memory that the ranks of this host lend for a call: their inputs, else their stages,
+    /// if each does.
+    fn lend(&mut self, i: usize) -> Result<Lent> {
         let body = &mut self.jobs[i].body;
         let members = body.members.clone();
         let size = body.request.call.dtype.size();
-        for place in members.local_places() {
-            let mut layout = members.layout.clone();
-            layout.me = place;
-            let len = planner::contribution(&body.request.call, &layout) * size;
-            if len == 0 {
-                continue;
+        for kind in [Lent::Inputs, Lent::Stages] {
+            body.loans.clear();
+            let mut all = true;
+            for place in members.local_places() {
+                let mut layout = members.layout.clone();
+                layout.me = place;
+                let len = planner::contribution(&body.request.call, &layout) * size;
+                if len == 0 && kind == Lent::Inputs {
+                    continue;
+                }
+                let lane = members.lane(place, body.call_id);
+                let (at, len) = match kind {
+                    Lent::Inputs => (lane.and_then(Lane::input), len),
+                    _ => (lane.and_then(Lane::stage), planner::STAGE_BYTES),
+                };
+                let Some(at) = at else {
+                    all = false;
+                    break;
+                };
+                if place != members.me {
+                    let rank = members.ranks[place as usize];
+                    let Some(neighbour) = self.world.neighbours.get(&rank) else { return Ok(Lent::Nothing) };
+                    body.loans.push(Loan { place, base: neighbour.lent(at, len)?, len });
+                }
             }
-            let Some(lane) = members.lane(place, body.call_id) else { return Ok(false) };
-            let Some(at) = lane.input() else { return Ok(false) };
-            if place != members.me {
-                let rank = members.ranks[place as usize];
-                let Some(neighbour) = self.world.neighbours.get(&rank) else { return Ok(false) };
-                body.lent.push(Lent { place, base: neighbour.lent(at, len)?, len });
+            if all {
+                return Ok(kind);
             }
         }
-        Ok(true)
+        Ok(Lent::Nothing)
     }
 
     /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
@@ -316,7 +340,7 @@ impl Hub {
         true
     }
 
-    fn plan(&mut self, i: usize, flag: bool) -> Result<Arc<Schedule>> {
+    fn plan(&mut self, i: usize) -> Result<Arc<Schedule>> {
         let job = &self.jobs[i];
         let (members, request) = (&job.body.members, &job.body.request);
         let one_shot = job.opening == Opening::OneShot;
@@ -329,7 +353,7 @@ impl Hub {
             };
             return Ok(Arc::new(make(members.me, peer, request.call.len, piece)));
         }
-        let key = PlanKey(members.id, request.call.clone(), flag, one_shot);
+        let key = PlanKey(members.id, request.call.clone(), job.body.lent, one_shot);
         if let Some(plan) = self.plans.get(&key) {
             return Ok(plan.clone());
         }
@@ -337,7 +361,7 @@ impl Hub {
             true => planner::one_shot(&request.call, &members.layout),
             false => {
                 let rates = self.books.get(&members.id).map_or(&[][..], |b| b.balance.rates());
-                planner::schedule(&request.call, &members.layout, flag, rates)?
+                planner::schedule(&request.call, &members.layout, job.body.lent, rates)?
             }
         });
         if self.plans.len() >= 1024 {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use trigram_core::executor::{Executor, Io, Started};
-use trigram_core::planner::{self, Call, Opening};
+use trigram_core::planner::{self, Call, Lent, Opening};
 use trigram_core::schedule::{Buf, Loc, Place, Schedule, Span};
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, Kind};
@@ -93,9 +93,9 @@ pub enum Stage {
     Closing,
 }
 
-/// Memory of a peer on this host, as far as it lent it for this call.
+/// Memory of a peer on this host, as far as it lent it for this call: its input, or its stage.
 #[derive(Clone, Copy, Debug)]
-pub struct Lent {
+pub struct Loan {
     /// Whose.
     pub place: Place,
     /// First byte of its input.
@@ -124,10 +124,14 @@ pub struct Body {
     pub held: Vec<(u32, Place, u32, Span)>,
     /// Messages that came before their step: place, tag, payload.
     pub mail: Vec<(Place, u32, Vec<u8>)>,
+    /// What the ranks of this host lend each other.
+    pub lent: Lent,
     /// Peers' memory that may be touched.
-    pub lent: Vec<Lent>,
+    pub loans: Vec<Loan>,
     /// Bytes moved through peers' memory.
     pub direct_bytes: u64,
+    /// This rank's own stage.
+    pub stage: (*mut u8, usize),
     schedule: Arc<Schedule>,
     scratch: Scratch,
     scratch_base: *mut u8,
@@ -199,8 +203,10 @@ impl Job {
                 inside: Vec::new(),
                 held: Vec::new(),
                 mail: Vec::new(),
-                lent: Vec::new(),
+                lent: Lent::Nothing,
+                loans: Vec::new(),
                 direct_bytes: 0,
+                stage: (std::ptr::null_mut(), 0),
                 schedule: Arc::default(),
                 scratch,
                 scratch_base: std::ptr::null_mut(),
@@ -323,6 +329,7 @@ impl Body {
             Buf::In => (tensors.input.cast_mut(), tensors.input_len),
             Buf::Out => (tensors.output, tensors.output_len),
             Buf::Scratch => (self.scratch_base, self.scratch_len),
+            Buf::Slot if self.lent == Lent::Stages => (self.stage.0, self.stage.1),
             Buf::Slot => match self.members.lane(self.members.me, self.call_id) {
                 Some(lane) => (lane.slot(), planner::SLOT_BYTES),
                 None => (std::ptr::null_mut(), 0),
@@ -337,14 +344,14 @@ impl Body {
             return self.own(loc.span);
         }
         let size = self.request.call.dtype.size();
-        if loc.span.buf == Buf::Slot {
+        if loc.span.buf == Buf::Slot && self.lent != Lent::Stages {
             let lane = self.members.lane(loc.place, self.call_id);
             let slot = lane.map_or(std::ptr::null_mut(), |lane| lane.slot());
             let have = if slot.is_null() { 0 } else { planner::SLOT_BYTES };
             return inside(slot, have, loc.span, size);
         }
-        let lent = self.lent.iter().find(|l| l.place == loc.place);
-        inside(lent.map_or(std::ptr::null_mut(), |l| l.base), lent.map_or(0, |l| l.len), loc.span, size)
+        let loan = self.loans.iter().find(|l| l.place == loc.place);
+        inside(loan.map_or(std::ptr::null_mut(), |l| l.base), loan.map_or(0, |l| l.len), loc.span, size)
     }
 
     fn transmit(

@@ -1,15 +1,17 @@
 //! Who is in a group, and how each member is reached.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
-use trigram_core::planner::Layout;
+use trigram_core::planner::{Layout, STAGE_BYTES};
 use trigram_core::schedule::Place;
 use trigram_core::wire::CallId;
 use trigram_core::{Error, Result};
 
-use crate::host::board::{Board, Lane};
+use crate::host::board::{Board, LANES, Lane};
 use crate::link::Tx;
+use crate::memory::Block;
 use crate::world::World;
 
 /// A member on this host, this rank included.
@@ -41,6 +43,8 @@ pub struct Members {
     /// Collectives that this rank has made, or skipped.
     pub made: AtomicU64,
     locals: Vec<Local>,
+    /// This rank's stages, one for each lane, once used.
+    stages: [OnceLock<Option<Block>>; LANES],
 }
 
 impl Members {
@@ -77,7 +81,17 @@ impl Members {
             }
         }
         let layout = Layout { me, world: ranks.len() as u32, hosts };
-        Ok(Self { id, name, ranks, me, layout, made: AtomicU64::new(0), rates: Mutex::default(), locals })
+        Ok(Self {
+            id,
+            name,
+            ranks,
+            me,
+            layout,
+            made: AtomicU64::new(0),
+            rates: Mutex::default(),
+            locals,
+            stages: Default::default(),
+        })
     }
 
     /// What each member's link carries, in bytes per second, as schedules go by; empty while nobody
@@ -120,6 +134,13 @@ impl Members {
     /// Messages between two ranks have none.
     pub fn lane(&self, place: Place, call: CallId) -> Option<&Lane> {
         self.locals.iter().find(|l| l.place == place)?.lane(self.id, call)
+    }
+
+    /// This rank's stage for a call: what larger payloads pass through that only their owner can see.
+    /// `None` where there is no shared memory to be had.
+    pub fn stage(&self, call: CallId, world: &World) -> Option<&Block> {
+        let stage = &self.stages[call.0 as usize % LANES];
+        stage.get_or_init(|| world.allocate(STAGE_BYTES).ok()).as_ref()
     }
 
     /// This rank arrives at a barrier.
@@ -170,8 +191,27 @@ impl Members {
     }
 }
 
+/// How long a group that is let go waits for peers to leave its last calls.
+const LEAVE: Duration = Duration::from_millis(500);
+
 impl Drop for Members {
     fn drop(&mut self) {
+        // A peer may still be reading from our stages, on its way out of the last calls.
+        let deadline = Instant::now() + LEAVE;
+        for (i, stage) in self.stages.iter_mut().enumerate() {
+            let Some(Some(block)) = stage.take() else { continue };
+            let call = CallId::collective(i as u64);
+            let mine = self.locals.iter().find(|l| l.place == self.me).and_then(|l| l.lane(self.id, call));
+            let left = mine.map_or(0, Lane::left);
+            let read =
+                |l: &Local| l.is_past(self.id) || l.lane(self.id, call).is_some_and(|x| x.left() >= left);
+            while !self.locals.iter().all(read) && Instant::now() < deadline {
+                std::thread::yield_now();
+            }
+            if !self.locals.iter().all(read) {
+                std::mem::forget(block); // it has stopped or died there: better lost than written to
+            }
+        }
         for local in self.locals.iter().filter(|l| l.place == self.me) {
             local.board.leave_group(local.found.load(Ordering::Relaxed));
         }

@@ -12,6 +12,7 @@ pub mod recursive_doubling;
 pub mod ring;
 pub mod scatter_gather;
 pub mod shared;
+pub mod staged;
 pub mod tree;
 
 /// What every topology is a function of.

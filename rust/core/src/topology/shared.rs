@@ -13,13 +13,13 @@ use crate::signature::Collective;
 use crate::topology::Shape;
 
 /// The sources of one piece of a rank's output: folded in this order.
-struct Pull {
-    out: Span,
-    from: Vec<(Place, usize)>,
+pub(super) struct Pull {
+    pub out: Span,
+    pub from: Vec<(Place, usize)>,
 }
 
 /// What rank `me` needs from whom.
-fn pulls(what: Collective, root: Place, shape: Shape) -> Vec<Pull> {
+pub(super) fn pulls(what: Collective, root: Place, shape: Shape) -> Vec<Pull> {
     let Shape { me, world, len, .. } = shape;
     let block = |p: u32| Span::new(Buf::Out, p as usize * len, len);
     let whole = Span::new(Buf::Out, 0, len);
@@ -52,7 +52,7 @@ pub fn contribution(what: Collective, root: Place, shape: Shape) -> usize {
     }
 }
 
-const fn in_place(what: Collective) -> bool {
+pub(super) const fn in_place(what: Collective) -> bool {
     matches!(what, Collective::AllReduce | Collective::Broadcast | Collective::Barrier)
 }
 

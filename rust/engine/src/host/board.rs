@@ -38,7 +38,7 @@ const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x01\0");
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Lane {
-    /// `call * STAGES + barriers arrived at`; 0 before the first.
+    /// `call * BARRIERS + barriers arrived at`; 0 before the first.
     arrived: AtomicU64,
     /// `call + 1` of the last call that the owner has left.
     done: AtomicU64,
@@ -48,6 +48,9 @@ pub struct Lane {
     /// Number of the segment that the input lies in, plus one; 0: not registered.
     segment: AtomicU64,
     offset: AtomicU64,
+    /// The same of the stage.
+    stage_segment: AtomicU64,
+    stage_offset: AtomicU64,
     slot: Slot,
 }
 
@@ -55,7 +58,8 @@ pub struct Lane {
 #[repr(C, align(64))]
 struct Slot([u8; SLOT_BYTES]);
 
-const STAGES: u64 = 256;
+/// Barriers of a call at most.
+const BARRIERS: u64 = 1 << 20;
 /// Directory entries that are no group's identity.
 const NO_GROUP: u64 = 0;
 const CLAIMED: u64 = u64::MAX;
@@ -181,13 +185,16 @@ impl Lane {
         call < LANES as u64 || self.done.load(Ordering::Acquire) > call - LANES as u64
     }
 
-    /// Shows what the owner calls and where its input lies. Published by the first [`Lane::arrive`].
-    pub fn describe(&self, signature: &Signature, input: Option<Place>) {
+    /// Shows what the owner calls, and where its input and its stage lie. Published by the first
+    /// [`Lane::arrive`].
+    pub fn describe(&self, signature: &Signature, input: Option<Place>, stage: Option<Place>) {
         for (word, value) in self.signature.iter().zip(to_words(signature)) {
             word.store(value, Ordering::Relaxed);
         }
         self.segment.store(input.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
         self.offset.store(input.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
+        self.stage_segment.store(stage.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
+        self.stage_offset.store(stage.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
     }
 
     /// What the owner called; to be read after it has arrived.
@@ -201,14 +208,20 @@ impl Lane {
         Some(Place { segment, offset: self.offset.load(Ordering::Relaxed) as usize })
     }
 
+    /// Where the owner's stage lies, if it has one; to be read after it has arrived.
+    pub fn stage(&self) -> Option<Place> {
+        let segment = self.stage_segment.load(Ordering::Relaxed).checked_sub(1)?;
+        Some(Place { segment, offset: self.stage_offset.load(Ordering::Relaxed) as usize })
+    }
+
     /// The owner arrives at a barrier of a call.
     pub fn arrive(&self, call: u64, ordinal: u32) {
-        self.arrived.store(call * STAGES + u64::from(ordinal) + 1, Ordering::Release);
+        self.arrived.store(call * BARRIERS + u64::from(ordinal) + 1, Ordering::Release);
     }
 
     /// Whether the owner has arrived at a barrier of a call, or is past it.
     pub fn has_arrived(&self, call: u64, ordinal: u32) -> bool {
-        self.arrived.load(Ordering::Acquire) > call * STAGES + u64::from(ordinal)
+        self.arrived.load(Ordering::Acquire) > call * BARRIERS + u64::from(ordinal)
     }
 
     /// Whether the owner has entered a call but not left it.
@@ -219,6 +232,11 @@ impl Lane {
     /// The owner has left a call: it will not touch anyone's memory for it again.
     pub fn leave(&self, call: u64) {
         self.done.fetch_max(call + 1, Ordering::AcqRel);
+    }
+
+    /// `call + 1` of the last call that the owner has left.
+    pub fn left(&self) -> u64 {
+        self.done.load(Ordering::Acquire)
     }
 
     /// The owner gives up a call that it has entered. Who has not passed the meeting must not, for
@@ -269,12 +287,13 @@ mod tests {
         let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
         let lane = mine.lane(place, 3);
         assert!(!seen.lane(place, 3).has_arrived(3, 0));
-        lane.describe(&s, Some(Place { segment: 0, offset: 4096 }));
+        lane.describe(&s, Some(Place { segment: 0, offset: 4096 }), None);
         lane.arrive(3, 0);
         let theirs = seen.lane(place, 3);
         assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
         assert_eq!(theirs.signature(), s);
         assert_eq!(theirs.input(), Some(Place { segment: 0, offset: 4096 }));
+        assert_eq!(theirs.stage(), None);
         lane.leave(3);
         assert!(theirs.is_free_for(3 + LANES as u64) && !theirs.is_free_for(3 + 2 * LANES as u64));
         assert!(seen.has_group(place, 42));

@@ -28,6 +28,8 @@ const SPINS: u32 = 16;
 /// Then this often giving the core away in between: where ranks share a core, or something else
 /// runs on it, the peer that has the work gets it. On an idle core that costs next to nothing.
 const YIELDS: u32 = 40;
+/// The same between hosts, where each look costs a system call, and what is waited for takes longer.
+const SOCKET_YIELDS: u32 = 4;
 /// Sleeps on the futex this long; then in `epoll`, which hears of deaths too.
 const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 
@@ -292,7 +294,7 @@ impl Shared {
                 std::hint::spin_loop();
                 continue;
             }
-            if idle < spins + YIELDS {
+            if idle < spins + if self.has_sockets { SOCKET_YIELDS } else { YIELDS } {
                 std::thread::yield_now();
                 continue;
             }

@@ -329,6 +329,9 @@ impl Hub {
             for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
                 if let Some(tx) = members.link(place, &mut self.tx) {
                     tx.give(&frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());
+                    if let Some(rate) = rate {
+                        tx.pace(rate);
+                    }
                 }
             }
         }

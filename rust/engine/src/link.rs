@@ -149,6 +149,11 @@ impl Tx {
         self.queue.iter().any(|out| out.token.is_some_and(|t| t.job == job))
     }
 
+    /// See [`Sender::pace`].
+    pub fn pace(&mut self, rate: f64) {
+        self.sender.pace(rate);
+    }
+
     /// No more frames.
     pub fn close(&mut self) {
         self.sender.close();

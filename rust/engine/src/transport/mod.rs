@@ -36,6 +36,12 @@ pub trait Sender: Send {
     /// Called after a burst of writes: wakes the peer where the transport does not do so itself.
     fn flush(&mut self) {}
 
+    /// The link carries so many bytes per second: queue no more than keeps it busy.
+    ///
+    /// Flows that meet at a receiver share its link in the ratio of what they have queued. With a
+    /// bounded queue they share alike, so that pieces of one sum arrive together.
+    fn pace(&mut self, _rate: f64) {}
+
     /// No more will be written; what was written will still arrive.
     fn close(&mut self) {}
 }

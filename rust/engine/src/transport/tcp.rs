@@ -5,7 +5,7 @@
 
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
 
 use socket2::SockRef;
@@ -20,7 +20,7 @@ pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> 
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _watched: Watched::new(&socket), stream: socket });
-    let sender = TcpSender { socket: socket.clone(), writable: true };
+    let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
@@ -32,7 +32,13 @@ struct Socket {
 struct TcpSender {
     socket: Arc<Socket>,
     writable: bool,
+    limited: bool,
 }
+
+/// Until this rank's thread writes again, its socket must have something to send for so long.
+const LATE: f64 = 300e-6;
+/// Every system lets a program ask for a send buffer of this size.
+const LARGEST: usize = 208 << 10;
 
 impl Sender for TcpSender {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
@@ -60,6 +66,16 @@ impl Sender for TcpSender {
 
     fn wake(&mut self) {
         self.writable = true;
+    }
+
+    fn pace(&mut self, rate: f64) {
+        let Some(rtt) = min_rtt(&self.socket.stream) else { return };
+        let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
+        if bytes <= LARGEST || self.limited {
+            // Where it fails the kernel goes on choosing by itself.
+            let set = SockRef::from(&self.socket.stream).set_send_buffer_size(bytes.min(LARGEST));
+            self.limited |= set.is_ok();
+        }
     }
 
     fn close(&mut self) {
@@ -107,6 +123,26 @@ impl Receiver for TcpReceiver {
     }
 }
 
+/// The least round-trip time of a connection so far, in seconds.
+fn min_rtt(socket: &TcpStream) -> Option<f64> {
+    /// Where `struct tcp_info` of linux/tcp.h has `tcpi_min_rtt`, in microseconds; since Linux 4.6.
+    const MIN_RTT: usize = 148;
+    let mut info = [0u8; MIN_RTT + 4];
+    let mut len = info.len() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes, and says how many.
+    let done = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::IPPROTO_TCP,
+            libc::TCP_INFO,
+            info.as_mut_ptr().cast(),
+            &raw mut len,
+        )
+    };
+    let micros = u32::from_ne_bytes(info[MIN_RTT..].try_into().ok()?);
+    (done == 0 && len as usize == info.len() && micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
+}
+
 /// Makes a dead host noticeable: the kernel gives an unacknowledged connection up after this.
 pub fn keep_alive(socket: &TcpStream) -> Result<()> {
     let keep = socket2::TcpKeepalive::new()
@@ -114,4 +150,29 @@ pub fn keep_alive(socket: &TcpStream) -> Result<()> {
         .with_interval(std::time::Duration::from_secs(2))
         .with_retries(5);
     SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("preparing a TCP connection", e))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_slow_link_is_given_little_to_queue_and_a_fast_one_is_left_alone() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
+        let rtt = min_rtt(&near).unwrap();
+        assert!(rtt < 1.0, "{rtt}");
+        let watched = near.try_clone().unwrap();
+        let size = || SockRef::from(&watched).send_buffer_size().unwrap();
+        let before = size();
+        let (mut tx, _rx) = split(near).unwrap();
+        tx.pace(10e9);
+        assert_eq!(size(), before);
+        tx.pace(1e6);
+        assert!(size() < before && size() >= 64 << 10, "{} of {before}", size());
+        drop(far);
+    }
 }

@@ -3,7 +3,7 @@
 //! Connections are made by [`crate::rendezvous`]; here they carry bytes. One `epoll` watches all
 //! of them, edge-triggered, so a socket costs a system call only when there is something to do.
 
-use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
+use std::io::{ErrorKind, IoSlice, Read as _};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Arc;
@@ -45,7 +45,9 @@ impl Sender for TcpSender {
         let slices = [IoSlice::new(head), IoSlice::new(body)];
         let slices = if head.is_empty() { &slices[1..] } else { &slices[..] };
         loop {
-            match (&self.socket.stream).write_vectored(slices) {
+            // The end of a frame must not wait until what is before it has left this host (autocorking).
+            let flags = libc::MSG_NOSIGNAL | libc::MSG_EOR;
+            match SockRef::from(&self.socket.stream).send_vectored_with_flags(slices, flags) {
                 Ok(n) => {
                     self.writable = n == head.len() + body.len();
                     return Ok(n);

@@ -46,6 +46,7 @@ _VIAS = {
     for code, name in enumerate((None, "shared", "ring", "tree", "recursive_doubling", "scatter_gather"))
 }
 
+_STRIDED = torch.strided
 _ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER, _ALL_GATHER = 1, 2, 3, 4, 5
 _REDUCE_SCATTER, _GATHER, _SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
 
@@ -107,6 +108,16 @@ class Work:
 
 def _check(t: torch.Tensor, what: str) -> int:
     """The dtype's code of a tensor that the engine can work on."""
+    try:
+        if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
+            return _DTYPES[t.dtype]
+    except (AttributeError, KeyError):
+        pass
+    return _refuse(t, what)
+
+
+def _refuse(t: torch.Tensor, what: str) -> int:
+    """Says why the engine cannot work on a tensor."""
     if not isinstance(t, torch.Tensor):
         raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
     code = _DTYPES.get(t.dtype)
@@ -149,12 +160,9 @@ def _go(
     what: str,
     splits: tuple[list[int], list[int]] | None = None,
 ) -> Work | None:
-    memory = (
-        0 if source is None else source.data_ptr(),
-        0 if source is None else source.nbytes,
-        0 if target is None else target.data_ptr(),
-        0 if target is None else target.nbytes,
-    )
+    given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
+    wanted = given if target is source else (0, 0) if target is None else (target.data_ptr(), target.nbytes)
+    memory = given + wanted
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
     if async_op:

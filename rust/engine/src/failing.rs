@@ -149,6 +149,9 @@ impl Hub {
             if job.stage == Stage::Closing {
                 continue;
             }
+            if std::mem::take(&mut job.stirred) {
+                job.moved = now;
+            }
             let waited = now - job.began;
             let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);
             let stalled = now - job.moved > STALL && !job.announced;

@@ -156,7 +156,9 @@ pub struct Job {
     pub error: Option<Error>,
     /// When it was started.
     pub began: Instant,
-    /// When something last happened to it.
+    /// Whether something has happened to it since the last look at the clock.
+    pub stirred: bool,
+    /// When something last happened to it, as of that look.
     pub moved: Instant,
     /// Whether peers have been told what we called, after a stall.
     pub announced: bool,
@@ -191,6 +193,7 @@ impl Job {
             error: None,
             began: now,
             moved: now,
+            stirred: false,
             announced: false,
             named: false,
             body: Body {
@@ -239,7 +242,7 @@ impl Job {
 
     /// A step has finished.
     pub fn complete(&mut self, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
-        self.moved = Instant::now();
+        self.stirred = true;
         self.exec.complete(step, &mut Wire { body: &mut self.body, tx, done })
     }
 
@@ -473,7 +476,14 @@ impl Io for Wire<'_> {
         let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
         let mut sources: [&[u8]; 8] = [&[]; 8];
         let mut many_sources: Vec<&[u8]> = Vec::new();
-        let mut block = Block([0; BLOCK]);
+        // Zeroed where it is used at all: most folds write straight to where they go.
+        let mut zeroed;
+        let block: &mut [u8] = if apart {
+            &mut []
+        } else {
+            zeroed = Block([0; BLOCK]);
+            &mut zeroed.0
+        };
         let mut at = 0;
         while at < len {
             let n = BLOCK.min(len - at);
@@ -493,7 +503,7 @@ impl Io for Wire<'_> {
                 let out = unsafe { std::slice::from_raw_parts_mut(ends[0].1.add(at), n) };
                 reduce::fold(dtype, op, divide_by, sources, out)?;
             } else {
-                let out = &mut block.0[..n];
+                let out = &mut block[..n];
                 reduce::fold(dtype, op, divide_by, sources, out)?;
                 for (_, to) in &ends[..to.len()] {
                     // SAFETY: as above; the block is private.

@@ -14,6 +14,8 @@ pub const GLANCE: Duration = Duration::from_millis(50);
 pub struct Ticket {
     done: AtomicBool,
     awaited: AtomicBool,
+    /// Whether a thread sleeps on `arrived`: waking nobody costs a system call too.
+    asleep: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
     arrived: Condvar,
 }
@@ -43,7 +45,9 @@ impl Ticket {
     pub fn resolve(&self, outcome: Result<()>) {
         *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
         self.done.store(true, Ordering::Release);
-        self.arrived.notify_all();
+        if self.asleep.load(Ordering::Relaxed) {
+            self.arrived.notify_all(); // set before the lock was let go that we have held above
+        }
     }
 
     /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `glance` is called
@@ -64,6 +68,7 @@ impl Ticket {
                 return Ok(None);
             }
             let limit = deadline.map_or(GLANCE, |d| GLANCE.min(d - now));
+            self.asleep.store(true, Ordering::Relaxed);
             (outcome, _) = self.arrived.wait_timeout(outcome, limit).unwrap_or_else(PoisonError::into_inner);
             if outcome.is_none() {
                 drop(outcome);

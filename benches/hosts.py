@@ -107,7 +107,11 @@ def shape(prefix: str, host: int, rate: str) -> None:
 
 
 def start(
-    argv: Sequence[str], ranks: int, hosts: Hosts | None = None, extra: Mapping[str, str] | None = None
+    argv: Sequence[str],
+    ranks: int,
+    hosts: Hosts | None = None,
+    extra: Mapping[str, str] | None = None,
+    quiet: bool = False,
 ) -> int:
     """Runs `python ARGV` once per rank, with torchrun's variables and one thread, and waits for all.
 
@@ -116,6 +120,7 @@ def start(
         ranks: How many processes.
         hosts: Where: rank i on host i modulo the number of hosts; None: all on this machine.
         extra: Further environment variables.
+        quiet: Rank 0 prints nothing either.
 
     Returns:
         0, or the exit code of the first rank that failed; the others are ended then.
@@ -145,7 +150,7 @@ def start(
                     [*where, sys.executable, *argv],
                     env={**os.environ, **shared, **own, **(extra or {})},
                     stdin=subprocess.DEVNULL,
-                    stdout=None if rank == 0 else subprocess.DEVNULL,
+                    stdout=None if rank == 0 and not quiet else subprocess.DEVNULL,
                 )
             )
         while any(process.poll() is None for process in processes):

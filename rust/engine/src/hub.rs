@@ -14,7 +14,7 @@ use trigram_core::signature::{Collective, Signature};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
-use crate::balance::Balance;
+use crate::balance::{self, Balance};
 use crate::host::board::Lane;
 use crate::job::{Body, Job, Loan, Message, Request, Stage};
 use crate::link::{Token, Tx};
@@ -98,6 +98,9 @@ pub struct Hub {
     pub(crate) books: HashMap<u64, Book>,
     /// What this rank's link carries.
     pub meter: Meter,
+    /// Large calls so far, and when the connections were last told to pace themselves.
+    large: u64,
+    paced: Option<Instant>,
     plans: HashMap<PlanKey, Arc<Schedule>>,
     last_plan: Option<(PlanKey, Arc<Schedule>)>,
     scratch: Vec<Scratch>,
@@ -122,6 +125,8 @@ impl Hub {
             failures: Vec::new(),
             books: HashMap::new(),
             meter: Meter::default(),
+            large: 0,
+            paced: None,
             plans: HashMap::new(),
             last_plan: None,
             scratch: Vec::new(),
@@ -210,6 +215,7 @@ impl Hub {
                 if planner::is_balanced(&job.body.request.call, &members.layout) && !self.settle(i) {
                     return Ok(());
                 }
+                self.pace(i);
                 let job = &mut self.jobs[i];
                 job.stage = Stage::Running;
                 let plan = self.plan(i)?;
@@ -331,9 +337,6 @@ impl Hub {
             for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
                 if let Some(tx) = members.link(place, &mut self.tx) {
                     tx.give(&frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());
-                    if let Some(rate) = rate {
-                        tx.pace(rate);
-                    }
                 }
             }
         }
@@ -344,6 +347,26 @@ impl Hub {
             self.last_plan = None;
         }
         true
+    }
+
+    /// Now and then, before a large AllReduce among several hosts, tells the connections what this
+    /// rank's link carries, so that they queue no more than keeps it busy.
+    fn pace(&mut self, i: usize) {
+        let Body { members, request: Request { call, .. }, .. } = &self.jobs[i].body;
+        let bytes = call.len * call.dtype.size();
+        if call.what != Collective::AllReduce || members.ranks.len() < 3 || bytes < planner::BALANCED_BYTES {
+            return;
+        }
+        self.large += 1;
+        if !self.large.is_multiple_of(balance::EPOCH) {
+            return;
+        }
+        let Some(rate) = self.meter.rate(self.paced.replace(Instant::now())) else { return };
+        for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
+            if let Some(tx) = members.link(place, &mut self.tx) {
+                tx.pace(rate);
+            }
+        }
     }
 
     fn plan(&mut self, i: usize) -> Result<Arc<Schedule>> {

@@ -37,6 +37,8 @@ struct TcpSender {
 
 /// Until this rank's thread writes again, its socket must have something to send for so long.
 const LATE: f64 = 300e-6;
+/// From this round-trip time on the kernel knows best: too small a queue would starve the link.
+const FAR: f64 = 2e-3;
 /// Every system lets a program ask for a send buffer of this size.
 const LARGEST: usize = 208 << 10;
 
@@ -71,7 +73,7 @@ impl Sender for TcpSender {
     }
 
     fn pace(&mut self, rate: f64) {
-        let Some(rtt) = min_rtt(&self.socket.stream) else { return };
+        let Some(rtt) = min_rtt(&self.socket.stream).filter(|&rtt| rtt < FAR) else { return };
         let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
         if bytes <= LARGEST || self.limited {
             // Where it fails the kernel goes on choosing by itself.

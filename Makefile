@@ -23,8 +23,7 @@ demo: build
 	$(BIN)/trigram demo --ranks 2 --out demo-out
 
 bench: build
-	$(BIN)/trigram bench all_reduce --ranks 2 --registered --against gloo
-	$(BIN)/trigram bench all_reduce --ranks 2 --transport tcp --against gloo
+	$(BIN)/python benches/collectives.py --out docs
 
 test: lint test-rust test-python
 

@@ -361,7 +361,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--hosts", type=int, default=2, help="a rank on each; 1: two ranks on this machine")
     parser.add_argument("--rate", help="of each host's cable, both ways: 1gbit, 100mbit; else unshaped")
     methods = [*PEERS, *losses.CARDS]
     parser.add_argument("--methods", type=lambda text: text.split(","), default=methods)
@@ -382,6 +382,8 @@ def main() -> int:
         rank_main(args)
         return 0
     args.out.mkdir(parents=True, exist_ok=True)
+    if args.hosts == 1:
+        return hosts.start(sys.argv, 2)
     with hosts.Hosts(args.hosts, args.rate) as namespaces:
         return hosts.start(sys.argv, args.hosts, namespaces)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -187,6 +188,32 @@ def groups(rank: int, world: int) -> None:
         t = torch.full((5,), float(rank))
         trigram.broadcast(t, src, group=made[1])
         equal(t, torch.full((5,), float(src)), "the source is a rank of the world")
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that this process has touched."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+
+@CASES
+def groups_come_and_go(rank: int, world: int) -> None:
+    """Let go in the middle of a call or right after it: results are right, and memory comes back."""
+    before = 0
+    for step in range(60):
+        group = trigram.new_group(list(range(world)))
+        first = torch.full((MIB3 // 3,), float(rank))
+        trigram.all_reduce(first, group=group)
+        second = first.clone()
+        work = trigram.all_reduce(second, group=group, async_op=True)
+        del group
+        work.wait()
+        del work
+        total = float(world * (world - 1) // 2)
+        assert bool((first == total).all()) and bool((second == world * total).all()), step
+        if step == 20:
+            before = shared_memory()
+    assert shared_memory() < before + (16 << 20), "stages of groups that are gone are not used again"
 
 
 @CASES

@@ -25,7 +25,7 @@ Operation = Literal[
 Transport = Literal["auto", "shm", "tcp"]
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
 Reduction = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
-Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather"]
+Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather", "all"]
 Count = Annotated[int, typer.Option(min=1)]
 SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 PEERS = ("gloo", "mpi")
@@ -69,7 +69,7 @@ def bench_command(
     dtype: Annotated[Dtype, typer.Option(help="The elements' type.")] = "float32",
     op: Annotated[Reduction, typer.Option(help="The reduction.")] = "sum",
     via: Annotated[
-        Via | None, typer.Option(help="The all_reduce schedule, in place of the measured choice.")
+        Via | None, typer.Option(help="The all_reduce schedule, in place of the library's choice; all: each.")
     ] = None,
     registered: Annotated[bool, typer.Option("--registered", help="Tensors from trigram.empty.")] = False,
     against: Annotated[
@@ -92,6 +92,8 @@ def bench_command(
         )
     if op in (("band", "bor", "bxor") if "float" in dtype else ("avg",)):
         raise typer.BadParameter(f"{op} of {dtype} is not defined")
+    if via and operation != "all_reduce":
+        raise typer.BadParameter(f"{operation} has no --via: only all_reduce offers a choice")
     settings = bench.Settings(
         operation=operation,
         sizes=bench.parse_sizes(sizes, low, high, factor),

@@ -13,10 +13,10 @@ import torch
 import typer
 
 import trigram
-from trigram.cli.libraries import Call, Library, Unavailable, open_libraries
+from trigram.cli.libraries import Call, Library, Trigram, Unavailable, open_libraries
 from trigram.cli.operations import DTYPES, LOOSE, REDUCTIONS, Case
 
-WIDTHS = (12, 12, 9, 5, 10, 8, 8, 7, 8, 10)
+WIDTHS = (12, 12, 9, 5, 10, 8, 8, 7, 18, 9)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -34,6 +34,11 @@ class Settings:
     via: str | None = None
     registered: bool = False
     against: Sequence[str] = ()
+
+    @property
+    def compares(self) -> bool:
+        """Whether there is more than one line for a size."""
+        return bool(self.against) or self.via == "all"
 
 
 @dataclass(frozen=True)
@@ -186,7 +191,7 @@ def _measure(settings: Settings, case: Case, library: Library) -> Row:
         op=case.operation,
         ranks=case.world,
         transport=library.transport,
-        via=settings.via if library.name == "trigram" else None,
+        via=library.via if isinstance(library, Trigram) else None,
         dtype=settings.dtype,
         registered=settings.registered,
         bytes=case.bytes,
@@ -223,11 +228,11 @@ def _timed(call: Call, iters: int, *, fenced: bool) -> list[int]:
 
 
 def _heading(settings: Settings, world: int) -> str:
-    how = f"transport {settings.transport}, via {settings.via or 'measured choice'}"
+    how = f"transport {settings.transport}, via {settings.via or 'auto'}"
     memory = "registered" if settings.registered else "plain"
     names = ["size", "count", "type", "op", "time", "algbw", "busbw", "#wrong"]
     units = ["(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", ""]
-    if settings.against:
+    if settings.compares:
         names += ["library", "time/ours"]
     return (
         f"# trigram bench {settings.operation}: {world} ranks, {how}, {memory} memory\n"
@@ -240,7 +245,7 @@ def _line(settings: Settings, row: Row, ours: Row) -> str:
     count, op = row.bytes // DTYPES[row.dtype].itemsize, settings.op if row.op in REDUCTIONS else "none"
     rates = [f"{row.time_us_p50:.2f}", f"{row.algbw_GBps:.2f}", f"{row.busbw_GBps:.2f}"]
     cells = [str(row.bytes), str(count), row.dtype, op, *rates, str(row.wrong)]
-    if settings.against:
+    if settings.compares:
         cells += [row.library, f"{row.time_us_p50 / ours.time_us_p50:.2f}"]
     return f" {_columns(cells)}"
 

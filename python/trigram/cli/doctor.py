@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from trigram.cli import launch
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 TRIAL_SECONDS = 60.0
+SCHEDULE_SIZES = "4,4K,64K,1M,16M"
 
 
 class Check(NamedTuple):
@@ -56,6 +57,10 @@ def run() -> int:
         colour = COLOURS[check.status]
         table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
     console.print(table)
+    if not any(check.status == "fail" for check in report):
+        with console.status("every schedule, over shared memory and over TCP ..."):
+            schedules = crossover()
+        console.print(schedules)
     return int(any(check.status == "fail" for check in report))
 
 
@@ -223,6 +228,49 @@ def trial(transport: str) -> Check:
         advice = "report this, with this whole table, as a bug in trigram"
         return Check(name, "fail", f"{found}, but {row['wrong']} elements wrong", advice)
     return Check(name, "ok", found)
+
+
+def crossover() -> Table:
+    """Which schedule of all_reduce is the fastest for two ranks here, by size, beside the one that is chosen.
+
+    A job has its own: run ``trigram bench all_reduce --via all`` under its launcher.
+    """
+    table = Table(
+        "bytes",
+        title="all_reduce of two ranks on this machine: us, fastest schedule",
+        box=SIMPLE,
+        pad_edge=False,
+    )
+    columns: dict[str, dict[int, list[Any]]] = {}
+    for transport in ("shm", "tcp"):
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "rows.json"
+            argv = [
+                "bench",
+                "all_reduce",
+                "--transport",
+                transport,
+                "--via",
+                "all",
+                "--sizes",
+                SCHEDULE_SIZES,
+            ]
+            launch.launch(2, [*argv, "--json", str(file)], quiet=True, timeout=TRIAL_SECONDS)
+            rows = json.loads(file.read_text()) if file.exists() else []
+        columns[transport] = {}
+        for row in rows:
+            columns[transport].setdefault(row["bytes"], []).append(row)
+        table.add_column(f"{transport}: as chosen", justify="right")
+        table.add_column("fastest", justify="right")
+    for size in columns["shm"]:
+        cells = [str(size)]
+        for found in columns.values():
+            ours, *others = found.get(size) or [None]
+            best = min(others, key=lambda row: row["time_us_p50"], default=None)
+            cells.append(f"{ours['time_us_p50']:.1f}" if ours else "")
+            cells.append(f"{best['via']} {best['time_us_p50']:.1f}" if best else "")
+        table.add_row(*cells)
+    return table
 
 
 def _cpu_quota() -> float | None:

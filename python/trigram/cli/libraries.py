@@ -17,6 +17,7 @@ from trigram.cli import launch
 from trigram.cli.operations import REDUCTIONS, Case
 
 Call = Callable[[], object]
+VIAS = ("shared", "ring", "tree", "recursive_doubling", "scatter_gather")
 
 
 class Unavailable(Exception):
@@ -41,9 +42,8 @@ class Library(Protocol):
 class Trigram:
     """This library."""
 
-    name = "trigram"
-
-    def __init__(self, transport: str, via: str | None) -> None:
+    def __init__(self, transport: str, via: str | None, name: str = "trigram") -> None:
+        self.name = name
         self.transport = transport
         self.via = via
 
@@ -225,13 +225,16 @@ def open_libraries(
     Args:
         against: The peers' names, of "gloo" and "mpi".
         transport: What trigram was told to use, for the record.
-        via: The schedule that trigram is held to, or None for its own choice.
+        via: The schedule that trigram is held to, None for its own choice, or "all": its own choice, and
+            then each schedule.
 
     Returns:
         The libraries, trigram first, and why each that is missing is missing.
     """
     makers: dict[str, Callable[[], Library]] = {"gloo": Gloo, "mpi": Mpi}
-    libraries: list[Library] = [Trigram(transport, via)]
+    libraries: list[Library] = [Trigram(transport, None if via == "all" else via)]
+    if via == "all":
+        libraries += [Trigram(transport, each, each) for each in VIAS]
     missing: list[str] = []
     # Peers before trigram: an initialised torch.distributed lends its store, so that one serves both.
     for name in against:

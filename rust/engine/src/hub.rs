@@ -309,6 +309,9 @@ impl Hub {
                 }
             }
             if all {
+                if kind == Lent::Stages {
+                    members.use_stage(body.call_id);
+                }
                 return Ok(kind);
             }
         }

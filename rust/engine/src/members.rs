@@ -1,8 +1,7 @@
 //! Who is in a group, and how each member is reached.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use trigram_core::planner::{Layout, STAGE_BYTES};
 use trigram_core::schedule::Place;
@@ -45,6 +44,9 @@ pub struct Members {
     locals: Vec<Local>,
     /// This rank's stages, one for each lane, once used.
     stages: [OnceLock<Option<Block>>; LANES],
+    /// By lane, one more than the last call that used the stage.
+    staged: [AtomicU64; LANES],
+    retired: Arc<Retired>,
 }
 
 impl Members {
@@ -91,6 +93,8 @@ impl Members {
             rates: Mutex::default(),
             locals,
             stages: Default::default(),
+            staged: Default::default(),
+            retired: world.retired.clone(),
         })
     }
 
@@ -143,6 +147,11 @@ impl Members {
         stage.get_or_init(|| world.allocate(STAGE_BYTES).ok()).as_ref()
     }
 
+    /// A call uses the stages: peers may read from this rank's until they have left it.
+    pub fn use_stage(&self, call: CallId) {
+        self.staged[call.0 as usize % LANES].store(call.0 + 1, Ordering::Relaxed);
+    }
+
     /// This rank arrives at a barrier.
     pub fn arrive(&self, call: CallId, ordinal: u32) {
         if let Some(lane) = self.lane(self.me, call) {
@@ -191,26 +200,57 @@ impl Members {
     }
 }
 
-/// How long a group that is let go waits for peers to leave its last calls.
-const LEAVE: Duration = Duration::from_millis(500);
+/// Stages of groups that have been let go, until no peer reads from them any more.
+#[derive(Debug, Default)]
+pub struct Retired(Mutex<Vec<Stage>>);
+
+#[derive(Debug)]
+struct Stage {
+    _block: Block,
+    group: u64,
+    /// One more than the last call that used it.
+    call: u64,
+    /// Boards of the ranks that may read it, and where each has the group.
+    readers: Vec<(Board, usize)>,
+}
+
+impl Stage {
+    fn is_read(&self) -> bool {
+        self.call > 0
+            && self.readers.iter().any(|(board, found)| {
+                board.has_group(*found, self.group) && board.lane(*found, self.call - 1).left() < self.call
+            })
+    }
+}
+
+impl Retired {
+    fn add(&self, stage: Stage) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(stage);
+        self.sweep();
+    }
+
+    /// Gives back the stages that nobody reads any more.
+    pub fn sweep(&self) {
+        let mut stages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = std::mem::take(&mut *stages).into_iter().filter(Stage::is_read).collect();
+        *stages = read;
+    }
+}
 
 impl Drop for Members {
     fn drop(&mut self) {
-        // A peer may still be reading from our stages, on its way out of the last calls.
-        let deadline = Instant::now() + LEAVE;
-        for (i, stage) in self.stages.iter_mut().enumerate() {
-            let Some(Some(block)) = stage.take() else { continue };
-            let call = CallId::collective(i as u64);
-            let mine = self.locals.iter().find(|l| l.place == self.me).and_then(|l| l.lane(self.id, call));
-            let left = mine.map_or(0, Lane::left);
-            let read =
-                |l: &Local| l.is_past(self.id) || l.lane(self.id, call).is_some_and(|x| x.left() >= left);
-            while !self.locals.iter().all(read) && Instant::now() < deadline {
-                std::thread::yield_now();
-            }
-            if !self.locals.iter().all(read) {
-                std::mem::forget(block); // it has stopped or died there: better lost than written to
-            }
+        let stages = std::mem::take(&mut self.stages);
+        let blocks = stages.into_iter().enumerate().filter_map(|(i, stage)| Some((i, stage.into_inner()??)));
+        if crate::fork::is_child() {
+            return blocks.for_each(|(_, block)| std::mem::forget(block)); // they are the parent's
+        }
+        // A peer may still be reading from a stage, on its way out of the last call that used it.
+        for (i, block) in blocks {
+            let call = self.staged[i].load(Ordering::Relaxed);
+            let readers = self.locals.iter().filter(|l| l.place != self.me);
+            let readers = readers.map(|l| (l.board.clone(), l.found.load(Ordering::Relaxed)));
+            let readers = readers.filter(|(_, found)| *found != NOT_FOUND).collect();
+            self.retired.add(Stage { _block: block, group: self.id, call, readers });
         }
         for local in self.locals.iter().filter(|l| l.place == self.me) {
             local.board.leave_group(local.found.load(Ordering::Relaxed));

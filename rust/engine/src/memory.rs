@@ -14,7 +14,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
+use crate::fork::{self, Watched};
 
 /// Shared memory mapped into this process.
 #[derive(Debug)]
@@ -142,9 +142,11 @@ impl Arena {
         let size = len.max(SEGMENT);
         let segment = Arc::new(Segment::create(size)?);
         let number = regions.len() as u64;
-        announce(number, &segment)?;
-        let free = (size > len).then_some((len, size - len)).into_iter().collect();
+        let announced = announce(number, &segment);
+        let free = (size > len && announced.is_ok()).then_some((len, size - len)).into_iter().collect();
+        // Some peers may know it even if others could not be told: its number is never used again.
         regions.push(Region { segment: segment.clone(), number, free });
+        announced?;
         Ok(Block { arena: self.clone(), segment, at: 0, len })
     }
 
@@ -210,6 +212,9 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
+        if fork::is_child() {
+            return; // a thread of the parent's may have held the lock
+        }
         self.arena.give_back(&self.segment, self.at, self.len);
     }
 }

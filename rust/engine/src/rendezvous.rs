@@ -325,6 +325,7 @@ impl Rendezvous {
             board: self.board,
             neighbours: self.neighbours,
             arena: Arc::default(),
+            retired: Arc::default(),
         };
         Engine::new(Arc::new(world), tx, rx)
     }

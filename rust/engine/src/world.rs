@@ -8,6 +8,7 @@ use trigram_core::{Error, Result};
 
 use crate::fork::Watched;
 use crate::host::board::Board;
+use crate::members::Retired;
 use crate::memory::{Arena, Block, Place, Segment};
 use crate::unix;
 
@@ -87,6 +88,8 @@ pub struct World {
     pub neighbours: HashMap<u32, Neighbour>,
     /// This rank's registered memory.
     pub arena: Arc<Arena>,
+    /// Stages of groups that have been let go.
+    pub retired: Arc<Retired>,
 }
 
 impl World {
@@ -102,6 +105,7 @@ impl World {
 
     /// `len` bytes of registered memory: collectives on it copy nothing inside a host.
     pub fn allocate(&self, len: usize) -> Result<Block> {
+        self.retired.sweep();
         self.arena.allocate(len, |number, segment| {
             for (rank, neighbour) in &self.neighbours {
                 match &neighbour.control {

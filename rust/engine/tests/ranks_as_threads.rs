@@ -38,6 +38,7 @@ fn over_mem(n: usize) -> Vec<Engine> {
             board,
             neighbours: Default::default(),
             arena: Arc::default(),
+            retired: Arc::default(),
         };
         Engine::new(Arc::new(world), tx, rx).unwrap()
     })

@@ -125,7 +125,7 @@ def run(settings: Settings) -> list[Row]:
         for library in libraries[:]:
             try:
                 row = _measure(settings, case, library)
-            except (Unavailable, RuntimeError) as reason:
+            except (Unavailable, trigram.UnsupportedError, RuntimeError) as reason:
                 if ours is None:
                     raise
                 libraries.remove(library)

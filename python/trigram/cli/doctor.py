@@ -261,7 +261,7 @@ def crossover() -> Table:
         for row in rows:
             columns[transport].setdefault(row["bytes"], []).append(row)
         table.add_column(f"{transport}: as chosen", justify="right")
-        table.add_column("fastest", justify="right")
+        table.add_column("fastest", justify="right", no_wrap=True)
     for size in columns["shm"]:
         cells = [str(size)]
         for found in columns.values():

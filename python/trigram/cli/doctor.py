@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import platform
 import resource
-import tempfile
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,10 @@ from rich.table import Table
 from torch.cuda import nccl
 
 from trigram._core import interfaces
-from trigram.cli import launch
+from trigram.cli.trials import crossover, trial
 
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
-TRIAL_SECONDS = 60.0
-SCHEDULE_SIZES = "4,4K,64K,1M,16M"
 
 
 class Check(NamedTuple):
@@ -73,8 +69,11 @@ def checks() -> Iterator[Check]:
     yield from network()
     yield from environment()
     yield from accelerators()
-    yield trial("shm")
-    yield trial("tcp")
+    for transport in ("shm", "tcp"):
+        result = trial(transport)
+        yield Check(
+            f"2 ranks over {transport}", "ok" if result.right else "fail", result.found, result.advice
+        )
 
 
 def software() -> Iterator[Check]:
@@ -204,73 +203,6 @@ def accelerators() -> Iterator[Check]:
         yield Check("NCCL", "warn", "not found", "install a CUDA build of torch: CUDA tensors travel by NCCL")
     else:
         yield Check("NCCL", "ok", library or "none, and no GPU that would need it")
-
-
-def trial(transport: str) -> Check:
-    """Two ranks, twenty all_reduces of 1 MiB, every element checked.
-
-    Args:
-        transport: "shm" or "tcp".
-    """
-    name = f"2 ranks over {transport}"
-    with tempfile.TemporaryDirectory() as folder:
-        rows = Path(folder) / "rows.json"
-        argv = ["bench", "all_reduce", "--transport", transport, "--sizes", "1M", "--json", str(rows)]
-        outcome = launch.launch(2, argv, quiet=True, timeout=TRIAL_SECONDS)
-        if not rows.exists():
-            why = outcome.errors.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
-            if outcome.code == launch.TIMED_OUT:
-                why = [f"no answer in {TRIAL_SECONDS:.0f} s"]
-            return Check(name, "fail", why[0], f"see the whole of it: trigram {' '.join(argv[:-2])}")
-        row = json.loads(rows.read_text())[0]
-    found = f"all_reduce of 1 MiB in {row['time_us_p50']:.0f} us, {row['busbw_GBps']:.2f} GB/s"
-    if row["wrong"]:
-        advice = "report this, with this whole table, as a bug in trigram"
-        return Check(name, "fail", f"{found}, but {row['wrong']} elements wrong", advice)
-    return Check(name, "ok", found)
-
-
-def crossover() -> Table:
-    """Which schedule of all_reduce is the fastest for two ranks here, by size, beside the one that is chosen.
-
-    A job has its own: run ``trigram bench all_reduce --via all`` under its launcher.
-    """
-    table = Table(
-        "bytes",
-        title="all_reduce of two ranks on this machine: us, fastest schedule",
-        box=SIMPLE,
-        pad_edge=False,
-    )
-    columns: dict[str, dict[int, list[Any]]] = {}
-    for transport in ("shm", "tcp"):
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "rows.json"
-            argv = [
-                "bench",
-                "all_reduce",
-                "--transport",
-                transport,
-                "--via",
-                "all",
-                "--sizes",
-                SCHEDULE_SIZES,
-            ]
-            launch.launch(2, [*argv, "--json", str(file)], quiet=True, timeout=TRIAL_SECONDS)
-            rows = json.loads(file.read_text()) if file.exists() else []
-        columns[transport] = {}
-        for row in rows:
-            columns[transport].setdefault(row["bytes"], []).append(row)
-        table.add_column(f"{transport}: as chosen", justify="right")
-        table.add_column("fastest", justify="right", no_wrap=True)
-    for size in columns["shm"]:
-        cells = [str(size)]
-        for found in columns.values():
-            ours, *others = found.get(size) or [None]
-            best = min(others, key=lambda row: row["time_us_p50"], default=None)
-            cells.append(f"{ours['time_us_p50']:.1f}" if ours else "")
-            cells.append(f"{best['via']} {best['time_us_p50']:.1f}" if best else "")
-        table.add_row(*cells)
-    return table
 
 
 def _cpu_quota() -> float | None:

@@ -13,13 +13,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
-use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::fork::{self, Watched};
 use crate::hub::{Counters, Hub, Submission};
-use crate::link::{Pumped, Rx, Tx};
+use crate::link::{Rx, Tx};
 use crate::members::Members;
+use crate::progress::Progress;
 use crate::ticket::{GLANCE, Ticket};
 use crate::world::World;
 
@@ -39,15 +39,6 @@ const CONTROL: u64 = 1 << 32;
 enum Command {
     Submit(Submission),
     Abort(Arc<Members>, u64, Error),
-}
-
-/// Everything that moves, under the progress lock.
-struct Progress {
-    hub: Hub,
-    rx: Vec<Option<Rx>>,
-    /// Neighbours whose control connection has ended.
-    gone: Vec<u32>,
-    ticked: Instant,
 }
 
 struct Shared {
@@ -101,7 +92,7 @@ impl Engine {
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let hub = Hub::new(world.clone(), tx);
         let counters = hub.counters.clone();
-        let progress = Progress { hub, rx, gone: Vec::new(), ticked: Instant::now() };
+        let progress = Progress::new(hub, rx);
         let shared = Shared {
             world,
             progress: Mutex::new(progress),
@@ -392,100 +383,6 @@ impl Shared {
                     }
                 }
             }
-        }
-    }
-}
-
-impl Progress {
-    /// Moves everything once; true if anything moved.
-    fn poll(&mut self) -> bool {
-        let mut moved = false;
-        for rank in 0..self.rx.len() {
-            let Some(rx) = &mut self.rx[rank] else { continue };
-            if !rx.has_input() {
-                continue;
-            }
-            match rx.pump(&mut self.hub) {
-                Ok(Pumped::Moved) => moved = true,
-                Ok(Pumped::Nothing) => {}
-                Ok(Pumped::Closed) => {
-                    let why = if rx.said_bye { "it has left the job" } else { "its connection has closed" };
-                    self.lose(rank as u32, Error::Aborted(why.into()));
-                    moved = true;
-                }
-                Err(e) => {
-                    self.lose(rank as u32, e);
-                    moved = true;
-                }
-            }
-        }
-        for rank in std::mem::take(&mut self.gone) {
-            // What it wrote before it went has been read above.
-            let bye = self.rx[rank as usize].as_ref().is_some_and(|rx| rx.said_bye);
-            let why = if bye { "it has left the job" } else { "its process has ended" };
-            self.lose(rank, Error::Aborted(why.into()));
-            moved = true;
-        }
-        if moved {
-            let Hub { meter, tx, .. } = &mut self.hub;
-            meter.look(&self.rx, tx);
-        }
-        self.hub.check_losses();
-        moved |= self.hub.finish_sends();
-        for i in 0..self.hub.jobs.len() {
-            moved |= self.hub.advance(i);
-        }
-        moved |= self.hub.pump_out();
-        self.forget_dead();
-        let now = self.ticked;
-        moved |= self.hub.reap(now);
-        if !moved {
-            let now = Instant::now();
-            if now - self.ticked > GLANCE / 2 {
-                self.ticked = now;
-                self.hub.tick(now);
-            }
-        }
-        moved
-    }
-
-    fn lose(&mut self, rank: u32, why: Error) {
-        self.rx[rank as usize] = None;
-        self.hub.lose(rank, why);
-    }
-
-    /// Tells the peers that this rank leaves, and sees that what it sent gets through.
-    fn say_bye(&mut self) {
-        let bye = Frame {
-            kind: Kind::Bye,
-            group: 0,
-            call: CallId(0),
-            tag: 0,
-            len: 0,
-            signature: trigram_core::signature::Signature::default(),
-        };
-        self.hub.tx.iter_mut().flatten().for_each(|tx| tx.give(&bye, Vec::new()));
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while self.hub.tx.iter().flatten().any(|tx| !tx.is_idle()) && Instant::now() < deadline {
-            self.hub.tx.iter_mut().flatten().for_each(Tx::wake);
-            if !self.hub.pump_out() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-        }
-        self.hub.tx.iter_mut().flatten().for_each(Tx::close);
-        // Read what is there: closing over unread bytes would tear down what we have just sent.
-        for rx in self.rx.iter_mut().flatten() {
-            rx.wake();
-            while matches!(rx.pump(&mut self.hub), Ok(Pumped::Moved)) {}
-        }
-        self.forget_dead();
-        self.hub.reap(Instant::now() + Duration::from_secs(60));
-    }
-
-    /// What still arrives for failed jobs goes nowhere: their memory is about to be given back.
-    fn forget_dead(&mut self) {
-        for job in std::mem::take(&mut self.hub.dead) {
-            self.rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
         }
     }
 }

@@ -8,19 +8,18 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use trigram_core::planner::{self, Call, Lent, Opening};
-use trigram_core::schedule::{Place, Schedule};
+use trigram_core::planner::{self, Opening};
 use trigram_core::signature::{Collective, Signature};
-use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
-use crate::balance::{self, Balance};
-use crate::host::board::Lane;
-use crate::job::{Body, Job, Loan, Message, Request, Stage};
+use crate::balance::Balance;
+use crate::job::{Job, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
 use crate::memory::Scratch;
 use crate::meter::Meter;
+use crate::plans::Plans;
 use crate::ticket::Ticket;
 use crate::world::World;
 
@@ -71,9 +70,6 @@ pub struct Counters {
     pub sent: Vec<AtomicU64>,
 }
 
-#[derive(PartialEq, Eq, Hash)]
-struct PlanKey(u64, Call, Lent, bool);
-
 /// How long a failed call waits for peers to let go of its memory.
 const CLOSE: Duration = Duration::from_secs(2);
 
@@ -98,11 +94,7 @@ pub struct Hub {
     pub(crate) books: HashMap<u64, Book>,
     /// What this rank's link carries.
     pub meter: Meter,
-    /// Large calls so far, and when the connections were last told to pace themselves.
-    large: u64,
-    paced: Option<Instant>,
-    plans: HashMap<PlanKey, Arc<Schedule>>,
-    last_plan: Option<(PlanKey, Arc<Schedule>)>,
+    pub(crate) plans: Plans,
     scratch: Vec<Scratch>,
     pub(crate) done: Vec<Token>,
     next_job: u64,
@@ -125,10 +117,7 @@ impl Hub {
             failures: Vec::new(),
             books: HashMap::new(),
             meter: Meter::default(),
-            large: 0,
-            paced: None,
-            plans: HashMap::new(),
-            last_plan: None,
+            plans: Plans::default(),
             scratch: Vec::new(),
             done: Vec::new(),
             next_job: 0,
@@ -275,138 +264,6 @@ impl Hub {
             }
             Stage::Closing => Ok(()),
         }
-    }
-
-    /// Finds the memory that the ranks of this host lend for a call: their inputs, else their stages,
-    /// if each does.
-    fn lend(&mut self, i: usize) -> Result<Lent> {
-        let body = &mut self.jobs[i].body;
-        let members = body.members.clone();
-        let size = body.request.call.dtype.size();
-        for kind in [Lent::Inputs, Lent::Stages] {
-            body.loans.clear();
-            let mut all = true;
-            for place in members.local_places() {
-                let mut layout = members.layout.clone();
-                layout.me = place;
-                let len = planner::contribution(&body.request.call, &layout) * size;
-                if len == 0 && kind == Lent::Inputs {
-                    continue;
-                }
-                let lane = members.lane(place, body.call_id);
-                let (at, len) = match kind {
-                    Lent::Inputs => (lane.and_then(Lane::input), len),
-                    _ => (lane.and_then(Lane::stage), planner::STAGE_BYTES),
-                };
-                let Some(at) = at else {
-                    all = false;
-                    break;
-                };
-                if place != members.me {
-                    let rank = members.ranks[place as usize];
-                    let Some(neighbour) = self.world.neighbours.get(&rank) else { return Ok(Lent::Nothing) };
-                    body.loans.push(Loan { place, base: neighbour.lent(at, len)?, len });
-                }
-            }
-            if all {
-                if kind == Lent::Stages {
-                    members.use_stage(body.call_id);
-                }
-                return Ok(kind);
-            }
-        }
-        Ok(Lent::Nothing)
-    }
-
-    /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
-    /// what a peer has to say.
-    fn settle(&mut self, i: usize) -> bool {
-        let Body { members, call_id, .. } = &self.jobs[i].body;
-        let (members, call) = (members.clone(), *call_id);
-        let before = |j: &Job| {
-            j.stage == Stage::Waiting
-                && j.body.members.id == members.id
-                && j.body.call_id < call
-                && planner::is_balanced(&j.body.request.call, &members.layout)
-        };
-        if self.jobs.iter().any(before) {
-            return false;
-        }
-        let balance = &mut self.books.entry(members.id).or_default().balance;
-        if balance.is_first(call.0) {
-            let measured = self.meter.rate(balance.since());
-            let rate = balance.declare(call.0, self.world.rank, measured);
-            let frame = Frame { len: 8, ..self.jobs[i].body.frame(Kind::Rate, 0, 0) };
-            for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
-                if let Some(tx) = members.link(place, &mut self.tx) {
-                    tx.give(&frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());
-                }
-            }
-        }
-        let Some(changed) = balance.settle(&members.ranks) else { return false };
-        if changed {
-            members.set_rates(balance.rates());
-            self.plans.retain(|key, _| key.0 != members.id);
-            self.last_plan = None;
-        }
-        true
-    }
-
-    /// Now and then, before a large AllReduce among several hosts, tells the connections what this
-    /// rank's link carries, so that they queue no more than keeps it busy.
-    fn pace(&mut self, i: usize) {
-        let Body { members, request: Request { call, .. }, .. } = &self.jobs[i].body;
-        let bytes = call.len * call.dtype.size();
-        if call.what != Collective::AllReduce || members.ranks.len() < 3 || bytes < planner::BALANCED_BYTES {
-            return;
-        }
-        self.large += 1;
-        if !self.large.is_multiple_of(balance::EPOCH) {
-            return;
-        }
-        let Some(rate) = self.meter.rate(self.paced.replace(Instant::now())) else { return };
-        for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
-            if let Some(tx) = members.link(place, &mut self.tx) {
-                tx.pace(rate);
-            }
-        }
-    }
-
-    fn plan(&mut self, i: usize) -> Result<Arc<Schedule>> {
-        let job = &self.jobs[i];
-        let (members, request) = (&job.body.members, &job.body.request);
-        let one_shot = job.opening == Opening::OneShot;
-        if let Some(Message { peer, sends, .. }) = request.message {
-            let piece = (planner::PIECE_BYTES / request.call.dtype.size()).max(1);
-            let make = if sends {
-                trigram_core::topology::direct::send
-            } else {
-                trigram_core::topology::direct::recv
-            };
-            return Ok(Arc::new(make(members.me, peer, request.call.len, piece)));
-        }
-        let key = PlanKey(members.id, request.call.clone(), job.body.lent, one_shot);
-        if let Some((last, plan)) = &self.last_plan
-            && *last == key
-        {
-            return Ok(plan.clone()); // most loops repeat one call: comparing is faster than hashing
-        }
-        if let Some(plan) = self.plans.get(&key) {
-            self.last_plan = Some((key, plan.clone()));
-            return Ok(plan.clone());
-        }
-        let plan = Arc::new(match one_shot {
-            true => planner::one_shot(&request.call, &members.layout),
-            false => {
-                let rates = self.books.get(&members.id).map_or(&[][..], |b| b.balance.rates());
-                planner::schedule(&request.call, &members.layout, job.body.lent, rates)?
-            }
-        });
-        if self.plans.len() >= 1024 {
-            self.plans.clear(); // lengths that change with every call must not fill the memory
-        }
-        self.plans.insert(key, plan.clone());
-        Ok(plan)
     }
 
     /// Steps whose frames have left since the last look; true if there were any.

@@ -4,10 +4,11 @@
 //!
 //! * [`group`] — what callers use: a group of ranks and its calls.
 //! * [`engine`] — who drives the work, and how it sleeps.
-//! * [`hub`] — the calls under way; [`matching`] — what arrives finds who waits for it;
+//! * [`progress`] — one round of everything that moves.
+//! * [`hub`] — the calls under way; [`plans`] — what each goes by; [`matching`] — what arrives finds who waits for it;
 //!   [`failing`] — failures are made known.
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
-//! * [`job`] — one call under way: memory and steps.
+//! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
 //! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
@@ -15,8 +16,8 @@
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `link`, `job`, `matching` (one copy),
-//! `meter` (two ioctls) and `fork`.
+//! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` (callers' memory),
+//! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option) and `fork`.
 
 pub mod balance;
 pub mod engine;
@@ -31,7 +32,10 @@ pub mod matching;
 pub mod members;
 pub mod memory;
 pub mod meter;
+pub mod plans;
+pub mod progress;
 pub mod rendezvous;
+pub mod steps;
 pub mod ticket;
 pub mod transport;
 pub mod unix;

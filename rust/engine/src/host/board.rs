@@ -32,7 +32,7 @@ pub const MAX_GROUPS: usize = 512;
 /// Calls of one group in flight inside a host at most; more wait their turn.
 pub const LANES: usize = 8;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x01\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x02\0");
 
 /// One call in flight, as one rank shows it. Times are monotonic, so nothing is ever reset.
 #[derive(Debug)]

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import trigram
-from tests.algorithm_reference import flatten
+from tests.algorithm_rows import NAMES_ONCE, ROWS
+from tests.algorithm_run import OPTIMIZERS, distance, loss, net, total
 from tests.cases import Cases
 from tests.harness import Died, Ranks, run, say
 from tests.pairs import x
-from tests.test_algorithms import NAMES_ONCE, OPTIMIZERS, ROWS, distance, loss, net, total
+from tests.simulation import flatten
 
 CASES = Cases()
 

@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 import trigram
-from tests.algorithm_reference import DIRECTED, encoded_size, targets
+from tests.algorithm_rows import always
+from tests.algorithm_run import OPTIMIZERS, loss
 from tests.cases import Cases
-from tests.test_algorithms import OPTIMIZERS, always, loss
+from tests.codec_roundtrip_reference import encoded_size
+from tests.graph_reference import DIRECTED, targets
 from trigram import graphs
 
 CASES = Cases()

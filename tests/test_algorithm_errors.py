@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import trigram
+from tests.algorithm_run import loss, net
 from tests.cases import Cases
 from tests.checks import raises, same_on_all_ranks, says
-from tests.test_algorithms import loss, net
 
 CASES = Cases()
 

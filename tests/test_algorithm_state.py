@@ -12,24 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import trigram
-from tests.algorithm_reference import CentralWeights, flatten
+from tests.algorithm_rows import NAMES_ONCE, ROWS, Row
+from tests.algorithm_run import OPTIMIZERS, Reversed, Run, Yardstick, distance, loss, net, total
 from tests.cases import Cases
+from tests.central_reference import CentralWeights
 from tests.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
 from tests.harness import await_flag, flag
 from tests.pairs import x
-from tests.test_algorithms import (
-    NAMES_ONCE,
-    OPTIMIZERS,
-    ROWS,
-    Reversed,
-    Row,
-    Run,
-    Yardstick,
-    distance,
-    loss,
-    net,
-    total,
-)
+from tests.simulation import flatten
 
 SAVE, LOAD = Cases(), Cases()
 CASES = Cases()

@@ -124,6 +124,99 @@ where
     Ok(())
 }
 
+/// Folds all of `ends`, left to right, and leaves the result in each of them.
+///
+/// What an AllReduce inside a host does with the same slice of everybody's memory: up to four ends take one
+/// pass in which the result goes from a register to each.
+///
+/// # Errors
+///
+/// As [`fold`].
+pub fn fold_into_all(
+    dtype: DType,
+    op: ReduceOp,
+    divide_by: Option<u32>,
+    ends: &mut [&mut [u8]],
+) -> Result<()> {
+    let len = ends.first().map_or(0, |end| end.len());
+    if ends.iter().any(|end| end.len() != len) {
+        return Err(Error::misuse("reduce: sources and destinations differ in length"));
+    }
+    let mean = divide_by.filter(|_| op == ReduceOp::Avg);
+    if let (DType::F32, ReduceOp::Sum | ReduceOp::Avg, 2..=4) = (dtype, op, ends.len()) {
+        return match mean {
+            Some(n) => sum_into_all(ends, |x| x / n as f32),
+            None => sum_into_all(ends, |x| x),
+        };
+    }
+    let mut block = [0u64; ALL_BLOCK / 8];
+    let mut at = 0;
+    while at < len {
+        let n = ALL_BLOCK.min(len - at);
+        let out = &mut bytemuck::cast_slice_mut(&mut block)[..n];
+        let mut few: [&[u8]; 8] = [&[]; 8];
+        if ends.len() <= few.len() {
+            few.iter_mut().zip(&*ends).for_each(|(few, end)| *few = &end[at..at + n]);
+            fold(dtype, op, divide_by, &few[..ends.len()], out)?;
+        } else {
+            let many: Vec<&[u8]> = ends.iter().map(|end| &end[at..at + n]).collect();
+            fold(dtype, op, divide_by, &many, out)?;
+        }
+        ends.iter_mut().for_each(|end| end[at..at + n].copy_from_slice(out));
+        at += n;
+    }
+    Ok(())
+}
+
+/// Bytes that [`fold_into_all`] folds at a time where it has no pass of its own.
+const ALL_BLOCK: usize = 8 << 10;
+
+/// The sum of two to four ends, finished, into each of them.
+fn sum_into_all(ends: &mut [&mut [u8]], finish: impl Fn(f32) -> f32 + Copy) -> Result<()> {
+    let arch = pulp::Arch::new();
+    match ends {
+        [a, b] => {
+            let (a, b) = (cast_mut::<f32>(a)?, cast_mut::<f32>(b)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (a, b) in a.iter_mut().zip(b) {
+                        let sum = finish(*a + *b);
+                        (*a, *b) = (sum, sum);
+                    }
+                },
+            );
+        }
+        [a, b, c] => {
+            let (a, b, c) = (cast_mut::<f32>(a)?, cast_mut::<f32>(b)?, cast_mut::<f32>(c)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                        let sum = finish(*a + *b + *c);
+                        (*a, *b, *c) = (sum, sum, sum);
+                    }
+                },
+            );
+        }
+        [a, b, c, d] => {
+            let (a, b) = (cast_mut::<f32>(a)?, cast_mut::<f32>(b)?);
+            let (c, d) = (cast_mut::<f32>(c)?, cast_mut::<f32>(d)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
+                        let sum = finish(*a + *b + *c + *d);
+                        (*a, *b, *c, *d) = (sum, sum, sum, sum);
+                    }
+                },
+            );
+        }
+        _ => {}
+    }
+    Ok(())
+}
+
 /// What the folds need of `f32` and `f64`; one bound instead of five.
 trait Float:
     AnyBitPattern

@@ -83,6 +83,15 @@ impl Io for Wire<'_> {
             }
             return Ok(());
         }
+        if from == to && count <= 8 {
+            let mut all: [&mut [u8]; 8] = Default::default();
+            for (all, (at, _)) in all.iter_mut().zip(&*ends) {
+                // SAFETY: `at` has checked the spans, which are of different ranks and so do not overlap;
+                // between the barriers of its schedule nobody else reads or writes them.
+                *all = unsafe { std::slice::from_raw_parts_mut(*at, len) };
+            }
+            return reduce::fold_into_all(dtype, op, divide_by, &mut all[..count]);
+        }
         // A lone destination that is no source is written straight away.
         let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
         let mut sources: [&[u8]; 8] = [&[]; 8];

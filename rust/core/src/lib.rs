@@ -7,6 +7,7 @@
 //!
 //! * [`codec`] — fewer bits for the same numbers.
 //! * [`dtype`], [`reduce`] — element types, reduction operators and the kernels that apply them.
+//! * [`float16`] — sixteen-bit floats to `f32` and back.
 //! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
 //! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
 //! * [`planner`] — which topology serves which call.
@@ -21,6 +22,7 @@ pub mod codec;
 pub mod dtype;
 pub mod error;
 pub mod executor;
+pub mod float16;
 pub mod planner;
 pub mod reduce;
 pub mod schedule;

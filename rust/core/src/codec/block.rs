@@ -1,8 +1,7 @@
 //! Codecs that work block by block, and what is common to them.
 
-use half::{bf16, f16};
-
 use super::{Codec, Keep, Target, Values};
+use crate::float16;
 
 /// The longest block, in values: two blocks of `f32` fit in the first-level cache.
 pub const MAX: usize = 2048;
@@ -108,11 +107,14 @@ impl<C: BlockCodec> Codec for Blocks<C> {
                         }
                         Target::F16(out) => {
                             codec.decode(code, wide);
-                            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = f16::from_f32(*v));
+                            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = float16::f32_to_f16(*v));
                         }
                         Target::BF16(out) => {
                             codec.decode(code, wide);
-                            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = bf16::from_f32(*v));
+                            out[range]
+                                .iter_mut()
+                                .zip(&*wide)
+                                .for_each(|(o, v)| *o = float16::f32_to_bf16(*v));
                         }
                     }
                 }
@@ -125,11 +127,10 @@ impl<C: BlockCodec> Codec for Blocks<C> {
 /// Part of the values as `f32`.
 #[inline(always)]
 pub(super) fn widen(src: Values<'_>, range: std::ops::Range<usize>, out: &mut [f32]) {
-    use half::slice::HalfFloatSliceExt;
     match src {
         Values::F32(x) => out.copy_from_slice(&x[range]),
-        Values::F16(x) => x[range].convert_to_f32_slice(out),
-        Values::BF16(x) => x[range].convert_to_f32_slice(out),
+        Values::F16(x) => out.iter_mut().zip(&x[range]).for_each(|(o, &x)| *o = float16::f16_to_f32(x)),
+        Values::BF16(x) => out.iter_mut().zip(&x[range]).for_each(|(o, &x)| *o = float16::bf16_to_f32(x)),
     }
 }
 

@@ -1,0 +1,179 @@
+//! The loops: several sources, one pass.
+//!
+//! They are plain and vectorise; `pulp` compiles each for the instruction sets that matter and picks
+//! one at run time. Two, three and four sources take one pass with no intermediate; more accumulate
+//! in a block that stays in the first-level cache.
+
+use bytemuck::{AnyBitPattern, NoUninit};
+use half::{bf16, f16};
+
+use crate::error::{Error, Result};
+use crate::float16;
+
+/// An element, and what it is summed in: sixteen-bit floats are widened and rounded once (NUM-3).
+pub(super) trait Element: AnyBitPattern + NoUninit {
+    type Wide: Copy + Default;
+    fn widen(self) -> Self::Wide;
+    fn narrow(wide: Self::Wide) -> Self;
+}
+
+macro_rules! own_width {
+    ($($t:ty),*) => {$(
+        impl Element for $t {
+            type Wide = $t;
+            #[inline(always)]
+            fn widen(self) -> $t { self }
+            #[inline(always)]
+            fn narrow(wide: $t) -> $t { wide }
+        }
+    )*};
+}
+own_width!(f32, f64, i8, u8, i32, i64);
+
+macro_rules! wider {
+    ($t:ty, $widen:path, $narrow:path) => {
+        impl Element for $t {
+            type Wide = f32;
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                $widen(self)
+            }
+            #[inline(always)]
+            fn narrow(wide: f32) -> $t {
+                $narrow(wide)
+            }
+        }
+    };
+}
+wider!(f16, float16::f16_to_f32, float16::f32_to_f16);
+wider!(bf16, float16::bf16_to_f32, float16::f32_to_bf16);
+
+/// Elements that are accumulated at a time where there are more than four sources.
+const BLOCK: usize = 512;
+
+/// Views bytes as elements, or says that they are misaligned.
+fn cast<T: AnyBitPattern>(bytes: &[u8]) -> Result<&[T]> {
+    bytemuck::try_cast_slice(bytes).map_err(|e| Error::misuse(format!("reduce: {e}")))
+}
+
+fn cast_mut<T: AnyBitPattern + NoUninit>(bytes: &mut [u8]) -> Result<&mut [T]> {
+    bytemuck::try_cast_slice_mut(bytes).map_err(|e| Error::misuse(format!("reduce: {e}")))
+}
+
+/// `out = finish(f(f(srcs[0], srcs[1]), ...))`, element by element.
+pub(super) fn fold<T, F, G>(srcs: &[&[u8]], out: &mut [u8], f: F, finish: G) -> Result<()>
+where
+    T: Element,
+    F: Fn(T::Wide, T::Wide) -> T::Wide + Copy,
+    G: Fn(T::Wide) -> T::Wide + Copy,
+{
+    let out = cast_mut::<T>(out)?;
+    let arch = pulp::Arch::new();
+    match srcs {
+        [a, b] => {
+            let (a, b) = (cast::<T>(a)?, cast::<T>(b)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((o, &a), &b) in out.iter_mut().zip(a).zip(b) {
+                        *o = T::narrow(finish(f(a.widen(), b.widen())));
+                    }
+                },
+            );
+        }
+        [a, b, c] => {
+            let (a, b, c) = (cast::<T>(a)?, cast::<T>(b)?, cast::<T>(c)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (((o, &a), &b), &c) in out.iter_mut().zip(a).zip(b).zip(c) {
+                        *o = T::narrow(finish(f(f(a.widen(), b.widen()), c.widen())));
+                    }
+                },
+            );
+        }
+        [a, b, c, d] => {
+            let (a, b, c, d) = (cast::<T>(a)?, cast::<T>(b)?, cast::<T>(c)?, cast::<T>(d)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((((o, &a), &b), &c), &d) in out.iter_mut().zip(a).zip(b).zip(c).zip(d) {
+                        *o = T::narrow(finish(f(f(f(a.widen(), b.widen()), c.widen()), d.widen())));
+                    }
+                },
+            );
+        }
+        _ => {
+            let mut wide = [T::Wide::default(); BLOCK];
+            for (k, out) in out.chunks_mut(BLOCK).enumerate() {
+                let wide = &mut wide[..out.len()];
+                for (i, src) in srcs.iter().enumerate() {
+                    let src = &cast::<T>(src)?[k * BLOCK..][..out.len()];
+                    arch.dispatch(
+                        #[inline(always)]
+                        || match i {
+                            0 => wide.iter_mut().zip(src).for_each(|(w, s)| *w = s.widen()),
+                            _ => wide.iter_mut().zip(src).for_each(|(w, s)| *w = f(*w, s.widen())),
+                        },
+                    );
+                }
+                arch.dispatch(
+                    #[inline(always)]
+                    || out.iter_mut().zip(&*wide).for_each(|(o, &w)| *o = T::narrow(finish(w))),
+                );
+            }
+        }
+    }
+    Ok(())
+}
+
+/// As [`fold`], of two to four ends, and the result into each of them.
+pub(super) fn fold_into_all<T, F, G>(ends: &mut [&mut [u8]], f: F, finish: G) -> Result<()>
+where
+    T: Element,
+    F: Fn(T::Wide, T::Wide) -> T::Wide + Copy,
+    G: Fn(T::Wide) -> T::Wide + Copy,
+{
+    let arch = pulp::Arch::new();
+    match ends {
+        [a, b] => {
+            let (a, b) = (cast_mut::<T>(a)?, cast_mut::<T>(b)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (a, b) in a.iter_mut().zip(b) {
+                        let all = T::narrow(finish(f(a.widen(), b.widen())));
+                        (*a, *b) = (all, all);
+                    }
+                },
+            );
+        }
+        [a, b, c] => {
+            let (a, b, c) = (cast_mut::<T>(a)?, cast_mut::<T>(b)?, cast_mut::<T>(c)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
+                        let all = T::narrow(finish(f(f(a.widen(), b.widen()), c.widen())));
+                        (*a, *b, *c) = (all, all, all);
+                    }
+                },
+            );
+        }
+        [a, b, c, d] => {
+            let (a, b) = (cast_mut::<T>(a)?, cast_mut::<T>(b)?);
+            let (c, d) = (cast_mut::<T>(c)?, cast_mut::<T>(d)?);
+            arch.dispatch(
+                #[inline(always)]
+                || {
+                    for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
+                        let all = T::narrow(finish(f(f(f(a.widen(), b.widen()), c.widen()), d.widen())));
+                        (*a, *b, *c, *d) = (all, all, all, all);
+                    }
+                },
+            );
+        }
+        _ => {}
+    }
+    Ok(())
+}

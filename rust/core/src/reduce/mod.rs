@@ -1,0 +1,275 @@
+//! The arithmetic: fold several sources into one destination, in the order given.
+//!
+//! `out[i] = finish(srcs[0][i] op srcs[1][i] op ...)`, left to right. The order is part of the
+//! result for floats, so callers pass sources in rank order (invariant NUM-4). Sixteen-bit floats
+//! are widened, accumulated in `f32` and rounded once (invariant NUM-3).
+
+mod kernels;
+
+use half::{bf16, f16};
+
+use crate::dtype::{DType, ReduceOp};
+use crate::error::{Error, Result};
+use kernels::Element;
+
+/// Folds `srcs` into `out`, element by element, left to right.
+///
+/// All slices have the same length in bytes, a multiple of the element size, and are aligned for
+/// the element. `divide_by` is used by [`ReduceOp::Avg`] only: pass the number of ranks where the
+/// result is final, `None` where it is partial.
+///
+/// # Errors
+///
+/// [`Error::Misuse`] when a slice is misaligned or lengths differ.
+pub fn fold(
+    dtype: DType,
+    op: ReduceOp,
+    divide_by: Option<u32>,
+    srcs: &[&[u8]],
+    out: &mut [u8],
+) -> Result<()> {
+    if srcs.iter().any(|s| s.len() != out.len()) {
+        return Err(Error::misuse("reduce: sources and destination differ in length"));
+    }
+    let mean = divide_by.filter(|_| op == ReduceOp::Avg);
+    if let ([only], None) = (srcs, mean) {
+        out.copy_from_slice(only);
+        return Ok(());
+    }
+    match dtype {
+        DType::F32 => fold_float::<f32>(op, mean.map(|n| n as f32), srcs, out),
+        DType::F64 => fold_float::<f64>(op, mean.map(f64::from), srcs, out),
+        DType::F16 => fold_float::<f16>(op, mean.map(|n| n as f32), srcs, out),
+        DType::BF16 => fold_float::<bf16>(op, mean.map(|n| n as f32), srcs, out),
+        DType::I8 => fold_int::<i8>(op, srcs, out),
+        DType::U8 | DType::Bool => fold_int::<u8>(op, srcs, out),
+        DType::I32 => fold_int::<i32>(op, srcs, out),
+        DType::I64 => fold_int::<i64>(op, srcs, out),
+    }
+}
+
+/// Folds all of `ends`, left to right, and leaves the result in each of them.
+///
+/// What an AllReduce inside a host does with the same slice of everybody's memory: sums of up to four ends
+/// take one pass in which the result goes from a register to each.
+///
+/// # Errors
+///
+/// As [`fold`].
+pub fn fold_into_all(
+    dtype: DType,
+    op: ReduceOp,
+    divide_by: Option<u32>,
+    ends: &mut [&mut [u8]],
+) -> Result<()> {
+    let len = ends.first().map_or(0, |end| end.len());
+    if ends.iter().any(|end| end.len() != len) {
+        return Err(Error::misuse("reduce: sources and destinations differ in length"));
+    }
+    let mean = divide_by.filter(|_| op == ReduceOp::Avg);
+    if matches!(op, ReduceOp::Sum | ReduceOp::Avg) && (2..=4).contains(&ends.len()) {
+        match dtype {
+            DType::F32 => return sum_into_all::<f32>(mean.map(|n| n as f32), ends),
+            DType::F64 => return sum_into_all::<f64>(mean.map(f64::from), ends),
+            DType::F16 => return sum_into_all::<f16>(mean.map(|n| n as f32), ends),
+            DType::BF16 => return sum_into_all::<bf16>(mean.map(|n| n as f32), ends),
+            DType::I8 | DType::U8 | DType::Bool | DType::I32 | DType::I64 => {}
+        }
+    }
+    let mut block = [0u64; BLOCK / 8];
+    for at in (0..len).step_by(BLOCK) {
+        let n = BLOCK.min(len - at);
+        let out = &mut bytemuck::cast_slice_mut(&mut block)[..n];
+        let mut few: [&[u8]; 8] = [&[]; 8];
+        if ends.len() <= few.len() {
+            few.iter_mut().zip(&*ends).for_each(|(few, end)| *few = &end[at..at + n]);
+            fold(dtype, op, divide_by, &few[..ends.len()], out)?;
+        } else {
+            let many: Vec<&[u8]> = ends.iter().map(|end| &end[at..at + n]).collect();
+            fold(dtype, op, divide_by, &many, out)?;
+        }
+        ends.iter_mut().for_each(|end| end[at..at + n].copy_from_slice(out));
+    }
+    Ok(())
+}
+
+/// Bytes that [`fold_into_all`] folds at a time where it has no pass of its own.
+const BLOCK: usize = 8 << 10;
+
+/// Minimum that keeps a NaN from either side, as torch does.
+#[allow(clippy::eq_op)] // x != x is NaN, for any float type
+fn nan_min<T: PartialOrd + Copy>(a: T, b: T) -> T {
+    if b < a || b != b { b } else { a }
+}
+
+/// Maximum that keeps a NaN from either side, as torch does.
+#[allow(clippy::eq_op)] // x != x is NaN, for any float type
+fn nan_max<T: PartialOrd + Copy>(a: T, b: T) -> T {
+    if b > a || b != b { b } else { a }
+}
+
+/// What the float folds need of `f32` and `f64`; one bound instead of four.
+trait Float:
+    Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> + std::ops::Div<Output = Self>
+{
+}
+impl Float for f32 {}
+impl Float for f64 {}
+
+fn fold_float<T>(op: ReduceOp, mean: Option<T::Wide>, srcs: &[&[u8]], out: &mut [u8]) -> Result<()>
+where
+    T: Element,
+    T::Wide: Float,
+{
+    match (op, mean) {
+        (ReduceOp::Avg, Some(n)) => kernels::fold::<T, _, _>(srcs, out, |a, b| a + b, |x| x / n),
+        (ReduceOp::Sum | ReduceOp::Avg, _) => kernels::fold::<T, _, _>(srcs, out, |a, b| a + b, |x| x),
+        (ReduceOp::Prod, _) => kernels::fold::<T, _, _>(srcs, out, |a, b| a * b, |x| x),
+        (ReduceOp::Min, _) => kernels::fold::<T, _, _>(srcs, out, nan_min, |x| x),
+        (ReduceOp::Max, _) => kernels::fold::<T, _, _>(srcs, out, nan_max, |x| x),
+        (ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor, _) => op.check(DType::F32),
+    }
+}
+
+fn sum_into_all<T>(mean: Option<T::Wide>, ends: &mut [&mut [u8]]) -> Result<()>
+where
+    T: Element,
+    T::Wide: Float,
+{
+    match mean {
+        Some(n) => kernels::fold_into_all::<T, _, _>(ends, |a, b| a + b, |x| x / n),
+        None => kernels::fold_into_all::<T, _, _>(ends, |a, b| a + b, |x| x),
+    }
+}
+
+/// What the integer folds need of each type.
+trait Int:
+    Element<Wide = Self>
+    + Ord
+    + Default
+    + std::ops::BitAnd<Output = Self>
+    + std::ops::BitOr<Output = Self>
+    + std::ops::BitXor<Output = Self>
+{
+    fn wrapping_sum(self, other: Self) -> Self;
+    fn wrapping_prod(self, other: Self) -> Self;
+}
+
+macro_rules! int {
+    ($($t:ty),*) => {$(
+        impl Int for $t {
+            #[inline(always)]
+            fn wrapping_sum(self, other: Self) -> Self { self.wrapping_add(other) }
+            #[inline(always)]
+            fn wrapping_prod(self, other: Self) -> Self { self.wrapping_mul(other) }
+        }
+    )*};
+}
+int!(i8, u8, i32, i64);
+
+fn fold_int<T: Int>(op: ReduceOp, srcs: &[&[u8]], out: &mut [u8]) -> Result<()> {
+    match op {
+        ReduceOp::Sum => kernels::fold::<T, _, _>(srcs, out, T::wrapping_sum, |x| x),
+        ReduceOp::Prod => kernels::fold::<T, _, _>(srcs, out, T::wrapping_prod, |x| x),
+        ReduceOp::Min => kernels::fold::<T, _, _>(srcs, out, Ord::min, |x| x),
+        ReduceOp::Max => kernels::fold::<T, _, _>(srcs, out, Ord::max, |x| x),
+        ReduceOp::Band => kernels::fold::<T, _, _>(srcs, out, |a, b| a & b, |x| x),
+        ReduceOp::Bor => kernels::fold::<T, _, _>(srcs, out, |a, b| a | b, |x| x),
+        ReduceOp::Bxor => kernels::fold::<T, _, _>(srcs, out, |a, b| a ^ b, |x| x),
+        ReduceOp::Avg => op.check(DType::I32),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use bytemuck::{AnyBitPattern, NoUninit};
+
+    use super::*;
+
+    fn run<T: AnyBitPattern + NoUninit>(
+        dtype: DType,
+        op: ReduceOp,
+        n: Option<u32>,
+        srcs: &[Vec<T>],
+    ) -> Vec<T> {
+        let bytes: Vec<&[u8]> = srcs.iter().map(|s| bytemuck::cast_slice(s)).collect();
+        let mut out = srcs[0].clone();
+        fold(dtype, op, n, &bytes, bytemuck::cast_slice_mut(&mut out)).unwrap();
+        out
+    }
+
+    #[test]
+    fn sums_go_left_to_right() {
+        for k in 1..=9usize {
+            let srcs: Vec<Vec<f32>> =
+                (0..k).map(|r| (0..77).map(|i| 0.1 + (r * 77 + i) as f32 * 1.7).collect()).collect();
+            let want: Vec<f32> =
+                (0..77).map(|i| srcs[1..].iter().fold(srcs[0][i], |a, s| a + s[i])).collect();
+            assert_eq!(run(DType::F32, ReduceOp::Sum, None, &srcs), want);
+            let avg: Vec<f32> = want.iter().map(|x| x / k as f32).collect();
+            assert_eq!(run(DType::F32, ReduceOp::Avg, Some(k as u32), &srcs), avg);
+        }
+    }
+
+    #[test]
+    fn halves_accumulate_in_f32() {
+        // 2048 + 1 is 2048 in f16; four ones must not be lost one by one.
+        let one = f16::from_f32(1.0);
+        let srcs = vec![vec![f16::from_f32(2048.0)], vec![one], vec![one], vec![one], vec![one]];
+        let got = run(DType::F16, ReduceOp::Sum, None, &srcs);
+        assert_eq!(got[0].to_f32(), 2052.0);
+    }
+
+    #[test]
+    fn nan_is_never_lost() {
+        for op in [ReduceOp::Sum, ReduceOp::Min, ReduceOp::Max, ReduceOp::Prod] {
+            for place in 0..3 {
+                let mut srcs = vec![vec![1f32], vec![2.0], vec![3.0]];
+                srcs[place][0] = f32::NAN;
+                assert!(run(DType::F32, op, None, &srcs)[0].is_nan(), "{op:?} {place}");
+            }
+        }
+    }
+
+    #[test]
+    fn integers_wrap_and_mask() {
+        let srcs = vec![vec![127i8, 0b1100], vec![1, 0b1010]];
+        assert_eq!(run(DType::I8, ReduceOp::Sum, None, &srcs), vec![-128, 22]);
+        assert_eq!(run(DType::I8, ReduceOp::Band, None, &srcs)[1], 0b1000);
+        assert_eq!(run(DType::I8, ReduceOp::Bxor, None, &srcs)[1], 0b0110);
+        assert_eq!(run(DType::I8, ReduceOp::Max, None, &srcs), vec![127, 12]);
+    }
+
+    #[test]
+    fn into_all_is_the_same_fold() {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I8, DType::I64] {
+            for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Prod, ReduceOp::Max] {
+                if op.check(dtype).is_err() {
+                    continue;
+                }
+                for k in 1..=9usize {
+                    let byte = |r: usize, i: usize| ((r * 131 + i * 37 + 11) % 61) as u8;
+                    let words = |r: usize| (0..1100).map(|i| u64::from_ne_bytes([byte(r, i); 8])).collect();
+                    let mut all: Vec<Vec<u64>> = (0..k).map(words).collect();
+                    let mut want = all[0].clone();
+                    let sources: Vec<&[u8]> = all.iter().map(|s| bytemuck::cast_slice(s)).collect();
+                    fold(dtype, op, Some(k as u32), &sources, bytemuck::cast_slice_mut(&mut want)).unwrap();
+                    let mut ends: Vec<&mut [u8]> =
+                        all.iter_mut().map(|s| bytemuck::cast_slice_mut(s)).collect();
+                    fold_into_all(dtype, op, Some(k as u32), &mut ends).unwrap();
+                    assert!(all.iter().all(|end| *end == want), "{dtype:?} {op:?} of {k}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn misaligned_bytes_are_an_error() {
+        let buf = [0u64; 4];
+        let bytes: &[u8] = bytemuck::cast_slice(&buf);
+        let mut out = [0u64; 1];
+        let out = &mut bytemuck::cast_slice_mut::<u64, u8>(&mut out)[..4];
+        let r = fold(DType::F32, ReduceOp::Sum, None, &[&bytes[1..5], &bytes[4..8]], out);
+        assert!(matches!(r, Err(Error::Misuse(_))));
+    }
+}

@@ -15,6 +15,19 @@ struct Cell {
     readers: Vec<u32>,
 }
 
+impl Cell {
+    /// Records that `step` touches all of it and calls `dep` with the steps it must wait for.
+    fn touch(&mut self, step: u32, write: bool, dep: &mut impl FnMut(u32)) {
+        self.writer.filter(|&w| w != step).into_iter().for_each(&mut *dep);
+        if write {
+            self.readers.drain(..).filter(|&r| r != step).for_each(dep);
+            self.writer = Some(step);
+        } else {
+            self.readers.push(step);
+        }
+    }
+}
+
 /// One memory's history: stretches that do not overlap, by first element.
 #[derive(Debug, Default)]
 struct Memory {
@@ -36,17 +49,25 @@ impl Memory {
 
     /// Records that `step` touches `start..end` and calls `dep` with the steps it must wait for.
     fn touch(&mut self, start: usize, end: usize, step: u32, write: bool, mut dep: impl FnMut(u32)) {
+        // Most steps touch what one step before them has touched, or what nobody has.
+        match self.cells.range_mut(..end).next_back() {
+            Some((&first, cell)) if first == start && cell.end == end => {
+                return cell.touch(step, write, &mut dep);
+            }
+            Some((_, cell)) if cell.end > start => {}
+            _ => {
+                let mut cell = Cell { end, ..Cell::default() };
+                cell.touch(step, write, &mut dep);
+                self.cells.insert(start, cell);
+                return;
+            }
+        }
         self.split(start);
         self.split(end);
         let inside: Vec<usize> = self.cells.range(start..end).map(|(&s, _)| s).collect();
         for at in &inside {
             let Some(cell) = self.cells.get_mut(at) else { continue };
-            cell.writer.filter(|&w| w != step).iter().for_each(|&w| dep(w));
-            if write {
-                cell.readers.iter().filter(|&&r| r != step).for_each(|&r| dep(r));
-            } else {
-                cell.readers.push(step);
-            }
+            cell.touch(step, write, &mut dep);
         }
         if write {
             for at in inside {

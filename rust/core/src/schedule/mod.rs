@@ -184,9 +184,15 @@ pub fn even_shares(len: usize, parts: usize) -> Vec<usize> {
     (0..parts).map(|i| len / parts + usize::from(i < len % parts)).collect()
 }
 
-/// The stretch of part `i` when `shares` lie one after another from `base`.
-pub fn share_span(buf: Buf, base: usize, shares: &[usize], i: usize) -> Span {
-    Span::new(buf, base + shares[..i].iter().sum::<usize>(), shares[i])
+/// The stretch of each part when `shares` lie one after another from `base`.
+pub fn share_spans(buf: Buf, base: usize, shares: &[usize]) -> Vec<Span> {
+    let mut at = base;
+    let span = |&len| {
+        let span = Span::new(buf, at, len);
+        at += len;
+        span
+    };
+    shares.iter().map(span).collect()
 }
 
 #[cfg(test)]

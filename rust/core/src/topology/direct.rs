@@ -4,7 +4,7 @@
 //! with a [dissemination barrier](barrier): no collective returns before every rank has entered
 //! it, so that ranks which disagree find out in the call where they disagree.
 
-use crate::schedule::{Buf, Builder, Place, Schedule, Span, even_shares, share_span};
+use crate::schedule::{Buf, Builder, Place, Schedule, Span, even_shares, share_spans};
 use crate::topology::Shape;
 
 /// Hensgen, Finkel and Manber's dissemination barrier, 1988: `ceil(log2 p)` rounds of tokens.
@@ -41,10 +41,9 @@ pub(crate) fn broadcast_pieces(whole: Span, n: usize, piece: usize, small: usize
     if whole.len <= small || n <= 2 {
         return whole.pieces(piece).collect();
     }
-    let shares = even_shares(whole.len, n - 1);
-    let share = |i: usize| share_span(whole.buf, whole.start, &shares, i);
-    let rounds = shares[0].div_ceil(piece.max(1));
-    (0..rounds).flat_map(|k| (0..n - 1).filter_map(move |i| share(i).piece(k, piece))).collect()
+    let shares = share_spans(whole.buf, whole.start, &even_shares(whole.len, n - 1));
+    let rounds = shares[0].len.div_ceil(piece.max(1));
+    (0..rounds).flat_map(|k| shares.iter().filter_map(move |share| share.piece(k, piece))).collect()
 }
 
 /// Broadcast of `whole` from the `root`-th of `peers`, of which this rank is the `me`-th.
@@ -125,7 +124,8 @@ pub fn reduce(shape: Shape, root: u32) -> Schedule {
     let Shape { me, world, len, piece } = shape;
     let mut b = Builder::new(me, false);
     let shares = even_shares(len, world as usize);
-    let share = |buf: Buf, p: u32| share_span(buf, 0, &shares, p as usize);
+    let spans = share_spans(Buf::In, 0, &shares);
+    let share = |buf: Buf, p: u32| Span { buf, ..spans[p as usize] };
     let mine = share(Buf::In, me);
     let landings: Vec<Span> = (0..world).map(|p| if p == me { mine } else { b.scratch(mine.len) }).collect();
     let sum = if me == root { share(Buf::Out, me) } else { b.scratch(mine.len) };
@@ -201,10 +201,8 @@ pub fn scatter(shape: Shape, root: u32) -> Schedule {
 pub fn all_to_all(shape: Shape, send: &[usize], recv: &[usize]) -> Schedule {
     let Shape { me, world, piece, .. } = shape;
     let mut b = Builder::new(me, false);
-    let (input, output) = (
-        |p: u32| share_span(Buf::In, 0, send, p as usize),
-        |p: u32| share_span(Buf::Out, 0, recv, p as usize),
-    );
+    let (sent, received) = (share_spans(Buf::In, 0, send), share_spans(Buf::Out, 0, recv));
+    let (input, output) = (|p: u32| sent[p as usize], |p: u32| received[p as usize]);
     for d in 1..world {
         let to = shape.after(d);
         message(input(to), piece).for_each(|span| b.send(to, span));

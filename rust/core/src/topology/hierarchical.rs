@@ -4,7 +4,7 @@
 //! shared memory, by messages or, where memory is registered, directly; between hosts the i-th
 //! ranks of all hosts form a rail and carry slice i.
 
-use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_span};
+use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::topology::{Shape, direct, scatter_gather};
 
 /// Where a rank stands among the hosts.
@@ -46,22 +46,21 @@ pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule 
     let local = at.local();
     let mut b = Builder::new(me, true);
     let rails = hosts.iter().map(Vec::len).min().unwrap_or(1).max(1);
-    let slices = even_shares(len, rails);
-    let slice = |rail: usize| share_span(Buf::Out, 0, &slices, rail);
+    let slices = share_spans(Buf::Out, 0, &even_shares(len, rails));
     let everywhere = |span: Span| -> Vec<Loc> { local.iter().map(|&place| Loc { place, span }).collect() };
     let elsewhere =
         |span: Span| -> Vec<Loc> { everywhere(span).into_iter().filter(|l| l.place != me).collect() };
-    let own = (at.index < rails).then(|| slice(at.index));
+    let own = (at.index < rails).then(|| slices[at.index]);
     let shares: Vec<usize> = own.map_or_else(Vec::new, |s| even_shares(s.len, hosts.len()));
     // Pieces follow the shares between the hosts, so that one piece is one message all the way.
     let pieces_of = |slice: Span, shares: &[usize]| -> Vec<Span> {
-        (0..shares.len()).flat_map(|h| share_span(slice.buf, slice.start, shares, h).pieces(piece)).collect()
+        share_spans(slice.buf, slice.start, shares).iter().flat_map(|share| share.pieces(piece)).collect()
     };
     if direct {
         b.barrier();
     } else {
         for rail in (0..rails).filter(|&r| local[r] != me) {
-            let slice = slice(rail);
+            let slice = slices[rail];
             for span in pieces_of(slice, &even_shares(slice.len, hosts.len())) {
                 b.send(local[rail], span);
             }
@@ -97,7 +96,7 @@ pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule 
         b.barrier();
     } else {
         for rail in (0..rails).filter(|&r| local[r] != me) {
-            let slice = slice(rail);
+            let slice = slices[rail];
             for span in pieces_of(slice, &even_shares(slice.len, hosts.len())) {
                 b.recv(local[rail], span);
             }

@@ -6,18 +6,18 @@
 //! Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
 //! workstations", 2009.
 
-use crate::schedule::{Buf, Builder, Schedule, Span, even_shares, share_span};
+use crate::schedule::{Buf, Builder, Schedule, Span, even_shares, share_spans};
 use crate::topology::Shape;
 
 /// In place on `Out`. Partial sums round at every hop.
 pub fn all_reduce(shape: Shape) -> Schedule {
     let Shape { me, world, len, piece } = shape;
     let mut b = Builder::new(me, true);
-    let shares = even_shares(len, world as usize);
-    let chunk = |i: u32| share_span(Buf::Out, 0, &shares, (i % world) as usize);
+    let chunks = share_spans(Buf::Out, 0, &even_shares(len, world as usize));
+    let chunk = |i: u32| chunks[(i % world) as usize];
     let (next, prev) = (shape.after(1), shape.before(1));
     // Two landing places, so that a chunk may arrive while the one before it is being added.
-    let most = shares.first().copied().unwrap_or(0);
+    let most = chunks[0].len;
     let landing = [b.scratch(most), b.scratch(most)];
     for hop in 0..world - 1 {
         let (out, inn) = (chunk(me + world - hop), chunk(me + 2 * world - hop - 1));

@@ -9,7 +9,7 @@
 //! Every sum happens in one place, in rank order: 16-bit floats lose nothing on the way, and
 //! shares do not change the bits of a result.
 
-use crate::schedule::{Buf, Builder, Place, Schedule, Span, share_span};
+use crate::schedule::{Buf, Builder, Place, Schedule, Span, share_spans};
 use crate::topology::Shape;
 
 /// In place on `Out`. `shares[i]` elements are reduced by rank i; they add up to `shape.len`.
@@ -31,8 +31,8 @@ pub(crate) fn among(
     piece: usize,
 ) {
     let n = peers.len();
-    let share = |i: usize| share_span(whole.buf, whole.start, shares, i);
-    let mine = share(me);
+    let spans = share_spans(whole.buf, whole.start, shares);
+    let mine = spans[me];
     let landings: Vec<Span> = (0..n).map(|i| if i == me { mine } else { b.scratch(mine.len) }).collect();
     let most = shares.iter().copied().max().unwrap_or(0);
     // Everybody starts with the rank after itself, so that no rank is sent to by all at once.
@@ -40,7 +40,7 @@ pub(crate) fn among(
     let before = |d: usize| (me + n - d) % n;
     for k in 0..most.div_ceil(piece.max(1)) {
         for i in (1..n).map(after) {
-            if let Some(span) = share(i).piece(k, piece) {
+            if let Some(span) = spans[i].piece(k, piece) {
                 b.send(peers[i], span);
             }
         }
@@ -55,7 +55,7 @@ pub(crate) fn among(
             }
         }
         for i in (1..n).map(before) {
-            if let Some(span) = share(i).piece(k, piece) {
+            if let Some(span) = spans[i].piece(k, piece) {
                 b.recv(peers[i], span);
             }
         }

@@ -8,7 +8,7 @@
 //! Payloads that fit a slot need no closing barrier: they are copied into the slot before the
 //! meeting and read from it after, and a slot is not used again before all are done with it.
 
-use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_span};
+use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
 use crate::topology::Shape;
 
@@ -96,9 +96,9 @@ fn pull_from(b: &mut Builder, source: Buf, pulls: Vec<Pull>, piece: usize) {
 pub fn all_reduce(shape: Shape) -> Schedule {
     let Shape { me, world, len, piece } = shape;
     let mut b = Builder::new(me, true);
-    let shares = even_shares(len, world as usize);
+    let slices = share_spans(Buf::Out, 0, &even_shares(len, world as usize));
     b.barrier();
-    for span in share_span(Buf::Out, 0, &shares, me as usize).pieces(piece) {
+    for span in slices[me as usize].pieces(piece) {
         let everywhere: Vec<Loc> = (0..world).map(|place| Loc { place, span }).collect();
         b.reduce(&everywhere, &everywhere, true);
     }

@@ -8,7 +8,7 @@
 //! A part is written again only after a barrier that all ranks reach when they have read it. For an
 //! AllReduce, which puts both contributions and sums on the stage, that takes three parts, else two.
 
-use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_span};
+use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
 use crate::topology::Shape;
 use crate::topology::shared::{Pull, contribution, in_place, pulls};
@@ -38,7 +38,7 @@ fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
     let chunks = chunks(len, part);
     let slice = |k: usize, r: u32| {
         let (at, n) = chunks[k];
-        share_span(Buf::Out, at, &even_shares(n, world as usize), r as usize)
+        share_spans(Buf::Out, at, &even_shares(n, world as usize))[r as usize]
     };
     let on_stage =
         |k: usize, span: Span| Span::new(Buf::Slot, k % 3 * part + span.start - chunks[k].0, span.len);

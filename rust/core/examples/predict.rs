@@ -11,7 +11,7 @@
 
 use std::sync::Arc;
 
-use trigram_core::planner::{Call, Layout, Lent, schedule};
+use trigram_core::planner::{Call, Layout, Lent, Links, schedule};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank};
 use trigram_core::{DType, ReduceOp};
@@ -23,6 +23,7 @@ fn main() {
     };
     let rates: Vec<f64> = rates.split(',').map(|r| r.parse().unwrap()).collect();
     let world = rates.len() as u32;
+    let links = Links { rates: &rates, steady: false };
     let hosts: Vec<Vec<u32>> = (0..world).map(|p| vec![p]).collect();
     for via in vias.split(',') {
         let way = Via::ALL.into_iter().find(|v| v.name() == via).unwrap_or_default();
@@ -33,7 +34,7 @@ fn main() {
                 Call { what: Collective::AllReduce, dtype: DType::F32, len, root: 0, via: way, splits: None };
             let ranks = (0..world).map(|me| {
                 let layout = Layout { me, world, hosts: hosts.clone() };
-                let schedule = Arc::new(schedule(&call, &layout, Lent::Nothing, &rates).unwrap());
+                let schedule = Arc::new(schedule(&call, &layout, Lent::Nothing, links).unwrap());
                 Rank { schedule, input: vec![0; len * 4], output: None }
             });
             let net = Net { latency: latency.parse().unwrap(), rate: rates.clone(), jitter: 0.0 };

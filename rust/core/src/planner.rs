@@ -24,8 +24,18 @@ pub const PIECE_BYTES: usize = 256 << 10;
 /// Smallest piece that a message is cut into, in bytes: below, the cost of a message shows.
 pub const LEAST_PIECE_BYTES: usize = 128 << 10;
 
-/// Up to here latency decides, and a message takes `log p` hops.
+/// Up to here latency decides, and a message takes `log p` hops; less where links are known to be slow.
 pub const SMALL_BYTES: usize = 32 << 10;
+
+/// Where the bytes of a call pass a link in less time than this, in seconds, latency decides: it is about what the
+/// messages cost that scatter-gather has more than recursive doubling.
+const SMALL_SECONDS: f64 = 1e-4;
+
+/// From this many ranks on, a ring spares large calls the many flows to one receiver that scatter-gather has, and
+const RING_WORLD: u32 = 5;
+
+/// they are large if their bytes take this many seconds for each rank: its 2 (p - 1) hops must not show.
+const RING_SECONDS: f64 = 3e-4;
 
 /// From here on unequal links are worth unequal shares.
 pub const BALANCED_BYTES: usize = 1 << 20;
@@ -82,6 +92,16 @@ pub enum Lent {
     Inputs,
 }
 
+/// What the ranks of a group know alike of their links.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Links<'a> {
+    /// Bytes per second by place; empty while nobody knows.
+    pub rates: &'a [f64],
+    /// Whether they have held for a while. Around a ring every link carries what the slowest does, which one it
+    /// is cannot be measured: when rates change, scatter-gather finds out.
+    pub steady: bool,
+}
+
 /// What a call needs before its schedule can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
@@ -135,12 +155,40 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
 }
 
 /// Whether the schedule of a call depends on the rates of the links.
+pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
+    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES;
+    call.what == Collective::AllReduce
+        && matches!(call.via, Via::Auto | Via::ScatterGather)
+        && layout.is_flat()
+        && layout.world > 2
+        && (small || is_balanced(call, layout))
+}
+
+/// Whether a call is worth declaring rates with, and shares that follow them.
 pub fn is_balanced(call: &Call, layout: &Layout) -> bool {
     call.what == Collective::AllReduce
         && matches!(call.via, Via::Auto | Via::ScatterGather)
         && layout.is_flat()
         && layout.world > 2
         && call.len * call.dtype.size() >= BALANCED_BYTES
+}
+
+/// The bytes up to which recursive doubling is faster: a power of two, so that a rate that is measured a little
+/// differently tomorrow chooses the same.
+fn small_bytes(rates: &[f64]) -> usize {
+    let slowest = rates.iter().fold(f64::INFINITY, |a, &b| a.min(b));
+    let bytes = (slowest * SMALL_SECONDS).min(SMALL_BYTES as f64) as usize;
+    1 << bytes.max(1).ilog2()
+}
+
+/// Whether a ring serves an AllReduce best: among many, of much, on links that are known to be equal.
+fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
+    let bytes = (call.len * call.dtype.size()) as f64;
+    layout.world >= RING_WORLD
+        && is_balanced(call, layout)
+        && links.steady
+        && balance::is_equal(links.rates)
+        && links.rates.iter().all(|rate| bytes / rate > RING_SECONDS * f64::from(layout.world))
 }
 
 /// Whether the ranks of a host may pass this call through their stages.
@@ -153,13 +201,13 @@ pub fn is_staged(call: &Call, layout: &Layout) -> bool {
         && !matches!(call.what, Collective::Barrier | Collective::SendRecv)
 }
 
-/// The schedule of a call. `lent`: what all ranks of this host lend each other; `rates`: what each rank's link carries, the same on all ranks, empty where nobody knows. They
-/// matter to calls that are [`is_balanced`].
+/// The schedule of a call. `lent`: what all ranks of this host lend each other; `links` matter to calls that
+/// [`goes_by_rates`].
 ///
 /// # Errors
 ///
 /// [`Error::Unsupported`] where the caller asked for a way that this call cannot take.
-pub fn schedule(call: &Call, layout: &Layout, lent: Lent, rates: &[f64]) -> Result<Schedule> {
+pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> Result<Schedule> {
     let bytes = call.len * call.dtype.size();
     // At least four pieces of a share, so that sums and messages overlap in calls of a megabyte too.
     let share = bytes / layout.world.max(1) as usize;
@@ -184,6 +232,8 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, rates: &[f64]) -> Resu
             Lent::Nothing => {}
         }
     }
+    let rates =
+        if goes_by_rates(call, layout) && links.rates.len() == s.world as usize { links.rates } else { &[] };
     let hosts = &layout.hosts;
     let flat = layout.is_flat() || layout.is_one_host();
     Ok(match call.what {
@@ -192,10 +242,11 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, rates: &[f64]) -> Resu
                 hierarchical::all_reduce(s, hosts, lent == Lent::Inputs)
             }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
-            Via::Auto if bytes <= SMALL_BYTES && !call.dtype.is_half() => recursive_doubling::all_reduce(s),
-            Via::Auto | Via::ScatterGather
-                if is_balanced(call, layout) && rates.len() == s.world as usize =>
-            {
+            Via::Auto if bytes <= small_bytes(rates) && !call.dtype.is_half() => {
+                recursive_doubling::all_reduce(s)
+            }
+            Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
+            Via::Auto | Via::ScatterGather if is_balanced(call, layout) && !rates.is_empty() => {
                 scatter_gather::all_reduce(s, &balance::shares(call.len, rates))
             }
             Via::Auto | Via::ScatterGather => {
@@ -256,11 +307,37 @@ mod tests {
     }
 
     #[test]
+    fn links_choose() {
+        let flat = |world| Layout { me: 0, world, hosts: (0..world).map(|p| vec![p]).collect() };
+        let steps = |world, bytes: usize, rate: f64, steady| {
+            let rates = vec![rate; world as usize];
+            let links = Links { rates: &rates, steady };
+            let call = call(Collective::AllReduce, bytes / 4, Via::Auto);
+            schedule(&call, &flat(world), Lent::Nothing, links).unwrap().steps
+        };
+        let by = |world, bytes: usize, make: &dyn Fn(Shape) -> Schedule| {
+            let layout = flat(world);
+            let share = bytes / world as usize;
+            let piece = (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, PIECE_BYTES);
+            make(shape(&call(Collective::AllReduce, bytes / 4, Via::Auto), &layout, piece)).steps
+        };
+        let scattered = |s: Shape| scatter_gather::all_reduce(s, &even_shares(s.len, s.world as usize));
+        let (mega, giga) = (12.5e6, 1.2e8);
+        assert_eq!(steps(4, 8 << 10, giga, true), by(4, 8 << 10, &recursive_doubling::all_reduce));
+        assert_eq!(steps(4, 8 << 10, mega, true), by(4, 8 << 10, &scattered));
+        assert_eq!(steps(8, 1 << 20, giga, true), by(8, 1 << 20, &ring::all_reduce));
+        assert_eq!(steps(8, 1 << 20, giga, false), by(8, 1 << 20, &scattered));
+        assert_eq!(steps(8, 1 << 20, 100.0 * giga, true), by(8, 1 << 20, &scattered));
+        assert_eq!(steps(4, 4 << 20, giga, true), by(4, 4 << 20, &scattered));
+    }
+
+    #[test]
     fn impossible_ways_say_why() {
         let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
-        let e = schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, &[]);
+        let e =
+            schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, Links::default());
         assert!(e.unwrap_err().to_string().contains("spans 2"));
-        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, Lent::Nothing, &[]);
+        let e = schedule(&call(Collective::Broadcast, 10, Via::Ring), &flat, Lent::Nothing, Links::default());
         assert!(e.unwrap_err().to_string().contains("broadcast takes no via"));
     }
 }

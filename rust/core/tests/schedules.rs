@@ -407,8 +407,8 @@ proptest! {
             let layout = layout(me);
             match planner::opening(&call, &layout) {
                 Opening::OneShot => Ok(planner::one_shot(&call, &layout)),
-                Opening::Meet => planner::schedule(&call, &layout, lent, &[]),
-                Opening::Messages => planner::schedule(&call, &layout, Lent::Nothing, &[]),
+                Opening::Meet => planner::schedule(&call, &layout, lent, planner::Links::default()),
+                Opening::Messages => planner::schedule(&call, &layout, Lent::Nothing, planner::Links::default()),
             }
         }).collect();
         if let Ok(schedules) = schedules {

@@ -14,10 +14,15 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
+use trigram_core::planner::Links;
 use trigram_core::topology::balance;
 
 /// Calls of an epoch. A change of rates is followed within three.
 pub const EPOCH: u64 = 6;
+
+/// Rates are steady when so many exchanges have not changed them: what was measured in the epoch that began with
+/// a change is heard two epochs later.
+const HELD: u32 = 2;
 
 /// Declarations kept at most, so that a peer cannot fill our memory.
 const KEPT: usize = 4;
@@ -37,6 +42,8 @@ pub struct Balance {
     at: Option<Instant>,
     failed: Option<u64>,
     rates: Vec<f64>,
+    /// For how many exchanges no rate has become worse.
+    held: u32,
 }
 
 impl Balance {
@@ -74,7 +81,8 @@ impl Balance {
     }
 
     /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks` has not
-    /// been heard, else whether they have changed. Calls ask in the order of their numbers.
+    /// been heard, else whether what is known of
+    /// the links has changed. Calls ask in the order of their numbers.
     pub fn settle(&mut self, ranks: &[u32]) -> Option<bool> {
         let Some(call) = self.before else { return Some(false) };
         let rates = if self.failed.is_some_and(|f| f / EPOCH >= call / EPOCH) {
@@ -86,14 +94,17 @@ impl Balance {
         };
         self.before = None;
         self.declared = self.declared.split_off(&(call + 1));
+        let was = self.links().steady;
         let changed = rates != self.rates;
+        let holds = !changed || balance::are_better(&rates, &self.rates);
+        self.held = if holds { self.held.saturating_add(1) } else { 0 };
         self.rates = rates;
-        Some(changed)
+        Some(changed || was != self.links().steady)
     }
 
-    /// Bytes per second by place; empty as long as they are not known, or not trusted.
-    pub fn rates(&self) -> &[f64] {
-        &self.rates
+    /// What is known of the links; nothing as long as rates are not known, or not trusted.
+    pub fn links(&self) -> Links<'_> {
+        Links { rates: &self.rates, steady: self.held >= HELD }
     }
 }
 
@@ -113,9 +124,9 @@ mod tests {
     fn rates_declared_in_one_epoch_hold_in_the_next() {
         let mut b = Balance::default();
         assert_eq!(declare(&mut b, 2, [1.0, 2.0, 3.0]), Some(false));
-        assert!(b.rates().is_empty() && !b.is_first(5));
+        assert!(b.links().rates.is_empty() && !b.is_first(5));
         assert_eq!(declare(&mut b, 7, [3.0, 3.0, 3.0]), Some(true));
-        assert_eq!(b.rates(), [1.0, 2.0, 3.0]);
+        assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
     }
 
     #[test]
@@ -127,7 +138,7 @@ mod tests {
         assert_eq!(b.settle(&[0, 4]), None);
         b.hear(0, 4, Some(5.0));
         assert_eq!(b.settle(&[0, 4]), Some(true));
-        assert_eq!(b.rates(), [1.0, 5.0]);
+        assert_eq!(b.links().rates, [1.0, 5.0]);
     }
 
     #[test]
@@ -136,8 +147,8 @@ mod tests {
         declare(&mut b, 0, [1.0, 2.0, 3.0]);
         b.forget(4);
         assert_eq!(declare(&mut b, 6, [1.0, 2.0, 3.0]), Some(false));
-        assert!(b.rates().is_empty());
+        assert!(b.links().rates.is_empty());
         assert_eq!(declare(&mut b, 12, [1.0, 2.0, 3.0]), Some(true));
-        assert_eq!(b.rates(), [1.0, 2.0, 3.0]);
+        assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
     }
 }

@@ -201,7 +201,7 @@ impl Hub {
         let members = job.body.members.clone();
         match job.stage {
             Stage::Waiting if job.opening == Opening::Messages => {
-                if planner::is_balanced(&job.body.request.call, &members.layout) && !self.settle(i) {
+                if planner::goes_by_rates(&job.body.request.call, &members.layout) && !self.settle(i) {
                     return Ok(());
                 }
                 self.pace(i);

@@ -104,7 +104,7 @@ impl Hub {
     }
 
     /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
-    /// what a peer has to say.
+    /// what a peer has to say. Rates change with a call, so the calls before and after it must not overtake it.
     pub(crate) fn settle(&mut self, i: usize) -> bool {
         let Body { members, call_id, .. } = &self.jobs[i].body;
         let (members, call) = (members.clone(), *call_id);
@@ -112,10 +112,13 @@ impl Hub {
             j.stage == Stage::Waiting
                 && j.body.members.id == members.id
                 && j.body.call_id < call
-                && planner::is_balanced(&j.body.request.call, &members.layout)
+                && planner::goes_by_rates(&j.body.request.call, &members.layout)
         };
         if self.jobs.iter().any(before) {
             return false;
+        }
+        if !planner::is_balanced(&self.jobs[i].body.request.call, &members.layout) {
+            return true;
         }
         let balance = &mut self.books.entry(members.id).or_default().balance;
         if balance.is_first(call.0) {
@@ -130,7 +133,7 @@ impl Hub {
         }
         let Some(changed) = balance.settle(&members.ranks) else { return false };
         if changed {
-            members.set_rates(balance.rates());
+            members.set_rates(balance.links().rates);
             self.plans.forget(members.id);
         }
         true
@@ -174,8 +177,8 @@ impl Hub {
         let plan = Arc::new(match one_shot {
             true => planner::one_shot(&request.call, &members.layout),
             false => {
-                let rates = self.books.get(&members.id).map_or(&[][..], |b| b.balance.rates());
-                planner::schedule(&request.call, &members.layout, job.body.lent, rates)?
+                let links = self.books.get(&members.id).map(|b| b.balance.links()).unwrap_or_default();
+                planner::schedule(&request.call, &members.layout, job.body.lent, links)?
             }
         });
         self.plans.keep(key, &plan);

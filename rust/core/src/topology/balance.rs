@@ -32,15 +32,27 @@ pub fn bound(bytes: f64, rates: &[f64]) -> f64 {
     bytes * (1.0 / slowest).max(2.0 * (p - 1.0) / sum)
 }
 
+/// Whether the slowest link is about as fast as the fastest; not so if there are none.
+pub fn is_equal(rates: &[f64]) -> bool {
+    let (least, most) = rates.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &r| (a.min(r), b.max(r)));
+    !rates.is_empty() && least >= EQUAL * most
+}
+
+/// Whether equal links are still equal, and none has become slower.
+pub fn are_better(now: &[f64], before: &[f64]) -> bool {
+    is_equal(before)
+        && is_equal(now)
+        && now.iter().zip(before).all(|(now, before)| *now > (1.0 - SAME) * before)
+}
+
 /// How many of `len` elements each rank reduces, so that the AllReduce meets [`bound`]. Rates that
 /// are no positive numbers, or nearly equal, and two ranks or fewer, give equal shares.
 ///
 /// The same on all ranks that give the same rates: only IEEE additions, divisions and products.
 pub fn shares(len: usize, rates: &[f64]) -> Vec<usize> {
     let p = rates.len();
-    let (least, most) = rates.iter().fold((f64::INFINITY, 0.0f64), |(a, b), &r| (a.min(r), b.max(r)));
     let known = rates.iter().all(|r| r.is_finite() && *r > 0.0);
-    if p < 3 || !known || least >= EQUAL * most {
+    if p < 3 || !known || is_equal(rates) {
         return crate::schedule::even_shares(len, p);
     }
     let time = bound(1.0, rates);

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.cases import launch
-from tests.netns import two_hosts
+from tests.netns import several_hosts
 
-__all__ = ["two_hosts"]
+__all__ = ["several_hosts"]
 
 LIMIT = 300  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-HOSTS = 2
+HOSTS = 5
 NETWORK = "10.78.0."
 CONGESTION_CONTROL = "cubic"
 
@@ -59,8 +59,8 @@ def remove(hosts: int) -> None:
 
 
 @pytest.fixture(scope="session")
-def two_hosts() -> Iterator[None]:
-    """Hosts 0 and 1 exist while tests use them."""
+def several_hosts() -> Iterator[None]:
+    """Hosts 0 to 4 exist while tests use them."""
     if os.geteuid() != 0:
         pytest.skip("network namespaces need root")
     if shutil.which("ip") is None:

@@ -98,5 +98,5 @@ def test_world_of_one(in_launch: Callable[..., None], case: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(HOSTS))
-def test_across_hosts(in_launch: Callable[..., None], two_hosts: None, case: str) -> None:
+def test_across_hosts(in_launch: Callable[..., None], several_hosts: None, case: str) -> None:
     in_launch("HOSTS", case, 4, transport="auto", hosts=[0, 0, 1, 1])

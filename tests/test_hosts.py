@@ -25,7 +25,7 @@ MIB = 2**20
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_collective_across_hosts(
-    in_launch: Callable[..., None], two_hosts: None, layout: str, case: str
+    in_launch: Callable[..., None], several_hosts: None, layout: str, case: str
 ) -> None:
     in_launch("CASES", case, 4, transport="auto", hosts=LAYOUTS[layout])
 
@@ -53,7 +53,7 @@ def _bytes(rank: int, world: int, rounds: int, size: int) -> tuple[int, int]:
     return _sent("eth0") - before[0], _sent("lo") - before[1]
 
 
-def test_once_per_byte_between_hosts(two_hosts: None) -> None:
+def test_once_per_byte_between_hosts(several_hosts: None) -> None:
     """2 hosts x 2 ranks: each host sends S bytes per all_reduce of S, not a flat ring's 1.5 S.
 
     The rest goes through shared memory, not loopback. Counted by the kernel, so headers add a few percent.
@@ -66,12 +66,12 @@ def test_once_per_byte_between_hosts(two_hosts: None) -> None:
         assert loopback < 0.02 * rounds * size, f"{loopback} bytes went over loopback"
 
 
-def test_shared_memory_passes_through_no_socket(two_hosts: None) -> None:
+def test_shared_memory_passes_through_no_socket(several_hosts: None) -> None:
     for wire, loopback in run(2, _bytes, 5, 8 * MIB, hosts=[0, 0]):
         assert wire + loopback < MIB, f"{wire} + {loopback} bytes through sockets"
 
 
-def test_training_across_hosts(two_hosts: None) -> None:
+def test_training_across_hosts(several_hosts: None) -> None:
     """The weights are the same on all ranks after every step, and the losses near those of one host."""
     across = run(4, _train, transport="auto", hosts=LAYOUTS["2+2"], timeout=90)
     within = run(4, _train, timeout=90)
@@ -108,3 +108,28 @@ def test_same_bits_in_every_run(world: int, transport: str) -> None:
     """NUM-4, over two launches; NUM-1, on all ranks."""
     runs = [run(world, _bits, transport=transport) for _ in range(2)]
     assert all(prints == runs[0][0] for results in runs for prints in results), runs
+
+
+def _calls_by_rates(rank: int, world: int) -> tuple[int, bool]:
+    """Large and small sums in flight together, until rates have changed schedules; and how long that took."""
+    sizes = [600_000, 1, 900, 2_000, 700_000, 5_000, 8_000]
+    group = trigram.world.resolve(None)
+    for round_ in range(400):
+        tensors = [torch.full((n,), float(rank + round_ + i)) for i, n in enumerate(sizes)]
+        works = [trigram.all_reduce(t, async_op=True) for t in tensors]
+        for i, (t, work) in enumerate(zip(tensors, works, strict=True)):
+            assert work is not None
+            work.wait()
+            right = float(sum(r + round_ + i for r in range(world)))
+            assert bool((t == right).all()), f"round {round_}, call {i}: {t.unique().tolist()}, not {right}"
+        if round_ >= 40 and group.core.rates():
+            return round_, len(group.core.rates()) == world
+    return 400, False
+
+
+@pytest.mark.parametrize("world", [3, 5])
+def test_schedules_follow_measured_rates(several_hosts: None, world: int) -> None:
+    """Every call is right while rates become known and change what calls take, small and large ones."""
+    ends = run(world, _calls_by_rates, transport="auto", hosts=list(range(world)), timeout=90)
+    assert len(set(ends)) == 1
+    assert ends[0][1], "the rates were never known"

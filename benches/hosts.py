@@ -27,8 +27,9 @@ NETWORK = "10.79.0."
 INTERFACE = "eth0"
 # Some kernels' default is BBR, whose pacing halves what an unshaped cable between namespaces carries.
 CONGESTION_CONTROL = "cubic"
-# A small bucket and small segments, so that nothing passes faster than the rate.
-BURST, SEGMENT = "32kb", "16384"
+# A small bucket and small segments, so that nothing passes faster than the rate. Faster cables have a larger
+# one: the kernel wakes up too seldom to fill them from this.
+BURST_KB, SEGMENT = 32, "16384"
 GRACE_SECONDS = 5.0
 
 
@@ -102,7 +103,9 @@ def shape(prefix: str, host: int, rate: str) -> None:
     """
     for namespace, device in ((f"{prefix}h{host}", INTERFACE), (f"{prefix}sw", f"port{host}")):
         _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", SEGMENT)
-        tbf = ("root", "tbf", "rate", rate, "burst", BURST, "latency", "50ms")
+        gigabits = float(rate.removesuffix("gbit")) if rate.endswith("gbit") else 1.0
+        burst = f"{round(BURST_KB * max(1.0, gigabits**2))}kb"
+        tbf = ("root", "tbf", "rate", rate, "burst", burst, "latency", "50ms")
         _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *tbf)
 
 

@@ -32,12 +32,17 @@ class Channels:
         side: Weights, buffers, roll calls.
     """
 
-    def __init__(self, group: Group) -> None:
-        self.first = internal_group(group, "gradients")
+    def __init__(self, group: Group, aided: Group | None = None) -> None:
+        self.first = self._plain = internal_group(group, "gradients")
+        self._aided = aided
         self.side = internal_group(group, "weights and buffers")
         self.second = internal_group(group, "second leg")
         self.size = group.size
         self.rank = group.rank
+
+    def aid(self, wanted: bool) -> None:
+        """From now on ``first`` is the group with helpers, where there is one: it offers AllReduce only."""
+        self.first = self._aided if wanted and self._aided is not None else self._plain
 
     @property
     def name(self) -> str:

@@ -21,7 +21,7 @@ from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
 from trigram.weights import Weights, running
-from trigram.world import Group, current, resolve
+from trigram.world import Group, aided_group, current, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,7 +41,7 @@ class Job:
         self.size = group.size
         self.behind = 0
         self.carrier: Carrier | None = None
-        self.channels = Channels(group) if group.size > 1 else None
+        self.channels = Channels(group, aided_group(group)) if group.size > 1 else None
         self.begin(model, plan, optimizer)
 
     def begin(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
@@ -52,6 +52,7 @@ class Job:
             return
         agree_on_algorithm(str(plan), self.channels)
         warmup = plan.options.get("warmup_steps", 0)
+        self.channels.aid(plan.gradients and plan.value.what == "full" and not warmup)
         if warmup:
             self.carrier = Gradients(model, self.channels, self.bucket_bytes)
             self.carrier.limit, self.carrier.successor = warmup, self.proceed

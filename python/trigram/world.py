@@ -18,12 +18,15 @@ from trigram import _core
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.rendezvous import Exchange, find_store
 
+_HELPER_LOOKS = 0.02
+"""Seconds between two looks of a helper at whether it is still needed."""
+
 _BARRIER = (4, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
 # Groups of the same ranks are told apart by an ordinal that all members count alike. Groups made
 # for different reasons count apart, so that one made lazily does not disturb the others.
-_USER, _BORROWED, _INTERNAL = 0, 1 << 32, 2 << 32
+_USER, _BORROWED, _INTERNAL, _AIDED = 0, 1 << 32, 2 << 32, 3 << 32
 
 
 class Group:
@@ -33,16 +36,23 @@ class Group:
         ranks: World ranks, by place in the group.
         rank: This rank's place, -1 if it is not in the group.
         size: Number of ranks.
+        helpers: World ranks without data of their own that reduce for the group; they are not in ``ranks``.
         name: What error messages call it.
     """
 
-    __slots__ = ("__weakref__", "_core", "name", "rank", "ranks", "size", "timeout")
+    __slots__ = ("__weakref__", "_core", "helpers", "name", "rank", "ranks", "size", "timeout")
 
     def __init__(
-        self, name: str, ranks: Sequence[int], core: _core.Group | None, timeout: float | None
+        self,
+        name: str,
+        ranks: Sequence[int],
+        core: _core.Group | None,
+        timeout: float | None,
+        helpers: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.ranks = list(ranks)
+        self.helpers = list(helpers)
         self.size = len(self.ranks)
         self.rank = core.rank if core is not None else -1
         self.timeout = timeout
@@ -65,6 +75,12 @@ class Group:
         except ValueError:
             raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
 
+    def help(self) -> None:
+        """This rank, one of the ``helpers``, takes part in all calls of the group until a member leaves."""
+        self.core.help()
+        while self.core.is_helping():
+            time.sleep(_HELPER_LOOKS)
+
     def hosts(self) -> list[list[int]]:
         """Places by host: those in one list share memory."""
         return self.core.hosts
@@ -76,18 +92,21 @@ class World:
 
     engine: _core.Engine
     group: Group
+    rank: int
+    size: int
     op_timeout: float | None
+    aided: Group | None = None
     ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
 
-    def new_group(self, ranks: Sequence[int], name: str, kind: int) -> Group:
+    def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
         """A group of world ranks; all members make it, in the same order."""
-        key = (kind, tuple(ranks))
+        key = (kind, (*ranks, -1, *helpers))
         ordinal = self.ordinals[key] = self.ordinals.get(key, -1) + 1
-        core = None
-        if self.group.rank in ranks:
-            core = self.engine.group(name, list(ranks), kind + ordinal + 1)
-        return Group(name, ranks, core, self.op_timeout)
+        core, members = None, [*ranks, *helpers]
+        if self.rank in members:
+            core = self.engine.group(name, members, kind + ordinal + 1, len(helpers))
+        return Group(name, ranks, core, self.op_timeout, helpers)
 
 
 _world: World | None = None
@@ -102,11 +121,11 @@ def is_initialized() -> bool:
 
 def rank() -> int:
     """This rank's number in the world, from 0."""
-    return current().group.rank
+    return current().rank
 
 
 def world_size() -> int:
-    """The number of ranks in the world."""
+    """The number of ranks in the world; those that only help do not count."""
     return current().group.size
 
 
@@ -118,7 +137,7 @@ def current() -> World:
     return _world
 
 
-def new_group(ranks: Sequence[int]) -> Group:
+def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
     """Makes a group of some ranks of the world.
 
     Every member makes the same groups in the same order; other ranks may call it too and get a
@@ -126,20 +145,31 @@ def new_group(ranks: Sequence[int]) -> Group:
 
     Args:
         ranks: World ranks, in the order of their places.
+        helpers: Other world ranks, which have no data and take a share of the reduction, as much as
+            their links carry. Such a group offers ``all_reduce`` only. Helpers call ``new_group`` too, and
+            then :meth:`Group.help`.
 
     Raises:
         MisuseError: A rank is named twice, or is not in the world.
     """
     world = current()
-    ranks = [int(r) for r in ranks]
-    if not ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < world.group.size for r in ranks):
-        raise MisuseError(f"new_group: {ranks} are not different ranks of a world of {world.group.size}")
-    return world.new_group(ranks, f"of ranks {ranks}", _USER)
+    ranks, helpers = [int(r) for r in ranks], [int(r) for r in helpers]
+    members = [*ranks, *helpers]
+    if not ranks or len(set(members)) != len(members) or not all(0 <= r < world.size for r in members):
+        raise MisuseError(f"new_group: {members} are not different ranks of a world of {world.size}")
+    return world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
 
 
 def internal_group(group: Group, name: str) -> Group:
     """A group of the same ranks with calls of its own, so that no order between them is needed."""
     return current().new_group(group.ranks, name, _INTERNAL)
+
+
+def aided_group(group: Group) -> Group | None:
+    """The group for the gradients of the first model whose ranks are all workers of a world with helpers."""
+    world = current()
+    aided, world.aided = (world.aided, None) if group.ranks == world.group.ranks else (None, world.aided)
+    return aided
 
 
 def resolve(group: Group | dist.ProcessGroup | None) -> Group:
@@ -185,10 +215,12 @@ def init(
             however long it takes, and named in a log line; a dead one raises at once.
         iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
         elastic: Not available yet.
-        helper: Not available yet.
+        helper: This rank has no model and no data: it reduces gradients for the others, as much as its
+            link carries, and this returns when one of them has left. Helpers are the last ranks of the
+            world. The first model with ``gradient_allreduce`` is helped; it takes three workers or more.
 
     Returns:
-        The group of all ranks.
+        The group of all ranks that are no helpers.
 
     Raises:
         TimeoutError: Ranks are missing; the message names them.
@@ -197,8 +229,8 @@ def init(
     global _world
     if _world is not None:
         return _world.group
-    if elastic or helper:
-        raise UnsupportedError("init: elastic and helper are not available yet")
+    if elastic:
+        raise UnsupportedError("init: elastic is not available yet")
     deadline = time.monotonic() + init_timeout
     store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
@@ -206,19 +238,39 @@ def init(
     rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
     exchange = Exchange(store, rank, world_size, deadline)
     del store
-    cards = exchange("card", rendezvous.card())
-    met = rendezvous.meet(cards)
+    cards = exchange("card", (b"h" if helper else b"w") + rendezvous.card())
+    workers = _workers([card[:1] == b"h" for card in cards])
+    met = rendezvous.meet([card[1:] for card in cards])
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
-    core = engine.group("world", list(range(world_size)), 0)
+    core: _core.Group | None = engine.group("world", list(range(world_size)), 0, 0)
+    assert core is not None
     # Everybody has what it needs from the store; then it is let go, so that no forked worker keeps
     # its sockets; then nobody can meet the old one in another init.
     core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
     exchange.close()
     core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
-    group = Group("world", range(world_size), core, op_timeout)
-    _world = World(engine, group, op_timeout)
+    if workers < world_size:
+        core = engine.group("world", list(range(workers)), 0, 0) if rank < workers else None
+    group = Group("world", range(workers), core, op_timeout)
+    _world = World(engine, group, rank, world_size, op_timeout)
+    if workers < world_size:
+        helpers = range(workers, world_size)
+        _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
+        if helper:
+            _world.aided.help()
     return group
+
+
+def _workers(helps: list[bool]) -> int:
+    """How many ranks have data, given which only help."""
+    workers = helps.index(True) if True in helps else len(helps)
+    if workers == 0 or not all(helps[workers:]):
+        asked = [rank for rank, helper in enumerate(helps) if helper]
+        raise MisuseError(
+            f"init: ranks {asked} of {len(helps)} are helpers; helpers are the last ranks, and not all"
+        )
+    return workers
 
 
 def shutdown() -> None:

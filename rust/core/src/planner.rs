@@ -66,9 +66,16 @@ pub struct Layout {
     pub world: u32,
     /// The places of each host, ordered by their first.
     pub hosts: Vec<Vec<Place>>,
+    /// How many of the last places only help: they have no data of their own, and reduce for the others.
+    pub helpers: u32,
 }
 
 impl Layout {
+    /// The ranks that have data.
+    pub fn workers(&self) -> u32 {
+        self.world - self.helpers
+    }
+
     /// Whether all ranks are on one host.
     pub fn is_one_host(&self) -> bool {
         self.hosts.len() == 1
@@ -115,7 +122,8 @@ pub enum Opening {
 
 /// How a call begins on this group. All ranks of a host agree, as it depends on the call alone.
 pub fn opening(call: &Call, layout: &Layout) -> Opening {
-    let local = layout.hosts.iter().any(|h| h.len() > 1 && h.contains(&layout.me));
+    // A helper need not be asked beforehand.
+    let local = layout.helpers == 0 && layout.hosts.iter().any(|h| h.len() > 1 && h.contains(&layout.me));
     if !local || layout.world == 1 {
         return Opening::Messages;
     }
@@ -156,7 +164,7 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
 
 /// Whether the schedule of a call depends on the rates of the links.
 pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
-    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES;
+    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES || layout.helpers > 0;
     call.what == Collective::AllReduce
         && matches!(call.via, Via::Auto | Via::ScatterGather)
         && layout.is_flat()
@@ -185,6 +193,7 @@ fn small_bytes(rates: &[f64]) -> usize {
 fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
     let bytes = (call.len * call.dtype.size()) as f64;
     layout.world >= RING_WORLD
+        && layout.helpers == 0
         && is_balanced(call, layout)
         && links.steady
         && balance::is_equal(links.rates)
@@ -195,6 +204,7 @@ fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
 pub fn is_staged(call: &Call, layout: &Layout) -> bool {
     layout.is_one_host()
         && layout.world > 1
+        && layout.helpers == 0
         && call.len > 0
         && call.splits.is_none()
         && matches!(call.via, Via::Auto | Via::Shared)
@@ -219,6 +229,9 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
             call.what.name(),
             call.via.name()
         )));
+    }
+    if layout.helpers > 0 {
+        return aided(call, layout, s, links.rates);
     }
     if call.len == 0 && call.splits.is_none() {
         return Ok(direct::barrier(s));
@@ -247,7 +260,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
             }
             Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
             Via::Auto | Via::ScatterGather if is_balanced(call, layout) && !rates.is_empty() => {
-                scatter_gather::all_reduce(s, &balance::shares(call.len, rates))
+                scatter_gather::all_reduce(s, &balance::shares(call.len, rates, 0))
             }
             Via::Auto | Via::ScatterGather => {
                 scatter_gather::all_reduce(s, &even_shares(call.len, s.world as usize))
@@ -288,6 +301,24 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     })
 }
 
+/// The schedule of a call in which some ranks only help.
+fn aided(call: &Call, layout: &Layout, shape: Shape, rates: &[f64]) -> Result<Schedule> {
+    if call.what != Collective::AllReduce || call.via != Via::Auto {
+        return Err(Error::Unsupported(format!(
+            "{} via {}: a group with helpers offers all_reduce only, and its own way",
+            call.what.name(),
+            call.via.name()
+        )));
+    }
+    if call.len == 0 {
+        return Ok(direct::barrier(shape));
+    }
+    let equal = vec![1.0; layout.world as usize];
+    let rates = if rates.len() == equal.len() { rates } else { &equal };
+    let shares = balance::shares(call.len, rates, layout.helpers as usize);
+    Ok(scatter_gather::aided(shape, &shares, layout.workers()))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -298,8 +329,8 @@ mod tests {
 
     #[test]
     fn openings() {
-        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]] };
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
+        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0 };
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0 };
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &one), Opening::OneShot);
         assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Meet);
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Meet);
@@ -308,7 +339,7 @@ mod tests {
 
     #[test]
     fn links_choose() {
-        let flat = |world| Layout { me: 0, world, hosts: (0..world).map(|p| vec![p]).collect() };
+        let flat = |world| Layout { me: 0, world, hosts: (0..world).map(|p| vec![p]).collect(), helpers: 0 };
         let steps = |world, bytes: usize, rate: f64, steady| {
             let rates = vec![rate; world as usize];
             let links = Links { rates: &rates, steady };
@@ -333,7 +364,7 @@ mod tests {
 
     #[test]
     fn impossible_ways_say_why() {
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]] };
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0 };
         let e =
             schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, Links::default());
         assert!(e.unwrap_err().to_string().contains("spans 2"));

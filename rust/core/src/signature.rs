@@ -132,6 +132,12 @@ impl Signature {
         }
     }
 
+    /// Element type, operator and way of the call; `None` if the bytes came from a corrupt peer.
+    pub fn how(&self) -> Option<(DType, ReduceOp, Via)> {
+        let via = Via::ALL.get(self.via as usize).copied()?;
+        Some((DType::from_code(self.dtype).ok()?, ReduceOp::from_code(self.op).ok()?, via))
+    }
+
     /// The collective called; `None` if the bytes came from a corrupt peer.
     pub fn collective(&self) -> Option<Collective> {
         Collective::from_code(self.collective)

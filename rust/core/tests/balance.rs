@@ -13,7 +13,13 @@ const GIGABIT: f64 = 118e6;
 
 /// An AllReduce of `len` whole numbers over links of these rates; checks every sum.
 fn simulate(len: usize, rates: &[f64], schedule: impl Fn(Shape) -> Schedule) -> Report {
+    simulate_aided(len, rates, 0, schedule)
+}
+
+/// The same, where the last ranks have no memory at all and only help.
+fn simulate_aided(len: usize, rates: &[f64], helpers: usize, schedule: impl Fn(Shape) -> Schedule) -> Report {
     let world = rates.len();
+    let workers = world - helpers;
     let value = |rank: usize, i: usize| ((rank * 31 + i * 17) % 1000) as f32;
     let ranks = (0..world)
         .map(|me| Rank {
@@ -23,7 +29,7 @@ fn simulate(len: usize, rates: &[f64], schedule: impl Fn(Shape) -> Schedule) -> 
                 len,
                 piece: (len / world / 16).clamp(256, 64 << 10),
             })),
-            input: (0..len).flat_map(|i| value(me, i).to_le_bytes()).collect(),
+            input: (0..if me < workers { len } else { 0 }).flat_map(|i| value(me, i).to_le_bytes()).collect(),
             output: None,
         })
         .collect();
@@ -31,8 +37,8 @@ fn simulate(len: usize, rates: &[f64], schedule: impl Fn(Shape) -> Schedule) -> 
     let net = Net { latency: 1e-4, rate: rates.to_vec(), jitter: 0.0 };
     let report = sim::run(ranks, &hosts, DType::F32, ReduceOp::Sum, &net, 1).unwrap();
     for i in 0..len {
-        let sum: f32 = (0..world).map(|r| value(r, i)).sum();
-        for (rank, out) in report.output.iter().enumerate() {
+        let sum: f32 = (0..workers).map(|r| value(r, i)).sum();
+        for (rank, out) in report.output[..workers].iter().enumerate() {
             assert_eq!(out[i * 4..][..4], sum.to_le_bytes(), "element {i} on rank {rank}");
         }
     }
@@ -40,9 +46,9 @@ fn simulate(len: usize, rates: &[f64], schedule: impl Fn(Shape) -> Schedule) -> 
 }
 
 fn balanced(len: usize, rates: &[f64]) -> f64 {
-    let shares = balance::shares(len, rates);
+    let shares = balance::shares(len, rates, 0);
     let time = simulate(len, rates, |s| scatter_gather::all_reduce(s, &shares)).time;
-    time / balance::bound(len as f64 * 4.0, rates)
+    time / balance::bound(len as f64 * 4.0, rates, 0)
 }
 
 fn one_at_half(world: usize) -> Vec<f64> {
@@ -54,7 +60,7 @@ fn one_at_half(world: usize) -> Vec<f64> {
 #[test]
 fn four_hosts_one_at_half_rate() {
     let (len, rates) = (1 << 20, one_at_half(4));
-    let bound = balance::bound(len as f64 * 4.0, &rates);
+    let bound = balance::bound(len as f64 * 4.0, &rates, 0);
     assert!(balanced(len, &rates) < 1.08, "{}", balanced(len, &rates));
     let around = simulate(len, &rates, ring::all_reduce).time / bound;
     assert!(around > 1.45, "a ring: {around}");
@@ -79,13 +85,27 @@ proptest! {
         prop_assert!(over < 1.35, "{over} of the bound at {rates:?}");
     }
 
+    /// Helpers of any number and rate: right, and never far from the bound, which they never make worse.
+    #[test]
+    fn helpers_help(workers in 2usize..6, helpers in proptest::collection::vec(0.2f64..4.0, 1..4)) {
+        let len = 250_000;
+        let rates: Vec<f64> =
+            std::iter::repeat_n(1.0, workers).chain(helpers.iter().copied()).map(|r| r * GIGABIT).collect();
+        let shares = balance::shares(len, &rates, helpers.len());
+        let schedule = |s: Shape| scatter_gather::aided(s, &shares, workers as u32);
+        let time = simulate_aided(len, &rates, helpers.len(), schedule).time;
+        let bound = balance::bound(len as f64 * 4.0, &rates, helpers.len());
+        prop_assert!(bound <= balance::bound(len as f64 * 4.0, &rates[..workers], 0) + 1e-9);
+        prop_assert!(time / bound < 1.45, "{} of the bound at {rates:?}", time / bound);
+    }
+
     /// Shares always add up, and the same rates in another unit give the same shares.
     #[test]
     fn shares_add_up(rates in proptest::collection::vec(0.0f64..10.0, 1..20), len in 0usize..100_000) {
-        let shares = balance::shares(len, &rates);
+        let shares = balance::shares(len, &rates, 0);
         prop_assert_eq!(shares.len(), rates.len());
         prop_assert_eq!(shares.iter().sum::<usize>(), len);
         let doubled: Vec<f64> = rates.iter().map(|r| r * 2.0).collect();
-        prop_assert_eq!(balance::shares(len, &doubled), shares);
+        prop_assert_eq!(balance::shares(len, &doubled, 0), shares);
     }
 }

@@ -24,6 +24,9 @@ pub const EPOCH: u64 = 6;
 /// a change is heard two epochs later.
 const HELD: u32 = 2;
 
+/// See [`Balance::declare`].
+const FADES: f64 = 0.9;
+
 /// Declarations kept at most, so that a peer cannot fill our memory.
 const KEPT: usize = 4;
 
@@ -42,6 +45,9 @@ pub struct Balance {
     at: Option<Instant>,
     failed: Option<u64>,
     rates: Vec<f64>,
+    /// With helpers, the second epoch is for them alone and the ones around it for the workers, so that each
+    /// link is full once and shows what it carries: rates that are not measured, but have these shares.
+    trial: Vec<f64>,
     /// For how many exchanges no rate has become worse.
     held: u32,
 }
@@ -53,8 +59,14 @@ impl Balance {
     }
 
     /// This rank declares its rate with a call that [`Balance::is_first`]; returns what to tell.
-    pub fn declare(&mut self, call: u64, rank: u32, measured: Option<f64>) -> Option<f64> {
-        self.last = measured.or(self.last);
+    ///
+    /// Where ranks only help, links are not always full: then what one carried says little of what it can, and
+    /// what is known is forgotten slowly.
+    pub fn declare(&mut self, call: u64, rank: u32, measured: Option<f64>, aided: bool) -> Option<f64> {
+        self.last = match (measured, self.last) {
+            (Some(now), Some(last)) if aided => Some(now.max(FADES * last)),
+            (now, last) => now.or(last),
+        };
         self.at = Some(Instant::now());
         self.before = self.exchange.replace(call);
         self.hear(call, rank, self.last);
@@ -83,8 +95,21 @@ impl Balance {
     /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks` has not
     /// been heard, else whether what is known of
     /// the links has changed. Calls ask in the order of their numbers.
-    pub fn settle(&mut self, ranks: &[u32]) -> Option<bool> {
-        let Some(call) = self.before else { return Some(false) };
+    /// The last `helpers` ranks have no data.
+    pub fn settle(&mut self, ranks: &[u32], helpers: usize) -> Option<bool> {
+        let trial = match self.exchange.map_or(0, |call| call / EPOCH) {
+            epoch @ 0..3 if helpers > 0 => {
+                let helper = if epoch == 1 { 1e6 } else { 1e-6 };
+                let workers = ranks.len() - helpers;
+                (0..ranks.len()).map(|place| if place < workers { 1.0 } else { helper }).collect()
+            }
+            _ => Vec::new(),
+        };
+        let tried = trial != self.trial;
+        let Some(call) = self.before else {
+            self.trial = trial;
+            return Some(tried);
+        };
         let rates = if self.failed.is_some_and(|f| f / EPOCH >= call / EPOCH) {
             Vec::new()
         } else {
@@ -92,19 +117,22 @@ impl Balance {
             let heard = ranks.iter().map(|r| declared.get(r).copied()).collect::<Option<Vec<_>>>()?;
             balance::agree(&self.rates, &heard)
         };
+        // Only now, when it is time for the change: who waits asks again.
         self.before = None;
+        self.trial = trial;
         self.declared = self.declared.split_off(&(call + 1));
         let was = self.links().steady;
         let changed = rates != self.rates;
         let holds = !changed || balance::are_better(&rates, &self.rates);
         self.held = if holds { self.held.saturating_add(1) } else { 0 };
         self.rates = rates;
-        Some(changed || was != self.links().steady)
+        Some(changed || tried || was != self.links().steady)
     }
 
     /// What is known of the links; nothing as long as rates are not known, or not trusted.
     pub fn links(&self) -> Links<'_> {
-        Links { rates: &self.rates, steady: self.held >= HELD }
+        let rates = if self.trial.is_empty() { &self.rates } else { &self.trial };
+        Links { rates, steady: self.held >= HELD }
     }
 }
 
@@ -114,10 +142,10 @@ mod tests {
 
     fn declare(b: &mut Balance, call: u64, rates: [f64; 3]) -> Option<bool> {
         assert!(b.is_first(call));
-        b.declare(call, 0, Some(rates[0]));
+        b.declare(call, 0, Some(rates[0]), false);
         b.hear(call, 1, Some(rates[1]));
         b.hear(call, 2, Some(rates[2]));
-        b.settle(&[0, 1, 2])
+        b.settle(&[0, 1, 2], 0)
     }
 
     #[test]
@@ -132,12 +160,12 @@ mod tests {
     #[test]
     fn whoever_has_not_been_heard_is_waited_for() {
         let mut b = Balance::default();
-        b.declare(0, 0, Some(1.0));
-        assert_eq!(b.settle(&[0, 4]), Some(false));
-        b.declare(6, 0, Some(1.0));
-        assert_eq!(b.settle(&[0, 4]), None);
+        b.declare(0, 0, Some(1.0), false);
+        assert_eq!(b.settle(&[0, 4], 0), Some(false));
+        b.declare(6, 0, Some(1.0), false);
+        assert_eq!(b.settle(&[0, 4], 0), None);
         b.hear(0, 4, Some(5.0));
-        assert_eq!(b.settle(&[0, 4]), Some(true));
+        assert_eq!(b.settle(&[0, 4], 0), Some(true));
         assert_eq!(b.links().rates, [1.0, 5.0]);
     }
 
@@ -150,5 +178,22 @@ mod tests {
         assert!(b.links().rates.is_empty());
         assert_eq!(declare(&mut b, 12, [1.0, 2.0, 3.0]), Some(true));
         assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn with_helpers_each_link_is_full_once() {
+        let mut b = Balance::default();
+        let mut exchange = |call: u64, worker: f64, helper: Option<f64>| {
+            b.declare(call, 0, Some(worker), true);
+            b.hear(call, 1, Some(worker));
+            b.hear(call, 2, helper);
+            b.settle(&[0, 1, 2], 1).unwrap();
+            b.links().rates.to_vec()
+        };
+        assert_eq!(exchange(0, 8.0, None), [1.0, 1.0, 1e-6]);
+        assert_eq!(exchange(6, 8.0, None), [1.0, 1.0, 1e6]);
+        assert_eq!(exchange(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
+        // A worker that carried little while the helper did all is not taken for slow.
+        assert_eq!(exchange(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
     }
 }

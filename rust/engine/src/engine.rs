@@ -39,6 +39,7 @@ const CONTROL: u64 = 1 << 32;
 enum Command {
     Submit(Submission),
     Abort(Arc<Members>, u64, Error),
+    Help(Arc<Members>),
 }
 
 struct Shared {
@@ -47,6 +48,7 @@ struct Shared {
     inbox: Mutex<Vec<Command>>,
     waiting: AtomicUsize,
     closed: AtomicBool,
+    helping: AtomicBool,
     epoll: OwnedFd,
     has_sockets: bool,
     spins: u32,
@@ -99,6 +101,7 @@ impl Engine {
             inbox: Mutex::default(),
             waiting: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
+            helping: AtomicBool::new(false),
             _watched: Watched::new(&epoll),
             epoll,
             has_sockets,
@@ -165,6 +168,18 @@ impl Engine {
     pub fn abort(&self, members: Arc<Members>, through: u64, error: Error) -> Result<()> {
         self.check_open()?;
         self.command(Command::Abort(members, through, error))
+    }
+
+    /// Takes part in all calls of a group that this rank helps.
+    pub fn help(&self, members: Arc<Members>) -> Result<()> {
+        self.check_open()?;
+        self.shared.helping.store(true, Ordering::Release);
+        self.command(Command::Help(members))
+    }
+
+    /// Whether it does; not any more once a member is gone.
+    pub fn is_helping(&self) -> bool {
+        self.shared.helping.load(Ordering::Acquire) && !self.shared.closed.load(Ordering::Acquire)
     }
 
     fn command(&self, command: Command) -> Result<()> {
@@ -238,7 +253,7 @@ impl Shared {
             // Nothing stops this thread but the end of the work and of the engine.
             let _ = self.drive(&mut progress, None, 0, &mut || Ok(()));
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            *idle = progress.hub.jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0;
+            *idle = progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
         }
     }
 
@@ -255,10 +270,14 @@ impl Shared {
         let mut glanced = None;
         loop {
             self.take_inbox(progress);
+            let helped = progress.hub.helped.is_some();
             let moved = progress.poll();
+            if helped && progress.hub.helped.is_none() {
+                self.helping.store(false, Ordering::Release);
+            }
             let over = match until {
                 Some(ticket) => ticket.is_done(),
-                None => progress.hub.jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0,
+                None => progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
             };
             if over {
                 return Ok(());
@@ -330,6 +349,7 @@ impl Shared {
             match command {
                 Command::Submit(submission) => progress.hub.admit(submission),
                 Command::Abort(members, through, error) => progress.hub.abort(&members, through, &error),
+                Command::Help(members) => progress.hub.helped = Some(members),
             }
         }
     }

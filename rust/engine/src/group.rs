@@ -35,8 +35,14 @@ fn hash(numbers: impl Iterator<Item = u64>) -> u64 {
 impl Group {
     /// The group of `ranks` (world ranks, in the order of their places). Every member makes the
     /// same group, in the same order if it makes several; nothing is exchanged. `ordinal` tells
-    /// groups of the same ranks apart.
-    pub fn new(engine: &Arc<Engine>, name: String, ranks: Vec<u32>, ordinal: u64) -> Result<Self> {
+    /// groups of the same ranks apart. The last `helpers` have no data; they [`Group::help`].
+    pub fn new(
+        engine: &Arc<Engine>,
+        name: String,
+        ranks: Vec<u32>,
+        ordinal: u64,
+        helpers: u32,
+    ) -> Result<Self> {
         crate::fork::check()?;
         let mut sorted = ranks.clone();
         sorted.sort_unstable();
@@ -44,10 +50,13 @@ impl Group {
         if sorted.len() != ranks.len() {
             return Err(Error::misuse(format!("group {name}: a rank is named twice in {ranks:?}")));
         }
+        if helpers as usize >= ranks.len() {
+            return Err(Error::misuse(format!("group {name}: {helpers} helpers of {} ranks", ranks.len())));
+        }
         // Neither 0 nor the largest number: the board uses them.
-        let id =
-            hash(std::iter::once(ordinal).chain(ranks.iter().map(|&r| u64::from(r)))).clamp(1, u64::MAX - 1);
-        let members = Members::new(id, name, ranks, engine.world())?;
+        let id = hash([ordinal, u64::from(helpers)].into_iter().chain(ranks.iter().map(|&r| u64::from(r))));
+        let id = id.clamp(1, u64::MAX - 1);
+        let members = Members::new(id, name, ranks, helpers, engine.world())?;
         Ok(Self { engine: engine.clone(), members: Arc::new(members) })
     }
 
@@ -64,6 +73,13 @@ impl Group {
     fn check(&self, request: &Request) -> Result<()> {
         let Request { call, op, tensors, message } = request;
         let world = self.members.ranks.len();
+        if self.members.me >= self.members.layout.workers() {
+            return Err(Error::misuse(format!(
+                "{}: this rank only helps group {}; it has no data there",
+                call.what.name(),
+                self.members.name
+            )));
+        }
         if matches!(call.what, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter) {
             op.check(call.dtype)?;
         }
@@ -128,6 +144,20 @@ impl Group {
         let ticket = submission.ticket.clone();
         self.engine.start(submission)?;
         Ok(ticket)
+    }
+
+    /// This rank, a helper, takes part in all calls of the group from now on, in the background, until a
+    /// member is gone.
+    pub fn help(&self) -> Result<()> {
+        if self.members.me < self.members.layout.workers() {
+            return Err(Error::misuse(format!("group {}: this rank is no helper of it", self.members.name)));
+        }
+        self.engine.help(self.members.clone())
+    }
+
+    /// Whether it still does.
+    pub fn is_helping(&self) -> bool {
+        self.engine.is_helping()
     }
 
     /// The number of the next collective, as [`Group::abort`] counts them.

@@ -91,6 +91,8 @@ pub struct Hub {
     pub(crate) early: Vec<Early>,
     pub(crate) early_bytes: usize,
     pub(crate) failures: Vec<Failure>,
+    /// The group that this rank helps.
+    pub(crate) helped: Option<Arc<Members>>,
     pub(crate) books: HashMap<u64, Book>,
     /// What this rank's link carries.
     pub meter: Meter,
@@ -115,6 +117,7 @@ impl Hub {
             early: Vec::new(),
             early_bytes: 0,
             failures: Vec::new(),
+            helped: None,
             books: HashMap::new(),
             meter: Meter::default(),
             plans: Plans::default(),
@@ -162,6 +165,37 @@ impl Hub {
         self.advance(i);
     }
 
+    /// Whether there is nothing to do, and nothing may come to be done.
+    pub fn is_idle(&self) -> bool {
+        self.jobs.is_empty() && self.helped.is_none()
+    }
+
+    /// Takes part in the next call of the group that this rank helps, once it hears of it; true if it did. What
+    /// the call is, the first message says.
+    pub fn help(&mut self) -> bool {
+        let Some(members) = self.helped.clone() else { return false };
+        if members.ranks.iter().any(|rank| self.lost.contains_key(rank)) {
+            // Who has left may have its result, and others not yet.
+            let over = self.jobs.iter().all(|j| j.body.members.id != members.id);
+            if over {
+                self.helped = None;
+            }
+            return over;
+        }
+        let next = CallId::collective(self.books.entry(members.id).or_default().next);
+        let mut early =
+            self.early.iter().map(|e| &e.frame).filter(|f| f.group == members.id && f.call == next);
+        let request = match early.next() {
+            Some(frame) => Request::helping(&frame.signature),
+            None if self.failures.iter().any(|f| f.group == members.id && f.call == next) => {
+                Request::nothing()
+            }
+            None => return false,
+        };
+        self.admit(Submission { members, request, ticket: Arc::default(), deadline: None });
+        true
+    }
+
     pub(crate) fn enter(
         &mut self,
         members: Arc<Members>,
@@ -204,10 +238,9 @@ impl Hub {
                 if planner::goes_by_rates(&job.body.request.call, &members.layout) && !self.settle(i) {
                     return Ok(());
                 }
-                self.pace(i);
-                let job = &mut self.jobs[i];
-                job.stage = Stage::Running;
+                self.jobs[i].stage = Stage::Running;
                 let plan = self.plan(i)?;
+                self.pace(i, &plan);
                 self.jobs[i].run(plan, &mut self.tx, &mut self.done)
             }
             Stage::Waiting => {
@@ -384,7 +417,10 @@ fn agree(members: &Members, call: CallId, mine: &Signature) -> Result<()> {
 }
 
 pub(crate) fn mismatch(members: &Members, call: CallId, sides: &[(u32, Signature)]) -> Error {
-    let sides: Vec<String> = sides.iter().map(|(rank, s)| format!("rank {rank} called {s}")).collect();
+    let helps = |rank| members.place_of(rank).is_some_and(|p| p >= members.layout.workers());
+    let did = |rank| if helps(rank) { "was asked to help in" } else { "called" };
+    let sides: Vec<String> =
+        sides.iter().map(|&(rank, s)| format!("rank {rank} {} {s}", did(rank))).collect();
     let call = call.0 & 0xffff_ffff;
     Error::Mismatch { group: members.name.clone(), call, sides: sides.join(", ") }
 }

@@ -50,8 +50,8 @@ pub struct Members {
 }
 
 impl Members {
-    /// The group of these world ranks; this rank is one of them.
-    pub fn new(id: u64, name: String, ranks: Vec<u32>, world: &World) -> Result<Self> {
+    /// The group of these world ranks, of which the last `helpers` only help; this rank is one of them.
+    pub fn new(id: u64, name: String, ranks: Vec<u32>, helpers: u32, world: &World) -> Result<Self> {
         let Some(me) = ranks.iter().position(|&r| r == world.rank) else {
             return Err(Error::misuse(format!("rank {} is not in group {name} {ranks:?}", world.rank)));
         };
@@ -72,7 +72,7 @@ impl Members {
         let me = me as Place;
         let here = hosts.iter().find(|h| h.contains(&me)).cloned().unwrap_or_default();
         let mut locals = Vec::new();
-        if here.len() > 1 {
+        if here.len() > 1 && helpers == 0 {
             for &place in &here {
                 let rank = ranks[place as usize];
                 let board = world.board(rank).ok_or_else(|| {
@@ -82,7 +82,7 @@ impl Members {
                 locals.push(Local { place, board: board.clone(), found: AtomicUsize::new(found) });
             }
         }
-        let layout = Layout { me, world: ranks.len() as u32, hosts };
+        let layout = Layout { me, world: ranks.len() as u32, hosts, helpers };
         Ok(Self {
             id,
             name,

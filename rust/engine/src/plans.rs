@@ -123,7 +123,7 @@ impl Hub {
         let balance = &mut self.books.entry(members.id).or_default().balance;
         if balance.is_first(call.0) {
             let measured = self.meter.rate(balance.since());
-            let rate = balance.declare(call.0, self.world.rank, measured);
+            let rate = balance.declare(call.0, self.world.rank, measured, members.layout.helpers > 0);
             let frame = Frame { len: 8, ..self.jobs[i].body.frame(Kind::Rate, 0, 0) };
             for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
                 if let Some(tx) = members.link(place, &mut self.tx) {
@@ -131,7 +131,9 @@ impl Hub {
                 }
             }
         }
-        let Some(changed) = balance.settle(&members.ranks) else { return false };
+        let Some(changed) = balance.settle(&members.ranks, members.layout.helpers as usize) else {
+            return false;
+        };
         if changed {
             members.set_rates(balance.links().rates);
             self.plans.forget(members.id);
@@ -140,11 +142,15 @@ impl Hub {
     }
 
     /// Now and then, before a large AllReduce among several hosts, tells the connections what this
-    /// rank's link carries, so that they queue no more than keeps it busy.
-    pub(crate) fn pace(&mut self, i: usize) {
+    /// rank's link carries, so that they queue no more than keeps it busy. Not where one of them carries most of
+    /// it, as to a fast helper: then nobody shares the link, and what is acknowledged waits behind what is not paced.
+    pub(crate) fn pace(&mut self, i: usize, plan: &Schedule) {
         let Body { members, request: Request { call, .. }, .. } = &self.jobs[i].body;
         let bytes = call.len * call.dtype.size();
         if call.what != Collective::AllReduce || members.ranks.len() < 3 || bytes < planner::BALANCED_BYTES {
+            return;
+        }
+        if plan.traffic().iter().any(|t| 4 * t.sent.max(t.received) > 3 * call.len) {
             return;
         }
         self.plans.large += 1;
@@ -152,8 +158,8 @@ impl Hub {
             return;
         }
         let Some(rate) = self.meter.rate(self.plans.paced.replace(Instant::now())) else { return };
-        for place in (0..members.ranks.len() as Place).filter(|&p| p != members.me) {
-            if let Some(tx) = members.link(place, &mut self.tx) {
+        for peer in plan.traffic().iter().filter(|t| t.sent > 0) {
+            if let Some(tx) = members.link(peer.peer, &mut self.tx) {
                 tx.pace(rate);
             }
         }

@@ -60,6 +60,7 @@ impl Progress {
             meter.look(&self.rx, tx);
         }
         self.hub.check_losses();
+        moved |= self.hub.help();
         moved |= self.hub.finish_sends();
         for i in 0..self.hub.jobs.len() {
             moved |= self.hub.advance(i);

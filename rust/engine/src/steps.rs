@@ -56,7 +56,7 @@ impl Io for Wire<'_> {
         let body = &mut *self.body;
         let (dtype, op) = (body.request.call.dtype, body.request.op);
         let len = from.first().map_or(0, |l| l.span.len) * dtype.size();
-        let divide_by = finish.then_some(body.members.ranks.len() as u32);
+        let divide_by = finish.then_some(body.members.layout.workers());
         let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
         // Most folds have few ends; more than eight take a vector.
         let mut many;

@@ -70,7 +70,7 @@ fn on_all<T: Send>(engines: Vec<Engine>, f: impl Fn(usize, Group) -> T + Sync) -
     std::thread::scope(|s| {
         let f = &f;
         let run = |(rank, engine): (usize, Engine)| {
-            let group = Group::new(&Arc::new(engine), "world".into(), (0..n as u32).collect(), 0);
+            let group = Group::new(&Arc::new(engine), "world".into(), (0..n as u32).collect(), 0, 0);
             f(rank, group.unwrap())
         };
         let all: Vec<_> = engines.into_iter().enumerate().map(|e| s.spawn(move || run(e))).collect();

@@ -129,8 +129,16 @@ impl Engine {
         self.0.world().host_of.clone()
     }
 
-    fn group(&self, py: Python<'_>, name: String, ranks: Vec<u32>, ordinal: u64) -> PyResult<Group> {
-        Ok(Group(group::Group::new(&self.0, name, ranks, ordinal).raise(py)?))
+    /// A group of world ranks, of which the last `helpers` have no data.
+    fn group(
+        &self,
+        py: Python<'_>,
+        name: String,
+        ranks: Vec<u32>,
+        ordinal: u64,
+        helpers: u32,
+    ) -> PyResult<Group> {
+        Ok(Group(group::Group::new(&self.0, name, ranks, ordinal, helpers).raise(py)?))
     }
 
     /// Registered memory of at least `nbytes` bytes.
@@ -307,6 +315,16 @@ impl Group {
         // SAFETY: as in `run`.
         wait(py, |glance| unsafe { self.0.run(request, limit, glance) })?;
         Ok(None)
+    }
+
+    /// Takes part in all calls of the group, in the background, until a member is gone.
+    fn help(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.0.help()).raise(py)
+    }
+
+    /// Whether it still does.
+    fn is_helping(&self) -> bool {
+        self.0.is_helping()
     }
 
     /// What each rank's link carries, in bytes per second; empty while nobody knows.

@@ -6,18 +6,37 @@
 //! `ARCHITECTURE.md`. A piece's result leaves as soon as that piece is reduced, so sending and
 //! receiving overlap throughout.
 //!
+//! Ranks without data of their own may take shares too ([`aided`]): helpers, the spare machines that
+//! BytePS (Jiang et al., OSDI 2020) puts to use.
+//!
 //! Every sum happens in one place, in rank order: 16-bit floats lose nothing on the way, and
 //! shares do not change the bits of a result.
 
 use crate::schedule::{Buf, Builder, Place, Schedule, Span, share_spans};
 use crate::topology::Shape;
 
+/// Pieces are multiples of this many elements: cache lines.
+const GRAIN: usize = 64;
+
 /// In place on `Out`. `shares[i]` elements are reduced by rank i; they add up to `shape.len`.
 pub fn all_reduce(shape: Shape, shares: &[usize]) -> Schedule {
+    aided(shape, shares, shape.world)
+}
+
+/// As [`all_reduce`], of the first `workers` ranks: the others have no data and only reduce their shares.
+pub fn aided(shape: Shape, shares: &[usize], workers: u32) -> Schedule {
     let mut b = Builder::new(shape.me, true);
     let peers: Vec<Place> = (0..shape.world).collect();
     let whole = Span::new(Buf::Out, 0, shape.len);
-    among(&mut b, &peers, shape.me as usize, whole, shares, shape.piece);
+    between(&mut b, &peers, workers as usize, shape.me as usize, whole, shares, shape.piece);
+    // A helper with nothing to do hears of the call all the same.
+    for helper in (workers..shape.world).filter(|&h| shares[h as usize] == 0) {
+        if shape.me < workers {
+            b.send(helper, Span::TOKEN);
+        } else if shape.me == helper {
+            (0..workers).for_each(|worker| b.recv(worker, Span::TOKEN));
+        }
+    }
     b.finish()
 }
 
@@ -30,32 +49,50 @@ pub(crate) fn among(
     shares: &[usize],
     piece: usize,
 ) {
+    between(b, peers, peers.len(), me, whole, shares, piece);
+}
+
+/// The same, where only the first `workers` peers have data.
+fn between(
+    b: &mut Builder,
+    peers: &[Place],
+    workers: usize,
+    me: usize,
+    whole: Span,
+    shares: &[usize],
+    piece: usize,
+) {
     let n = peers.len();
+    let works = me < workers;
     let spans = share_spans(whole.buf, whole.start, shares);
-    let mine = spans[me];
-    let landings: Vec<Span> = (0..n).map(|i| if i == me { mine } else { b.scratch(mine.len) }).collect();
-    let most = shares.iter().copied().max().unwrap_or(0);
+    // A helper makes its sums in scratch memory.
+    let mine = if works { spans[me] } else { b.scratch(spans[me].len) };
+    let landings: Vec<Span> =
+        (0..workers).map(|i| if i == me { mine } else { b.scratch(mine.len) }).collect();
+    // All shares are cut into as many pieces, so that every link is in use from the first to the last.
+    let rounds = shares.iter().copied().max().unwrap_or(0).div_ceil(piece.max(1));
+    let piece = |i: usize| shares[i].div_ceil(rounds.max(1)).next_multiple_of(GRAIN);
     // Everybody starts with the rank after itself, so that no rank is sent to by all at once.
     let after = |d: usize| (me + d) % n;
     let before = |d: usize| (me + n - d) % n;
-    for k in 0..most.div_ceil(piece.max(1)) {
-        for i in (1..n).map(after) {
-            if let Some(span) = spans[i].piece(k, piece) {
+    for k in 0..rounds {
+        for i in (1..n).map(after).filter(|_| works) {
+            if let Some(span) = spans[i].piece(k, piece(i)) {
                 b.send(peers[i], span);
             }
         }
-        if let Some(own) = mine.piece(k, piece).filter(|_| n > 1) {
-            for i in (1..n).map(before) {
+        if let Some(own) = mine.piece(k, piece(me)).filter(|_| n > 1) {
+            for i in (1..n).map(before).filter(|&i| i < workers) {
                 b.recv(peers[i], landings[i].like(own, mine));
             }
             let copies: Vec<Span> = landings.iter().map(|l| l.like(own, mine)).collect();
             b.fold(&copies, own, true);
-            for i in (1..n).map(after) {
+            for i in (1..n).map(after).filter(|&i| i < workers) {
                 b.send(peers[i], own);
             }
         }
-        for i in (1..n).map(before) {
-            if let Some(span) = spans[i].piece(k, piece) {
+        for i in (1..n).map(before).filter(|_| works) {
+            if let Some(span) = spans[i].piece(k, piece(i)) {
                 b.recv(peers[i], span);
             }
         }

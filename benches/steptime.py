@@ -45,6 +45,7 @@ ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
 )
 PEERS = (DDP, ALONE, FP16, POST_LOCAL, TORCHFT)
 SEED = 0
+MEDIANS = ("ms", "mean_ms", "bytes", "aside_ms")
 LIGHTHOUSE_PORT = 29510
 
 
@@ -162,6 +163,11 @@ def step(training: Training, x: Tensor, y: Tensor) -> float:
     return time.perf_counter() - started
 
 
+def aside() -> float:
+    """Processor seconds of all threads but this one, which computes: those that communicate."""
+    return time.process_time() - time.thread_time()
+
+
 def gathered(value: Any) -> list[Any]:
     """Every rank's value, on every rank."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -178,9 +184,10 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(untimed):
         step(training, *next(stream))
     dist.barrier()
-    before = hosts.sent_bytes()
+    before, idle = hosts.sent_bytes(), aside()
     mine = [step(training, *next(stream)) for _ in range(steps)]
     sent = hosts.sent_bytes() - before
+    spent = gathered(aside() - idle)
     everyone, bytes_sent = torch.tensor(gathered(mine)), gathered(sent)
     training.end()
     slowest = everyone.max(0).values
@@ -191,6 +198,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
         "ms": 1000 * (float(slowest.median()) if rounds == 1 else mean),
         "mean_ms": 1000 * mean,
         "bytes": statistics.fmean(bytes_sent) / steps,
+        "aside_ms": 1000 * statistics.fmean(spent) / steps,
         "steps_ms": (1000 * slowest).tolist(),
     }
 
@@ -259,10 +267,7 @@ def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], lis
             rows = []
             for name, runs in results.items():
                 row = {"method": name, "every": runs[0]["every"], "runs": runs}
-                rows.append(
-                    row
-                    | {key: statistics.median(run[key] for run in runs) for key in ("ms", "mean_ms", "bytes")}
-                )
+                rows.append(row | {key: statistics.median(run[key] for run in runs) for key in MEDIANS})
             for row in rows:
                 for base in (DDP, FP16):
                     if base in results:
@@ -312,12 +317,14 @@ def clean() -> None:
 def markdown(rows: list[dict[str, Any]], to_loss: bool) -> str:
     """The table of either mode."""
     if not to_loss:
-        lines = ["| method | ms per step | of DDP | of DDP's fp16 | MB sent per step and rank |"]
-        lines.append("|---|---:|---:|---:|---:|")
+        head = "method | ms per step | of DDP | of DDP's fp16 | MB sent per step and rank"
+        lines = [f"| {head} | processor ms of other threads |", "|---|---:|---:|---:|---:|---:|"]
         for row in rows:
             name = row["method"] + (f" (every {row['every']})" if row["every"] > 1 else "")
             of = " | ".join(f"{row[key]:.3f}" if key in row else "" for key in (f"of_{DDP}", f"of_{FP16}"))
-            lines.append(f"| {name} | {row['ms']:.0f} | {of} | {row['bytes'] / 1e6:.2f} |")
+            lines.append(
+                f"| {name} | {row['ms']:.0f} | {of} | {row['bytes'] / 1e6:.2f} | {row['aside_ms']:.1f} |"
+            )
         return "\n".join(lines)
     lines = [f"| method | steps to {rows[0]['target']:.4f} | seconds | of DDP |", "|---|---:|---:|---:|"]
     for row in rows:

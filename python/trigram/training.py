@@ -319,7 +319,8 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
 
     Returns:
         For the process or a group: ``calls`` (collectives that ended well), ``direct_bytes``
-        (read or written in peers' memory), ``sent_bytes`` (payload sent, by world rank) and ``rates``
+        (read or written in peers' memory), ``sent_bytes`` (payload sent, by world rank), ``engine_seconds``
+        (processor time of the engine's thread; synchronous calls take the caller's) and ``rates``
         (what each rank's link carries in bytes per second, as the shares of large AllReduces between
         hosts follow it; empty while nobody knows).
         For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes`` and ``bytes_per_step``

@@ -252,6 +252,9 @@ impl Shared {
             let Ok(mut progress) = self.progress.lock() else { return };
             // Nothing stops this thread but the end of the work and of the engine.
             let _ = self.drive(&mut progress, None, 0, &mut || Ok(()));
+            let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
+            self.counters.background.store(spent, Ordering::Relaxed);
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
             *idle = progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
         }

@@ -68,6 +68,8 @@ pub struct Counters {
     pub direct_bytes: AtomicU64,
     /// Payload bytes sent, by world rank.
     pub sent: Vec<AtomicU64>,
+    /// Processor time of the background thread, in nanoseconds, as it last looked.
+    pub background: AtomicU64,
 }
 
 /// How long a failed call waits for peers to let go of its memory.

@@ -164,6 +164,8 @@ impl Engine {
         let dict = PyDict::new(py);
         dict.set_item("calls", counters.calls.load(Ordering::Relaxed))?;
         dict.set_item("direct_bytes", counters.direct_bytes.load(Ordering::Relaxed))?;
+        let background = counters.background.load(Ordering::Relaxed) as f64 * 1e-9;
+        dict.set_item("engine_seconds", background)?;
         let sent: Vec<u64> = counters.sent.iter().map(|n| n.load(Ordering::Relaxed)).collect();
         dict.set_item("sent_bytes", sent)?;
         Ok(dict)

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from trigram import collectives, flat
 from trigram.errors import MismatchError, UnsupportedError
 from trigram.hooks import Hook
-from trigram.world import Group, internal_group
+from trigram.world import Group, aided_group, internal_group
 
 
 class Channels:
@@ -32,16 +32,19 @@ class Channels:
         side: Weights, buffers, roll calls.
     """
 
-    def __init__(self, group: Group, aided: Group | None = None) -> None:
+    def __init__(self, group: Group) -> None:
         self.first = self._plain = internal_group(group, "gradients")
-        self._aided = aided
+        self._aided: Group | None = None
+        self._group = group
         self.side = internal_group(group, "weights and buffers")
         self.second = internal_group(group, "second leg")
         self.size = group.size
         self.rank = group.rank
 
     def aid(self, wanted: bool) -> None:
-        """From now on ``first`` is the group with helpers, where there is one: it offers AllReduce only."""
+        """From now on ``first`` is the group with helpers, if one is free: it offers AllReduce only."""
+        if wanted and self._aided is None:
+            self._aided = aided_group(self._group)
         self.first = self._aided if wanted and self._aided is not None else self._plain
 
     @property

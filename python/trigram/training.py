@@ -21,7 +21,7 @@ from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
 from trigram.weights import Weights, running
-from trigram.world import Group, aided_group, current, resolve
+from trigram.world import Group, current, resolve
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -41,7 +41,7 @@ class Job:
         self.size = group.size
         self.behind = 0
         self.carrier: Carrier | None = None
-        self.channels = Channels(group, aided_group(group)) if group.size > 1 else None
+        self.channels = Channels(group) if group.size > 1 else None
         self.begin(model, plan, optimizer)
 
     def begin(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
@@ -330,7 +330,8 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
-        return {**totals, "rates": (of or current().group).core.rates()}
+        group = of or current().group
+        return {**totals, "rates": group.core.rates() if group.rank >= 0 else []}
     job = _job(of, "stats")
     totals["rates"] = job.channels.first.core.rates() if job.channels else []
     own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}

@@ -217,7 +217,7 @@ def init(
         elastic: Not available yet.
         helper: This rank has no model and no data: it reduces gradients for the others, as much as its
             link carries, and this returns when one of them has left. Helpers are the last ranks of the
-            world. The first model with ``gradient_allreduce`` is helped; it takes three workers or more.
+            world. One model with ``gradient_allreduce`` is helped, the first; it takes three workers or more.
 
     Returns:
         The group of all ranks that are no helpers.

@@ -48,6 +48,8 @@ pub struct Balance {
     /// With helpers, the second epoch is for them alone and the ones around it for the workers, so that each
     /// link is full once and shows what it carries: rates that are not measured, but have these shares.
     trial: Vec<f64>,
+    /// What calls went by when it was asked last.
+    told: (Vec<f64>, bool),
     /// For how many exchanges no rate has become worse.
     held: u32,
 }
@@ -105,12 +107,12 @@ impl Balance {
             }
             _ => Vec::new(),
         };
-        let tried = trial != self.trial;
         let Some(call) = self.before else {
             self.trial = trial;
-            return Some(tried);
+            return Some(self.has_changed());
         };
         let rates = if self.failed.is_some_and(|f| f / EPOCH >= call / EPOCH) {
+            self.held = 0;
             Vec::new()
         } else {
             let declared = self.declared.get(&call)?;
@@ -121,16 +123,34 @@ impl Balance {
         self.before = None;
         self.trial = trial;
         self.declared = self.declared.split_off(&(call + 1));
-        let was = self.links().steady;
         let changed = rates != self.rates;
         let holds = !changed || balance::are_better(&rates, &self.rates);
         self.held = if holds { self.held.saturating_add(1) } else { 0 };
         self.rates = rates;
-        Some(changed || tried || was != self.links().steady)
+        Some(self.has_changed())
     }
 
-    /// What is known of the links; nothing as long as rates are not known, or not trusted.
+    /// Whether calls go by something else than when this was asked before.
+    fn has_changed(&mut self) -> bool {
+        let links = self.links();
+        let now = (links.rates.to_vec(), links.steady);
+        let changed = now != self.told;
+        self.told = now;
+        changed
+    }
+
+    /// What each link has been measured to carry; empty while nobody knows.
+    pub fn measured(&self) -> &[f64] {
+        &self.rates
+    }
+
+    /// What is known of the links; nothing as long as rates are not known, or not trusted: some ranks may have
+    /// skipped a call that failed, and with it the change that came with the call.
     pub fn links(&self) -> Links<'_> {
+        let Some(exchange) = self.exchange else { return Links::default() };
+        if self.failed.is_some_and(|f| f / EPOCH >= exchange / EPOCH) {
+            return Links::default();
+        }
         let rates = if self.trial.is_empty() { &self.rates } else { &self.trial };
         Links { rates, steady: self.held >= HELD }
     }
@@ -195,5 +215,27 @@ mod tests {
         assert_eq!(exchange(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
         // A worker that carried little while the helper did all is not taken for slow.
         assert_eq!(exchange(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
+    }
+
+    #[test]
+    fn who_skipped_a_failed_call_goes_by_the_same() {
+        let (mut made, mut skipped) = (Balance::default(), Balance::default());
+        for b in [&mut made, &mut skipped] {
+            declare(b, 0, [1.0, 2.0, 3.0]);
+            declare(b, 6, [1.0, 2.0, 3.0]);
+            assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
+        }
+        declare(&mut made, 12, [1.0, 2.0, 3.0]);
+        made.forget(12);
+        skipped.forget(12);
+        assert!(made.links().rates.is_empty() && !made.is_first(13));
+        declare(&mut skipped, 13, [1.0, 2.0, 3.0]);
+        assert!(skipped.links().rates.is_empty());
+        for b in [&mut made, &mut skipped] {
+            declare(b, 18, [4.0, 5.0, 6.0]);
+            assert!(b.links().rates.is_empty());
+            declare(b, 24, [4.0, 5.0, 6.0]);
+            assert_eq!(b.links().rates, [4.0, 5.0, 6.0]);
+        }
     }
 }

@@ -48,7 +48,7 @@ struct Shared {
     inbox: Mutex<Vec<Command>>,
     waiting: AtomicUsize,
     closed: AtomicBool,
-    helping: AtomicBool,
+    helping: Arc<AtomicBool>,
     epoll: OwnedFd,
     has_sockets: bool,
     spins: u32,
@@ -93,7 +93,7 @@ impl Engine {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let hub = Hub::new(world.clone(), tx);
-        let counters = hub.counters.clone();
+        let (counters, helping) = (hub.counters.clone(), hub.helping.clone());
         let progress = Progress::new(hub, rx);
         let shared = Shared {
             world,
@@ -101,7 +101,7 @@ impl Engine {
             inbox: Mutex::default(),
             waiting: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
-            helping: AtomicBool::new(false),
+            helping,
             _watched: Watched::new(&epoll),
             epoll,
             has_sockets,
@@ -252,12 +252,17 @@ impl Shared {
             let Ok(mut progress) = self.progress.lock() else { return };
             // Nothing stops this thread but the end of the work and of the engine.
             let _ = self.drive(&mut progress, None, 0, &mut || Ok(()));
-            let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-            let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
-            self.counters.background.store(spent, Ordering::Relaxed);
+            self.note_time();
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
             *idle = progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
         }
+    }
+
+    /// What the background thread has spent so far; to be called in it.
+    fn note_time(&self) {
+        let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
+        self.counters.background.store(spent, Ordering::Relaxed);
     }
 
     /// Moves everything until `until` has its outcome, or all work is done.
@@ -273,11 +278,7 @@ impl Shared {
         let mut glanced = None;
         loop {
             self.take_inbox(progress);
-            let helped = progress.hub.helped.is_some();
             let moved = progress.poll();
-            if helped && progress.hub.helped.is_none() {
-                self.helping.store(false, Ordering::Release);
-            }
             let over = match until {
                 Some(ticket) => ticket.is_done(),
                 None => progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
@@ -317,6 +318,9 @@ impl Shared {
             let now = Instant::now();
             if now - *glanced.get_or_insert(since) >= GLANCE {
                 glanced = Some(now);
+                if until.is_none() {
+                    self.note_time();
+                }
                 if let (Err(stop), Some(ticket)) = (glance(), until) {
                     self.give_up(progress, ticket, "was interrupted");
                     return Err(stop);

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use trigram_core::Error;
 use trigram_core::error::name_ranks;
+use trigram_core::planner::Opening;
 use trigram_core::schedule::Place;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
@@ -74,6 +75,7 @@ impl Hub {
     pub(crate) fn forget_rates(&mut self, group: u64, call: CallId) {
         if let Some(book) = self.books.get_mut(&group).filter(|_| !call.is_message()) {
             book.balance.forget(call.0);
+            self.plans.forget(group);
         }
     }
 
@@ -134,10 +136,15 @@ impl Hub {
             if self.lost.is_empty() || job.stage == Stage::Closing {
                 continue;
             }
-            let ranks = job.body.members.ranks_of(&job.waiting_for());
+            let members = &job.body.members;
+            // Before its schedule begins a call waits for what any member may have to say.
+            let all = job.stage == Stage::Waiting && job.opening == Opening::Messages;
+            let ranks = if all { members.ranks.clone() } else { members.ranks_of(&job.waiting_for()) };
             if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
+                // A helper need not say so: who has left may have had its result without it.
+                let tell = members.me < members.layout.workers();
                 let error = self.loss(rank, &job.body.signature);
-                self.fail(i, error, true);
+                self.fail(i, error, tell);
             }
         }
     }
@@ -154,7 +161,9 @@ impl Hub {
             }
             let waited = now - job.began;
             let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);
-            let stalled = now - job.moved > STALL && !job.announced;
+            // Who has said that it is in the call is sent everything: not before it can take it.
+            let ready = job.stage != Stage::Waiting || job.opening != Opening::Messages;
+            let stalled = now - job.moved > STALL && !job.announced && ready;
             let name = waited > NAME_AFTER && !job.named && job.ticket.is_awaited();
             if !(late || stalled || name) {
                 continue;

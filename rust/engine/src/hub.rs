@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::{self, Opening};
@@ -72,6 +72,9 @@ pub struct Counters {
     pub background: AtomicU64,
 }
 
+/// Calls in which a helper takes part at the same time, at most: each takes memory for its share, from each worker.
+const MOST_HELPED: usize = 8;
+
 /// How long a failed call waits for peers to let go of its memory.
 const CLOSE: Duration = Duration::from_secs(2);
 
@@ -95,6 +98,8 @@ pub struct Hub {
     pub(crate) failures: Vec<Failure>,
     /// The group that this rank helps.
     pub(crate) helped: Option<Arc<Members>>,
+    /// Whether it has not ended that yet, for other threads.
+    pub(crate) helping: Arc<AtomicBool>,
     pub(crate) books: HashMap<u64, Book>,
     /// What this rank's link carries.
     pub meter: Meter,
@@ -120,6 +125,7 @@ impl Hub {
             early_bytes: 0,
             failures: Vec::new(),
             helped: None,
+            helping: Arc::default(),
             books: HashMap::new(),
             meter: Meter::default(),
             plans: Plans::default(),
@@ -152,7 +158,13 @@ impl Hub {
         let gone = members.ranks.iter().find(|r| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r));
         // Others may not know of a loss; of a failure that came here, they do.
         let error = match (failed, gone) {
-            (Some(i), _) => Some((self.failures.swap_remove(i).error, false)),
+            (Some(i), _) => {
+                let failure = self.failures.swap_remove(i);
+                if peer.is_none() {
+                    self.failures.retain(|f| f.group != members.id || f.call != call_id);
+                }
+                Some((failure.error, false))
+            }
             (None, Some(&rank)) => Some((self.loss(rank, &signature(&request)), true)),
             _ => None,
         };
@@ -181,8 +193,12 @@ impl Hub {
             let over = self.jobs.iter().all(|j| j.body.members.id != members.id);
             if over {
                 self.helped = None;
+                self.helping.store(false, Ordering::Release);
             }
             return over;
+        }
+        if self.jobs.iter().filter(|j| j.body.members.id == members.id).count() >= MOST_HELPED {
+            return false;
         }
         let next = CallId::collective(self.books.entry(members.id).or_default().next);
         let mut early =

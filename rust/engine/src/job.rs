@@ -25,7 +25,7 @@ use crate::ticket::Ticket;
 pub const EAGER: usize = 1 << 20;
 
 /// Elements of a call that a helper takes part in, at most: a peer's word is no reason for more memory.
-const MOST_HELPED: usize = 1 << 33;
+const LARGEST_HELPED: usize = 1 << 30;
 
 /// A caller's memory. The caller keeps it valid until its ticket is resolved.
 #[derive(Clone, Copy, Debug)]
@@ -61,7 +61,7 @@ impl Request {
     /// and fails.
     pub fn helping(signature: &Signature) -> Self {
         let Some((dtype, op, via)) = signature.how() else { return Self::nothing() };
-        let Some(len) = usize::try_from(signature.count).ok().filter(|len| *len <= MOST_HELPED) else {
+        let Some(len) = usize::try_from(signature.count).ok().filter(|len| *len <= LARGEST_HELPED) else {
             return Self::nothing();
         };
         let call = Call { what: Collective::AllReduce, dtype, len, root: 0, via, splits: None };

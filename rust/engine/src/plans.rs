@@ -55,7 +55,7 @@ impl Plans {
     }
 
     /// The group's rates have changed.
-    fn forget(&mut self, group: u64) {
+    pub(crate) fn forget(&mut self, group: u64) {
         self.kept.retain(|key, _| key.0 != group);
         self.last = None;
     }
@@ -135,7 +135,7 @@ impl Hub {
             return false;
         };
         if changed {
-            members.set_rates(balance.links().rates);
+            members.set_rates(balance.measured());
             self.plans.forget(members.id);
         }
         true

@@ -32,6 +32,10 @@ impl Progress {
         for rank in 0..self.rx.len() {
             let Some(rx) = &mut self.rx[rank] else { continue };
             if !rx.has_input() {
+                if rx.said_bye {
+                    self.lose(rank as u32, Error::Aborted("it has left the job".into()));
+                    moved = true;
+                }
                 continue;
             }
             match rx.pump(&mut self.hub) {

@@ -1,6 +1,6 @@
 //! One round of everything that moves: what arrived, the calls under way, what waits to be sent.
 //!
-//! Whoever holds the progress lock ([`crate::engine`]) calls [`Progress::poll`] until nothing moves.
+//! Whoever holds the progress lock ([`crate::engine`]) calls `Progress::poll` until nothing moves.
 
 use std::time::{Duration, Instant};
 

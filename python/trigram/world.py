@@ -239,7 +239,6 @@ def init(
     exchange = Exchange(store, rank, world_size, deadline)
     del store
     cards = exchange("card", (b"h" if helper else b"w") + rendezvous.card())
-    workers = _workers([card[:1] == b"h" for card in cards])
     met = rendezvous.meet([card[1:] for card in cards])
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
@@ -250,6 +249,8 @@ def init(
     core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
     exchange.close()
     core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    # Not before: whoever offers the store must not leave while others read from it.
+    workers = _workers([card[:1] == b"h" for card in cards])
     if workers < world_size:
         core = engine.group("world", list(range(workers)), 0, 0) if rank < workers else None
     group = Group("world", range(workers), core, op_timeout)

@@ -141,8 +141,8 @@ impl Hub {
             let all = job.stage == Stage::Waiting && job.opening == Opening::Messages;
             let ranks = if all { members.ranks.clone() } else { members.ranks_of(&job.waiting_for()) };
             if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
-                // A helper need not say so: who has left may have had its result without it.
-                let tell = members.me < members.layout.workers();
+                // A helper need not say so then: who has left may have had its result without it.
+                let tell = !all || members.me < members.layout.workers();
                 let error = self.loss(rank, &job.body.signature);
                 self.fail(i, error, tell);
             }

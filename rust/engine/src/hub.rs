@@ -188,12 +188,11 @@ impl Hub {
     /// the call is, the first message says.
     pub fn help(&mut self) -> bool {
         let Some(members) = self.helped.clone() else { return false };
-        if members.ranks.iter().any(|rank| self.lost.contains_key(rank)) {
+        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
             // Who has left may have its result, and others not yet.
             let over = self.jobs.iter().all(|j| j.body.members.id != members.id);
             if over {
-                self.helped = None;
-                self.helping.store(false, Ordering::Release);
+                self.stop_helping(members, rank);
             }
             return over;
         }
@@ -212,6 +211,19 @@ impl Hub {
         };
         self.admit(Submission { members, request, ticket: Arc::default(), deadline: None });
         true
+    }
+
+    /// A member is gone. The workers shall hear of it before they hear that this rank leaves, which is no cause.
+    fn stop_helping(&mut self, members: Arc<Members>, gone: u32) {
+        let why = self.lost.get(&gone).map_or_else(String::new, ToString::to_string);
+        let error = Error::PeerLost { rank: gone, what: "a call with helpers".into(), why };
+        let book = self.books.entry(members.id).or_default();
+        book.next += 1;
+        let next = CallId::collective(book.next - 1);
+        let i = self.enter(members, next, Request::nothing(), Arc::default());
+        self.fail(i, error, true);
+        self.helped = None;
+        self.helping.store(false, Ordering::Release);
     }
 
     pub(crate) fn enter(

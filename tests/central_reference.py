@@ -300,8 +300,7 @@ class CentralWeights(Algorithm):
 
     def land(self) -> None:
         if self.flight is not None:
-            x = self.sim.all_weights()
-            self.sim.set_weights([own + add for own, add in zip(x, self.flight, strict=True)])
+            self.sim.add(self.flight)
             self.flight = None
 
     drain = land

@@ -57,8 +57,8 @@ def gamma_of(codec: str) -> float:
     return min(1.0, 0.2 * (float(fraction) / 0.1) ** 0.824) if name == "topk" else 1.0
 
 
-class Choco(Gossip):
-    """A codec on a fixed graph."""
+class Coded(Gossip):
+    """Through a codec."""
 
     def __init__(
         self,
@@ -72,6 +72,10 @@ class Choco(Gossip):
         super().__init__(graph, overlap, every)
         self.codec, self.block = codec, block
         self.gamma = gamma_of(codec) if gamma is None else gamma
+
+
+class Choco(Coded):
+    """A codec on a fixed graph."""
 
     def attach(self, sim: Simulation) -> None:
         super().attach(sim)
@@ -89,21 +93,8 @@ class Choco(Gossip):
         ]
 
 
-class Edges(Gossip):
+class Edges(Coded):
     """A codec on a graph that changes: a reference per edge."""
-
-    def __init__(
-        self,
-        graph: Graph,
-        codec: str,
-        block: int | None = None,
-        gamma: float | None = None,
-        overlap: bool = True,
-        every: int = 1,
-    ) -> None:
-        super().__init__(graph, overlap, every)
-        self.codec, self.block = codec, block
-        self.gamma = gamma_of(codec) if gamma is None else gamma
 
     def attach(self, sim: Simulation) -> None:
         super().attach(sim)
@@ -174,8 +165,7 @@ class AsyncPairs(Algorithm):
 
     def land(self) -> None:
         if self.flight is not None:
-            x = self.sim.all_weights()
-            self.sim.set_weights([own + add for own, add in zip(x, self.flight, strict=True)])
+            self.sim.add(self.flight)
             self.flight = None
 
     drain = land

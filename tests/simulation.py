@@ -102,6 +102,10 @@ class Simulation:
             for p, new in zip(own, unflatten(flat, own), strict=True):
                 p.data.copy_(new)
 
+    def add(self, differences: Sequence[Tensor]) -> None:
+        """Adds to the weights of each rank."""
+        self.set_weights([own + add for own, add in zip(self.all_weights(), differences, strict=True)])
+
     def boundary(self) -> None:
         """Before the first forward of a step."""
         if self.done > 0 and self.done >= self.warmup:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 import torch
 
 import trigram
 from tests.checks import fingerprint, raises, says
-from tests.harness import Died, Ranks, run, say
+from tests.harness import Died, Ranks, await_flag, flag, run, say
 from tests.models import train
 
 SIZES = [1, 0, 1003, 70_001, 2**20, 600_000, 3]
@@ -156,3 +157,50 @@ def test_all_workers_hold_the_same_bits(transport: str) -> None:
     first, *others, helper = run(4, _bits, transport=transport)
     assert others == [first, first]
     assert helper is None
+
+
+def _never_helps(rank: int, world: int) -> tuple[int, str] | None:
+    """Six calls in which the helper has nothing to do; the next waits for what its link carries."""
+    trigram.init()
+    group = trigram.new_group([0, 1, 2], [3])
+    say("in the group")
+    if rank == 3:
+        await_flag("never", timeout=60)
+    x = torch.ones(300_000)
+    for _ in range(20):
+        try:
+            trigram.all_reduce(x.fill_(1.0), group=group)
+        except trigram.PeerLostError as e:
+            return e.rank, str(e)
+    raise AssertionError("twenty calls without the helper")
+
+
+def test_a_helper_that_dies_before_it_helps(transport: str) -> None:
+    """Over TCP the workers wait for its rate by then, in a call that has not begun; nobody waits for ever."""
+    with Ranks(4, _never_helps, transport=transport) as ranks:
+        for r in range(4):
+            ranks.await_said(r, "in the group")
+        time.sleep(1.0)
+        ranks.signal(3, signal.SIGKILL)
+        results = ranks.results(30, dies=[3])
+    assert [r[0] for r in results[:3]] == [3, 3, 3], results
+
+
+def _workers_leave(rank: int, world: int) -> None:
+    """The processes live on after trigram.shutdown(): their leaving is what ends the help."""
+    trigram.init()
+    group = trigram.new_group([0, 1, 2], [3])
+    if rank == 3:
+        group.help()
+        flag("helped")
+        return
+    x = torch.ones(300_000)
+    trigram.all_reduce(x, group=group)
+    assert bool((x == 3).all())
+    trigram.shutdown()
+    await_flag("helped", timeout=20)
+    assert group.size == 3  # It is kept until here, and with it the engine's connections.
+
+
+def test_help_ends_when_workers_leave(transport: str) -> None:
+    run(4, _workers_leave, transport=transport)

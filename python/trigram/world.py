@@ -242,20 +242,21 @@ def init(
     met = rendezvous.meet([card[1:] for card in cards])
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
-    core: _core.Group | None = engine.group("world", list(range(world_size)), 0, 0)
-    assert core is not None
+    everyone = engine.group("world", list(range(world_size)), 0, 0)
     # Everybody has what it needs from the store; then it is let go, so that no forked worker keeps
     # its sockets; then nobody can meet the old one in another init.
-    core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
     exchange.close()
-    core.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
     # Not before: whoever offers the store must not leave while others read from it.
     workers = _workers([card[:1] == b"h" for card in cards])
-    if workers < world_size:
-        core = engine.group("world", list(range(workers)), 0, 0) if rank < workers else None
-    group = Group("world", range(workers), core, op_timeout)
-    _world = World(engine, group, rank, world_size, op_timeout)
-    if workers < world_size:
+    if workers == world_size:
+        group = Group("world", range(workers), everyone, op_timeout)
+        _world = World(engine, group, rank, world_size, op_timeout)
+    else:
+        core = None if helper else engine.group("workers", list(range(workers)), 0, 0)
+        group = Group("workers", range(workers), core, op_timeout)
+        _world = World(engine, group, rank, world_size, op_timeout)
         helpers = range(workers, world_size)
         _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
         if helper:

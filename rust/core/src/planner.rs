@@ -162,23 +162,23 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
     shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES))
 }
 
-/// Whether the schedule of a call depends on the rates of the links.
-pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
-    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES || layout.helpers > 0;
+/// Whether rates may matter to a call: an AllReduce whose way is open, among ranks with a link each.
+fn has_links(call: &Call, layout: &Layout) -> bool {
     call.what == Collective::AllReduce
         && matches!(call.via, Via::Auto | Via::ScatterGather)
         && layout.is_flat()
         && layout.world > 2
-        && (small || is_balanced(call, layout))
+}
+
+/// Whether the schedule of a call depends on the rates of the links.
+pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
+    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES;
+    has_links(call, layout) && (small || layout.helpers > 0 || is_balanced(call, layout))
 }
 
 /// Whether a call is worth declaring rates with, and shares that follow them.
 pub fn is_balanced(call: &Call, layout: &Layout) -> bool {
-    call.what == Collective::AllReduce
-        && matches!(call.via, Via::Auto | Via::ScatterGather)
-        && layout.is_flat()
-        && layout.world > 2
-        && call.len * call.dtype.size() >= BALANCED_BYTES
+    has_links(call, layout) && call.len * call.dtype.size() >= BALANCED_BYTES
 }
 
 /// The bytes up to which recursive doubling is faster: a power of two, so that a rate that is measured a little

@@ -94,10 +94,9 @@ impl Balance {
         self.failed = self.failed.max(Some(call));
     }
 
-    /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks` has not
-    /// been heard, else whether what is known of
-    /// the links has changed. Calls ask in the order of their numbers.
-    /// The last `helpers` ranks have no data.
+    /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks`, of which the last
+    /// `helpers` have no data, has not been heard, else whether what is known of the links has changed. Calls ask
+    /// in the order of their numbers.
     pub fn settle(&mut self, ranks: &[u32], helpers: usize) -> Option<bool> {
         let trial = match self.exchange.map_or(0, |call| call / EPOCH) {
             epoch @ 0..3 if helpers > 0 => {
@@ -133,10 +132,11 @@ impl Balance {
     /// Whether calls go by something else than when this was asked before.
     fn has_changed(&mut self) -> bool {
         let links = self.links();
-        let now = (links.rates.to_vec(), links.steady);
-        let changed = now != self.told;
-        self.told = now;
-        changed
+        if links.rates == self.told.0 && links.steady == self.told.1 {
+            return false;
+        }
+        self.told = (links.rates.to_vec(), links.steady);
+        true
     }
 
     /// What each link has been measured to carry; empty while nobody knows.
@@ -215,6 +215,19 @@ mod tests {
         assert_eq!(exchange(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
         // A worker that carried little while the helper did all is not taken for slow.
         assert_eq!(exchange(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
+    }
+
+    #[test]
+    fn a_change_that_was_waited_for_is_told() {
+        let mut b = Balance::default();
+        b.declare(0, 0, Some(1.0), true);
+        assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
+        b.declare(6, 0, Some(1.0), true);
+        assert_eq!(b.settle(&[0, 1, 2], 1), None);
+        assert_eq!(b.links().rates, [1.0, 1.0, 1e-6]);
+        (1..3).for_each(|rank| b.hear(0, rank, None));
+        assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
+        assert_eq!(b.links().rates, [1.0, 1.0, 1e6]);
     }
 
     #[test]

@@ -177,9 +177,10 @@ impl Engine {
         self.command(Command::Help(members))
     }
 
-    /// Whether it does; not any more once a member is gone.
+    /// Whether it does; not any more once a member is gone, or the engine has failed.
     pub fn is_helping(&self) -> bool {
-        self.shared.helping.load(Ordering::Acquire) && !self.shared.closed.load(Ordering::Acquire)
+        let over = self.shared.closed.load(Ordering::Acquire) || self.shared.progress.is_poisoned();
+        self.shared.helping.load(Ordering::Acquire) && !over
     }
 
     fn command(&self, command: Command) -> Result<()> {

@@ -72,9 +72,6 @@ pub struct Counters {
     pub background: AtomicU64,
 }
 
-/// Calls in which a helper takes part at the same time, at most: each takes memory for its share, from each worker.
-const MOST_HELPED: usize = 8;
-
 /// How long a failed call waits for peers to let go of its memory.
 const CLOSE: Duration = Duration::from_secs(2);
 
@@ -182,48 +179,6 @@ impl Hub {
     /// Whether there is nothing to do, and nothing may come to be done.
     pub fn is_idle(&self) -> bool {
         self.jobs.is_empty() && self.helped.is_none()
-    }
-
-    /// Takes part in the next call of the group that this rank helps, once it hears of it; true if it did. What
-    /// the call is, the first message says.
-    pub fn help(&mut self) -> bool {
-        let Some(members) = self.helped.clone() else { return false };
-        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
-            // Who has left may have its result, and others not yet.
-            let over = self.jobs.iter().all(|j| j.body.members.id != members.id);
-            if over {
-                self.stop_helping(members, rank);
-            }
-            return over;
-        }
-        if self.jobs.iter().filter(|j| j.body.members.id == members.id).count() >= MOST_HELPED {
-            return false;
-        }
-        let next = CallId::collective(self.books.entry(members.id).or_default().next);
-        let mut early =
-            self.early.iter().map(|e| &e.frame).filter(|f| f.group == members.id && f.call == next);
-        let request = match early.next() {
-            Some(frame) => Request::helping(&frame.signature),
-            None if self.failures.iter().any(|f| f.group == members.id && f.call == next) => {
-                Request::nothing()
-            }
-            None => return false,
-        };
-        self.admit(Submission { members, request, ticket: Arc::default(), deadline: None });
-        true
-    }
-
-    /// A member is gone. The workers shall hear of it before they hear that this rank leaves, which is no cause.
-    fn stop_helping(&mut self, members: Arc<Members>, gone: u32) {
-        let why = self.lost.get(&gone).map_or_else(String::new, ToString::to_string);
-        let error = Error::PeerLost { rank: gone, what: "a call with helpers".into(), why };
-        let book = self.books.entry(members.id).or_default();
-        book.next += 1;
-        let next = CallId::collective(book.next - 1);
-        let i = self.enter(members, next, Request::nothing(), Arc::default());
-        self.fail(i, error, true);
-        self.helped = None;
-        self.helping.store(false, Ordering::Release);
     }
 
     pub(crate) fn enter(

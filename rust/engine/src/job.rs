@@ -24,9 +24,6 @@ use crate::ticket::Ticket;
 /// it is in the call too. Above, the sender waits for that: nobody is flooded.
 pub const EAGER: usize = 1 << 20;
 
-/// Elements of a call that a helper takes part in, at most: a peer's word is no reason for more memory.
-const LARGEST_HELPED: usize = 1 << 30;
-
 /// A caller's memory. The caller keeps it valid until its ticket is resolved.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
@@ -57,17 +54,6 @@ pub struct Request {
 }
 
 impl Request {
-    /// What a helper does in a call of this signature. One that no helper can take part in does not match,
-    /// and fails.
-    pub fn helping(signature: &Signature) -> Self {
-        let Some((dtype, op, via)) = signature.how() else { return Self::nothing() };
-        let Some(len) = usize::try_from(signature.count).ok().filter(|len| *len <= LARGEST_HELPED) else {
-            return Self::nothing();
-        };
-        let call = Call { what: Collective::AllReduce, dtype, len, root: 0, via, splits: None };
-        Self { call, op, ..Self::nothing() }
-    }
-
     /// A call that touches no memory.
     pub fn nothing() -> Self {
         let tensors =

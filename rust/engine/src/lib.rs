@@ -6,7 +6,7 @@
 //! * [`engine`] — who drives the work, and how it sleeps.
 //! * [`progress`] — one round of everything that moves.
 //! * [`hub`] — the calls under way; [`plans`] — what each goes by; [`matching`] — what arrives finds who waits for it;
-//!   [`failing`] — failures are made known.
+//!   [`failing`] — failures are made known; [`helping`] — a rank without data takes part.
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
@@ -19,11 +19,13 @@
 //! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` (callers' memory),
 //! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option) and `fork`.
 
+pub mod address;
 pub mod balance;
 pub mod engine;
 pub mod failing;
 pub mod fork;
 pub mod group;
+pub mod helping;
 pub mod host;
 pub mod hub;
 pub mod job;

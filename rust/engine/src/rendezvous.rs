@@ -7,7 +7,7 @@
 //! pair opens a TCP connection: the higher rank connects, the lower listens.
 
 use std::collections::HashMap;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -18,6 +18,7 @@ use tokio::net::{TcpListener, TcpStream};
 use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
+use crate::address::{host_name, own_address};
 use crate::engine::{Engine, Glance};
 use crate::host::board::{Board, MAX_LOCAL};
 use crate::link::{Rx, Tx};
@@ -76,56 +77,6 @@ fn random() -> Result<[u8; 16]> {
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("getting random bytes", e))?;
     Ok(bytes)
-}
-
-/// A name for the memory that ranks could share: the kernel's boot, the network namespace (so that
-/// namespaces count as hosts) and the user.
-fn host_name() -> Result<String> {
-    let io = |e: std::io::Error| Error::io("finding out which host this is", e);
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(io)?;
-    let net = std::fs::read_link("/proc/self/ns/net").map_err(io)?;
-    Ok(format!("{}/{}/{}", boot.trim(), net.display(), rustix::process::geteuid().as_raw()))
-}
-
-/// The address that others can reach: of the interface named, else the one that leads to
-/// `toward` (no packet is sent to find out), else the first that is not loopback.
-fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
-    let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
-    if let Some(wanted) = iface {
-        let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
-        let mut ips: Vec<IpAddr> = named.map(if_addrs::Interface::ip).collect();
-        ips.sort_by_key(|ip| (ip.is_ipv6(), matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())));
-        return ips.first().copied().ok_or_else(|| {
-            let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
-            known.sort();
-            Error::Config(format!(
-                "no interface or address {wanted:?} (TRIGRAM_IFACE); there are {}",
-                known.join(", ")
-            ))
-        });
-    }
-    if let Some(toward) = toward {
-        use std::net::ToSocketAddrs;
-        let found = (toward, 1u16).to_socket_addrs().ok().into_iter().flatten().find_map(|to| {
-            let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse().ok()?;
-            let socket = UdpSocket::bind(any).ok()?;
-            socket.connect(to).ok()?;
-            socket.local_addr().ok().map(|a| a.ip())
-        });
-        if let Some(ip) = found {
-            return Ok(ip);
-        }
-    }
-    let mut ips: Vec<IpAddr> =
-        all.iter().map(if_addrs::Interface::ip).filter(|ip| !ip.is_loopback()).collect();
-    ips.sort_by_key(IpAddr::is_ipv6);
-    Ok(ips.first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
-}
-
-/// Names and addresses of this machine's interfaces.
-pub fn interfaces() -> Vec<(String, String)> {
-    let all = if_addrs::get_if_addrs().unwrap_or_default();
-    all.into_iter().map(|i| (i.name.clone(), i.ip().to_string())).collect()
 }
 
 impl Rendezvous {

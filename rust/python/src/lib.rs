@@ -19,7 +19,7 @@ use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
 use trigram_engine::job::{Message, Request, Tensors};
 use trigram_engine::ticket::Ticket;
-use trigram_engine::{engine, group, memory, rendezvous};
+use trigram_engine::{address, engine, group, memory, rendezvous};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);
@@ -369,7 +369,7 @@ impl Work {
 /// Names and addresses of this machine's network interfaces.
 #[pyfunction]
 fn interfaces() -> Vec<(String, String)> {
-    rendezvous::interfaces()
+    address::interfaces()
 }
 
 #[pymodule]

@@ -1,0 +1,405 @@
+//! Communicators: made, watched, split, ended.
+//!
+//! None of them blocks inside NCCL: where a call is not over when it returns, it is polled here, with
+//! a deadline. One lock per communicator keeps an abort, which may come from any thread, apart from
+//! calls; it is held during calls, which are short, and never during waits.
+
+use std::cell::RefCell;
+use std::ffi::c_int;
+use std::ptr::null_mut;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::config::Config;
+use crate::cuda::Stream;
+use crate::error::{Error, Result};
+use crate::ffi::{Code, Comm, IN_PROGRESS, SUCCESS, Table};
+use crate::library::Nccl;
+use crate::types::UniqueId;
+
+/// How long a healthy communicator may take to end when it is dropped.
+const FAREWELL: Duration = Duration::from_secs(10);
+/// Looks at a call under way this often before sleeping in between.
+const SPINS: u32 = 64;
+const NAP: Duration = Duration::from_micros(100);
+
+/// What NCCL made, and what it was made with.
+pub(crate) struct Inner {
+    pub(crate) nccl: Nccl,
+    pub(crate) stream: Stream,
+    state: Mutex<State>,
+    timeout: Duration,
+    rank: u32,
+    size: u32,
+    /// Until it has ended; it may share resources with its parent, and may point into the config.
+    _parent: Option<Arc<Inner>>,
+    _config: Box<Config>,
+}
+
+#[derive(Clone, Copy)]
+struct State {
+    comm: Comm,
+    /// It may be used; otherwise it can only be aborted.
+    sound: bool,
+}
+
+// SAFETY: NCCL allows calls from any thread, one at a time, which the lock sees to.
+unsafe impl Send for State {}
+
+thread_local! {
+    /// Communicators with calls in this thread's group, if there is one.
+    static GROUP: RefCell<Option<Vec<Arc<Inner>>>> = const { RefCell::new(None) };
+}
+
+impl Inner {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes a call, and waits until NCCL has taken it; in a group, the group's end does.
+    pub(crate) fn call(
+        self: &Arc<Self>,
+        what: &'static str,
+        call: impl FnOnce(&Table, Comm) -> Code,
+    ) -> Result<()> {
+        let code = {
+            let _entered = self.stream.device().enter()?;
+            let state = self.lock();
+            if state.comm.is_null() {
+                return Err(Error::Aborted(what));
+            }
+            if !state.sound {
+                return Err(Error::Misuse(format!("{what}: the communicator has failed; abort it")));
+            }
+            call(&self.nccl.table, state.comm)
+        };
+        let grouped = GROUP.with_borrow_mut(|group| {
+            group.as_mut().map(|members| {
+                if !members.iter().any(|m| Arc::ptr_eq(m, self)) {
+                    members.push(self.clone());
+                }
+            })
+        });
+        match code {
+            SUCCESS => Ok(()),
+            IN_PROGRESS if grouped.is_some() => Ok(()),
+            IN_PROGRESS => self.settle(what, self.timeout),
+            code => Err(self.failed(what, code)),
+        }
+    }
+
+    fn failed(&self, what: &'static str, code: Code) -> Error {
+        self.lock().sound = false;
+        self.nccl.error(what, code)
+    }
+
+    /// How it is: done, under way, or failed.
+    fn poll(&self, what: &'static str) -> Result<bool> {
+        let mut out = SUCCESS;
+        let code = {
+            let state = self.lock();
+            if state.comm.is_null() {
+                return Err(Error::Aborted(what));
+            }
+            // SAFETY: the communicator is alive, and nobody aborts it while the lock is held.
+            unsafe { (self.nccl.table.comm_get_async_error)(state.comm, &mut out) }
+        };
+        match (code, out) {
+            (SUCCESS, SUCCESS) => Ok(true),
+            (SUCCESS, IN_PROGRESS) => Ok(false),
+            (SUCCESS, out) => Err(self.failed(what, out)),
+            (code, _) => Err(self.failed(what, code)),
+        }
+    }
+
+    /// Waits until what is under way has been taken.
+    fn settle(&self, what: &'static str, limit: Duration) -> Result<()> {
+        let (since, mut looks) = (Instant::now(), 0);
+        while !self.poll(what)? {
+            if since.elapsed() > limit {
+                self.lock().sound = false;
+                return Err(Error::Timeout { call: what, after: limit });
+            }
+            looks += 1;
+            if looks < SPINS { std::thread::yield_now() } else { std::thread::sleep(NAP) }
+        }
+        Ok(())
+    }
+
+    fn abort(&self) {
+        let mut state = self.lock();
+        let comm = std::mem::replace(&mut state.comm, null_mut());
+        state.sound = false;
+        if !comm.is_null()
+            && let Ok(_entered) = self.stream.device().enter()
+        {
+            // SAFETY: it is alive, no call is inside (the lock), and it is never used again.
+            unsafe { (self.nccl.table.comm_abort)(comm) };
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let state = *self.lock();
+        if state.comm.is_null() {
+            return;
+        }
+        let ended = state.sound && {
+            let Ok(_entered) = self.stream.device().enter() else { return };
+            // SAFETY: nobody else has it any more. Finalize once, and destroy only what is quiet:
+            // destroying something under way frees nothing.
+            let code = unsafe { (self.nccl.table.comm_finalize)(state.comm) };
+            let quiet = match code {
+                SUCCESS => Ok(()),
+                IN_PROGRESS => self.settle("ncclCommFinalize", FAREWELL),
+                code => Err(self.nccl.error("ncclCommFinalize", code)),
+            };
+            // SAFETY: as above.
+            quiet.is_ok() && unsafe { (self.nccl.table.comm_destroy)(state.comm) } == SUCCESS
+        };
+        if !ended {
+            self.abort();
+        }
+    }
+}
+
+/// Ranks that communicate, as seen by one of them; tied to a stream, and with it to a device.
+///
+/// Ends when it is dropped, after everything given to it; after an error or [`Communicator::abort`]
+/// at once.
+#[derive(Clone)]
+pub struct Communicator(pub(crate) Arc<Inner>);
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let Inner { rank, size, stream, .. } = &*self.0;
+        write!(f, "Communicator(rank {rank} of {size} on {:?})", stream.device())
+    }
+}
+
+/// A communicator that is not ready yet: it can only be waited for, or dropped.
+#[derive(Debug)]
+#[must_use]
+pub struct Pending(Communicator);
+
+impl Pending {
+    /// The communicator, if all ranks have come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Nccl`] where it could not be made.
+    pub fn poll(self) -> Result<std::result::Result<Communicator, Self>> {
+        Ok(if self.0.0.poll("ncclCommInitRankConfig")? { Ok(self.0) } else { Err(self) })
+    }
+
+    /// Waits until all ranks have come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`] if they have not in `limit`, [`Error::Nccl`] where it could not be made.
+    pub fn wait(self, limit: Duration) -> Result<Communicator> {
+        self.0.0.settle("ncclCommInitRankConfig", limit).map(|()| self.0)
+    }
+
+    /// What can end the wait from another thread.
+    pub fn aborter(&self) -> Aborter {
+        self.0.aborter()
+    }
+}
+
+/// Ends a communicator from any thread; what is under way on the GPU ends too.
+#[derive(Clone)]
+pub struct Aborter(std::sync::Weak<Inner>);
+
+impl Aborter {
+    /// See [`Communicator::abort`].
+    pub fn abort(&self) {
+        if let Some(inner) = self.0.upgrade() {
+            inner.abort();
+        }
+    }
+}
+
+impl Communicator {
+    /// Joins the ranks that have `id`: `rank` of `size`, with its work on `stream`. Every call that
+    /// NCCL does not end at once may take `timeout`.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Misuse`] for a rank that is none, [`Error::Nccl`].
+    pub fn init(
+        nccl: &Nccl,
+        stream: &Stream,
+        id: UniqueId,
+        rank: u32,
+        size: u32,
+        config: Config,
+        timeout: Duration,
+    ) -> Result<Pending> {
+        const CALL: &str = "ncclCommInitRankConfig";
+        let (Ok(nranks), Ok(place)) = (c_int::try_from(size), c_int::try_from(rank)) else {
+            return Err(Error::Misuse(format!("{size} ranks are more than NCCL counts")));
+        };
+        if rank >= size {
+            return Err(Error::Misuse(format!("there is no rank {rank} among {size}")));
+        }
+        let config = Box::new(config);
+        let mut raw = config.raw(nccl.version());
+        let _entered = stream.device().enter()?;
+        // Old versions follow the pointer where they fail.
+        let mut comm = null_mut();
+        // SAFETY: the structure is as long as it says, and copied; the device is current.
+        let code = unsafe { (nccl.table.comm_init_rank_config)(&mut comm, nranks, id, place, &mut raw) };
+        if !matches!(code, SUCCESS | IN_PROGRESS) || comm.is_null() {
+            let error = nccl.error(CALL, code);
+            // From 2.23 on a failure leaves this thread in a group; elsewhere this is refused.
+            // SAFETY: it takes nothing.
+            unsafe { (nccl.table.group_end)() };
+            return Err(error);
+        }
+        let state = Mutex::new(State { comm, sound: true });
+        let (nccl, stream) = (nccl.clone(), stream.clone());
+        let inner = Inner { nccl, stream, state, timeout, rank, size, _parent: None, _config: config };
+        Ok(Pending(Self(Arc::new(inner))))
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> u32 {
+        self.0.rank
+    }
+
+    /// How many ranks there are.
+    pub fn size(&self) -> u32 {
+        self.0.size
+    }
+
+    /// Where its work goes.
+    pub fn stream(&self) -> &Stream {
+        &self.0.stream
+    }
+
+    /// Whether something that it was given has failed meanwhile: a rank was lost, say.
+    ///
+    /// # Errors
+    ///
+    /// What has failed. Abort it then, on all ranks.
+    pub fn check(&self) -> Result<()> {
+        self.0.poll("ncclCommGetAsyncError").map(drop)
+    }
+
+    /// Ends it now, with what is under way on the GPU. All ranks do it.
+    pub fn abort(&self) {
+        self.0.abort();
+    }
+
+    /// What can abort it from another thread, without keeping it alive.
+    pub fn aborter(&self) -> Aborter {
+        Aborter(Arc::downgrade(&self.0))
+    }
+
+    /// Divides the ranks: those that give the same `color` are together, in the order of `key`;
+    /// None: in no new one. All ranks call it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Nccl`], [`Error::Timeout`]
+    pub fn split(&self, color: Option<u32>, key: u32, config: Config) -> Result<Option<Self>> {
+        const CALL: &str = "ncclCommSplit";
+        const NO_COLOR: c_int = -1;
+        let (color, key) =
+            (color.map_or(NO_COLOR, |c| (c & 0x7fff_ffff) as c_int), (key & 0x7fff_ffff) as c_int);
+        let config = Box::new(config);
+        let mut raw = config.raw(self.0.nccl.version());
+        // NCCL writes the handle from a thread of its own, when it has one: it needs a fixed place,
+        // which is given up only if that thread may still be at work.
+        let place: *mut Comm = Box::into_raw(Box::new(null_mut()));
+        // SAFETY: the structure is copied; the place lives until the split is over.
+        let made = self.0.call(CALL, |t, comm| unsafe { (t.comm_split)(comm, color, key, place, &mut raw) });
+        // A split says success while it is under way.
+        made.and_then(|()| self.0.settle(CALL, self.0.timeout))?;
+        // SAFETY: the parent is quiet, so nobody writes it any more.
+        let comm = *unsafe { Box::from_raw(place) };
+        if comm.is_null() {
+            return Ok(None);
+        }
+        let (mut rank, mut size) = (0, 0);
+        let table = &self.0.nccl.table;
+        // SAFETY: the communicator is ready; each writes one integer.
+        let codes = unsafe { [(table.comm_user_rank)(comm, &mut rank), (table.comm_count)(comm, &mut size)] };
+        let inner = Arc::new(Inner {
+            nccl: self.0.nccl.clone(),
+            stream: self.0.stream.clone(),
+            state: Mutex::new(State { comm, sound: true }),
+            timeout: self.0.timeout,
+            rank: rank.unsigned_abs(),
+            size: size.unsigned_abs(),
+            _parent: Some(self.0.clone()),
+            _config: config,
+        });
+        match codes.iter().find(|&&code| code != SUCCESS) {
+            Some(&code) => Err(inner.failed(CALL, code)),
+            None => Ok(Some(Self(inner))),
+        }
+    }
+}
+
+impl Nccl {
+    /// Calls made inside of `calls` begin together, when it returns: sends and receives between the
+    /// same ranks must be grouped, and the calls of several communicators of one thread.
+    ///
+    /// # Errors
+    ///
+    /// What failed inside: then the communicators with calls in the group are aborted, for NCCL can
+    /// take nothing back. Else what failed when the group began.
+    pub fn group<T>(&self, calls: impl FnOnce() -> Result<T>) -> Result<T> {
+        const CALL: &str = "ncclGroupEnd";
+        if GROUP.with_borrow(Option::is_some) {
+            return calls(); // it ends with the group around it
+        }
+        // SAFETY: it takes nothing.
+        self.check("ncclGroupStart", unsafe { (self.table.group_start)() })?;
+        GROUP.set(Some(Vec::new()));
+        // Ends the group where `calls` panics too.
+        let guard = Guard(self);
+        let made = calls();
+        let (members, code) = guard.end();
+        let timeout = members.iter().map(|m| m.timeout).max().unwrap_or_default();
+        let began = match code {
+            SUCCESS | IN_PROGRESS => members.iter().try_for_each(|m| m.settle(CALL, timeout)),
+            code => Err(members.first().map_or_else(|| self.error(CALL, code), |m| m.failed(CALL, code))),
+        };
+        if made.is_err() {
+            members.iter().for_each(|m| m.abort());
+        }
+        made.and_then(|out| began.map(|()| out))
+    }
+}
+
+struct Guard<'a>(&'a Nccl);
+
+impl Guard<'_> {
+    fn end(self) -> (Vec<Arc<Inner>>, Code) {
+        let ended = self.finish();
+        std::mem::forget(self);
+        ended
+    }
+
+    fn finish(&self) -> (Vec<Arc<Inner>>, Code) {
+        let mut members = GROUP.take().unwrap_or_default();
+        // All locks, in one order, so that nobody is aborted while NCCL is at it.
+        members.sort_by_key(|m| Arc::as_ptr(m) as usize);
+        let locks: Vec<_> = members.iter().map(|m| m.lock()).collect();
+        // SAFETY: the group was begun on this thread.
+        let code = unsafe { (self.0.table.group_end)() };
+        drop(locks);
+        (members, code)
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        let (members, _) = self.finish();
+        members.iter().for_each(|m| m.abort());
+    }
+}

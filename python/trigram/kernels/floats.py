@@ -1,0 +1,161 @@
+"""Floats as bits, 16-bit floats to float32 and back as ``rust/core/src/float16.rs`` does, and where
+values come from and go to.
+
+Sixteen-bit tensors are passed as int16, and converted here: so all bits are the CPU's, a NaN's also.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import triton
+import triton.language as tl
+
+F32 = tl.constexpr(0)
+F16 = tl.constexpr(1)
+BF16 = tl.constexpr(2)
+
+LOSE = tl.constexpr(0)
+FEEDBACK = tl.constexpr(1)
+REMAINDER = tl.constexpr(2)
+
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity: what is at or above is not finite
+NAN = tl.constexpr(0x7FC00000)
+SIZE = tl.constexpr(0x7FFFFFFF)  # all but the sign
+MAX = tl.constexpr(3.4028234663852886e38)
+BIAS = tl.constexpr(112 << 23)  # the difference of the exponents' biases, where a float32 has its exponent
+NORMAL = tl.constexpr(113 << 23)  # the bits of the smallest normal half, 2^-14
+LEAST = tl.constexpr(2.0**-14)
+HALF = tl.constexpr(0x3F000000)
+
+_FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def format_of(t: torch.Tensor) -> int:
+    """What kernels call the type of a tensor."""
+    return _FORMATS[t.dtype]
+
+
+def raw(t: torch.Tensor) -> torch.Tensor:
+    """What kernels take for a tensor."""
+    return t if t.dtype == torch.float32 else t.view(torch.int16)
+
+
+def keep_of(residual: torch.Tensor | None, feedback: bool) -> int:
+    """What kernels call what becomes of the part that the code does not hold."""
+    return 0 if residual is None else 1 if feedback else 2
+
+
+def weight_of(weight: float | None) -> float:
+    """What kernels take for a weight: a float32, infinite where it is larger."""
+    return 0.0 if weight is None else ctypes.c_float(weight).value
+
+
+@triton.jit
+def bits_of(x):
+    """The bits of a float32."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def float_of(bits):
+    """The float32 of the bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def size_of(x):
+    """The bits of |x|: these order as sizes do, infinities and NaN on top."""
+    return bits_of(x) & SIZE
+
+
+@triton.jit
+def half_to_float(bits):
+    """The value of an IEEE half."""
+    shifted = (bits & 0x7FFF) << 13
+    normal = shifted + BIAS
+    subnormal = bits_of(float_of(normal + (1 << 23)) - LEAST)
+    value = tl.where(shifted >> 23 == 0, subnormal, tl.where(shifted >> 23 == 31, normal + BIAS, normal))
+    return float_of(value | ((bits & 0x8000) << 16))
+
+
+@triton.jit
+def to_half(x):
+    """The bits of the nearest IEEE half; infinite from 65520 on."""
+    bits = bits_of(x)
+    size = bits & SIZE
+    normal = (size - BIAS + 0xFFF + (size >> 13 & 1)) >> 13
+    subnormal = bits_of(float_of(size) + 0.5) - HALF
+    short = tl.where(size < NORMAL, subnormal, normal)
+    short = tl.where(size >= 0x47800000, 0x7C00, short)
+    short = tl.where(size > INFINITE, 0x7E00 | (size >> 13 & 0x3FF), short)
+    return short | (bits >> 16 & 0x8000)
+
+
+@triton.jit
+def to_bfloat(x):
+    """The bits of the nearest bfloat16; a NaN stays one."""
+    bits = bits_of(x)
+    rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    return tl.where((bits & SIZE) > INFINITE, (bits >> 16) | 0x40, rounded) & 0xFFFF
+
+
+@triton.jit
+def load(at, there, FORMAT: tl.constexpr):
+    """Values as float32; 0 where there are none."""
+    if FORMAT == F32:
+        x = tl.load(at, mask=there, other=0.0)
+    else:
+        bits = tl.load(at, mask=there, other=0).to(tl.int32)
+        x = half_to_float(bits) if FORMAT == F16 else float_of(bits << 16)
+    return x
+
+
+@triton.jit
+def store(at, x, there, FORMAT: tl.constexpr):
+    """Values, rounded to nearest even."""
+    if FORMAT == F32:
+        tl.store(at, x, mask=there)
+    elif FORMAT == F16:
+        tl.store(at, to_half(x).to(tl.int16), mask=there)
+    else:
+        tl.store(at, to_bfloat(x).to(tl.int16), mask=there)
+
+
+@triton.jit
+def put(at, x, weight, there, FORMAT: tl.constexpr, ADD: tl.constexpr):
+    """Decoded values over what is there, or `weight` times them added to it."""
+    if ADD:
+        tl.store(at, tl.load(at, mask=there, other=0.0) + weight * x, mask=there)
+    else:
+        store(at, x, there, FORMAT)
+
+
+@triton.jit
+def plus(x, residual):
+    """The sum. A NaN keeps its payload, as on the CPU: GPUs would replace it, and top-k orders by it."""
+    total = x + residual
+    total = tl.where(size_of(residual) > INFINITE, float_of(bits_of(residual) | 0x400000), total)
+    return tl.where(size_of(x) > INFINITE, float_of(bits_of(x) | 0x400000), total)
+
+
+@triton.jit
+def fetch(src, residual, at, there, FORMAT: tl.constexpr, KEEP: tl.constexpr):
+    """What is to be encoded: the values, with the residual where that is fed back."""
+    x = load(src + at, there, FORMAT)
+    if KEEP == FEEDBACK:
+        x = plus(x, tl.load(residual + at, mask=there, other=0.0))
+    return x
+
+
+@triton.jit
+def largest(x):
+    """The bits of the largest |x| of each row."""
+    return tl.max(size_of(x), axis=1, keep_dims=True)
+
+
+@triton.jit
+def hold(x):
+    """Infinities become the largest float, NaN stays."""
+    return tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))

@@ -1,0 +1,60 @@
+"""Bytes, words and fields of a few bits.
+
+Codes may lie at any address, so they are read and written as bytes; where the compiler knows that
+addresses are aligned, it joins the accesses.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_words(code, at, there):
+    """Words (int32) at the byte offsets `at`; 0 where there are none."""
+    k = tl.arange(0, 4)[None, :]
+    each = tl.load(code + at[:, None] + k, mask=there[:, None] & (k < 4), other=0)
+    return tl.sum(each.to(tl.int32) << 8 * k, axis=1)
+
+
+@triton.jit
+def store_words(code, at, words, there):
+    """Words (int32) at the byte offsets `at`."""
+    k = tl.arange(0, 4)[None, :]
+    each = (words[:, None] >> 8 * k) & 255
+    tl.store(code + at[:, None] + k, each.to(tl.uint8), mask=there[:, None] & (k < 4))
+
+
+@triton.jit
+def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr):
+    """Rows of codes of 16, 8, 4 or 1 bits as rows of bytes, the first in the lowest bits."""
+    if BITS == 16:
+        joined = tl.join((codes & 255).to(tl.uint8), (codes >> 8 & 255).to(tl.uint8))
+        packed = tl.reshape(joined, (ROWS, COLS * 2))
+    elif BITS == 8:
+        packed = codes.to(tl.uint8)
+    elif BITS == 4:
+        low, high = tl.split(tl.reshape(codes, (ROWS, COLS // 2, 2)))
+        packed = (low | (high << 4)).to(tl.uint8)
+    else:
+        eight = tl.reshape(codes, (ROWS, COLS // 8, 8))
+        packed = tl.sum(eight << tl.arange(0, 8)[None, None, :], axis=2).to(tl.uint8)
+    return packed
+
+
+@triton.jit
+def unpack(packed, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr):
+    """What :func:`pack` packed, as int32."""
+    each = packed.to(tl.int32)
+    if BITS == 16:
+        low, high = tl.split(tl.reshape(each, (ROWS, COLS, 2)))
+        codes = low | (high << 8)
+    elif BITS == 8:
+        codes = each
+    elif BITS == 4:
+        codes = tl.reshape(tl.join(each & 15, each >> 4), (ROWS, COLS))
+    else:
+        eight = (each[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+        codes = tl.reshape(eight, (ROWS, COLS))
+    return codes

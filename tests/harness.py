@@ -136,6 +136,8 @@ def _main(
 
         torch.set_num_threads(1)
         module, name, args = pickle.loads(call)
+        if "TRIGRAM_TEST_STANDIN" in env:
+            importlib.import_module("tests.gpu_standin").use()
         value = getattr(importlib.import_module(module), name)(rank, int(env["WORLD_SIZE"]), *args)
         if (
             "trigram" in sys.modules

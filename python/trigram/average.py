@@ -144,18 +144,18 @@ class CodedAverage:
         shard = memory.numel() // n
         self.remainder = remainder
         if feedback[0] and remainder is None:
-            self.residual: torch.Tensor | None = torch.zeros(memory.numel())
+            self.residual: torch.Tensor | None = torch.zeros(memory.numel(), device=memory.device)
         else:
             self.residual = None
         kept = self.residual if remainder is None else remainder
         self.kept: list[torch.Tensor] | list[None] = [None] * n if kept is None else list(kept.view(n, -1))
-        self.owned = torch.zeros(shard) if feedback[1] else None
+        self.owned = torch.zeros(shard, device=memory.device) if feedback[1] else None
         one, two = first.size(shard), second.size(shard)
-        self.out = collectives.empty(n, one, dtype=torch.uint8)
-        self.inp = collectives.empty(n, one, dtype=torch.uint8)
-        self.mean = torch.empty(shard)
-        self.mine = collectives.empty(two, dtype=torch.uint8)
-        self.all = collectives.empty(n, two, dtype=torch.uint8)
+        self.out = collectives.empty(n, one, dtype=torch.uint8, device=memory.device)
+        self.inp = collectives.empty(n, one, dtype=torch.uint8, device=memory.device)
+        self.mean = torch.empty(shard, device=memory.device)
+        self.mine = collectives.empty(two, dtype=torch.uint8, device=memory.device)
+        self.all = collectives.empty(n, two, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (one + two)
         self.work: collectives.Work | None = None
         self.leg = 0

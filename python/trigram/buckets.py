@@ -49,13 +49,14 @@ class Bucket:
         chosen = [params[i] for i in indices]
         at, total = flat.offsets(chosen)
         whole = total + len(chosen) if length is None else length(total)
-        self.memory = collectives.empty(whole, dtype=chosen[0].dtype)
+        device = chosen[0].device
+        self.memory = collectives.empty(whole, dtype=chosen[0].dtype, device=device)
         self.memory.zero_()
         self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.flags = self.memory[total:] if length is None else None
         self.nbytes = self.memory.nbytes
         # Between and after the gradients: a codec's means may leave something there.
-        used = torch.zeros(whole, dtype=torch.bool)
+        used = torch.zeros(whole, dtype=torch.bool, device=device)
         for a, p in zip(at, chosen, strict=True):
             used[a : a + p.numel()] = True
         self.gaps = (~used).nonzero().flatten() if length is not None else None

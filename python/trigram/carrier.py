@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from trigram import collectives, flat
+from trigram import collectives, device, flat
 from trigram.errors import MismatchError, UnsupportedError
 from trigram.hooks import Hook
 from trigram.world import Group, aided_group, internal_group
@@ -131,9 +131,17 @@ class Carrier:
         named = list(model.named_parameters())
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
+        trained = [p for p in self.params if p.requires_grad]
         for name, p in named:
-            if p.requires_grad and not p.is_cpu:
-                raise UnsupportedError(f"with_bagua: {name} is on {p.device}; this version trains on the CPU")
+            if p.requires_grad and p.device != trained[0].device:
+                raise UnsupportedError(
+                    f"with_bagua: {name} is on {p.device}, others on {trained[0].device}; a rank trains on "
+                    "one device"
+                )
+            if p.requires_grad and not p.is_cpu and p.device.type not in device.kinds:
+                raise UnsupportedError(
+                    f"with_bagua: {name} is on {p.device}; models are on the CPU or on a GPU"
+                )
             if p.requires_grad and not torch.is_floating_point(p):
                 raise UnsupportedError(
                     f"with_bagua: {name} is {p.dtype}; parameters that train are real floats"

@@ -6,10 +6,15 @@ docs/algorithms.md; the loops are in ``rust/core/src/codec``.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from trigram import _core
 from trigram.errors import MisuseError, UnsupportedError
+
+if TYPE_CHECKING:
+    from trigram.kernels import Kernel
 
 _FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 
@@ -21,12 +26,13 @@ class Codec:
         name: As :func:`find` knows it, ``topk:0.01``.
     """
 
-    __slots__ = ("_core", "block", "name")
+    __slots__ = ("_core", "_gpu", "block", "name")
 
     def __init__(self, name: str, block: int | None = None) -> None:
         self.name = name
         self.block = block
         self._core = _core.Codec(name, block)
+        self._gpu: Kernel | None = None
 
     def __repr__(self) -> str:
         return f"Codec({self.name!r}, block={self.block})"
@@ -60,12 +66,18 @@ class Codec:
         n = src.numel()
         dtype = _check(src, "encode")
         if out is None:
-            out = torch.empty(self.size(n), dtype=torch.uint8)
-        _bytes(out, "encode")
+            out = torch.empty(self.size(n), dtype=torch.uint8, device=src.device)
+        _bytes(out, src, "encode")
         if residual is not None and (
-            residual.dtype != torch.float32 or residual.numel() != n or not residual.is_contiguous()
+            residual.dtype != torch.float32
+            or residual.numel() != n
+            or not residual.is_contiguous()
+            or residual.device != src.device
         ):
-            raise MisuseError(f"encode: the residual is not {n} contiguous values of float32")
+            raise MisuseError(f"encode: the residual is not {n} contiguous values of float32 on {src.device}")
+        if not src.is_cpu:
+            self._kernel().encode(src, out, residual, feedback, seed)
+            return out
         at = 0 if residual is None else residual.data_ptr()
         seed &= (1 << 64) - 1
         self._core.encode(src.data_ptr(), n, dtype, at, feedback, seed, out.data_ptr(), out.numel())
@@ -86,12 +98,22 @@ class Codec:
             CorruptError: The bytes are no code of ``out.numel()`` values.
         """
         dtype = _check(out, "decode")
-        _bytes(encoded, "decode")
+        _bytes(encoded, out, "decode")
         if weight is not None and out.dtype != torch.float32:
             raise UnsupportedError(f"decode: adding takes float32, not {out.dtype}")
+        if not out.is_cpu:
+            return self._kernel().decode(encoded, out, weight)
         self._core.decode(
             encoded.data_ptr(), encoded.numel(), out.data_ptr(), out.numel(), dtype, weight, sender
         )
+
+    def _kernel(self) -> Kernel:
+        """The same on a GPU."""
+        if self._gpu is None:
+            from trigram import kernels
+
+            self._gpu = kernels.find(self.name, self.block)
+        return self._gpu
 
 
 def find(name: str, block: int | None = None) -> Codec:
@@ -113,13 +135,15 @@ def _check(t: torch.Tensor, what: str) -> int:
     code = _FLOATS.get(t.dtype)
     if code is None:
         raise UnsupportedError(f"{what}: codecs take float32, float16 and bfloat16, not {t.dtype}")
-    if not t.is_cpu:
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; this version works on CPU tensors")
+    if not t.is_cpu and not t.is_cuda:
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; codecs take tensors on CPUs and GPUs")
     if not t.is_contiguous():
         raise MisuseError(f"{what}: the tensor is not contiguous")
     return code
 
 
-def _bytes(t: torch.Tensor, what: str) -> None:
-    if t.dtype != torch.uint8 or not t.is_contiguous() or not t.is_cpu:
+def _bytes(code: torch.Tensor, values: torch.Tensor, what: str) -> None:
+    if code.dtype != torch.uint8 or not code.is_contiguous():
         raise MisuseError(f"{what}: a code is a contiguous tensor of uint8")
+    if code.device != values.device:
+        raise MisuseError(f"{what}: the code is on {code.device}, the values on {values.device}")

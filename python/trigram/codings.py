@@ -57,7 +57,7 @@ class Corrected(Coded):
     def _of(self, bucket: Bucket) -> torch.Tensor:
         at = bucket.memory.data_ptr()
         if at not in self.velocity:
-            self.velocity[at] = torch.zeros(bucket.memory.numel())
+            self.velocity[at] = torch.zeros(bucket.memory.numel(), device=bucket.memory.device)
         return self.velocity[at]
 
     def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:

@@ -2,10 +2,11 @@
 
 Each takes ``group`` (ours, a torch ``ProcessGroup``, or None for the world) and ``async_op``; then
 it returns a :class:`Work` at once, else None when it is done. ``src`` and ``dst`` are world ranks,
-as in ``torch.distributed``. Tensors are contiguous and on the CPU; dtypes are float32, float64,
+as in ``torch.distributed``. Tensors are contiguous, on the CPU or a GPU; dtypes are float32, float64,
 float16, bfloat16, int8, uint8, int32, int64 and bool. Sums of 16-bit floats are accumulated in
-float32. No collective returns before every rank has entered it, and ranks that disagree get
-``MismatchError``, all of them.
+float32. No collective on CPU tensors returns before every rank has entered it, and ranks that
+disagree get ``MismatchError``, all of them. On GPU tensors collectives are in the order of the
+current stream, as torch's: see docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -19,36 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trigram import _core
+from trigram import _core, codes, device
 from trigram.errors import MisuseError, TimeoutError, UnsupportedError
 from trigram.world import Group, current, resolve
 
 AnyGroup = Group | dist.ProcessGroup | None
 
-_DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 8,
-}
-_OPS: dict[Any, int] = {
-    name: code for code, name in enumerate(("sum", "avg", "min", "max", "prod", "band", "bor", "bxor"))
-}
-_TORCH_NAMES = {"prod": "PRODUCT"}
-_OPS |= {getattr(dist.ReduceOp, _TORCH_NAMES.get(n, n.upper())): code for n, code in tuple(_OPS.items())}
-_VIAS = {
-    name: code
-    for code, name in enumerate((None, "shared", "ring", "tree", "recursive_doubling", "scatter_gather"))
-}
-
+_DTYPES = codes.DTYPES
 _STRIDED = torch.strided
-_ALL_REDUCE, _REDUCE, _BROADCAST, _BARRIER, _ALL_GATHER = 1, 2, 3, 4, 5
-_REDUCE_SCATTER, _GATHER, _SCATTER, _ALL_TO_ALL = 6, 7, 8, 9
 
 # Works whose tensors must live until the engine is done with them, even when the caller has let go.
 _in_flight: set[Work] = set()
@@ -59,7 +38,9 @@ class Work:
 
     __slots__ = ("__weakref__", "_core", "_tensors", "_what")
 
-    def __init__(self, core: _core.Work, tensors: tuple[torch.Tensor | None, ...], what: str) -> None:
+    def __init__(
+        self, core: _core.Work | device.Call, tensors: tuple[torch.Tensor | None, ...], what: str
+    ) -> None:
         self._core = core
         self._tensors = tensors
         self._what = what
@@ -92,7 +73,8 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the output tensors."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
         def finish() -> None:
             try:
@@ -107,7 +89,7 @@ class Work:
 
 
 def _check(t: torch.Tensor, what: str) -> int:
-    """The dtype's code of a tensor that the engine can work on."""
+    """The dtype's code of a tensor that can be worked on."""
     try:
         if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
             return _DTYPES[t.dtype]
@@ -123,8 +105,9 @@ def _refuse(t: torch.Tensor, what: str) -> int:
     code = _DTYPES.get(t.dtype)
     if code is None:
         raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor")
-    if not t.is_cpu:
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; this version works on CPU tensors")
+    if not t.is_cpu and t.device.type not in device.kinds:
+        kinds = ", ".join(["cpu", *device.kinds])
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; collectives take tensors on {kinds}")
     if t.layout != torch.strided:
         raise UnsupportedError(f"{what}: the tensor is {t.layout}; collectives take dense tensors")
     if not t.is_contiguous():
@@ -134,16 +117,22 @@ def _refuse(t: torch.Tensor, what: str) -> int:
 
 def _op(op: Any, what: str) -> int:
     try:
-        return _OPS[op]
+        return codes.OPS[op]
     except (KeyError, TypeError):
-        names = [o for o in _OPS if isinstance(o, str)]
-        raise MisuseError(f"{what}: unknown op {op!r}; there are {', '.join(names)}") from None
+        names = ", ".join(codes.OP_NAMES)
+        raise MisuseError(f"{what}: unknown op {op!r}; there are {names}") from None
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    if a.dtype != b.dtype:
+        raise MisuseError(f"{what}: dtypes differ: {a.dtype} and {b.dtype}")
+    if a.device != b.device:
+        raise MisuseError(f"{what}: the tensors are on different devices: {a.device} and {b.device}")
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
     """``a`` holds ``times`` as many elements as ``b``, of the same dtype."""
-    if a.dtype != b.dtype:
-        raise MisuseError(f"{what}: dtypes differ: {a.dtype} and {b.dtype}")
+    _alike(a, b, what)
     if a.numel() != times * b.numel():
         raise MisuseError(
             f"{what}: the larger tensor has {a.numel()} elements and the smaller {b.numel()}; "
@@ -153,13 +142,15 @@ def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
 
 def _go(
     group: Group,
-    asked: tuple[int, int, int, int, int, int],
+    asked: codes.Asked,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
     async_op: bool,
     what: str,
-    splits: tuple[list[int], list[int]] | None = None,
+    splits: codes.Splits = None,
 ) -> Work | None:
+    if (tensor := source if source is not None else target) is not None and not tensor.is_cpu:
+        return _on_device(group, asked, source, target, async_op, what, splits)
     given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
     wanted = given if target is source else (0, 0) if target is None else (target.data_ptr(), target.nbytes)
     memory = given + wanted
@@ -168,6 +159,27 @@ def _go(
     if async_op:
         return Work(group.core.start(asked, memory, group.timeout, splits), (source, target), what)
     group.core.run(asked, memory, group.timeout, splits)
+    return None
+
+
+def _on_device(
+    group: Group,
+    asked: codes.Asked,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    async_op: bool,
+    what: str,
+    splits: codes.Splits,
+) -> Work | None:
+    """The same on GPU memory: in the order of the current stream."""
+    if asked[4]:
+        raise UnsupportedError(f"{what}: via is for CPU tensors; TRIGRAM_GPU_TRANSPORT chooses for GPUs")
+    if target is not None and target.requires_grad:
+        torch.autograd.graph.increment_version(target)
+    call = device.start(group, asked, source, target, splits)
+    if async_op:
+        return Work(call, (source, target), what)
+    call.order()
     return None
 
 
@@ -189,11 +201,11 @@ def all_reduce(
         async_op: Return at once, with a :class:`Work`.
     """
     dtype = _check(t, "all_reduce")
-    if via not in _VIAS:
+    if via not in codes.VIAS:
         raise UnsupportedError(
-            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in _VIAS if v)}"
+            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in codes.VIAS if v)}"
         )
-    asked = (_ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), _VIAS[via], 0)
+    asked = (codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), codes.VIAS[via], 0)
     return _go(resolve(group), asked, t, t, async_op, "all_reduce")
 
 
@@ -203,20 +215,20 @@ def reduce(
     """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
     g = resolve(group)
     root = g.place(dst, "reduce")
-    asked = (_REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
+    asked = (codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
     return _go(g, asked, t, t if g.rank == root else None, async_op, "reduce")
 
 
 def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
     """Copies ``t`` of rank ``src`` into ``t`` of all ranks."""
     g = resolve(group)
-    asked = (_BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
+    asked = (codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
     return _go(g, asked, t, t, async_op, "broadcast")
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Work | None:
     """Returns when every rank has called it."""
-    return _go(resolve(group), (_BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
+    return _go(resolve(group), (codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
 
 
 def all_gather(
@@ -234,7 +246,7 @@ def all_gather(
     dtype = _check(t, "all_gather")
     _check(out, "all_gather")
     _same(out, t, g.size, "all_gather")
-    return _go(g, (_ALL_GATHER, dtype, t.numel(), 0, 0, 0), t, out, async_op, "all_gather")
+    return _go(g, (codes.ALL_GATHER, dtype, t.numel(), 0, 0, 0), t, out, async_op, "all_gather")
 
 
 def reduce_scatter(
@@ -253,7 +265,7 @@ def reduce_scatter(
     dtype = _check(t, "reduce_scatter")
     _check(out, "reduce_scatter")
     _same(t, out, g.size, "reduce_scatter")
-    asked = (_REDUCE_SCATTER, dtype, out.numel(), _op(op, "reduce_scatter"), 0, 0)
+    asked = (codes.REDUCE_SCATTER, dtype, out.numel(), _op(op, "reduce_scatter"), 0, 0)
     return _go(g, asked, t, out, async_op, "reduce_scatter")
 
 
@@ -273,7 +285,7 @@ def gather(
             raise MisuseError(f"gather: rank {dst} is dst and needs out")
         _check(out, "gather")
         _same(out, t, g.size, "gather")
-    asked = (_GATHER, dtype, t.numel(), 0, 0, root)
+    asked = (codes.GATHER, dtype, t.numel(), 0, 0, root)
     return _go(g, asked, t, out if g.rank == root else None, async_op, "gather")
 
 
@@ -293,7 +305,7 @@ def scatter(
             raise MisuseError(f"scatter: rank {src} is src and needs inp")
         _check(inp, "scatter")
         _same(inp, t, g.size, "scatter")
-    asked = (_SCATTER, dtype, t.numel(), 0, 0, root)
+    asked = (codes.SCATTER, dtype, t.numel(), 0, 0, root)
     return _go(g, asked, inp if g.rank == root else None, t, async_op, "scatter")
 
 
@@ -318,15 +330,14 @@ def all_to_all(
     g = resolve(group)
     dtype = _check(inp, "all_to_all")
     _check(out, "all_to_all")
-    if inp.dtype != out.dtype:
-        raise MisuseError(f"all_to_all: dtypes differ: {inp.dtype} and {out.dtype}")
+    _alike(inp, out, "all_to_all")
     if (out_splits is None) != (in_splits is None):
         raise MisuseError("all_to_all: give both out_splits and in_splits, or neither")
     if out_splits is None or in_splits is None:
         _same(out, inp, 1, "all_to_all")
         if inp.numel() % g.size:
             raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
-        asked = (_ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
+        asked = (codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
         return _go(g, asked, inp, out, async_op, "all_to_all")
     lengths = (
         _elements(inp, in_splits, g.size, "in_splits"),
@@ -334,7 +345,7 @@ def all_to_all(
     )
     if lengths[0][g.rank] != lengths[1][g.rank]:
         raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
-    return _go(g, (_ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths)
+    return _go(g, (codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths)
 
 
 def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
@@ -374,11 +385,32 @@ def _message(
     place = g.place(peer, what)
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)
+    if not t.is_cpu:
+        call = device.message(g, sends, place, tag, t, dtype)
+        if async_op:
+            return Work(call, (t,), what)
+        call.wait()
+        return None
     core = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, g.timeout)
     return None if core is None else Work(core, (t,), what)
 
 
-def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def exchange(parcels: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
+    """Messages on a GPU that travel together, of all ranks of a group at once.
+
+    Args:
+        parcels: Whether this rank sends it, the other's place, and the tensor.
+        group: The ranks, each of which calls this.
+    """
+    coded = [(sends, place, t, _check(t, "exchange")) for sends, place, t in parcels]
+    return Work(device.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")
+
+
+def empty(
+    *shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """An uninitialised tensor in registered memory: inside a host, collectives on it copy nothing.
 
     The memory is shared with the ranks of this host, and given back when the tensor is collected.
@@ -386,6 +418,7 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
     Args:
         *shape: As for ``torch.empty``.
         dtype: None: torch's default.
+        device: On a GPU it is torch's own memory. None: the CPU.
     """
     dims = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     sizes = [int(d) for d in dims]  # type: ignore[arg-type]
@@ -393,8 +426,8 @@ def empty(*shape: int | Sequence[int], dtype: torch.dtype | None = None) -> torc
     count = math.prod(sizes)
     if any(d < 0 for d in sizes):
         raise MisuseError(f"empty: negative dimension in {sizes}")
-    if count == 0:
-        return torch.empty(sizes, dtype=dtype)
+    if count == 0 or (device is not None and torch.device(device).type != "cpu"):
+        return torch.empty(sizes, dtype=dtype, device=device)
     block = current().engine.allocate(count * dtype.itemsize)
     # torch holds the array, the array holds the block.
     array = _Owned.of(block)

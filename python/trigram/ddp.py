@@ -63,7 +63,9 @@ def _hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[tor
     torch._foreach_copy_(made.views, grads)
     average.start(state.steps)
     state.steps += bucket.is_last()
-    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    # On a GPU the future carries the events that its result is ready by.
+    devices: list[Any] = [] if made.memory.is_cpu else [made.memory.device]
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
     def finish() -> None:
         try:

@@ -217,7 +217,7 @@ def mean_of(tensors: Sequence[torch.Tensor], channels: Channels) -> None:
     """Gives all ranks the mean of each tensor, now. Integers: those of the group's first rank."""
     side = channels.side
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
-    for same in flat.by_dtype(floats).values():
+    for same in flat.alike(floats):
         both = flat.Flat(same)
         both.pack()
         collectives.all_reduce(both.memory, "avg", None, side)
@@ -231,8 +231,8 @@ def same_everywhere(tensors: Sequence[torch.Tensor], channels: Channels) -> bool
     sums = torch.zeros(2, dtype=torch.int64)
     for k, t in enumerate(tensors):
         bits = t.contiguous().flatten().view(torch.uint8).to(torch.int64)
-        sums[0] += bits.sum() * (2 * k + 1)
-        sums[1] += (bits * torch.arange(1, bits.numel() + 1)).sum()
+        sums[0] += bits.sum().cpu() * (2 * k + 1)
+        sums[1] += (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum().cpu()
     everyone = torch.empty(channels.size, 2, dtype=torch.int64)
     collectives.all_gather(everyone, sums, channels.side)
     return bool((everyone == everyone[0]).all())

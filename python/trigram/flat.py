@@ -13,12 +13,12 @@ _ALIGN = 64
 """Bytes: tensors start on cache lines of their own."""
 
 
-def by_dtype(tensors: Iterable[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    """Groups tensors, in order."""
-    groups: dict[torch.dtype, list[torch.Tensor]] = {}
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Groups tensors by dtype and device, in order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for t in tensors:
-        groups.setdefault(t.dtype, []).append(t)
-    return groups
+        groups.setdefault((t.dtype, t.device), []).append(t)
+    return list(groups.values())
 
 
 def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
@@ -57,7 +57,8 @@ class Flat:
         self.tensors = list(tensors)
         dtype = dtype or tensors[0].dtype
         at, self.total = offsets(tensors, dtype)
-        self.memory = collectives.empty(self.total if length is None else length(self.total), dtype=dtype)
+        total = self.total if length is None else length(self.total)
+        self.memory = collectives.empty(total, dtype=dtype, device=tensors[0].device)
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
 
@@ -81,7 +82,7 @@ class Flat:
 @torch.no_grad()
 def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_bytes: int = 64 << 20) -> None:
     """Gives all ranks the tensors of the rank at place ``src``, in few messages."""
-    for same in by_dtype(t.detach() for t in tensors).values():
+    for same in alike(t.detach() for t in tensors):
         chunk: list[torch.Tensor] = []
         size = 0
         for t in same:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trigram import collectives
+from trigram import collectives, device
 from trigram.carrier import Channels
 from trigram.codecs import Codec
 from trigram.exchange import Exchange
@@ -22,34 +22,44 @@ _TAG = 1
 
 
 class Messages:
-    """What a round sends and awaits."""
+    """What a round sends and awaits. On the CPU each message begins at once; on a GPU all begin
+    together when :meth:`go` is called, as NCCL wants it."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
         self.works: list[collectives.Work] = []
+        self.parcels: list[tuple[bool, int, torch.Tensor]] = []
         self.buffers: list[torch.Tensor] = []
 
     def buffer(self, k: int, like: torch.Tensor) -> torch.Tensor:
         """The k-th buffer; kept from round to round."""
         while len(self.buffers) <= k:
-            self.buffers.append(collectives.empty(like.numel(), dtype=like.dtype))
+            self.buffers.append(collectives.empty(like.numel(), dtype=like.dtype, device=like.device))
         return self.buffers[k]
 
     def send(self, t: torch.Tensor, place: int) -> int:
         """Sends; the bytes."""
-        group = self.channels.first
-        self._keep(collectives.send(t, group.ranks[place], _TAG, group, async_op=True))
+        self._begin(True, t, place)
         return t.nbytes
 
     def receive(self, t: torch.Tensor, place: int) -> torch.Tensor:
         """Receives into ``t``."""
-        group = self.channels.first
-        self._keep(collectives.recv(t, group.ranks[place], _TAG, group, async_op=True))
+        self._begin(False, t, place)
         return t
 
-    def _keep(self, work: collectives.Work | None) -> None:
+    def _begin(self, sends: bool, t: torch.Tensor, place: int) -> None:
+        if device.handles(t):
+            return self.parcels.append((sends, place, t))
+        move, group = collectives.send if sends else collectives.recv, self.channels.first
+        work = move(t, group.ranks[place], _TAG, group, async_op=True)
         assert work is not None
         self.works.append(work)
+
+    def go(self) -> None:
+        """All messages of the round have been named."""
+        parcels, self.parcels = self.parcels, []
+        if parcels:
+            self.works.append(collectives.exchange(parcels, self.channels.first))
 
     def ready(self) -> bool:
         """Whether all have ended."""
@@ -91,6 +101,9 @@ class Gossip(Exchange):
         self.graph = graph
         self.place = channels.rank
         self.messages = Messages(channels)
+        if device.handles(self.inp):
+            # All agree on a way now: in a round a rank may have nothing to say.
+            device.way(channels.first, self.inp.device)
 
     def ready(self) -> bool:
         """See :class:`Exchange`."""
@@ -111,6 +124,7 @@ class Mix(Gossip):
         ]
         for j in to:
             self.sent += self.messages.send(self.inp, j)
+        self.messages.go()
 
     def wait(self) -> None:
         """See :class:`Exchange`."""
@@ -150,7 +164,8 @@ class Choco(Gossip):
         # All ranks start with the same weights.
         self.replica = self.inp.clone()
         self.theirs = self.inp * self.weight
-        self.code = collectives.empty(codec.size(self.inp.numel()), dtype=torch.uint8)
+        size = codec.size(self.inp.numel())
+        self.code = collectives.empty(size, dtype=torch.uint8, device=self.inp.device)
 
     def start(self, round: int) -> None:
         """See :class:`Exchange`."""
@@ -163,6 +178,7 @@ class Choco(Gossip):
         self.codec.encode(self.out, self.code, seed=seed(round, self.place))
         for j in to:
             self.sent += self.messages.send(self.code, j)
+        self.messages.go()
         self.codec.decode(self.code, self.replica, 1.0)
 
     def wait(self) -> None:
@@ -197,8 +213,9 @@ class References:
         self.codec, self.channels = codec, channels
         self.start = start.clone() if codec is not None else start
         self.edges: dict[int, torch.Tensor] = {}
-        n = start.numel()
-        self.code = start if codec is None else torch.empty(codec.size(n), dtype=torch.uint8)
+        self.code = start
+        if codec is not None:
+            self.code = torch.empty(codec.size(start.numel()), dtype=torch.uint8, device=start.device)
 
     def _edge(self, j: int) -> torch.Tensor:
         if j not in self.edges:
@@ -265,6 +282,7 @@ class Edges(Gossip):
             self.references.tell(j, self.inp, mine, seed(round, self.place))
             self.heard.append((j, mine, theirs, weight))
             self.sent += self.messages.send(mine, j)
+        self.messages.go()
 
     def wait(self) -> None:
         """See :class:`Exchange`."""
@@ -297,7 +315,7 @@ class PushSum(Gossip):
         super().__init__(tensors, channels, graph, torch.float32, lambda total: total + 1)
         self.exact = all(t.dtype == torch.float32 for t in tensors)
         self.take()
-        self.share = collectives.empty(self.inp.numel(), dtype=torch.float32)
+        self.share = collectives.empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
         self.numerator = self.inp.clone()
         self.numerator[-1] = 1.0
         self.left = self.inp.clone()
@@ -314,6 +332,7 @@ class PushSum(Gossip):
         self.share.copy_(self.numerator)
         for j in to:
             self.sent += self.messages.send(self.share, j)
+        self.messages.go()
 
     def wait(self) -> None:
         """See :class:`Exchange`."""

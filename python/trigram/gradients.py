@@ -365,4 +365,4 @@ class Gradients(Carrier):
 
 
 def _buffers(model: nn.Module) -> list[flat.Flat]:
-    return [flat.Flat(b) for b in flat.by_dtype(b for b in model.buffers() if b.numel()).values()]
+    return [flat.Flat(b) for b in flat.alike(b for b in model.buffers() if b.numel())]

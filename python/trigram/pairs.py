@@ -93,8 +93,8 @@ class Pairs:
         flat.take()
         self.references = References(flat.inp, codec, channels)
         like = self.references.code
-        self.mine = collectives.empty(like.numel(), dtype=like.dtype)
-        self.theirs = collectives.empty(like.numel(), dtype=like.dtype)
+        self.mine = collectives.empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.theirs = collectives.empty(like.numel(), dtype=like.dtype, device=like.device)
         self.partner: int | None = None
         self.works: list[Any] = []
         self.queue: list[int] = []

@@ -21,11 +21,11 @@ class _Matrix:
 
     def __init__(self, values: torch.Tensor, rows: int, rank: int) -> None:
         self.values = values.view(rows, -1)
-        self.residual = torch.zeros(self.values.shape)
+        self.residual = torch.zeros(self.values.shape, device=values.device)
         self.rank = rank
         # The same start on all ranks.
         generator = torch.Generator().manual_seed(0)
-        self.q = torch.randn(self.values.shape[1], rank, generator=generator)
+        self.q = torch.randn(self.values.shape[1], rank, generator=generator).to(values.device)
         self.mine = self.q.clone()
 
 
@@ -58,7 +58,7 @@ class PowerAverage:
             else:
                 self.rest.append(part)
         rest = [torch.empty_like(t, dtype=torch.float32) for t in self.rest]
-        p = [torch.empty(m.values.shape[0], rank) for m in self.matrices]
+        p = [torch.empty(m.values.shape[0], rank, device=memory.device) for m in self.matrices]
         self.p = flat.Flat([*p, *rest])
         self.q = flat.Flat([m.q for m in self.matrices]) if self.matrices else None
         n = channels.size

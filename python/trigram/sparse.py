@@ -43,13 +43,13 @@ def average(param: torch.Tensor, name: str, group: Group) -> None:
         return
     width = param.shape[1:].numel()
     # Padded to the longest, so that all ranks make the same call.
-    rows = torch.zeros(most, dtype=torch.int64)
-    values = torch.zeros(most, width, dtype=param.dtype)
+    rows = torch.zeros(most, dtype=torch.int64, device=param.device)
+    values = torch.zeros(most, width, dtype=param.dtype, device=param.device)
     if mine is not None:
         rows[: mine._nnz()] = mine.indices()[0]
         values[: mine._nnz()] = mine.values().reshape(-1, width)
-    all_rows = torch.empty(group.size, most, dtype=torch.int64)
-    all_values = torch.empty(group.size, most, width, dtype=param.dtype)
+    all_rows = rows.new_empty(group.size, most)
+    all_values = values.new_empty(group.size, most, width)
     collectives.all_gather(all_rows, rows, group)
     collectives.all_gather(all_values, values, group)
     keep = [(r, n) for r, n in enumerate(sizes) if n > 0]

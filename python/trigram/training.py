@@ -352,4 +352,4 @@ def _finish() -> None:
     running.clear()
 
 
-world.at_exit.append(_finish)
+world.at_exit.insert(0, _finish)

@@ -224,7 +224,7 @@ class Weights(Carrier):
     def _prepare(self) -> None:
         trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
         with torch.no_grad():
-            self.rounds = self.make(list(flat.by_dtype(p.detach() for p in trained).values()))
+            self.rounds = self.make(list(flat.alike(p.detach() for p in trained)))
 
     @torch.no_grad()
     def before_step(self, model: nn.Module, src: int) -> None:

@@ -11,22 +11,24 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
-from trigram import _core
+from trigram import _core, codes
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.rendezvous import Exchange, find_store
 
 _HELPER_LOOKS = 0.02
 """Seconds between two looks of a helper at whether it is still needed."""
 
-_BARRIER = (4, 5, 0, 0, 0, 0)
+_BARRIER = (codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
 # Groups of the same ranks are told apart by an ordinal that all members count alike. Groups made
 # for different reasons count apart, so that one made lazily does not disturb the others.
 _USER, _BORROWED, _INTERNAL, _AIDED = 0, 1 << 32, 2 << 32, 3 << 32
+_DERIVED = 1 << 62
 
 
 class Group:
@@ -40,7 +42,19 @@ class Group:
         name: What error messages call it.
     """
 
-    __slots__ = ("__weakref__", "_core", "helpers", "name", "rank", "ranks", "size", "timeout")
+    __slots__ = (
+        "__weakref__",
+        "_core",
+        "derived",
+        "helpers",
+        "name",
+        "ordinal",
+        "rank",
+        "ranks",
+        "size",
+        "timeout",
+        "ways",
+    )
 
     def __init__(
         self,
@@ -49,8 +63,12 @@ class Group:
         core: _core.Group | None,
         timeout: float | None,
         helpers: Sequence[int] = (),
+        ordinal: int = 0,
     ) -> None:
         self.name = name
+        self.ordinal = ordinal
+        self.derived = 0
+        self.ways: dict[Any, Any] = {}  # how tensors of a device travel: trigram/device.py
         self.ranks = list(ranks)
         self.helpers = list(helpers)
         self.size = len(self.ranks)
@@ -106,7 +124,15 @@ class World:
         core, members = None, [*ranks, *helpers]
         if self.rank in members:
             core = self.engine.group(name, members, kind + ordinal + 1, len(helpers))
-        return Group(name, ranks, core, self.op_timeout, helpers)
+        return Group(name, ranks, core, self.op_timeout, helpers, kind + ordinal + 1)
+
+    def derive(self, group: Group, name: str, ranks: Sequence[int]) -> Group:
+        """A group for what goes on inside of another, among some of its ranks. All of the other's ranks
+        derive the same groups in the same order, whatever other threads do with other groups."""
+        group.derived += 1
+        ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + group.derived) % _DERIVED
+        core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None
+        return Group(name, ranks, core, self.op_timeout, (), ordinal)
 
 
 _world: World | None = None

@@ -108,7 +108,7 @@ impl Via {
 pub struct Signature {
     /// Elements per rank, as the collective counts them.
     pub count: u64,
-    /// Hash of what else must agree, 0 if nothing.
+    /// What else must agree: 1 where lengths differ by peer, [`Signature::DEVICE`] on a GPU.
     pub extra: u64,
     /// Root's place in the group, for rooted collectives.
     pub root: u32,
@@ -119,6 +119,9 @@ pub struct Signature {
 }
 
 impl Signature {
+    /// In [`Signature::extra`]: the call is on GPU memory, and its data travels elsewhere.
+    pub const DEVICE: u64 = 1 << 32;
+
     /// The signature of a call.
     pub fn new(collective: Collective, dtype: DType, op: ReduceOp, via: Via, root: u32, count: u64) -> Self {
         Self {
@@ -162,6 +165,9 @@ impl fmt::Display for Signature {
         }
         if let Some(via) = Via::ALL.get(self.via as usize).filter(|v| **v != Via::Auto) {
             write!(f, ", via {}", via.name())?;
+        }
+        if self.extra & Self::DEVICE != 0 {
+            write!(f, ", on a GPU")?;
         }
         write!(f, ")")
     }

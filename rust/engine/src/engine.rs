@@ -13,6 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
+use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
 use crate::fork::{self, Watched};
@@ -156,6 +157,24 @@ impl Engine {
             }
             Err(TryLockError::Poisoned(_)) => Err(Error::Aborted("the engine has failed; see above".into())),
         }
+    }
+
+    /// Hears what there is to hear, and tells whether the group can go on: for calls whose data travels
+    /// elsewhere, so that nobody here notices that it has stopped. If another thread is at work, that
+    /// one hears it, and the next look tells.
+    pub fn look(&self, members: &Members, what: &Signature) -> Result<()> {
+        self.check_open()?;
+        let Ok(mut progress) = self.shared.progress.try_lock() else { return Ok(()) };
+        self.shared.take_inbox(&mut progress);
+        self.shared.events(&mut progress, Duration::ZERO);
+        progress.poll();
+        let more = !progress.hub.jobs.is_empty();
+        let verdict = progress.hub.verdict(members, what);
+        drop(progress);
+        if more {
+            self.wake_background()?;
+        }
+        verdict
     }
 
     /// Makes a call that the background thread carries out.

@@ -129,6 +129,17 @@ impl Hub {
         }
     }
 
+    /// Why a group cannot go on: a member is lost, or has given up a call that is yet to be made here.
+    pub fn verdict(&self, members: &Members, what: &Signature) -> trigram_core::Result<()> {
+        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
+            return Err(self.loss(rank, what));
+        }
+        match self.failures.iter().find(|f| f.group == members.id && !f.call.is_message()) {
+            Some(failure) => Err(failure.error.clone()),
+            None => Ok(()),
+        }
+    }
+
     /// Fails jobs that need a lost peer.
     pub fn check_losses(&mut self) {
         for i in 0..self.jobs.len() {

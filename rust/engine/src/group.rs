@@ -70,8 +70,8 @@ impl Group {
         &self.engine
     }
 
-    fn check(&self, request: &Request) -> Result<()> {
-        let Request { call, op, tensors, message } = request;
+    pub(crate) fn check(&self, request: &Request) -> Result<()> {
+        let Request { call, op, tensors, message, .. } = request;
         let world = self.members.ranks.len();
         if self.members.me >= self.members.layout.workers() {
             return Err(Error::misuse(format!(

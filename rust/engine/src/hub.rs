@@ -375,7 +375,10 @@ impl Hub {
 }
 
 /// What peers compare of a request.
-fn signature(request: &Request) -> Signature {
+pub(crate) fn signature(request: &Request) -> Signature {
+    if let Some(declared) = request.declared {
+        return declared;
+    }
     let call = &request.call;
     let mut signature =
         Signature::new(call.what, call.dtype, request.op, call.via, call.root, call.len as u64);

@@ -51,6 +51,8 @@ pub struct Request {
     pub tensors: Tensors,
     /// For messages between two ranks: the peer, the user's tag, and whether we send.
     pub message: Option<Message>,
+    /// What peers compare in place of this call: that of a call elsewhere, which this one stands for.
+    pub declared: Option<Signature>,
 }
 
 impl Request {
@@ -66,7 +68,7 @@ impl Request {
             via: Via::Auto,
             splits: None,
         };
-        Self { call, op: ReduceOp::Sum, tensors, message: None }
+        Self { call, op: ReduceOp::Sum, tensors, message: None, declared: None }
     }
 }
 

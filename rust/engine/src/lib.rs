@@ -21,6 +21,7 @@
 
 pub mod address;
 pub mod balance;
+pub mod device;
 pub mod engine;
 pub mod failing;
 pub mod fork;

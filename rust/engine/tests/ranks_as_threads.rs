@@ -81,7 +81,7 @@ fn on_all<T: Send>(engines: Vec<Engine>, f: impl Fn(usize, Group) -> T + Sync) -
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
     let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-    let request = Request { call, op: ReduceOp::Sum, tensors, message: None };
+    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
     // SAFETY: `data` outlives the call.
     unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
 }
@@ -179,6 +179,7 @@ fn messages_larger_than_any_buffer_arrive() {
                 op: ReduceOp::Sum,
                 tensors: in_place(data.as_mut_ptr().cast(), len * 4),
                 message: Some(message),
+                declared: None,
             };
             // SAFETY: `data` outlives the call.
             unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();

@@ -5,6 +5,7 @@
 //! Ctrl-C (PY-3).
 
 mod codec;
+mod device;
 mod errors;
 
 use std::sync::Arc;
@@ -229,6 +230,7 @@ fn request(
             output_len: memory.3,
         },
         message: None,
+        declared: None,
     })
 }
 
@@ -307,6 +309,7 @@ impl Group {
             op: ReduceOp::Sum,
             tensors: memory,
             message: Some(Message { peer, tag, sends }),
+            declared: None,
         };
         let limit = seconds(timeout);
         if background {
@@ -381,5 +384,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Block>()?;
     m.add_class::<Work>()?;
     m.add_class::<codec::Codec>()?;
+    m.add_class::<device::Nccl>()?;
+    m.add_class::<device::DeviceGroup>()?;
+    m.add_class::<device::DeviceCall>()?;
+    m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

@@ -152,6 +152,11 @@ impl Event {
         Ok(event)
     }
 
+    /// The device it is on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Whether it has been reached.
     ///
     /// # Errors

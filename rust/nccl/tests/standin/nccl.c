@@ -165,7 +165,9 @@ static double combined(const struct call *k, size_t i) {
     for (int r = 0; r < k->comm->size; r++) {
         double v = get(s->slots[r], k->type, i);
         if (r == 0) { sum = v; continue; }
+        int narrow = k->type == 6 || k->type == 7 || k->type == 9; // accumulated in float, as NCCL does or better
         sum = k->op == 1 ? sum * v : k->op == 2 ? (v > sum ? v : sum) : k->op == 3 ? (v < sum ? v : sum) : sum + v;
+        if (narrow) sum = (float)sum;
     }
     return k->op == 4 ? sum / k->comm->size : sum;
 }

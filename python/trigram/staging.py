@@ -1,0 +1,318 @@
+"""GPU tensors through host memory and the engine, with what is inside of a host done there.
+
+A collective is copied to pinned memory in chunks, each chunk leaves as soon as it is there, and
+comes back as soon as it has arrived. With ``inside``, AllReduce first sums among the GPUs of a host
+(NCCL), each of which then owns a share; ranks with the same place on their hosts form a *rail* and
+sum their shares over the network (the engine: balanced rates, the ranks of a host share its link);
+and the shares are given to all GPUs of the host. A rank sends 1/L of the data then, with L GPUs a host.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from trigram import codes, collectives
+from trigram.world import Group, current
+
+if TYPE_CHECKING:
+    from trigram import _core
+    from trigram.codes import Asked, Splits
+    from trigram.device import Call, Device, Parcel
+
+CHUNK = 4 << 20
+"""Bytes copied at a time: long enough for full speed, short enough to overlap with what is sent."""
+_LEAST = 1 << 16
+
+_SUM, _AVG = codes.OPS["sum"], codes.OPS["avg"]
+
+
+class Staged:
+    """How a group's tensors travel through the host.
+
+    Args:
+        group: The ranks. Its calls begin when copies are done, so nobody else may call it.
+        device: This rank's.
+        inside: AllReduce sums inside of hosts first, if any has several ranks.
+    """
+
+    broken = False
+
+    def __init__(self, group: Group, device: Device, inside: bool) -> None:
+        self.group, self.device = group, device
+        self.starter = _Starter()
+        weakref.finalize(self, self.starter.queue.put, None).atexit = False
+        self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
+        self.local: Group | None = None
+        hosts = group.hosts()
+        if inside and len(hosts) > 1 and max(map(len, hosts)) > 1:
+            self._lay_rails(hosts)
+
+    def _lay_rails(self, hosts: list[list[int]]) -> None:
+        """Groups inside hosts and across them."""
+        world, ranks, me = current(), self.group.ranks, self.group.rank
+        self.rails = min(map(len, hosts))
+        self.rail: Group | None = None
+        for k, host in enumerate(hosts):
+            inside = world.derive(self.group, f"inside host {k}", [ranks[p] for p in host])
+            self.local = inside if me in host else self.local
+        for place in range(self.rails):
+            across = world.derive(self.group, f"rail {place}", [ranks[host[place]] for host in hosts])
+            self.rail = across if across.rank >= 0 else self.rail
+
+    def start(
+        self,
+        asked: Asked,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        splits: Splits,
+        timeout: float | None,
+    ) -> Call:
+        """Begins a collective, after what the current stream was given."""
+        if asked[0] == codes.ALL_REDUCE:
+            assert target is not None
+            return self._all_reduce(asked, target.view(-1), timeout)
+        job = _Job(self)
+        host = None if source is None else job.fetch(source.view(-1))
+        wanted = host if target is source else None if target is None else job.room(target.view(-1))
+        memory = _address(host) + _address(wanted)
+        core = self.group.core
+        job.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
+        return job.go()
+
+    def exchange(self, parcels: Sequence[Parcel]) -> Call:
+        """Begins messages that travel together."""
+        job = _Job(self)
+        for sends, peer, t, code in parcels:
+            self._message(job, self.group, sends, peer, 0, t, code)
+        return job.go()
+
+    def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
+        """Begins one message in any group, which finds its receiver by the tag."""
+        job = _Job(self)
+        self._message(job, group, sends, peer, tag, t, code)
+        return job.go()
+
+    def _message(
+        self, job: _Job, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
+    ) -> None:
+        host = job.fetch(t.view(-1)) if sends else job.room(t.view(-1))
+        core, timeout = group.core, group.timeout
+
+        def send() -> _core.Work:
+            work = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, timeout)
+            assert work is not None
+            return work
+
+        job.begin(send, None if sends else host, None if sends else t)
+
+    def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
+        what, code, count, op, via, root = asked
+        job = _Job(self)
+        group, start = self.group, 0
+        if self.local is not None and op < codes.OPS["band"]:  # NCCL has no bitwise operators
+            lengths = _shares(count, self.rails, self.local.size)
+            inside = _SUM if op == _AVG else op
+            reduce_parts(t, lengths, inside, self.local)
+            job.last = partial(self._spread, t, lengths, op)
+            if self.rail is None:
+                return job.go()
+            group, op = self.rail, inside
+            start, count = sum(lengths[: self.local.rank]), lengths[self.local.rank]
+        step = CHUNK // t.itemsize
+        for a in range(start, start + count, step):
+            part = t[a : min(a + step, start + count)]
+            host = job.fetch(part)
+            chunk = (what, code, part.numel(), op, via, root)
+            job.begin(partial(group.core.start, chunk, _address(host) * 2, timeout), host, part)
+        return job.go()
+
+    def _spread(self, t: torch.Tensor, lengths: list[int], op: int) -> None:
+        """The shares are summed: all ranks of the host get them."""
+        assert self.local is not None
+        broadcast_parts(t, lengths, self.local)
+        if op == _AVG:
+            t.div_(self.group.size)
+
+    # Pinned memory.
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Pinned memory of at least so many bytes."""
+        size = max(_LEAST, 1 << max(nbytes - 1, 0).bit_length())
+        free = self.free.setdefault(size, [])
+        for k, (is_free, memory) in enumerate(free):
+            if is_free():
+                del free[k]
+                return memory
+        return self.device.pinned(size)
+
+    def give(self, memory: Sequence[torch.Tensor]) -> None:
+        """Gives it back, to be used when what the current stream was given has been done."""
+        is_free = self.device.mark()
+        for m in memory:
+            self.free[m.nbytes].append((is_free, m))
+
+
+class _Starter:
+    """Begins what waits for a copy, in order, in a thread of its own: callers go on meanwhile."""
+
+    def __init__(self) -> None:
+        self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.thread: threading.Thread | None = None
+
+    def put(self, begin: Callable[[], None]) -> None:
+        """Next."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, name="trigram-stage", daemon=True)
+            self.thread.start()
+        self.queue.put(begin)
+
+    def _serve(self) -> None:
+        while (begin := self.queue.get()) is not None:
+            begin()
+            del begin
+
+
+class _Job:
+    """Copies out, calls of the engine, copies back."""
+
+    def __init__(self, stage: Staged) -> None:
+        self.stage = stage
+        self.arrivals: list[Callable[[], None]] = []
+        self.parts: list[tuple[list[Callable[[], None]], Callable[[], _core.Work]]] = []
+        self.backs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
+        self.works: list[_core.Work] = []
+        self.memory: list[torch.Tensor] = []
+        self.last: Callable[[], None] | None = None
+        self.begun = threading.Event()
+        self.error: BaseException | None = None
+        self.landed = 0
+        self.over = False
+
+    # What it is made of.
+
+    def room(self, t: torch.Tensor) -> torch.Tensor:
+        """Pinned memory like a tensor."""
+        memory = self.stage.take(t.nbytes)
+        self.memory.append(memory)
+        return memory[: t.nbytes].view(t.dtype)
+
+    def fetch(self, t: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor, under way."""
+        host = self.room(t)
+        self.arrivals.append(self.stage.device.fetch(host, t))
+        return host
+
+    def begin(
+        self, call: Callable[[], _core.Work], host: torch.Tensor | None, target: torch.Tensor | None
+    ) -> None:
+        """A call that begins when the copies so far are there; ``host`` comes back to ``target``."""
+        self.parts.append((self.arrivals, call))
+        self.backs.append((host, target))
+        self.arrivals = []
+
+    def go(self) -> _Job:
+        """All is said: it begins."""
+        self.stage.starter.put(self._start)
+        return self
+
+    def _start(self) -> None:
+        try:
+            for arrivals, call in self.parts:
+                for arrival in arrivals:
+                    arrival()
+                self.works.append(call())
+        except BaseException as e:
+            self.error = e
+        self.begun.set()
+
+    # What becomes of it.
+
+    def is_completed(self) -> bool:
+        """See :class:`trigram.device.Call`."""
+        return self.begun.is_set() and all(work.is_completed() for work in self.works)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See :class:`trigram.device.Call`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self.begun.wait(timeout):
+            return False
+        if self.over:
+            if self.error is not None:
+                raise self.error
+            return True
+        try:
+            while self.landed < len(self.works):
+                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+                if not self.works[self.landed].wait(left):
+                    return False
+                host, target = self.backs[self.landed]
+                self.landed += 1
+                if host is not None and target is not None:
+                    target.view(-1).copy_(host, non_blocking=True)
+            if self.error is not None:
+                raise self.error
+            if self.last is not None:
+                self.last()
+        except Exception as e:
+            self.error = e
+            raise
+        finally:
+            if self.error is not None or self.landed == len(self.works):
+                self._end()
+        return True
+
+    def order(self) -> None:
+        """See :class:`trigram.device.Call`."""
+        self.wait()
+
+    def _end(self) -> None:
+        """The memory is free again once the copies back have been made."""
+        if not self.over:
+            self.over = True
+            if self.error is None:
+                self.stage.give(self.memory)
+
+
+def reduce_parts(t: torch.Tensor, lengths: list[int], op: int, group: Group) -> None:
+    """Part j of ``t``, one after the other, is combined at place j."""
+    from trigram import device
+
+    if device.handles(t):
+        asked = (codes.REDUCE_SCATTER, codes.DTYPES[t.dtype], 0, op, 0, 0)
+        device.start(group, asked, t, t, (lengths, lengths)).order()
+        return
+    for place, part in enumerate(t.split(lengths)):
+        collectives.reduce(part, group.ranks[place], codes.OP_NAMES[op], group)
+
+
+def broadcast_parts(t: torch.Tensor, lengths: list[int], group: Group) -> None:
+    """Part j of ``t``, one after the other, is given by place j to all."""
+    from trigram import device
+
+    if device.handles(t):
+        asked = (codes.ALL_GATHER, codes.DTYPES[t.dtype], 0, 0, 0, 0)
+        device.start(group, asked, t, t, (lengths, lengths)).order()
+        return
+    for place, part in enumerate(t.split(lengths)):
+        collectives.broadcast(part, group.ranks[place], group)
+
+
+def _shares(count: int, owners: int, ranks: int) -> list[int]:
+    """``count`` values dealt among the first ``owners`` of so many ranks, in whole cache lines."""
+    share = -(-count // owners)
+    share = -(-share // 64) * 64
+    starts = [min(k * share, count) for k in range(owners + 1)]
+    return [b - a for a, b in itertools.pairwise(starts)] + [0] * (ranks - owners)
+
+
+def _address(t: torch.Tensor | None) -> tuple[int, int]:
+    return (0, 0) if t is None else (t.data_ptr(), t.nbytes)

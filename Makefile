@@ -15,7 +15,7 @@ build: .venv/built
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	touch $@
 
-.venv/built: .venv/ready pyproject.toml $(RUST_SOURCES)
+.venv/built: .venv/ready pyproject.toml $(RUST_SOURCES) tools/build_backend.py
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 

@@ -7,7 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from tests import gpu_standin, test_algorithms, test_collectives, test_work_and_groups
+from tests import (
+    gpu_standin,
+    test_algorithm_state,
+    test_algorithms,
+    test_collectives,
+    test_errors,
+    test_training_extras,
+    test_training_faults,
+    test_work_and_groups,
+)
 from tests.cases import Cases
 
 # NCCL has no bitwise operators, chooses its own schedules, and knows no order of messages by tags.
@@ -15,6 +24,8 @@ COLLECTIVES = Cases(test_collectives.CASES)
 NCCLS = [c for c in COLLECTIVES if not c.startswith("nan_and")]  # its min and max drop a NaN
 GROUPS = Cases(test_work_and_groups.CASES)
 ALGORITHMS = Cases(test_algorithms.CASES)
+FAULTS = Cases(test_training_faults.CASES | test_errors.CASES)
+STATES = Cases(test_algorithm_state.CASES | test_training_extras.CASES)
 
 
 @pytest.mark.parametrize("case", NCCLS)
@@ -41,9 +52,21 @@ def test_algorithm(in_launch: Callable[..., None], way: str, case: str) -> None:
     in_launch("ALGORITHMS", case, 3, env=gpu_standin.env(way))
 
 
+@pytest.mark.parametrize("case", [c for c in FAULTS if c != "splits"])  # NCCL does not compare these
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_fault(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("FAULTS", case, 3, env=gpu_standin.env(way))
+
+
+@pytest.mark.parametrize("case", list(STATES))
+@pytest.mark.parametrize("way", ["nccl"])
+def test_state(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("STATES", case, 3, env=gpu_standin.env(way))
+
+
 LAYOUTS = {"2+2": [0, 0, 1, 1], "3+1": [0, 0, 0, 1], "2+2+1": [0, 0, 1, 1, 2]}
 SUMS = [c for c in COLLECTIVES if c.startswith(("all_reduce", "broadcast"))]
-SOME = ["trains-gradient_allreduce sgd", "trains-bytegrad sgd", "trains-local_sgd", "trains-decentralized"]
+SOME = ["trains-gradient_allreduce sgd", "trains-local_sgd", "trains-decentralized"]
 
 
 @pytest.mark.parametrize("case", SUMS)

@@ -33,8 +33,13 @@ class Channels:
     """
 
     def __init__(self, group: Group) -> None:
-        self.first = self._plain = internal_group(group, "gradients")
         self._aided: Group | None = None
+        self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
+        self.renew(group)
+
+    def renew(self, group: Group) -> None:
+        """New groups in the place of those so far."""
+        self.first = self._plain = internal_group(group, "gradients")
         self._group = group
         self.side = internal_group(group, "weights and buffers")
         self.second = internal_group(group, "second leg")

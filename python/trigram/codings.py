@@ -12,6 +12,7 @@ from trigram.buckets import Bucket
 from trigram.carrier import Channels
 from trigram.codecs import Codec, find
 from trigram.gradients import Coding
+from trigram.hierarchy import Hierarchical, TwoLevels
 from trigram.powersgd import PowerAverage
 from trigram.qadam import QAdam
 
@@ -32,13 +33,25 @@ class Coded(Coding):
     def __init__(self, codec: Codec, second: Codec, feedback: tuple[bool, bool]) -> None:
         self.codec, self.second, self.feedback = codec, second, feedback
 
-    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
+    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
         """Whole shards; float64 travels full."""
-        return (lambda total: padded(total, ranks)) if dtype in _FLOATS else None
+        if like.dtype not in _FLOATS:
+            return None
+        levels = self._levels(channels, like)
+        return levels.length if levels is not None else lambda total: padded(total, channels.size)
 
     def average(self, bucket: Bucket, channels: Channels) -> Average:
-        """In two legs."""
-        return CodedAverage(bucket.memory, channels, self.codec, self.second, self.feedback)
+        """In two legs; between hosts only, where GPUs have two levels."""
+        levels = self._levels(channels, bucket.memory)
+        if levels is None:
+            return self._coded(bucket.memory, channels)
+        return Hierarchical(bucket.memory, levels, self._coded)
+
+    def _levels(self, channels: Channels, like: torch.Tensor) -> TwoLevels | None:
+        return TwoLevels.of(channels, like)
+
+    def _coded(self, memory: torch.Tensor, channels: Channels) -> Average:
+        return CodedAverage(memory, channels, self.codec, self.second, self.feedback)
 
 
 class Corrected(Coded):
@@ -53,6 +66,10 @@ class Corrected(Coded):
         super().__init__(codec, codec, (True, True))
         self.momentum = momentum
         self.velocity: dict[int, torch.Tensor] = {}
+
+    def _levels(self, channels: Channels, like: torch.Tensor) -> TwoLevels | None:
+        """None: what was sent is known from this rank's own residual of all gradients."""
+        return None
 
     def _of(self, bucket: Bucket) -> torch.Tensor:
         at = bucket.memory.data_ptr()
@@ -85,9 +102,9 @@ class Power(Coding):
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
+    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
         """The gradients; float64 travels full."""
-        return (lambda total: total) if dtype in _FLOATS else None
+        return (lambda total: total) if like.dtype in _FLOATS else None
 
     def average(self, bucket: Bucket, channels: Channels) -> Average:
         """As products of thin matrices."""

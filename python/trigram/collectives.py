@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trigram import _core, codes, device
-from trigram.errors import MisuseError, TimeoutError, UnsupportedError
+from trigram.errors import MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.world import Group, current, resolve
 
 AnyGroup = Group | dist.ProcessGroup | None
@@ -158,7 +158,11 @@ def _go(
         torch.autograd.graph.increment_version(target)
     if async_op:
         return Work(group.core.start(asked, memory, group.timeout, splits), (source, target), what)
-    group.core.run(asked, memory, group.timeout, splits)
+    try:
+        group.core.run(asked, memory, group.timeout, splits)
+    except TrigramError as e:
+        device.give_up(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
+        raise
     return None
 
 

@@ -41,7 +41,7 @@ class HookState:
                 self.kept |= dict(zip(old_ids, old.average.parts(old.views), strict=True))
             self.buckets.clear()
         grads = [g.detach() for g in bucket.gradients()]
-        layout = self.coding.layout(grads[0].dtype, self.channels.size)
+        layout = self.coding.layout(grads[0], self.channels)
         made = Bucket(range(len(grads)), grads, layout)
         made.average = (
             FullAverage(made.memory, self.channels)

@@ -181,7 +181,7 @@ class _OnStream:
 
 
 class ByNccl:
-    """NCCL carries the data.
+    """NCCL carries the data, between hosts too.
 
     Args:
         group: The ranks.
@@ -190,6 +190,8 @@ class ByNccl:
         nccl: The library.
         id: What the communicator's ranks meet by.
     """
+
+    two_levels = False
 
     def __init__(self, group: Group, alarm: Group, device: Device, nccl: _core.Nccl, id: bytes) -> None:
         self.device = device
@@ -220,6 +222,11 @@ class ByNccl:
         flat = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in parcels]
         return self._begin(lambda caller: self.core.exchange(flat, caller), [t for _, _, t, _ in parcels])
 
+    def give_up(self, why: str) -> None:
+        """What is under way ends, here; the next call begins anew."""
+        self.broken = True
+        self.core.abort(why)
+
     def _begin(self, make: Callable[[int], _core.DeviceCall], tensors: list[torch.Tensor]) -> Call:
         try:
             call = make(self.device.stream())
@@ -237,6 +244,7 @@ class Way(Protocol):
     """How a group's GPU tensors travel."""
 
     broken: bool
+    two_levels: bool
 
     def start(
         self,
@@ -251,6 +259,9 @@ class Way(Protocol):
     def exchange(self, parcels: Sequence[Parcel]) -> Call:
         """Begins messages that travel together."""
 
+    def give_up(self, why: str) -> None:
+        """What is under way ends, well or not; the next call begins anew, on all ranks."""
+
 
 _mail: dict[torch.device, Staged] = {}
 
@@ -261,6 +272,17 @@ def way(group: Group, device: torch.device) -> Way:
     if found is None or found.broken:
         found = group.ways[device] = _agree(group, find(device))
     return found
+
+
+def is_hierarchical(group: Group, device: torch.device) -> bool:
+    """Whether tensors of a device are combined inside of hosts first."""
+    return bool(way(group, device).two_levels)
+
+
+def give_up(group: Group, why: str) -> None:
+    """All ranks give up what is under way on GPUs in a group; all call it, after their calls were aborted."""
+    for way in group.ways.values():
+        way.give_up(why)
 
 
 def start(
@@ -277,7 +299,7 @@ def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, cod
     if t.device not in _mail:
         from trigram.staging import Staged
 
-        _mail[t.device] = Staged(group, find(t.device), inside=False)
+        _mail[t.device] = Staged(group, group, find(t.device), inside=False)
     return _mail[t.device].message(group, sends, peer, tag, t, code)
 
 
@@ -337,7 +359,7 @@ def _agree(group: Group, device: Device) -> Way:
         return ByNccl(group, alarm, device, nccl, records[0][3:131])
     from trigram.staging import Staged
 
-    return Staged(_derive(group, "through the host"), device, inside=asked == "hierarchical")
+    return Staged(group, _derive(group, "through the host"), device, inside=asked == "hierarchical")
 
 
 def _derive(group: Group, name: str) -> Group:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trigram import collectives, flat, sparse
+from trigram import collectives, device, flat, sparse
 from trigram.average import Average, FullAverage
 from trigram.buckets import Bucket, assign
 from trigram.carrier import Carrier, Channels
@@ -36,8 +36,10 @@ class Coding:
     One per model; it may remember things by bucket.
     """
 
-    def layout(self, dtype: torch.dtype, ranks: int) -> Callable[[int], int] | None:
-        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full."""
+    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
+        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full.
+
+        ``like`` is one of the parameters."""
         return None
 
     def average(self, bucket: Bucket, channels: Channels) -> Average:
@@ -97,7 +99,7 @@ class Gradients(Carrier):
         kept = {i: parts for b in self.buckets for i, parts in self._parts(b)}
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
-            layout = self.coding.layout(self.params[indices[0]].dtype, self.channels.size)
+            layout = self.coding.layout(self.params[indices[0]], self.channels)
             bucket = Bucket(indices, self.params, layout)
             if layout is None:
                 bucket.average = FullAverage(bucket.memory, self.channels)
@@ -299,8 +301,12 @@ class Gradients(Carrier):
         """What is left of this pass is skipped, on all ranks, so that all count alike."""
         why = f"{self.channels.name} gave up its backward pass: {why}"
         self.channels.first.core.abort(through[0], why)
+        device.give_up(self.channels.first, why)
         if self.twofold:
             self.channels.second.core.abort(through[1], why)
+            device.give_up(self.channels.second, why)
+        if self.channels.levels is not None:
+            self.channels.levels.give_up(why)
 
     def abandon(self) -> None:
         """Gives up a backward pass that ended with an exception, on all ranks."""

@@ -2,14 +2,15 @@
 
 A collective is copied to pinned memory in chunks, each chunk leaves as soon as it is there, and
 comes back as soon as it has arrived. With ``inside``, AllReduce first sums among the GPUs of a host
-(NCCL), each of which then owns a share; ranks with the same place on their hosts form a *rail* and
-sum their shares over the network (the engine: balanced rates, the ranks of a host share its link);
-and the shares are given to all GPUs of the host. A rank sends 1/L of the data then, with L GPUs a host.
+(NCCL), and only shares travel between hosts (:mod:`trigram.rails`).
+
+Calls begin when copies are done, in a group of their own. That all ranks make the same ones is for a
+*witness* to say, an empty call of the caller's group: where it fails, what is under way is given up.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import queue
 import threading
 import time
@@ -20,7 +21,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trigram import codes, collectives
+from trigram import codes
+from trigram.errors import TrigramError
+from trigram.rails import Rails
 from trigram.world import Group, current
 
 if TYPE_CHECKING:
@@ -39,34 +42,21 @@ class Staged:
     """How a group's tensors travel through the host.
 
     Args:
-        group: The ranks. Its calls begin when copies are done, so nobody else may call it.
+        asked: The group whose calls these are.
+        group: The same ranks; nobody else calls it.
         device: This rank's.
         inside: AllReduce sums inside of hosts first, if any has several ranks.
     """
 
-    broken = False
-
-    def __init__(self, group: Group, device: Device, inside: bool) -> None:
+    def __init__(self, asked: Group, group: Group, device: Device, inside: bool) -> None:
+        self.asked = asked.core  # not the group itself, which holds what is made here
         self.group, self.device = group, device
+        self.broken = False
         self.starter = _Starter()
         weakref.finalize(self, self.starter.queue.put, None).atexit = False
         self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
-        self.local: Group | None = None
-        hosts = group.hosts()
-        if inside and len(hosts) > 1 and max(map(len, hosts)) > 1:
-            self._lay_rails(hosts)
-
-    def _lay_rails(self, hosts: list[list[int]]) -> None:
-        """Groups inside hosts and across them."""
-        world, ranks, me = current(), self.group.ranks, self.group.rank
-        self.rails = min(map(len, hosts))
-        self.rail: Group | None = None
-        for k, host in enumerate(hosts):
-            inside = world.derive(self.group, f"inside host {k}", [ranks[p] for p in host])
-            self.local = inside if me in host else self.local
-        for place in range(self.rails):
-            across = world.derive(self.group, f"rail {place}", [ranks[host[place]] for host in hosts])
-            self.rail = across if across.rank >= 0 else self.rail
+        self.two_levels = inside
+        self.rails = Rails(group) if inside and Rails.help(group) else None
 
     def start(
         self,
@@ -80,7 +70,7 @@ class Staged:
         if asked[0] == codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
-        job = _Job(self)
+        job = _Job(self, self.asked.witness(asked, timeout))
         host = None if source is None else job.fetch(source.view(-1))
         wanted = host if target is source else None if target is None else job.room(target.view(-1))
         memory = _address(host) + _address(wanted)
@@ -116,31 +106,37 @@ class Staged:
 
     def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
         what, code, count, op, via, root = asked
-        job = _Job(self)
-        group, start = self.group, 0
-        if self.local is not None and op < codes.OPS["band"]:  # NCCL has no bitwise operators
-            lengths = _shares(count, self.rails, self.local.size)
+        job = _Job(self, self.asked.witness(asked, timeout))
+        group = self.group
+        if self.rails is not None and op < codes.OPS["band"]:  # NCCL has no bitwise operators
+            shares = self.rails.shares(count)
             inside = _SUM if op == _AVG else op
-            reduce_parts(t, lengths, inside, self.local)
-            job.last = partial(self._spread, t, lengths, op)
-            if self.rail is None:
+            self.rails.combine(t, shares, inside)
+            job.last = partial(self._spread, t, shares, op)
+            if self.rails.rail is None:
                 return job.go()
-            group, op = self.rail, inside
-            start, count = sum(lengths[: self.local.rank]), lengths[self.local.rank]
+            group, op = self.rails.rail, inside
+            t = self.rails.mine(t, shares)
         step = CHUNK // t.itemsize
-        for a in range(start, start + count, step):
-            part = t[a : min(a + step, start + count)]
+        for part in t.split(step) if t.numel() else ():
             host = job.fetch(part)
             chunk = (what, code, part.numel(), op, via, root)
             job.begin(partial(group.core.start, chunk, _address(host) * 2, timeout), host, part)
         return job.go()
 
-    def _spread(self, t: torch.Tensor, lengths: list[int], op: int) -> None:
-        """The shares are summed: all ranks of the host get them."""
-        assert self.local is not None
-        broadcast_parts(t, lengths, self.local)
+    def _spread(self, t: torch.Tensor, shares: list[int], op: int) -> None:
+        """The shares are there: all ranks of the host get them."""
+        assert self.rails is not None
+        self.rails.spread(t, shares)
         if op == _AVG:
             t.div_(self.group.size)
+
+    def give_up(self, why: str) -> None:
+        """What is under way fails, here and where it waits for this rank; the next call begins anew."""
+        self.broken = True
+        self.group.core.abort(self.group.core.next(), why)
+        if self.rails is not None:
+            self.rails.give_up(why)
 
     # Pinned memory.
 
@@ -184,8 +180,8 @@ class _Starter:
 class _Job:
     """Copies out, calls of the engine, copies back."""
 
-    def __init__(self, stage: Staged) -> None:
-        self.stage = stage
+    def __init__(self, stage: Staged, witness: _core.Work | None = None) -> None:
+        self.stage, self.witness = stage, witness
         self.arrivals: list[Callable[[], None]] = []
         self.parts: list[tuple[list[Callable[[], None]], Callable[[], _core.Work]]] = []
         self.backs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
@@ -238,7 +234,9 @@ class _Job:
 
     def is_completed(self) -> bool:
         """See :class:`trigram.device.Call`."""
-        return self.begun.is_set() and all(work.is_completed() for work in self.works)
+        if not self.begun.is_set():
+            return False
+        return all(w.is_completed() for w in self.works) and (not self.witness or self.witness.is_completed())
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`trigram.device.Call`."""
@@ -250,9 +248,10 @@ class _Job:
                 raise self.error
             return True
         try:
+            if self.witness is not None and not self.witness.wait(_left(deadline)):
+                return False
             while self.landed < len(self.works):
-                left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                if not self.works[self.landed].wait(left):
+                if not self.works[self.landed].wait(_left(deadline)):
                     return False
                 host, target = self.backs[self.landed]
                 self.landed += 1
@@ -262,12 +261,16 @@ class _Job:
                 raise self.error
             if self.last is not None:
                 self.last()
-        except Exception as e:
+        except TrigramError as e:
             self.error = e
+            if self.witness is not None:
+                self.stage.give_up(f"rank {current().rank}: {e}")
+            for work in self.works:  # none of them touches the memory any more then
+                with contextlib.suppress(TrigramError):
+                    work.wait()
+            self.over = True
             raise
-        finally:
-            if self.error is not None or self.landed == len(self.works):
-                self._end()
+        self._end()
         return True
 
     def order(self) -> None:
@@ -276,42 +279,12 @@ class _Job:
 
     def _end(self) -> None:
         """The memory is free again once the copies back have been made."""
-        if not self.over:
-            self.over = True
-            if self.error is None:
-                self.stage.give(self.memory)
+        self.over = True
+        self.stage.give(self.memory)
 
 
-def reduce_parts(t: torch.Tensor, lengths: list[int], op: int, group: Group) -> None:
-    """Part j of ``t``, one after the other, is combined at place j."""
-    from trigram import device
-
-    if device.handles(t):
-        asked = (codes.REDUCE_SCATTER, codes.DTYPES[t.dtype], 0, op, 0, 0)
-        device.start(group, asked, t, t, (lengths, lengths)).order()
-        return
-    for place, part in enumerate(t.split(lengths)):
-        collectives.reduce(part, group.ranks[place], codes.OP_NAMES[op], group)
-
-
-def broadcast_parts(t: torch.Tensor, lengths: list[int], group: Group) -> None:
-    """Part j of ``t``, one after the other, is given by place j to all."""
-    from trigram import device
-
-    if device.handles(t):
-        asked = (codes.ALL_GATHER, codes.DTYPES[t.dtype], 0, 0, 0, 0)
-        device.start(group, asked, t, t, (lengths, lengths)).order()
-        return
-    for place, part in enumerate(t.split(lengths)):
-        collectives.broadcast(part, group.ranks[place], group)
-
-
-def _shares(count: int, owners: int, ranks: int) -> list[int]:
-    """``count`` values dealt among the first ``owners`` of so many ranks, in whole cache lines."""
-    share = -(-count // owners)
-    share = -(-share // 64) * 64
-    starts = [min(k * share, count) for k in range(owners + 1)]
-    return [b - a for a, b in itertools.pairwise(starts)] + [0] * (ranks - owners)
+def _left(deadline: float | None) -> float | None:
+    return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
 
 def _address(t: torch.Tensor | None) -> tuple[int, int]:

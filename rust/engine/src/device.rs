@@ -25,6 +25,9 @@ use crate::ticket::{GLANCE, Ticket};
 const LOOK: Duration = Duration::from_millis(1);
 /// How long an aborted call is given to end on the GPU before the error is told all the same.
 const CLOSE: Duration = Duration::from_secs(5);
+/// A rank that has left may have done its part of a call that is under way still; one that has died, too.
+const LEAVING: Duration = Duration::from_secs(2);
+const DYING: Duration = Duration::from_millis(30);
 /// How long NCCL may take to accept a call; its end is not waited for.
 const ACCEPT: Duration = Duration::from_secs(60);
 
@@ -160,14 +163,7 @@ impl DeviceGroup {
         let plan = Plan::of(&request, self.comm.rank(), self.comm.size())?;
         let mut signature = hub::signature(&request);
         signature.extra |= Signature::DEVICE;
-        let witness = match witnessed {
-            true => {
-                let request = Request { declared: Some(signature), ..Request::nothing() };
-                // SAFETY: it has no memory.
-                Some(unsafe { self.group.start(request, limit)? })
-            }
-            false => None,
-        };
+        let witness = if witnessed { Some(self.group.witness(request, limit)?) } else { None };
         let run = || plan.run(&self.comm, &self.nccl);
         // SAFETY: passed on to the caller.
         unsafe { self.submit(signature, witness, caller, witnessed, run) }
@@ -235,7 +231,15 @@ impl DeviceGroup {
         if watched {
             let done = Event::record(stream).map_err(told)?;
             let (alarm, comm, failure) = (self.alarm.clone(), self.comm.clone(), self.failure.clone());
-            Watch::over(Watched { alarm, comm, failure, signature, witness: witness.clone(), done })?;
+            Watch::over(Watched {
+                alarm,
+                comm,
+                failure,
+                signature,
+                witness: witness.clone(),
+                done,
+                gone: None,
+            })?;
         }
         Ok(DeviceCall { done, witness, failure: self.failure.clone() })
     }
@@ -245,9 +249,9 @@ impl DeviceGroup {
         self.failure.tell(error, &self.comm, &self.alarm);
     }
 
-    /// Ends it now, on this rank.
-    pub fn abort(&self) {
-        self.comm.abort();
+    /// Ends it now, on all ranks.
+    pub fn abort(&self, why: &str) {
+        self.fail(&Error::Aborted(why.to_owned()));
     }
 }
 
@@ -510,6 +514,8 @@ struct Watched {
     signature: Signature,
     witness: Option<Arc<Ticket>>,
     done: Event,
+    /// Since when a peer is gone that had made the call: what it had to do with it may be done.
+    gone: Option<Instant>,
 }
 
 impl Watched {
@@ -537,7 +543,16 @@ impl Watched {
             return Ok(true);
         }
         // Who is gone is told before what NCCL noticed of it.
-        self.alarm.engine().look(self.alarm.members(), &self.signature)?;
+        if let Err(error) = self.alarm.engine().look(self.alarm.members(), &self.signature) {
+            let grace = match &error {
+                Error::PeerLost { why, .. } if why.contains("left") => LEAVING,
+                Error::PeerLost { .. } => DYING,
+                _ => return Err(error),
+            };
+            let entered = self.witness.is_none();
+            let since = *self.gone.get_or_insert_with(Instant::now);
+            return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
+        }
         self.comm.check().map_err(told)?;
         Ok(false)
     }
@@ -570,6 +585,10 @@ impl Watch {
             }
             calls.append(&mut new);
             drop(new);
+            if let Some(call) = calls.first() {
+                // Or a graph that is captured meanwhile would forbid this thread to ask for events.
+                let _ = call.comm.stream().device().ignore_captures();
+            }
             // Not under the lock: an abort takes its time, and callers must not wait for it.
             calls.retain_mut(|call| !call.look());
             if !calls.is_empty() {

@@ -4,15 +4,16 @@
 //! all members, and each fails the same call with the same error. Other calls of the group go on;
 //! a lost peer ends all calls that need it, and all later ones.
 
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use trigram_core::Error;
 use trigram_core::error::name_ranks;
 use trigram_core::planner::Opening;
 use trigram_core::schedule::Place;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::{Error, Result};
 
 use crate::hub::Hub;
 use crate::job::{Message, Request, Stage};
@@ -22,6 +23,41 @@ use crate::members::Members;
 const STALL: Duration = Duration::from_millis(100);
 /// After this long a log line names those it waits for.
 const NAME_AFTER: Duration = Duration::from_secs(10);
+
+/// Bad news, to be read by threads that do not drive the work.
+#[derive(Debug, Default)]
+pub struct News {
+    /// Why each lost peer is lost.
+    pub(crate) lost: BTreeMap<u32, Error>,
+    /// By group, the last failure of a call that this rank has not made.
+    pub(crate) failed: HashMap<u64, Error>,
+}
+
+impl News {
+    /// Why a group cannot go on: a member is lost, or has given up a call that is yet to be made here.
+    ///
+    /// # Errors
+    ///
+    /// That.
+    pub fn of(&self, members: &Members, what: &Signature) -> Result<()> {
+        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
+            return Err(loss(rank, self.lost.get(&rank), what));
+        }
+        self.failed.get(&members.id).map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+/// The error of a call that needs a lost peer.
+fn loss(rank: u32, why: Option<&Error>, signature: &Signature) -> Error {
+    match why {
+        Some(Error::Corrupt { rank, what }) => Error::Corrupt { rank: *rank, what: what.clone() },
+        why => Error::PeerLost {
+            rank,
+            what: signature.to_string(),
+            why: why.map_or_else(String::new, ToString::to_string),
+        },
+    }
+}
 
 impl Hub {
     /// Skips calls of a group up to `through`, failing those under way, here and on all ranks.
@@ -108,6 +144,7 @@ impl Hub {
         if self.lost.contains_key(&rank) {
             return;
         }
+        self.counters.news().lost.insert(rank, why.clone());
         self.lost.insert(rank, why);
         let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::take) else { return };
         for i in 0..self.jobs.len() {
@@ -119,25 +156,7 @@ impl Hub {
     }
 
     pub(crate) fn loss(&self, rank: u32, signature: &Signature) -> Error {
-        match self.lost.get(&rank) {
-            Some(Error::Corrupt { rank, what }) => Error::Corrupt { rank: *rank, what: what.clone() },
-            why => Error::PeerLost {
-                rank,
-                what: signature.to_string(),
-                why: why.map_or_else(String::new, ToString::to_string),
-            },
-        }
-    }
-
-    /// Why a group cannot go on: a member is lost, or has given up a call that is yet to be made here.
-    pub fn verdict(&self, members: &Members, what: &Signature) -> trigram_core::Result<()> {
-        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
-            return Err(self.loss(rank, what));
-        }
-        match self.failures.iter().find(|f| f.group == members.id && !f.call.is_message()) {
-            Some(failure) => Err(failure.error.clone()),
-            None => Ok(()),
-        }
+        loss(rank, self.lost.get(&rank), signature)
     }
 
     /// Fails jobs that need a lost peer.

@@ -5,11 +5,11 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
-use trigram_core::signature::Collective;
+use trigram_core::signature::{Collective, Signature};
 use trigram_core::{Error, Result};
 
 use crate::engine::{Engine, Glance};
-use crate::hub::Submission;
+use crate::hub::{self, Submission};
 use crate::job::{Message, Request, Tensors};
 use crate::members::Members;
 use crate::ticket::Ticket;
@@ -144,6 +144,17 @@ impl Group {
         let ticket = submission.ticket.clone();
         self.engine.start(submission)?;
         Ok(ticket)
+    }
+
+    /// Makes an empty call that stands for one elsewhere, such as on GPU memory: ranks that disagree on it
+    /// are told, and it ends when all have made it.
+    pub fn witness(&self, mut request: Request, limit: Option<Duration>) -> Result<Arc<Ticket>> {
+        self.check(&request)?;
+        let mut signature = hub::signature(&request);
+        signature.extra |= Signature::DEVICE;
+        request = Request { declared: Some(signature), ..Request::nothing() };
+        // SAFETY: it has no memory.
+        unsafe { self.start(request, limit) }
     }
 
     /// This rank, a helper, takes part in all calls of the group from now on, in the background, until a

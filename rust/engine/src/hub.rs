@@ -4,8 +4,8 @@
 //! matched with who waits for it in [`crate::matching`]; failures are in [`crate::failing`].
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::{self, Opening};
@@ -14,6 +14,7 @@ use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
 use crate::balance::Balance;
+use crate::failing::News;
 use crate::job::{Job, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
@@ -70,6 +71,14 @@ pub struct Counters {
     pub sent: Vec<AtomicU64>,
     /// Processor time of the background thread, in nanoseconds, as it last looked.
     pub background: AtomicU64,
+    news: Mutex<News>,
+}
+
+impl Counters {
+    /// What has gone wrong.
+    pub fn news(&self) -> MutexGuard<'_, News> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// How long a failed call waits for peers to let go of its memory.
@@ -157,6 +166,7 @@ impl Hub {
         let error = match (failed, gone) {
             (Some(i), _) => {
                 let failure = self.failures.swap_remove(i);
+                self.counters.news().failed.remove(&members.id);
                 if peer.is_none() {
                     self.failures.retain(|f| f.group != members.id || f.call != call_id);
                 }

@@ -189,6 +189,9 @@ impl Sink for Hub {
                     Some(i) => self.fail(i, error, false),
                     None if self.is_over(peer, frame) => self.forget_rates(frame.group, frame.call),
                     None => {
+                        if !frame.call.is_message() {
+                            self.counters.news().failed.insert(frame.group, error.clone());
+                        }
                         self.failures.push(Failure { group: frame.group, call: frame.call, peer, error });
                     }
                 }

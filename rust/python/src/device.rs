@@ -120,9 +120,9 @@ impl DeviceGroup {
         made.map(|call| DeviceCall(Arc::new(call))).raise(py)
     }
 
-    /// Ends it now, on this rank.
-    fn abort(&self, py: Python<'_>) {
-        py.detach(|| self.0.abort());
+    /// Ends it now, on all ranks.
+    fn abort(&self, py: Python<'_>, why: &str) {
+        py.detach(|| self.0.abort(why));
     }
 }
 

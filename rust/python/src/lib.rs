@@ -288,6 +288,14 @@ impl Group {
         Ok(Work(ticket.raise(py)?))
     }
 
+    /// An empty call that stands for one on GPU memory.
+    #[pyo3(signature = (asked, timeout=None))]
+    fn witness(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
+        let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
+        let limit = seconds(timeout);
+        py.detach(|| self.0.witness(request, limit)).map(Work).raise(py)
+    }
+
     /// A message to or from `peer`, in this thread or in the background.
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn message(

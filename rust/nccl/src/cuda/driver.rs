@@ -48,6 +48,7 @@ table! {
     primary_release = "cuDevicePrimaryCtxRelease_v2": fn(c_int);
     push = "cuCtxPushCurrent_v2": fn(Context);
     pop = "cuCtxPopCurrent_v2": fn(*mut Context);
+    capture_mode = "cuThreadExchangeStreamCaptureMode": fn(*mut c_int);
     stream_create = "cuStreamCreateWithPriority": fn(*mut RawStream, c_uint, c_int);
     stream_destroy = "cuStreamDestroy_v2": fn(RawStream);
     stream_query = "cuStreamQuery": fn(RawStream);
@@ -194,6 +195,19 @@ impl Device {
     /// Its number.
     pub fn number(&self) -> i32 {
         self.0.number
+    }
+
+    /// From now on this thread may ask for events and make memory while another captures a graph: it
+    /// promises to leave the captured streams alone.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Cuda`]
+    pub fn ignore_captures(&self) -> Result<()> {
+        let mut relaxed = 2;
+        // SAFETY: it reads and writes one integer.
+        let code = unsafe { (self.0.cuda.table.capture_mode)(&mut relaxed) };
+        self.0.cuda.check("cuThreadExchangeStreamCaptureMode", code)
     }
 
     pub(crate) fn cuda(&self) -> &Cuda {

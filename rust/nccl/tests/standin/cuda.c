@@ -82,6 +82,7 @@ int cuDevicePrimaryCtxRetain(void **context, int device) { *context = (void *)(i
 int cuDevicePrimaryCtxRelease_v2(int device) { (void)device; return 0; }
 int cuCtxPushCurrent_v2(void *context) { (void)context; contexts++; return 0; }
 int cuCtxPopCurrent_v2(void **context) { (void)context; return contexts-- > 0 ? 0 : 201; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return *mode < 0 || *mode > 2; }
 // What needs a current context says so.
 #define NEEDS_CONTEXT if (contexts < 1) return 201
 

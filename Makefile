@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build bench fmt lint test-rust test-python clean
+.PHONY: demo test build wheel bench fmt lint test-rust test-python test-gpu clean
 
 build: .venv/built
 
@@ -41,6 +41,17 @@ test-rust:
 test-python: build
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests
+
+# On a machine with a GPU, which needs torch with Triton and pytest, and nothing else: carry the tree with
+# dist/ made by `make wheel` elsewhere, and name the Python that has torch.
+GPU_PYTHON ?= python3
+
+wheel: .venv/ready
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
+
+test-gpu:
+	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
+	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/test_gpu.py tests/test_kernels.py
 
 fmt: .venv/ready
 	cargo fmt --all

@@ -43,7 +43,7 @@ def failures(device: str, cases: tuple[str, ...]) -> dict[str, str | None]:
 
 @needs_triton
 @pytest.mark.parametrize("case", kernel_run.CASES)
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")

@@ -1,4 +1,5 @@
-"""Holds the dependency arrow: python -> engine -> core, and core knows neither tokio nor pyo3.
+"""Holds the dependency arrow: python -> engine -> core and nccl-rs. Core knows
+neither tokio nor pyo3; what NCCL loads knows nothing of us.
 
 Run by ``make test``. Reads ``cargo metadata`` only, so it needs nothing installed.
 """
@@ -10,6 +11,8 @@ import sys
 FORBIDDEN = {
     "trigram-core": {"tokio", "pyo3", "rustix", "libc", "trigram-engine", "trigram-python"},
     "trigram-engine": {"pyo3", "trigram-python"},
+    "nccl-rs": {"pyo3", "tokio", "trigram-core", "trigram-engine", "trigram-python"},
+    "trigram-net-plugin": {"pyo3", "tokio", "nccl-rs", "trigram-core", "trigram-engine", "trigram-python"},
 }
 
 

@@ -23,12 +23,13 @@ Operation = Literal[
     "barrier",
 ]
 Transport = Literal["auto", "shm", "tcp"]
+DeviceType = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
 Reduction = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
 Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather", "all"]
 Count = Annotated[int, typer.Option(min=1)]
 SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
-PEERS = ("gloo", "mpi")
+PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl",)}
 
 app = typer.Typer(
     help="Trigram: communication for data-parallel PyTorch.",
@@ -73,8 +74,9 @@ def bench_command(
     ] = None,
     registered: Annotated[bool, typer.Option("--registered", help="Tensors from trigram.empty.")] = False,
     against: Annotated[
-        str, typer.Option(help="Peers on the same tensors: gloo, mpi or both, with a comma.")
+        str, typer.Option(help="Peers on the same tensors: gloo and mpi, with a comma; nccl on GPUs.")
     ] = "",
+    device: Annotated[DeviceType, typer.Option(help="Where the tensors are.")] = "cpu",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows here.")
     ] = None,
@@ -86,10 +88,12 @@ def bench_command(
     from trigram.cli import bench, launch
 
     peers = [name for name in against.split(",") if name]
-    if unknown := set(peers) - set(PEERS):
+    if unknown := set(peers) - set(PEERS[device]):
         raise typer.BadParameter(
-            f"unknown peer {', '.join(sorted(unknown))}: choose among {', '.join(PEERS)}"
+            f"unknown peer {', '.join(sorted(unknown))} on {device}: choose among {', '.join(PEERS[device])}"
         )
+    if device == "cuda":
+        _check_gpu(registered, via)
     if op in (("band", "bor", "bxor") if "float" in dtype else ("avg",)):
         raise typer.BadParameter(f"{op} of {dtype} is not defined")
     if via and operation != "all_reduce":
@@ -105,6 +109,7 @@ def bench_command(
         via=via,
         registered=registered,
         against=peers,
+        device=device,
     )
     os.environ["TRIGRAM_TRANSPORT"] = transport
     if not launch.is_rank():
@@ -119,6 +124,17 @@ def bench_command(
     if any(row.wrong for row in rows):
         typer.echo("trigram: there are wrong results, see the column #wrong", err=True)
         raise typer.Exit(1)
+
+
+def _check_gpu(registered: bool, via: str | None) -> None:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("--device cuda: torch finds no GPU here; see trigram doctor")
+    if registered or via:
+        raise typer.BadParameter(
+            "--registered and --via are for CPU tensors; GPUs have TRIGRAM_GPU_TRANSPORT"
+        )
 
 
 @app.command("demo")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ import typer
 
 import trigram
 from trigram.cli.libraries import Call, Library, Trigram, Unavailable, open_libraries
-from trigram.cli.operations import DTYPES, LOOSE, REDUCTIONS, Case
+from trigram.cli.operations import DTYPES, LOOSE, REDUCTIONS, Allocate, Case
 
 WIDTHS = (12, 12, 9, 5, 10, 8, 8, 7, 18, 9)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -34,6 +36,7 @@ class Settings:
     via: str | None = None
     registered: bool = False
     against: Sequence[str] = ()
+    device: str = "cpu"
 
     @property
     def compares(self) -> bool:
@@ -108,13 +111,17 @@ def run(settings: Settings) -> list[Row]:
     Returns:
         A row for each size and library, the same on all ranks.
     """
+    if settings.device == "cuda":
+        _take_gpu()
     libraries, notes = open_libraries(settings.against, settings.transport, settings.via)
     rank, world = trigram.rank(), trigram.world_size()
     say = print if rank == 0 else _silent
     say(_heading(settings, world))
     for note in notes:
         say(f"# {note}")
-    allocate = trigram.empty if settings.registered else torch.empty
+    allocate: Allocate = trigram.empty if settings.registered else torch.empty
+    if settings.device == "cuda":
+        allocate = partial(torch.empty, device="cuda")
     rows: list[Row] = []
     for size in [0] if settings.operation == "barrier" else settings.sizes:
         dtype = DTYPES[settings.dtype]
@@ -135,6 +142,14 @@ def run(settings: Settings) -> list[Row]:
             rows.append(row)
             say(_line(settings, row, ours), flush=True)
     return rows
+
+
+def _take_gpu() -> None:
+    """Every rank a GPU; where there are fewer, ranks share them, as hosts of their own to NCCL."""
+    gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(rank % gpus)
+    if int(os.environ["WORLD_SIZE"]) > gpus:
+        os.environ.setdefault("NCCL_HOSTID", f"rank{os.environ['RANK']}")
 
 
 def write_json(rows: Sequence[Row], file: Path) -> None:
@@ -173,6 +188,8 @@ def write_plot(rows: Sequence[Row], file: Path) -> None:
 
 def _measure(settings: Settings, case: Case, library: Library) -> Row:
     call = library.prepare(case)
+    if settings.device == "cuda":
+        call = partial(_to_the_end, call)
     wrong = _checked(case, call)
     for _ in range(settings.warmup):
         call()
@@ -203,6 +220,12 @@ def _measure(settings: Settings, case: Case, library: Library) -> Row:
         wrong=int(everyone[:, -1].sum()),
         library=library.name,
     )
+
+
+def _to_the_end(call: Call) -> None:
+    """On a GPU a call returns before it is done."""
+    call()
+    torch.cuda.synchronize()
 
 
 def _checked(case: Case, call: Call) -> int:

@@ -17,13 +17,17 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch.cuda import nccl
 
+from trigram import device
 from trigram._core import interfaces
 from trigram.cli.trials import crossover, trial
+from trigram.errors import UnsupportedError
 
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+PLUGIN = Path(__file__).resolve().parent.parent / "libnccl-net-trigram.so"
 
 
 class Check(NamedTuple):
@@ -53,6 +57,10 @@ def run() -> int:
         colour = COLOURS[check.status]
         table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
     console.print(table)
+    if PLUGIN.exists():
+        # Whole lines, to be copied.
+        console.print("NCCL's network through Trigram, for any program that uses NCCL (docs/gpu.md):")
+        console.print(f"  export NCCL_NET_PLUGIN={PLUGIN}\n  export NCCL_NET=Trigram\n", soft_wrap=True)
     if not any(check.status == "fail" for check in report):
         with console.status("every schedule, over shared memory and over TCP ..."):
             schedules = crossover()
@@ -194,15 +202,30 @@ def environment() -> Iterator[Check]:
 
 
 def accelerators() -> Iterator[Check]:
-    """GPUs, and the NCCL that reaches from one to another."""
+    """GPUs, what reaches from one to another, the NCCL that carries it, and the plugin for its network."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
     yield Check("GPUs", "ok", found or "none: training and communication are on the CPU")
-    library = _nccl_version()
-    if library is None and gpus:
-        yield Check("NCCL", "warn", "not found", "install a CUDA build of torch: CUDA tensors travel by NCCL")
+    if gpus > 1:
+        pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+        apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        advice = "data between these goes through host memory: a virtual machine or IOMMU may forbid it"
+        yield Check(
+            "peer access",
+            "warn" if apart else "ok",
+            f"not {', '.join(apart)}" if apart else "all",
+            advice if apart else "",
+        )
+    try:
+        nccl = device.library()
+        yield Check("NCCL", "ok", f"{nccl.version}, {nccl.path}")
+    except UnsupportedError as reason:
+        advice = "install a CUDA build of torch, or GPU tensors travel through host memory" if gpus else ""
+        yield Check("NCCL", "warn" if gpus else "ok", str(reason) if gpus else "none", advice)
+    if PLUGIN.exists():
+        yield Check("NCCL plugin", "ok", "installed: the lines to type are below")
     else:
-        yield Check("NCCL", "ok", library or "none, and no GPU that would need it")
+        yield Check("NCCL plugin", "warn", "not installed", "reinstall the wheel: it holds the plugin")
 
 
 def _cpu_quota() -> float | None:
@@ -223,10 +246,3 @@ def _interface_file(interface: str, name: str) -> str:
         return (Path("/sys/class/net") / interface / name).read_text().strip()
     except OSError:  # A virtual interface has no speed, and says so by an error.
         return ""
-
-
-def _nccl_version() -> str | None:
-    try:
-        return ".".join(map(str, nccl.version()))
-    except (AttributeError, RuntimeError):
-        return None

@@ -78,7 +78,7 @@ class Gloo:
 
     name = "gloo"
     transport = "tcp"
-    OPS: ClassVar = {
+    OPS: ClassVar[dict[str, Any]] = {
         "sum": dist.ReduceOp.SUM,
         "min": dist.ReduceOp.MIN,
         "max": dist.ReduceOp.MAX,
@@ -89,7 +89,7 @@ class Gloo:
     }
 
     def __init__(self) -> None:
-        dist.init_process_group("gloo")
+        dist.init_process_group(self.name)
         # torch 2.13 renamed these two, and warns of the old names.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -98,7 +98,7 @@ class Gloo:
         """See `Library`."""
         t, out = case.t, case.out
         if case.operation in REDUCTIONS and case.op not in self.OPS:
-            raise Unavailable(f"gloo has no {case.op}")
+            raise Unavailable(f"{self.name} has no {case.op}")
         op = self.OPS.get(case.op, dist.ReduceOp.SUM)
         match case.operation:
             case "all_reduce":
@@ -120,6 +120,17 @@ class Gloo:
                 return exchange(case, t, parts, dist.isend, dist.irecv)
             case _:
                 return dist.barrier
+
+
+class Nccl(Gloo):
+    """torch.distributed's GPU backend."""
+
+    name = "nccl"
+    transport = "nccl"
+    OPS: ClassVar[dict[str, Any]] = {
+        **{name: op for name, op in Gloo.OPS.items() if name not in ("band", "bor", "bxor")},
+        "avg": dist.ReduceOp.AVG,
+    }
 
 
 class Mpi:
@@ -223,7 +234,7 @@ def open_libraries(
     """Starts trigram and the peers to compare with.
 
     Args:
-        against: The peers' names, of "gloo" and "mpi".
+        against: The peers' names, of "gloo", "mpi" and "nccl".
         transport: What trigram was told to use, for the record.
         via: The schedule that trigram is held to, None for its own choice, or "all": its own choice, and
             then each schedule.
@@ -231,7 +242,7 @@ def open_libraries(
     Returns:
         The libraries, trigram first, and why each that is missing is missing.
     """
-    makers: dict[str, Callable[[], Library]] = {"gloo": Gloo, "mpi": Mpi}
+    makers: dict[str, Callable[[], Library]] = {"gloo": Gloo, "mpi": Mpi, "nccl": Nccl}
     libraries: list[Library] = [Trigram(transport, None if via == "all" else via)]
     if via == "all":
         libraries += [Trigram(transport, each, each) for each in VIAS]

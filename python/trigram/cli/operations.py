@@ -136,7 +136,7 @@ class Case:
         """How many elements of this rank's result are wrong after `fill` and `repeats` calls."""
         total = 0
         for start in range(0, self._result.numel(), BLOCK):
-            got = self._result[start : start + BLOCK]
+            got = self._result[start : start + BLOCK].cpu()
             must, slack = self._expected(torch.arange(start, start + len(got)))
             near = (got.to(must.dtype) - must).abs() <= slack
             total += int(((got != must.to(got.dtype)) & ~near).sum())

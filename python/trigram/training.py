@@ -113,7 +113,7 @@ def with_bagua(
     buffers become those of rank 0. Copies and pickles of the model leave the hooks behind.
 
     Args:
-        model: Its parameters are on the CPU and the same on all ranks, but for their values.
+        model: Its parameters are on one device and the same on all ranks, but for their values.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.

@@ -61,6 +61,9 @@ class StandIn:
         host.copy_(t)
         return lambda: None
 
+    def here(self) -> Callable[[], None]:
+        return lambda: None
+
     def mark(self) -> Callable[[], bool]:
         return lambda: True
 

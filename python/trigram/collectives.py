@@ -44,7 +44,7 @@ class Work:
         self._core = core
         self._tensors = tensors
         self._what = what
-        if len(_in_flight) > 64:
+        if len(_in_flight) > 64 and not device.capturing():
             for work in [w for w in _in_flight if w.is_completed()]:
                 _in_flight.discard(work)
         _in_flight.add(self)

@@ -3,7 +3,7 @@
 Three ways, chosen once for a group, by all of its ranks together:
 
 * ``nccl``: NCCL carries the data. The engine compares what ranks call and watches who is alive, so
-  errors are those of CPU tensors (``rust/engine/src/device.rs``).
+  errors are those of CPU tensors (``rust/engine/src/device``).
 * ``host``: through pinned host memory and the engine, for GPUs with no NCCL between them.
 * ``hierarchical``: as ``host``, but for AllReduce, which NCCL does inside each host, so that only a
   share of the data leaves each GPU (``trigram/staging.py``).
@@ -15,6 +15,7 @@ finds no NCCL.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import site
 import sys
@@ -79,6 +80,9 @@ class Device(Protocol):
     def mark(self) -> Callable[[], bool]:
         """A point in the current stream; what comes back says whether it has been reached."""
 
+    def here(self) -> Callable[[], None]:
+        """A point in the current stream; what comes back lets the stream that is current then wait for it."""
+
 
 class Cuda:
     """An NVIDIA GPU."""
@@ -106,9 +110,12 @@ class Cuda:
 
         host = collectives.empty(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
-        code = int(runtime.cudaHostRegister(host.data_ptr(), nbytes, 0))
+        with torch.cuda.device(self.device):
+            code = int(runtime.cudaHostRegister(host.data_ptr(), nbytes, 0))
         if code != 0:  # Copies work all the same, through a buffer of the driver's.
             print(f"trigram: {nbytes} bytes could not be pinned (CUDA error {code})", file=sys.stderr)
+            with contextlib.suppress(RuntimeError):  # or the next to ask would be told of this error
+                torch.zeros(1, device=self.device)
         else:
             at = host.data_ptr()
             weakref.finalize(host, runtime.cudaHostUnregister, at).atexit = False
@@ -119,7 +126,7 @@ class Cuda:
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
             host.copy_(t, non_blocking=True)
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(blocking=True)
             event.record(self.side)
         t.record_stream(self.side)
         return event.synchronize
@@ -130,10 +137,21 @@ class Cuda:
         event.record(torch.cuda.current_stream(self.device))
         return event.query
 
+    def here(self) -> Callable[[], None]:
+        """See :class:`Device`."""
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+
 
 kinds: dict[str, Callable[[torch.device], Device]] = {"cuda": Cuda}
 """Devices by the type that torch gives them."""
 _devices: dict[torch.device, Device] = {}
+
+
+def capturing() -> bool:
+    """Whether a graph is being captured, so that nothing may be asked of events."""
+    return any(device.capturing() for device in _devices.values())
 
 
 def handles(t: torch.Tensor) -> bool:
@@ -151,18 +169,20 @@ def find(device: torch.device) -> Device:
 class _OnStream:
     """A call of NCCL's, and the device that it is on."""
 
-    __slots__ = ("_call", "_device", "_way")
+    __slots__ = ("_call", "_captured", "_device", "_way")
 
     def __init__(self, call: _core.DeviceCall, device: Device, way: ByNccl) -> None:
         self._call, self._device, self._way = call, device, way
+        # In a graph there is only an order: nothing has happened yet.
+        self._captured = device.capturing()
 
     def is_completed(self) -> bool:
         """See :class:`Call`."""
-        return self._call.is_completed()
+        return self._captured or self._call.is_completed()
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`Call`."""
-        if timeout is None and os.environ.get("TRIGRAM_GPU_WAIT") == "stream":
+        if self._captured or (timeout is None and os.environ.get("TRIGRAM_GPU_WAIT") == "stream"):
             self.order()
             return True
         try:
@@ -264,6 +284,8 @@ class Way(Protocol):
 
 
 _mail: dict[torch.device, Staged] = {}
+_agreed: weakref.WeakSet[Group] = weakref.WeakSet()
+"""Groups that have a way."""
 
 
 def way(group: Group, device: torch.device) -> Way:
@@ -271,6 +293,7 @@ def way(group: Group, device: torch.device) -> Way:
     found: Way | None = group.ways.get(device)
     if found is None or found.broken:
         found = group.ways[device] = _agree(group, find(device))
+        _agreed.add(group)
     return found
 
 
@@ -377,8 +400,14 @@ def _gather(group: Group, mine: bytes) -> list[bytes]:
 
 
 def _forget() -> None:
-    """Pinned memory does not outlive the world."""
+    """Communicators and pinned memory do not outlive the world; while it lasts, NCCL's end well."""
+    from trigram import collectives
+
+    for work in [w for w in collectives._in_flight if w.is_completed()]:
+        collectives._in_flight.discard(work)
     _mail.clear()
+    for group in list(_agreed):
+        group.ways.clear()
 
 
 world.at_exit.append(_forget)

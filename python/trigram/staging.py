@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from trigram import codes
-from trigram.errors import TrigramError
+from trigram.errors import UnsupportedError
 from trigram.rails import Rails
 from trigram.world import Group, current
 
@@ -54,6 +54,7 @@ class Staged:
         self.broken = False
         self.starter = _Starter()
         weakref.finalize(self, self.starter.queue.put, None).atexit = False
+        self.lock = threading.Lock()
         self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
         self.two_levels = inside
         self.rails = Rails(group) if inside and Rails.help(group) else None
@@ -67,6 +68,10 @@ class Staged:
         timeout: float | None,
     ) -> Call:
         """Begins a collective, after what the current stream was given."""
+        self._check()
+        same = target is source
+        source = None if source is None else source.detach()
+        target = source if same else None if target is None else target.detach()
         if asked[0] == codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
@@ -78,8 +83,15 @@ class Staged:
         job.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
         return job.go()
 
+    def _check(self) -> None:
+        if self.device.capturing():
+            raise UnsupportedError(
+                "a graph is being captured: what goes through the host cannot be part of it"
+            )
+
     def exchange(self, parcels: Sequence[Parcel]) -> Call:
         """Begins messages that travel together."""
+        self._check()
         job = _Job(self)
         for sends, peer, t, code in parcels:
             self._message(job, self.group, sends, peer, 0, t, code)
@@ -87,6 +99,7 @@ class Staged:
 
     def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
         """Begins one message in any group, which finds its receiver by the tag."""
+        self._check()
         job = _Job(self)
         self._message(job, group, sends, peer, tag, t, code)
         return job.go()
@@ -94,6 +107,7 @@ class Staged:
     def _message(
         self, job: _Job, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
     ) -> None:
+        t = t.detach()
         host = job.fetch(t.view(-1)) if sends else job.room(t.view(-1))
         core, timeout = group.core, group.timeout
 
@@ -143,18 +157,20 @@ class Staged:
     def take(self, nbytes: int) -> torch.Tensor:
         """Pinned memory of at least so many bytes."""
         size = max(_LEAST, 1 << max(nbytes - 1, 0).bit_length())
-        free = self.free.setdefault(size, [])
-        for k, (is_free, memory) in enumerate(free):
-            if is_free():
-                del free[k]
-                return memory
+        with self.lock:
+            free = self.free.setdefault(size, [])
+            for k, (is_free, memory) in enumerate(free):
+                if is_free():
+                    del free[k]
+                    return memory
         return self.device.pinned(size)
 
     def give(self, memory: Sequence[torch.Tensor]) -> None:
         """Gives it back, to be used when what the current stream was given has been done."""
         is_free = self.device.mark()
-        for m in memory:
-            self.free[m.nbytes].append((is_free, m))
+        with self.lock:
+            for m in memory:
+                self.free[m.nbytes].append((is_free, m))
 
 
 class _Starter:
@@ -163,12 +179,14 @@ class _Starter:
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
+        self.lock = threading.Lock()
 
     def put(self, begin: Callable[[], None]) -> None:
         """Next."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, name="trigram-stage", daemon=True)
-            self.thread.start()
+        with self.lock:
+            if self.thread is None:
+                self.thread = threading.Thread(target=self._serve, name="trigram-stage", daemon=True)
+                self.thread.start()
         self.queue.put(begin)
 
     def _serve(self) -> None:
@@ -217,6 +235,7 @@ class _Job:
 
     def go(self) -> _Job:
         """All is said: it begins."""
+        self.after = self.stage.device.here()
         self.stage.starter.put(self._start)
         return self
 
@@ -256,22 +275,29 @@ class _Job:
                 host, target = self.backs[self.landed]
                 self.landed += 1
                 if host is not None and target is not None:
+                    self.after()  # whoever waits may be on another stream than whoever asked
                     target.view(-1).copy_(host, non_blocking=True)
             if self.error is not None:
                 raise self.error
             if self.last is not None:
                 self.last()
-        except TrigramError as e:
+        except Exception as e:
             self.error = e
             if self.witness is not None:
                 self.stage.give_up(f"rank {current().rank}: {e}")
-            for work in self.works:  # none of them touches the memory any more then
-                with contextlib.suppress(TrigramError):
-                    work.wait()
-            self.over = True
+            self._let_go()
             raise
         self._end()
         return True
+
+    def _let_go(self) -> None:
+        """Nothing touches the memory any more when this is over."""
+        ends: list[Callable[[], object]] = [end for arrivals, _ in self.parts for end in arrivals]
+        ends += [work.wait for work in self.works]
+        for end in ends:
+            with contextlib.suppress(Exception):
+                end()
+        self.over = True
 
     def order(self) -> None:
         """See :class:`trigram.device.Call`."""

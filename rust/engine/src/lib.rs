@@ -12,11 +12,12 @@
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
 //! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
+//! * [`device`] — calls on GPU memory, which NCCL carries out.
 //! * [`memory`] — memfd segments and registered memory.
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` (callers' memory),
+//! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
 //! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option) and `fork`.
 
 pub mod address;

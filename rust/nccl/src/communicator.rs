@@ -41,6 +41,16 @@ struct State {
     comm: Comm,
     /// It may be used; otherwise it can only be aborted.
     sound: bool,
+    /// NCCL has calls of an open group, which point to it.
+    grouped: bool,
+    /// It is to be aborted when that group has ended.
+    doomed: bool,
+}
+
+impl State {
+    fn new(comm: Comm) -> Self {
+        Self { comm, sound: true, grouped: false, doomed: false }
+    }
 }
 
 // SAFETY: NCCL allows calls from any thread, one at a time, which the lock sees to.
@@ -64,10 +74,11 @@ impl Inner {
     ) -> Result<()> {
         let code = {
             let _entered = self.stream.device().enter()?;
-            let state = self.lock();
-            if state.comm.is_null() {
+            let mut state = self.lock();
+            if state.comm.is_null() || state.doomed {
                 return Err(Error::Aborted(what));
             }
+            state.grouped |= GROUP.with_borrow(Option::is_some);
             if !state.sound {
                 return Err(Error::Misuse(format!("{what}: the communicator has failed; abort it")));
             }
@@ -126,15 +137,34 @@ impl Inner {
         Ok(())
     }
 
+    /// Aborting blocks, in NCCL, for as long as graphs hold the communicator: so it is done in a thread,
+    /// outside of the lock, and waited for only so long.
     fn abort(&self) {
-        let mut state = self.lock();
-        let comm = std::mem::replace(&mut state.comm, null_mut());
-        state.sound = false;
-        if !comm.is_null()
-            && let Ok(_entered) = self.stream.device().enter()
-        {
-            // SAFETY: it is alive, no call is inside (the lock), and it is never used again.
-            unsafe { (self.nccl.table.comm_abort)(comm) };
+        let comm = {
+            let mut state = self.lock();
+            state.sound = false;
+            if state.grouped {
+                state.doomed = true;
+                return;
+            }
+            std::mem::replace(&mut state.comm, null_mut())
+        };
+        if comm.is_null() {
+            return;
+        }
+        let (abort, device) = (self.nccl.table.comm_abort, self.stream.device().clone());
+        let comm = comm as usize; // it is this thread's alone from now on
+        let thread = std::thread::Builder::new().name("nccl-abort".into()).spawn(move || {
+            if let Ok(_entered) = device.enter() {
+                // SAFETY: it is alive, nobody is inside (it was taken under the lock), and nobody has it
+                // any more.
+                unsafe { abort(comm as Comm) };
+            }
+        });
+        let Ok(thread) = thread else { return };
+        let since = Instant::now();
+        while !thread.is_finished() && since.elapsed() < FAREWELL {
+            std::thread::sleep(NAP);
         }
     }
 }
@@ -258,7 +288,7 @@ impl Communicator {
             unsafe { (nccl.table.group_end)() };
             return Err(error);
         }
-        let state = Mutex::new(State { comm, sound: true });
+        let state = Mutex::new(State::new(comm));
         let (nccl, stream) = (nccl.clone(), stream.clone());
         let inner = Inner { nccl, stream, state, timeout, rank, size, _parent: None, _config: config };
         Ok(Pending(Self(Arc::new(inner))))
@@ -330,7 +360,7 @@ impl Communicator {
         let inner = Arc::new(Inner {
             nccl: self.0.nccl.clone(),
             stream: self.0.stream.clone(),
-            state: Mutex::new(State { comm, sound: true }),
+            state: Mutex::new(State::new(comm)),
             timeout: self.0.timeout,
             rank: rank.unsigned_abs(),
             size: size.unsigned_abs(),
@@ -389,10 +419,13 @@ impl Guard<'_> {
         let mut members = GROUP.take().unwrap_or_default();
         // All locks, in one order, so that nobody is aborted while NCCL is at it.
         members.sort_by_key(|m| Arc::as_ptr(m) as usize);
-        let locks: Vec<_> = members.iter().map(|m| m.lock()).collect();
+        let mut locks: Vec<_> = members.iter().map(|m| m.lock()).collect();
         // SAFETY: the group was begun on this thread.
         let code = unsafe { (self.0.table.group_end)() };
+        locks.iter_mut().for_each(|state| state.grouped = false);
+        let doomed: Vec<bool> = locks.iter().map(|state| state.doomed).collect();
         drop(locks);
+        members.iter().zip(doomed).filter(|(_, doomed)| *doomed).for_each(|(m, _)| m.abort());
         (members, code)
     }
 }

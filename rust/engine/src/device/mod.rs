@@ -7,10 +7,13 @@
 //! looks whether all ranks are alive. Whatever is wrong, the communicator is aborted, which ends what
 //! is stuck on the GPU, and the error is the one that CPU tensors would have raised.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+mod plan;
+mod watch;
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use nccl_rs::{Communicator, Config, Cuda, Data, DataMut, DataType, Event, Nccl, Op, Stream, UniqueId};
+use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
 
@@ -18,18 +21,15 @@ use crate::engine::Glance;
 use crate::fork;
 use crate::group::Group;
 use crate::hub;
-use crate::job::{Request, Tensors};
+use crate::job::Request;
 use crate::ticket::{GLANCE, Ticket};
+use plan::{Plan, data_type, raw_mut};
+use watch::{DYING, Watch, Watched};
 
 /// How often the watching thread looks while something is under way.
 const LOOK: Duration = Duration::from_millis(1);
 /// How long an aborted call is given to end on the GPU before the error is told all the same.
 const CLOSE: Duration = Duration::from_secs(5);
-/// A rank that has left may have done its part of a call that is under way still; one that has died, too.
-const LEAVING: Duration = Duration::from_secs(2);
-const DYING: Duration = Duration::from_millis(30);
-/// How long NCCL may take to accept a call; its end is not waited for.
-const ACCEPT: Duration = Duration::from_secs(60);
 
 /// A group's ranks, each with a GPU.
 pub struct DeviceGroup {
@@ -56,11 +56,28 @@ impl Failure {
     /// This rank cannot go on, and neither can the others.
     fn tell(&self, error: &Error, comm: &Communicator, alarm: &Group) {
         self.lock().get_or_insert_with(|| error.clone());
+        raise_alarm(error, alarm); // first: aborting takes its time
         comm.abort();
-        let members = alarm.members();
-        let why = format!("rank {}: {error}", members.ranks[members.me as usize]);
-        let _ = alarm.abort(alarm.next() + 1, &why);
     }
+}
+
+/// Tells the other ranks that this one cannot go on.
+fn raise_alarm(error: &Error, alarm: &Group) {
+    let members = alarm.members();
+    let why = format!("rank {}: {error}", members.ranks[members.me as usize]);
+    let _ = alarm.abort(alarm.next() + 1, &why);
+}
+
+/// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.
+fn blame(error: Error, alarm: &Group, what: &Signature) -> Error {
+    let since = Instant::now();
+    while since.elapsed() < DYING {
+        if let Err(known @ Error::PeerLost { .. }) = alarm.engine().look(alarm.members(), what) {
+            return known;
+        }
+        std::thread::sleep(LOOK);
+    }
+    error
 }
 
 /// A call under way on a GPU.
@@ -104,12 +121,30 @@ impl DeviceGroup {
         limit: Option<Duration>,
         glance: Glance<'_>,
     ) -> Result<Self> {
+        let joined = Self::meet(group, alarm, nccl, device, id, priority, limit, glance);
+        joined.inspect_err(|error| raise_alarm(error, alarm)) // the others wait for this rank
+    }
+
+    #[allow(clippy::too_many_arguments)] // see above
+    fn meet(
+        group: &Group,
+        alarm: &Group,
+        nccl: &Nccl,
+        device: i32,
+        id: UniqueId,
+        priority: i32,
+        limit: Option<Duration>,
+        glance: Glance<'_>,
+    ) -> Result<Self> {
         let members = group.members();
         let size = members.ranks.len() as u32;
         let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(told)?;
         let stream = Stream::new(&device, priority).map_err(told)?;
+        // PyTorch's allocator records events on it when tensors that it has used are freed, however late.
+        std::mem::forget(stream.clone());
+        let patience = limit.unwrap_or(Duration::MAX);
         let mut pending =
-            Communicator::init(nccl, &stream, id, members.me, size, Config::new(), ACCEPT).map_err(told)?;
+            Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience).map_err(told)?;
         let (since, mut glanced) = (Instant::now(), Instant::now());
         let what = hub::signature(&Request::nothing());
         let comm = loop {
@@ -223,24 +258,27 @@ impl DeviceGroup {
             run()?;
             Event::record(stream)
         };
-        let done = given().map_err(|e| {
-            let error = told(e);
-            self.fail(&error);
-            error
-        })?;
+        // Before it is given to NCCL, whose first call of a kind waits for all ranks.
+        let end: Arc<OnceLock<Event>> = Arc::default();
         if watched {
-            let done = Event::record(stream).map_err(told)?;
             let (alarm, comm, failure) = (self.alarm.clone(), self.comm.clone(), self.failure.clone());
-            Watch::over(Watched {
-                alarm,
-                comm,
-                failure,
-                signature,
-                witness: witness.clone(),
-                done,
-                gone: None,
-            })?;
+            let (done, witness) = (end.clone(), witness.clone());
+            Watch::over(Watched { alarm, comm, failure, signature, witness, done, gone: None })?;
         }
+        let done = given().and_then(|done| {
+            if watched {
+                let _ = end.set(Event::record(stream)?);
+            }
+            Ok(done)
+        });
+        let done = done.map_err(|e| match self.failure.get() {
+            Err(known) => known,
+            Ok(()) => {
+                let error = blame(told(e), &self.alarm, &signature);
+                self.fail(&error);
+                error
+            }
+        })?;
         Ok(DeviceCall { done, witness, failure: self.failure.clone() })
     }
 
@@ -341,149 +379,6 @@ impl DeviceCall {
     }
 }
 
-/// What one rank gives to NCCL for a request.
-struct Plan<'a> {
-    what: Collective,
-    op: Op,
-    root: u32,
-    inp: Data<'a>,
-    out: Data<'a>,
-    /// Parts sent to and received from each rank, for those that NCCL has no call for.
-    parts: Vec<(bool, u32, Data<'a>)>,
-}
-
-impl Plan<'_> {
-    fn of(request: &Request, me: u32, size: u32) -> Result<Self> {
-        let Request { call, op, tensors, .. } = request;
-        let kind = data_type(call.dtype)?;
-        let (what, len, root) = (call.what, call.len, call.root);
-        let Tensors { input, input_len, output, output_len } = *tensors;
-        let width = call.dtype.size();
-        // SAFETY: whoever made the request answers for its memory.
-        let data = |at: usize, count: usize| unsafe { Data::from_raw(at as u64, count, kind) };
-        let (inp, out) = (data(input as usize, input_len / width), data(output as usize, output_len / width));
-        let part = |base: usize, k: usize| data(base + k * len * width, len);
-        let mut parts = Vec::new();
-        match what {
-            Collective::Gather => {
-                parts.push((true, root, inp));
-                if me == root {
-                    parts.extend((0..size).map(|r| (false, r, part(output as usize, r as usize))));
-                }
-            }
-            Collective::Scatter => {
-                if me == root {
-                    parts.extend((0..size).map(|r| (true, r, part(input as usize, r as usize))));
-                }
-                parts.push((false, root, out));
-            }
-            Collective::AllToAll => {
-                let equal = vec![len; size as usize];
-                let (sent, received) = call.splits.clone().unwrap_or((equal.clone(), equal));
-                for (sends, base, lengths) in
-                    [(true, input as usize, sent), (false, output as usize, received)]
-                {
-                    let mut at = base;
-                    for (r, count) in (0..size).zip(lengths) {
-                        parts.push((sends, r, data(at, count)));
-                        at += count * width;
-                    }
-                }
-            }
-            // Unequal parts, each reduced by its owner, or given by it to all.
-            Collective::ReduceScatter | Collective::AllGather if call.splits.is_some() => {
-                let base = if what == Collective::AllGather { output as usize } else { input as usize };
-                let mut at = base;
-                for (r, count) in (0..size).zip(call.splits.iter().flat_map(|s| s.0.clone())) {
-                    parts.push((false, r, data(at, count)));
-                    at += count * width;
-                }
-            }
-            Collective::Barrier | Collective::SendRecv => {
-                return Err(Error::Unsupported(format!("{} is not for GPU memory", what.name())));
-            }
-            _ => {}
-        }
-        let op = operator(*op, call.dtype)?;
-        Ok(Self { what, op, root, inp, out, parts })
-    }
-
-    fn run(&self, comm: &Communicator, nccl: &Nccl) -> nccl_rs::Result<()> {
-        let in_place = self.inp.address() == self.out.address();
-        let inp = (!in_place).then_some(self.inp);
-        // SAFETY: as for the plan; what is read and written at once is the same.
-        let out = unsafe { raw_mut(&self.out) };
-        match self.what {
-            Collective::AllReduce => comm.all_reduce(inp, out, self.op),
-            // Elsewhere than on the root there is no output, and none is written.
-            // SAFETY: as above.
-            Collective::Reduce => comm.reduce(None, unsafe { raw_mut(&self.inp) }, self.op, self.root),
-            Collective::Broadcast => comm.broadcast(out, self.root),
-            Collective::ReduceScatter if !self.parts.is_empty() => nccl.group(|| {
-                self.parts.iter().try_for_each(|(_, owner, data)| {
-                    // SAFETY: as above.
-                    comm.reduce(None, unsafe { raw_mut(data) }, self.op, *owner)
-                })
-            }),
-            Collective::AllGather if !self.parts.is_empty() => nccl.group(|| {
-                self.parts.iter().try_for_each(|(_, owner, data)| {
-                    // SAFETY: as above.
-                    comm.broadcast(unsafe { raw_mut(data) }, *owner)
-                })
-            }),
-            Collective::AllGather => comm.all_gather(self.inp, out),
-            Collective::ReduceScatter => comm.reduce_scatter(self.inp, out, self.op),
-            _ => nccl.group(|| {
-                self.parts.iter().try_for_each(|(sends, peer, data)| match sends {
-                    true => comm.send(*data, *peer),
-                    // SAFETY: as above.
-                    false => comm.recv(unsafe { raw_mut(data) }, *peer),
-                })
-            }),
-        }
-    }
-}
-
-/// The same memory, to be written.
-///
-/// # Safety
-///
-/// As for [`DataMut::from_raw`].
-unsafe fn raw_mut<'a>(data: &Data<'a>) -> DataMut<'a> {
-    // SAFETY: passed on to the caller.
-    unsafe { DataMut::from_raw(data.address(), data.count(), data.data_type()) }
-}
-
-fn data_type(dtype: DType) -> Result<DataType> {
-    Ok(match dtype {
-        DType::F32 => DataType::Float32,
-        DType::F64 => DataType::Float64,
-        DType::F16 => DataType::Float16,
-        DType::BF16 => DataType::Bfloat16,
-        DType::I8 => DataType::Int8,
-        DType::U8 | DType::Bool => DataType::Uint8,
-        DType::I32 => DataType::Int32,
-        DType::I64 => DataType::Int64,
-    })
-}
-
-fn operator(op: ReduceOp, dtype: DType) -> Result<Op> {
-    Ok(match (op, dtype) {
-        // Of zeros and ones the largest is whether any is one, the smallest whether all are.
-        (ReduceOp::Bor, DType::Bool) => Op::MAX,
-        (ReduceOp::Band, DType::Bool) => Op::MIN,
-        (ReduceOp::Sum, _) => Op::SUM,
-        (ReduceOp::Avg, _) => Op::AVG,
-        (ReduceOp::Min, _) => Op::MIN,
-        (ReduceOp::Max, _) => Op::MAX,
-        (ReduceOp::Prod, _) => Op::PROD,
-        (ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor, _) => {
-            let (op, dtype) = (op.name(), dtype.name());
-            return Err(Error::Unsupported(format!("NCCL has no {op} of {dtype}; reduce a CPU tensor")));
-        }
-    })
-}
-
 /// NCCL's and CUDA's errors in this library's terms.
 pub fn told(error: nccl_rs::Error) -> Error {
     use nccl_rs::Error as Theirs;
@@ -497,103 +392,5 @@ pub fn told(error: nccl_rs::Error) -> Error {
         }
         Theirs::Nccl { call, .. } | Theirs::Cuda { call, .. } => Error::Io { what: call.into(), why: text },
         _ => Error::Unsupported(text),
-    }
-}
-
-/// What is under way on GPUs, and the thread that looks after it.
-#[derive(Default)]
-struct Watch {
-    calls: Mutex<Vec<Watched>>,
-    more: Condvar,
-}
-
-struct Watched {
-    alarm: Group,
-    comm: Communicator,
-    failure: Arc<Failure>,
-    signature: Signature,
-    witness: Option<Arc<Ticket>>,
-    done: Event,
-    /// Since when a peer is gone that had made the call: what it had to do with it may be done.
-    gone: Option<Instant>,
-}
-
-impl Watched {
-    /// Whether it is over, well or not.
-    fn look(&mut self) -> bool {
-        match self.state() {
-            Ok(over) => over,
-            Err(error) => {
-                self.failure.tell(&error, &self.comm, &self.alarm);
-                true
-            }
-        }
-    }
-
-    fn state(&mut self) -> Result<bool> {
-        self.failure.get()?;
-        if let Some(witness) = &self.witness
-            && let Some(outcome) = witness.outcome()
-        {
-            outcome?;
-            self.witness = None;
-        }
-        let reached = self.done.is_reached().map_err(told)?;
-        if reached && self.witness.is_none() {
-            return Ok(true);
-        }
-        // Who is gone is told before what NCCL noticed of it.
-        if let Err(error) = self.alarm.engine().look(self.alarm.members(), &self.signature) {
-            let grace = match &error {
-                Error::PeerLost { why, .. } if why.contains("left") => LEAVING,
-                Error::PeerLost { .. } => DYING,
-                _ => return Err(error),
-            };
-            let entered = self.witness.is_none();
-            let since = *self.gone.get_or_insert_with(Instant::now);
-            return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
-        }
-        self.comm.check().map_err(told)?;
-        Ok(false)
-    }
-}
-
-impl Watch {
-    /// Looks after a call from now on, in one thread for all.
-    fn over(call: Watched) -> Result<()> {
-        static WATCH: OnceLock<Arc<Watch>> = OnceLock::new();
-        let mut started = Ok(());
-        let watch = WATCH.get_or_init(|| {
-            let watch = Arc::new(Watch::default());
-            let mine: Weak<Watch> = Arc::downgrade(&watch);
-            let thread = std::thread::Builder::new().name("trigram-gpu".into());
-            started = thread.spawn(move || mine.upgrade().map(|watch| watch.run())).map(drop);
-            watch
-        });
-        started.map_err(|e| Error::io("starting a thread", e))?;
-        watch.calls.lock().unwrap_or_else(PoisonError::into_inner).push(call);
-        watch.more.notify_one();
-        Ok(())
-    }
-
-    fn run(&self) {
-        let mut calls: Vec<Watched> = Vec::new();
-        loop {
-            let mut new = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
-            while calls.is_empty() && new.is_empty() {
-                new = self.more.wait(new).unwrap_or_else(PoisonError::into_inner);
-            }
-            calls.append(&mut new);
-            drop(new);
-            if let Some(call) = calls.first() {
-                // Or a graph that is captured meanwhile would forbid this thread to ask for events.
-                let _ = call.comm.stream().device().ignore_captures();
-            }
-            // Not under the lock: an abort takes its time, and callers must not wait for it.
-            calls.retain_mut(|call| !call.look());
-            if !calls.is_empty() {
-                std::thread::sleep(LOOK);
-            }
-        }
     }
 }

@@ -1,0 +1,117 @@
+//! One thread looks after all calls under way on GPUs: whether their ranks agree and are alive.
+
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use nccl_rs::{Communicator, Event};
+use trigram_core::signature::Signature;
+use trigram_core::{Error, Result};
+
+use super::{Failure, LOOK, blame, told};
+use crate::group::Group;
+use crate::ticket::Ticket;
+
+/// A rank that has left may have done its part of a call that is under way still; one that has died, too.
+const LEAVING: Duration = Duration::from_secs(2);
+pub(super) const DYING: Duration = Duration::from_millis(30);
+
+/// What is under way on GPUs, and the thread that looks after it.
+#[derive(Default)]
+pub(super) struct Watch {
+    calls: Mutex<Vec<Watched>>,
+    more: Condvar,
+}
+
+pub(super) struct Watched {
+    pub(super) alarm: Group,
+    pub(super) comm: Communicator,
+    pub(super) failure: Arc<Failure>,
+    pub(super) signature: Signature,
+    pub(super) witness: Option<Arc<Ticket>>,
+    pub(super) done: Arc<OnceLock<Event>>,
+    /// Since when a peer is gone that had made the call: what it had to do with it may be done.
+    pub(super) gone: Option<Instant>,
+}
+
+impl Watched {
+    /// Whether it is over, well or not.
+    fn look(&mut self) -> bool {
+        match self.state() {
+            Ok(over) => over,
+            Err(error) => {
+                self.failure.tell(&error, &self.comm, &self.alarm);
+                true
+            }
+        }
+    }
+
+    fn state(&mut self) -> Result<bool> {
+        self.failure.get()?;
+        if let Some(witness) = &self.witness
+            && let Some(outcome) = witness.outcome()
+        {
+            outcome?;
+            self.witness = None;
+        }
+        let given = self.done.get();
+        let reached = given.map_or(Ok(false), Event::is_reached).map_err(told)?;
+        if reached && self.witness.is_none() {
+            return Ok(true);
+        }
+        // Who is gone is told before what NCCL noticed of it.
+        if let Err(error) = self.alarm.engine().look(self.alarm.members(), &self.signature) {
+            let grace = match &error {
+                Error::PeerLost { why, .. } if why.contains("left") => LEAVING,
+                Error::PeerLost { .. } => DYING,
+                _ => return Err(error),
+            };
+            let entered = self.witness.is_none() && given.is_some();
+            let since = *self.gone.get_or_insert_with(Instant::now);
+            return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
+        }
+        match self.comm.check().map_err(told) {
+            Err(error) => Err(blame(error, &self.alarm, &self.signature)),
+            Ok(()) => Ok(false),
+        }
+    }
+}
+
+impl Watch {
+    /// Looks after a call from now on, in one thread for all.
+    pub(super) fn over(call: Watched) -> Result<()> {
+        static WATCH: OnceLock<Arc<Watch>> = OnceLock::new();
+        let mut started = Ok(());
+        let watch = WATCH.get_or_init(|| {
+            let watch = Arc::new(Watch::default());
+            let mine: Weak<Watch> = Arc::downgrade(&watch);
+            let thread = std::thread::Builder::new().name("trigram-gpu".into());
+            started = thread.spawn(move || mine.upgrade().map(|watch| watch.run())).map(drop);
+            watch
+        });
+        started.map_err(|e| Error::io("starting a thread", e))?;
+        watch.calls.lock().unwrap_or_else(PoisonError::into_inner).push(call);
+        watch.more.notify_one();
+        Ok(())
+    }
+
+    fn run(&self) {
+        let mut calls: Vec<Watched> = Vec::new();
+        loop {
+            let mut new = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
+            while calls.is_empty() && new.is_empty() {
+                new = self.more.wait(new).unwrap_or_else(PoisonError::into_inner);
+            }
+            calls.append(&mut new);
+            drop(new);
+            if let Some(call) = calls.first() {
+                // Or a graph that is captured meanwhile would forbid this thread to ask for events.
+                let _ = call.comm.stream().device().ignore_captures();
+            }
+            // Not under the lock: an abort takes its time, and callers must not wait for it.
+            calls.retain_mut(|call| !call.look());
+            if !calls.is_empty() {
+                std::thread::sleep(LOOK);
+            }
+        }
+    }
+}

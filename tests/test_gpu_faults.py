@@ -211,3 +211,32 @@ except Exception as e:
     assert path == "libnccl.so.2, already in the process"
     if not torch.cuda.is_available():
         assert gpus.startswith("UnsupportedError libcuda.so.1 was not found; install NVIDIA's driver")
+
+
+def test_a_driver_without_a_gpu_is_said() -> None:
+    script = "from trigram import _core\ntry: _core.gpus()\n"
+    script += "except Exception as e: print(type(e).__name__, e)"
+    env = os.environ | gpu_standin.env() | {"STANDIN_NO_GPU": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "UnsupportedError no CUDA device 0: CUDA_ERROR_NO_DEVICE", done.stderr
+
+
+def _parameters(rank: int, world: int) -> tuple[list[float], list[float], bool]:
+    """Tensors that autograd watches, outside of `no_grad`, several times over the same pinned memory."""
+    p = torch.nn.Parameter(torch.full((5,), float(rank)))
+    for _ in range(3):
+        trigram.broadcast(p, world - 1)
+        work = trigram.all_reduce(p, async_op=True)
+        assert work is not None
+        work.wait()
+    out = torch.zeros(world)
+    trigram.all_gather(out, torch.nn.Parameter(torch.tensor([float(rank)])))
+    return p.tolist(), out.tolist(), p.is_leaf and p.grad_fn is None
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_parameters_are_tensors(way: str) -> None:
+    want = ([8.0] * 5, [0.0, 1.0], True)
+    assert run(2, _parameters, env=gpu_standin.env(way), timeout=60) == [want, want]

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 _WAYS = ("auto", "nccl", "hierarchical", "host")
 _RECORD = 512
-"""Bytes by which ranks agree on a way: a flag each, NCCL's id, and what is wrong."""
+"""Bytes by which ranks agree on a way: flags, and what is wrong; or NCCL's id."""
+_WRONG = 255
 _PRIORITY = -1
 """Communication goes before the computation that it runs beside."""
 
@@ -350,24 +351,17 @@ def _agree(group: Group, device: Device) -> Way:
     asked = os.environ.get("TRIGRAM_GPU_TRANSPORT", "auto")
     wrong = "" if asked in _WAYS else f"TRIGRAM_GPU_TRANSPORT={asked}: there are {', '.join(_WAYS)}"
     alarm = _derive(group, "on GPUs")
-    nccl, id = None, b""
+    nccl = None
     try:
-        if asked != "host" and not wrong:
-            nccl = library()
-            id = nccl.unique_id() if group.rank == 0 else b""
+        nccl = library() if asked != "host" and not wrong else None
     except TrigramError as e:
-        if asked == "nccl":
-            wrong = str(e)
-        nccl = None
+        wrong = str(e) if asked == "nccl" else ""
     fabric = any(Path("/sys/class/infiniband").glob("*"))
-    mine = bytes([_WAYS.index(asked) if not wrong else 255, nccl is not None, fabric])
-    mine += id.ljust(128, b"\0") + wrong.encode()
-    records = _gather(alarm, mine[:_RECORD].ljust(_RECORD, b"\0"))
+    flags = bytes([_WAYS.index(asked) if not wrong else _WRONG, nccl is not None, fabric])
+    records = _gather(alarm, flags + wrong.encode())
     for place, record in enumerate(records):
-        if record[0] == 255:
-            text = record[131:].rstrip(b"\0").decode(errors="replace")
-            kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in text else UnsupportedError
-            raise kind(f"rank {group.ranks[place]}: {text}")
+        if record[0] == _WRONG:
+            raise _error(group.ranks[place], record[3:])
         if record[0] != records[0][0]:
             raise ConfigError(
                 f"TRIGRAM_GPU_TRANSPORT is {_WAYS[records[0][0]]} on rank {group.ranks[0]} and "
@@ -379,10 +373,30 @@ def _agree(group: Group, device: Device) -> Way:
         asked = "hierarchical" if not fast else "nccl" if all(r[1] for r in records) else "host"
     if asked == "nccl":
         assert nccl is not None
-        return ByNccl(group, alarm, device, nccl, records[0][3:131])
+        return ByNccl(group, alarm, device, nccl, _meeting(group, alarm, nccl))
     from trigram.staging import Staged
 
     return Staged(group, _derive(group, "through the host"), device, inside=asked == "hierarchical")
+
+
+def _meeting(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
+    """The id by which NCCL's ranks meet: the first rank's, told to all."""
+    mine = b"\0"
+    if group.rank == 0:
+        try:
+            mine += nccl.unique_id()
+        except TrigramError as e:  # no network interface, say
+            mine = bytes([_WRONG]) + str(e).encode()
+    first = _gather(alarm, mine)[0]
+    if first[0] == _WRONG:
+        raise _error(group.ranks[0], first[1:])
+    return first[1:129]
+
+
+def _error(rank: int, text: bytes) -> TrigramError:
+    said = text.rstrip(b"\0").decode(errors="replace")
+    kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in said else UnsupportedError
+    return kind(f"rank {rank}: {said}")
 
 
 def _derive(group: Group, name: str) -> Group:
@@ -390,7 +404,8 @@ def _derive(group: Group, name: str) -> Group:
 
 
 def _gather(group: Group, mine: bytes) -> list[bytes]:
-    """Everybody's record."""
+    """Everybody's record, filled up with zeros."""
+    mine = mine[:_RECORD].ljust(_RECORD, b"\0")
     inp = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
     out = torch.empty(group.size * len(mine), dtype=torch.uint8)
     memory = (inp.data_ptr(), inp.nbytes, out.data_ptr(), out.nbytes)

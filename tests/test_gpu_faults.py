@@ -108,7 +108,7 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(way: str) -> None:
     results = run(2, _never_comes, env=gpu_standin.env(way), timeout=60)
     name, text, seconds = results[0]
     assert name == "TimeoutError" and "rank 1" in text and 0.9 < seconds < LIMIT, results
-    assert results[1][0] in ("TimeoutError", "AbortedError"), results
+    assert results[1][0] in ("TimeoutError", "AbortedError", "PeerLostError"), results
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:

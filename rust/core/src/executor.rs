@@ -102,7 +102,6 @@ impl Executor {
             })
             .collect();
         peers.sort_unstable();
-        peers.dedup();
         peers
     }
 

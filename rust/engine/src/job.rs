@@ -276,6 +276,12 @@ impl Job {
             Stage::Meeting => body.members.absent(body.call_id, 0),
             Stage::Running => {
                 let mut places = self.exec.waiting_for();
+                // What has come before its step is not waited for: its sender may have left since.
+                for (from, ..) in &body.mail {
+                    if let Some(i) = places.iter().position(|p| p == from) {
+                        places.swap_remove(i);
+                    }
+                }
                 if let Some((_, ordinal)) = body.barrier {
                     places.extend(body.members.absent(body.call_id, ordinal));
                 }

@@ -73,6 +73,7 @@ def _averages(rank: int, world: int, name: str, feedback: bool) -> list[Tensor]:
         average.start(round)
         average.wait()
         means.append(memory.clone())
+    trigram.barrier()  # nobody leaves while another's part of the last call is under way
     return means
 
 

@@ -93,7 +93,7 @@ impl Executor {
         self.state.get(step as usize) == Some(&State::Done)
     }
 
-    /// The peers whose messages have not all arrived, in order.
+    /// The peers whose messages have not all arrived, in order, one for each message.
     pub fn waiting_for(&self) -> Vec<Place> {
         let mut peers: Vec<Place> = (self.schedule.steps.iter().zip(&self.state))
             .filter_map(|(step, state)| match step {

@@ -65,7 +65,7 @@ impl Watched {
                 Error::PeerLost { .. } => DYING,
                 _ => return Err(error),
             };
-            let entered = self.witness.is_none() && given.is_some();
+            let entered = self.witness.is_none();
             let since = *self.gone.get_or_insert_with(Instant::now);
             return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
         }

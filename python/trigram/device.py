@@ -28,7 +28,7 @@ import torch
 
 from trigram import _core, codes, world
 from trigram.codes import Asked, Splits
-from trigram.errors import ConfigError, TrigramError, UnsupportedError
+from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
 from trigram.world import Group, current
 
 if TYPE_CHECKING:
@@ -201,6 +201,26 @@ class _OnStream:
             raise
 
 
+class _Failed:
+    """A call that failed before it began, as its group had: the error is told where it is waited for."""
+
+    def __init__(self, error: TrigramError, way: ByNccl) -> None:
+        self._error, self._way = error, way
+
+    def is_completed(self) -> bool:
+        """See :class:`Call`."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See :class:`Call`."""
+        self._way.broken = True
+        raise self._error
+
+    def order(self) -> None:
+        """See :class:`Call`."""
+        self.wait()
+
+
 class ByNccl:
     """NCCL carries the data, between hosts too.
 
@@ -251,11 +271,10 @@ class ByNccl:
     def _begin(self, make: Callable[[int], _core.DeviceCall], tensors: list[torch.Tensor]) -> Call:
         try:
             call = make(self.device.stream())
-        except UnsupportedError:
+        except (UnsupportedError, MisuseError):
             raise  # nothing was begun
-        except TrigramError:
-            self.broken = True
-            raise
+        except TrigramError as e:
+            return _Failed(e, self)
         for t in tensors:
             self.device.keep(t, self.core.stream)
         return _OnStream(call, self.device, self)

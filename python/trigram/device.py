@@ -347,7 +347,7 @@ def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, cod
 
 
 def exchange(group: Group, parcels: Sequence[Parcel]) -> Call:
-    """Begins messages that travel together, of tensors on one device; all ranks of the group call it."""
+    """Begins messages that travel together, of tensors on one device, among those that they are between."""
     return way(group, parcels[0][2].device).exchange(parcels)
 
 

@@ -1,6 +1,6 @@
 //! One thread looks after all calls under way on GPUs: whether their ranks agree and are alive.
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use nccl_rs::{Communicator, Event};
@@ -79,16 +79,20 @@ impl Watched {
 impl Watch {
     /// Looks after a call from now on, in one thread for all.
     pub(super) fn over(call: Watched) -> Result<()> {
-        static WATCH: OnceLock<Arc<Watch>> = OnceLock::new();
-        let mut started = Ok(());
-        let watch = WATCH.get_or_init(|| {
-            let watch = Arc::new(Watch::default());
-            let mine: Weak<Watch> = Arc::downgrade(&watch);
-            let thread = std::thread::Builder::new().name("trigram-gpu".into());
-            started = thread.spawn(move || mine.upgrade().map(|watch| watch.run())).map(drop);
-            watch
-        });
-        started.map_err(|e| Error::io("starting a thread", e))?;
+        // Made when it is first needed, and again where its thread could not be started.
+        static WATCH: Mutex<Option<Arc<Watch>>> = Mutex::new(None);
+        let mut made = WATCH.lock().unwrap_or_else(PoisonError::into_inner);
+        let watch = match &*made {
+            Some(watch) => watch.clone(),
+            None => {
+                let watch = Arc::new(Watch::default());
+                let mine = watch.clone();
+                let thread = std::thread::Builder::new().name("trigram-gpu".into());
+                thread.spawn(move || mine.run()).map_err(|e| Error::io("starting a thread", e))?;
+                made.insert(watch).clone()
+            }
+        };
+        drop(made);
         watch.calls.lock().unwrap_or_else(PoisonError::into_inner).push(call);
         watch.more.notify_one();
         Ok(())

@@ -21,6 +21,7 @@ use crate::hub::{Counters, Hub, Submission};
 use crate::link::{Rx, Tx};
 use crate::members::Members;
 use crate::progress::Progress;
+use crate::pulse::BEAT;
 use crate::ticket::{GLANCE, Ticket};
 use crate::world::World;
 
@@ -50,6 +51,10 @@ struct Shared {
     waiting: AtomicUsize,
     closed: AtomicBool,
     helping: Arc<AtomicBool>,
+    /// It is time for a sign of life.
+    due: AtomicBool,
+    /// The thread that gives it has the progress lock, for a moment.
+    pulsing: AtomicBool,
     epoll: OwnedFd,
     has_sockets: bool,
     spins: u32,
@@ -63,6 +68,7 @@ struct Shared {
 pub struct Engine {
     shared: Arc<Shared>,
     background: Mutex<Option<JoinHandle<()>>>,
+    pulse: Mutex<Option<JoinHandle<()>>>,
 }
 
 /// A caller's wish to stop waiting, asked for now and then: Ctrl-C.
@@ -103,6 +109,8 @@ impl Engine {
             waiting: AtomicUsize::new(0),
             closed: AtomicBool::new(false),
             helping,
+            due: AtomicBool::new(false),
+            pulsing: AtomicBool::new(false),
             _watched: Watched::new(&epoll),
             epoll,
             has_sockets,
@@ -111,7 +119,15 @@ impl Engine {
             work: Condvar::new(),
             counters,
         };
-        Ok(Self { shared: Arc::new(shared), background: Mutex::default() })
+        let shared = Arc::new(shared);
+        let alone = shared.world.size() == 1;
+        let pulse = (!alone).then(|| {
+            let shared = shared.clone();
+            let thread = std::thread::Builder::new().name("trigram-pulse".into());
+            thread.spawn(move || shared.pulse()).map_err(|e| Error::io("starting a thread", e))
+        });
+        let pulse = Mutex::new(pulse.transpose()?);
+        Ok(Self { shared, background: Mutex::default(), pulse })
     }
 
     /// The job as this rank sees it.
@@ -137,7 +153,12 @@ impl Engine {
         self.check_open()?;
         let ticket = submission.ticket.clone();
         ticket.set_awaited();
-        match self.shared.progress.try_lock() {
+        let mut lock = self.shared.progress.try_lock();
+        while matches!(lock, Err(TryLockError::WouldBlock)) && self.shared.pulsing.load(Ordering::Acquire) {
+            std::thread::yield_now();
+            lock = self.shared.progress.try_lock();
+        }
+        match lock {
             Ok(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait come first.
                 self.shared.take_inbox(&mut progress);
@@ -244,6 +265,10 @@ impl Engine {
             // It drops the progress lock at its next glance.
             let _ = thread.join();
         }
+        if let Some(thread) = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
         let Ok(mut progress) = self.shared.progress.lock() else { return };
         self.shared.take_inbox(&mut progress);
         let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
@@ -278,6 +303,29 @@ impl Shared {
         }
     }
 
+    /// Shows that this rank is alive, see [`crate::pulse`].
+    fn pulse(&self) {
+        while !self.closed.load(Ordering::Acquire) {
+            self.world.board.beat();
+            self.due.store(true, Ordering::Release);
+            // Whoever holds the lock looks at `due`.
+            self.pulsing.store(true, Ordering::Release);
+            if let Ok(mut progress) = self.progress.try_lock() {
+                self.events(&mut progress, Duration::ZERO);
+                progress.poll();
+                self.beat(&mut progress);
+            }
+            self.pulsing.store(false, Ordering::Release);
+            std::thread::park_timeout(BEAT);
+        }
+    }
+
+    fn beat(&self, progress: &mut Progress) {
+        if self.due.swap(false, Ordering::AcqRel) {
+            progress.beat();
+        }
+    }
+
     /// What the background thread has spent so far; to be called in it.
     fn note_time(&self) {
         let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
@@ -299,6 +347,11 @@ impl Shared {
         loop {
             self.take_inbox(progress);
             let moved = progress.poll();
+            if self.due.load(Ordering::Relaxed) {
+                self.events(progress, Duration::ZERO);
+                progress.poll();
+                self.beat(progress);
+            }
             let over = match until {
                 Some(ticket) => ticket.is_done(),
                 None => progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
@@ -390,12 +443,14 @@ impl Shared {
         if found || self.closed.load(Ordering::Acquire) {
             return bell.disarm();
         }
+        let (awaited, before) = (progress.hub.awaited(), Instant::now());
         if on_event {
             self.events(progress, GLANCE);
             bell.disarm();
         } else {
             bell.sleep(seen, FUTEX_SLEEP);
         }
+        progress.hub.note_wait(&awaited, before.elapsed());
     }
 
     /// Takes note of what sockets and bells have to say, waiting up to `limit` for it.

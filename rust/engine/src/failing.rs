@@ -24,16 +24,36 @@ const STALL: Duration = Duration::from_millis(100);
 /// After this long a log line names those it waits for.
 const NAME_AFTER: Duration = Duration::from_secs(10);
 
+/// How a peer was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum How {
+    /// It said that it leaves.
+    Left,
+    /// Its connection has closed: the process is gone. Or it has sent what no correct peer sends.
+    Dead,
+    /// It is silent, or cannot be reached: it may live on.
+    Silent,
+    /// It has given this rank up.
+    Refused,
+}
+
 /// Bad news, to be read by threads that do not drive the work.
 #[derive(Debug, Default)]
 pub struct News {
     /// Why each lost peer is lost.
     pub(crate) lost: BTreeMap<u32, Error>,
+    /// And how.
+    pub(crate) how: BTreeMap<u32, How>,
     /// By group, the last failure of a call that this rank has not made.
     pub(crate) failed: HashMap<u64, Error>,
 }
 
 impl News {
+    /// The peers lost so far, and how.
+    pub fn losses(&self) -> Vec<(u32, How)> {
+        self.how.iter().map(|(&rank, &how)| (rank, how)).collect()
+    }
+
     /// Why a group cannot go on: a member is lost, or has given up a call that is yet to be made here.
     ///
     /// # Errors
@@ -140,19 +160,44 @@ impl Hub {
     }
 
     /// A peer is gone. Jobs that need it fail now; later calls of its groups fail at once.
-    pub fn lose(&mut self, rank: u32, why: Error) {
+    pub fn lose(&mut self, rank: u32, why: Error, how: How) {
         if self.lost.contains_key(&rank) {
             return;
         }
-        self.counters.news().lost.insert(rank, why.clone());
+        let mut news = self.counters.news();
+        news.lost.insert(rank, why.clone());
+        news.how.insert(rank, how);
+        drop(news);
         self.lost.insert(rank, why);
-        let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::take) else { return };
+        let tx = self.tx.get_mut(rank as usize).and_then(Option::take);
         for i in 0..self.jobs.len() {
-            if tx.holds(self.jobs[i].body.id) {
+            if tx.as_ref().is_some_and(|tx| tx.holds(self.jobs[i].body.id)) {
                 let error = self.loss(rank, &self.jobs[i].body.signature);
                 self.fail(i, error, true);
             }
         }
+        if how == How::Silent {
+            self.check_losses();
+            self.fence(rank);
+        }
+    }
+
+    /// A rank of this host that is given up may only be stopped, in the middle of a call that lets it write
+    /// to our memory. It must never wake up to do so.
+    fn fence(&self, rank: u32) {
+        let Some(neighbour) = self.world.neighbours.get(&rank) else { return };
+        let inside = self.jobs.iter().any(|job| {
+            let members = &job.body.members;
+            members.inside(job.body.call_id).iter().any(|&p| members.ranks[p as usize] == rank)
+        });
+        if inside && neighbour.end() {
+            eprintln!(
+                "trigram: rank {}: ended the process of rank {rank}, which was stopped inside of a call with \
+                 access to this rank's memory",
+                self.world.rank
+            );
+        }
+        neighbour.dismiss();
     }
 
     pub(crate) fn loss(&self, rank: u32, signature: &Signature) -> Error {

@@ -14,13 +14,14 @@ use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
 use crate::balance::Balance;
-use crate::failing::News;
+use crate::failing::{How, News};
 use crate::job::{Job, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
 use crate::memory::Scratch;
 use crate::meter::Meter;
 use crate::plans::Plans;
+use crate::straggler::Window;
 use crate::ticket::Ticket;
 use crate::world::World;
 
@@ -69,6 +70,8 @@ pub struct Counters {
     pub direct_bytes: AtomicU64,
     /// Payload bytes sent, by world rank.
     pub sent: Vec<AtomicU64>,
+    /// Nanoseconds slept while a caller waited, by the world rank that was waited for.
+    pub waited: Vec<AtomicU64>,
     /// Processor time of the background thread, in nanoseconds, as it last looked.
     pub background: AtomicU64,
     news: Mutex<News>,
@@ -94,6 +97,8 @@ pub struct Hub {
     pub jobs: Vec<Job>,
     /// Peers that are gone, and why.
     pub lost: BTreeMap<u32, Error>,
+    /// Peers that others have given up.
+    pub(crate) told: Vec<(u32, Error, How)>,
     /// Jobs whose memory must not be written to any more.
     pub dead: Vec<u64>,
     /// Counters for callers.
@@ -113,19 +118,22 @@ pub struct Hub {
     scratch: Vec<Scratch>,
     pub(crate) done: Vec<Token>,
     next_job: u64,
+    pub(crate) window: Window,
 }
 
 impl Hub {
     /// No jobs yet.
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>) -> Self {
-        let sent = (0..world.size()).map(|_| AtomicU64::new(0)).collect();
+        let zeros = || (0..world.size()).map(|_| AtomicU64::new(0)).collect();
+        let (sent, waited) = (zeros(), zeros());
         Self {
             world,
             tx,
             jobs: Vec::new(),
             lost: BTreeMap::new(),
+            told: Vec::new(),
             dead: Vec::new(),
-            counters: Arc::new(Counters { sent, ..Counters::default() }),
+            counters: Arc::new(Counters { sent, waited, ..Counters::default() }),
             deadlines: HashMap::new(),
             early: Vec::new(),
             early_bytes: 0,
@@ -138,6 +146,7 @@ impl Hub {
             scratch: Vec::new(),
             done: Vec::new(),
             next_job: 0,
+            window: Window::default(),
         }
     }
 
@@ -324,7 +333,7 @@ impl Hub {
             }
             match tx.pump(&mut self.done) {
                 Ok(any) => moved |= any,
-                Err(e) => self.lose(rank as u32, e),
+                Err(e) => self.lose(rank as u32, e, How::Dead),
             }
         }
         self.finish_sends() | moved

@@ -6,7 +6,7 @@
 //! * [`engine`] — who drives the work, and how it sleeps.
 //! * [`progress`] — one round of everything that moves.
 //! * [`hub`] — the calls under way; [`plans`] — what each goes by; [`matching`] — what arrives finds who waits for it;
-//!   [`failing`] — failures are made known; [`helping`] — a rank without data takes part.
+//!   [`failing`] — failures are made known; `pulse` — who is alive; `straggler` — who is slow; [`helping`] — a rank without data takes part.
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
@@ -38,8 +38,10 @@ pub mod memory;
 pub mod meter;
 pub mod plans;
 pub mod progress;
+mod pulse;
 pub mod rendezvous;
 pub mod steps;
+mod straggler;
 pub mod ticket;
 pub mod transport;
 pub mod unix;

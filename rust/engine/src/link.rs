@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use trigram_core::wire::{Frame, HEADER, Kind};
+use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
 
 use crate::transport::{Read, Receiver, Sender};
@@ -87,8 +87,7 @@ impl Tx {
     ) -> Result<bool> {
         let was_idle = self.is_idle();
         self.bytes += len as u64;
-        let out = Out { head: frame.encode(), body: Body::Lent(body, len), sent: 0, token: Some(token) };
-        self.queue.push_back(out);
+        self.push(frame, Body::Lent(body, len), Some(token));
         if was_idle {
             let before = done.len();
             self.pump(done)?;
@@ -102,8 +101,13 @@ impl Tx {
 
     /// Sends a frame with a payload of its own.
     pub fn give(&mut self, frame: &Frame, body: Vec<u8>) {
-        let out = Out { head: frame.encode(), body: Body::Owned(body), sent: 0, token: None };
-        self.queue.push_back(out);
+        self.push(frame, Body::Owned(body), None);
+    }
+
+    fn push(&mut self, frame: &Frame, body: Body, token: Option<Token>) {
+        // Before anything is sent: the sum leaves the payload in the cache, where sending finds it.
+        let sum = self.sender.is_summed().then(|| Sum::of(body.bytes()));
+        self.queue.push_back(Out { head: frame.encode(sum), body, sent: 0, token });
     }
 
     /// Writes what fits; true if anything did. Steps whose frame has left are added to `done`.
@@ -181,8 +185,11 @@ pub trait Sink {
 
 enum State {
     Head([u8; HEADER], usize),
-    Body(Frame, Target, usize),
+    Body(Frame, Target, usize, Option<Check>),
 }
+
+/// The sum that a payload must have, and that of what has come.
+struct Check(u32, Sum);
 
 /// The way in from a peer.
 pub struct Rx {
@@ -249,7 +256,7 @@ impl Rx {
 
     /// Redirects what is arriving for a job to nowhere.
     pub fn forget(&mut self, job: u64) {
-        if let State::Body(_, target, _) = &mut self.state
+        if let State::Body(_, target, ..) = &mut self.state
             && matches!(target, Target::Memory(_, token) if token.job == job)
         {
             *target = Target::Nowhere;
@@ -286,14 +293,14 @@ impl Rx {
                     return Ok(read);
                 }
                 let rank = self.peer;
-                let frame =
+                let (frame, sum) =
                     Frame::decode(&head_now).map_err(|e| Error::Corrupt { rank, what: e.to_string() })?;
                 let target = sink.begin(self.peer, &frame)?;
-                self.state = State::Body(frame, target, 0);
+                self.state = State::Body(frame, target, 0, sum.map(|sum| Check(sum, Sum::default())));
                 self.end_if_complete(sink)?;
                 Ok(read)
             }
-            State::Body(frame, target, got) => {
+            State::Body(frame, target, got, _) => {
                 let left = frame.len as usize - *got;
                 let mut sump = [0u8; 4096];
                 let into: &mut [u8] = match target {
@@ -304,9 +311,13 @@ impl Rx {
                 };
                 let (into, len) = (into.as_mut_ptr(), into.len());
                 // SAFETY: the slice above, free of the borrow of `self.state`; `fill` does not touch it.
-                let read = self.fill(unsafe { std::slice::from_raw_parts_mut(into, len) })?;
-                if let (Read::Some(n), State::Body(_, _, got)) = (read, &mut self.state) {
+                let into = unsafe { std::slice::from_raw_parts_mut(into, len) };
+                let read = self.fill(into)?;
+                if let (Read::Some(n), State::Body(_, _, got, check)) = (read, &mut self.state) {
                     *got += n;
+                    if let Some(Check(_, sum)) = check {
+                        sum.add(&into[..n]);
+                    }
                     self.end_if_complete(sink)?;
                 }
                 Ok(read)
@@ -315,10 +326,14 @@ impl Rx {
     }
 
     fn end_if_complete(&mut self, sink: &mut dyn Sink) -> Result<()> {
-        if let State::Body(frame, _, got) = &self.state
+        if let State::Body(frame, _, got, check) = &self.state
             && *got == frame.len as usize
         {
-            let State::Body(frame, target, _) =
+            if check.as_ref().is_some_and(|Check(sum, seen)| seen.value() != *sum) {
+                let what = format!("{} bytes do not have their checksum: bits flipped on the way", frame.len);
+                return Err(Error::Corrupt { rank: self.peer, what });
+            }
+            let State::Body(frame, target, ..) =
                 std::mem::replace(&mut self.state, State::Head([0; HEADER], 0))
             else {
                 return Ok(());

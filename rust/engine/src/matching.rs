@@ -7,6 +7,7 @@ use trigram_core::schedule::Step;
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
+use crate::failing::How;
 use crate::hub::{Early, Failure, Hub, mismatch};
 use crate::job::{Job, Stage};
 use crate::link::{Sink, Target, Token, Tx};
@@ -174,7 +175,7 @@ impl Sink for Hub {
 
     fn end(&mut self, peer: u32, frame: &Frame, target: Target) -> Result<()> {
         match (frame.kind, target) {
-            (_, Target::Nowhere) | (Kind::Bye, _) => {}
+            (_, Target::Nowhere) | (Kind::Bye | Kind::Beat, _) => {}
             (_, Target::Memory(_, token)) => {
                 if let Some(i) = self.jobs.iter().position(|j| j.body.id == token.job) {
                     self.accept(i, peer, &Frame { kind: Kind::Ready, ..*frame }, Vec::new());
@@ -195,6 +196,11 @@ impl Sink for Hub {
                         self.failures.push(Failure { group: frame.group, call: frame.call, peer, error });
                     }
                 }
+            }
+            (Kind::Lost, Target::Heap(payload)) => {
+                let how = if frame.tag == self.world.rank { How::Refused } else { How::Silent };
+                let told = self.hear_lost(peer, frame.tag, &payload);
+                self.told.extend(told.map(|(rank, why)| (rank, why, how)));
             }
             (Kind::Rate, Target::Heap(payload)) => self.hear_rate(peer, frame, &payload),
             (_, Target::Heap(payload)) => match self.find(peer, frame) {

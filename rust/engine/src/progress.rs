@@ -5,10 +5,12 @@
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
-use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::wire::Kind;
 
+use crate::failing::How;
 use crate::hub::Hub;
 use crate::link::{Pumped, Rx, Tx};
+use crate::pulse::{Pulse, sign};
 use crate::ticket::GLANCE;
 
 /// Everything that moves, under the progress lock.
@@ -17,13 +19,15 @@ pub(crate) struct Progress {
     pub(crate) rx: Vec<Option<Rx>>,
     /// Neighbours whose control connection has ended.
     pub(crate) gone: Vec<u32>,
+    pulse: Pulse,
     ticked: Instant,
 }
 
 impl Progress {
     /// Nothing has moved yet.
     pub(crate) fn new(hub: Hub, rx: Vec<Option<Rx>>) -> Self {
-        Self { hub, rx, gone: Vec::new(), ticked: Instant::now() }
+        let pulse = Pulse::new(rx.len());
+        Self { hub, rx, gone: Vec::new(), pulse, ticked: Instant::now() }
     }
 
     /// Moves everything once; true if anything moved.
@@ -33,7 +37,7 @@ impl Progress {
             let Some(rx) = &mut self.rx[rank] else { continue };
             if !rx.has_input() {
                 if rx.said_bye {
-                    self.lose(rank as u32, Error::Aborted("it has left the job".into()));
+                    self.lose(rank as u32, Error::Aborted("it has left the job".into()), How::Left);
                     moved = true;
                 }
                 continue;
@@ -42,12 +46,15 @@ impl Progress {
                 Ok(Pumped::Moved) => moved = true,
                 Ok(Pumped::Nothing) => {}
                 Ok(Pumped::Closed) => {
-                    let why = if rx.said_bye { "it has left the job" } else { "its connection has closed" };
-                    self.lose(rank as u32, Error::Aborted(why.into()));
+                    let (why, how) = match rx.said_bye {
+                        true => ("it has left the job", How::Left),
+                        false => ("its connection has closed", How::Dead),
+                    };
+                    self.lose(rank as u32, Error::Aborted(why.into()), how);
                     moved = true;
                 }
                 Err(e) => {
-                    self.lose(rank as u32, e);
+                    self.lose(rank as u32, e, How::Dead);
                     moved = true;
                 }
             }
@@ -55,8 +62,15 @@ impl Progress {
         for rank in std::mem::take(&mut self.gone) {
             // What it wrote before it went has been read above.
             let bye = self.rx[rank as usize].as_ref().is_some_and(|rx| rx.said_bye);
-            let why = if bye { "it has left the job" } else { "its process has ended" };
-            self.lose(rank, Error::Aborted(why.into()));
+            let (why, how) = match bye {
+                true => ("it has left the job", How::Left),
+                false => ("its process has ended", How::Dead),
+            };
+            self.lose(rank, Error::Aborted(why.into()), how);
+            moved = true;
+        }
+        for (rank, why, how) in std::mem::take(&mut self.hub.told) {
+            self.lose(rank, why, how);
             moved = true;
         }
         if moved {
@@ -83,21 +97,22 @@ impl Progress {
         moved
     }
 
-    fn lose(&mut self, rank: u32, why: Error) {
+    /// Shows that this rank is alive, and looks who else is. What has arrived has just been read.
+    pub(crate) fn beat(&mut self) {
+        for (rank, silent) in self.pulse.beat(&mut self.hub, &self.rx) {
+            self.hub.give_up(rank, silent);
+            self.rx[rank as usize] = None;
+        }
+    }
+
+    fn lose(&mut self, rank: u32, why: Error, how: How) {
+        self.hub.lose(rank, why, how);
         self.rx[rank as usize] = None;
-        self.hub.lose(rank, why);
     }
 
     /// Tells the peers that this rank leaves, and sees that what it sent gets through.
     pub(crate) fn say_bye(&mut self) {
-        let bye = Frame {
-            kind: Kind::Bye,
-            group: 0,
-            call: CallId(0),
-            tag: 0,
-            len: 0,
-            signature: trigram_core::signature::Signature::default(),
-        };
+        let bye = sign(Kind::Bye, 0, 0);
         self.hub.tx.iter_mut().flatten().for_each(|tx| tx.give(&bye, Vec::new()));
         let deadline = Instant::now() + Duration::from_secs(1);
         while self.hub.tx.iter().flatten().any(|tx| !tx.is_idle()) && Instant::now() < deadline {

@@ -71,6 +71,13 @@ pub fn is_same_user(stream: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
 }
 
+/// The process at the other end, where it can be seen from this process's namespace and is another one.
+pub fn peer_process(stream: &OwnedFd) -> Option<OwnedFd> {
+    let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
+    let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
+    (pid != rustix::process::getpid()).then_some(process)
+}
+
 /// Sends a message with descriptors. A peer that has gone is not an error here: who needs it hears
 /// of it.
 pub fn send(stream: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {

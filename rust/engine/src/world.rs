@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use rustix::event::{PollFd, PollFlags};
+use rustix::time::Timespec;
 use trigram_core::{Error, Result};
 
 use crate::fork::Watched;
@@ -20,6 +22,8 @@ pub struct Neighbour {
     /// A connection for descriptors; its end tells that the peer has gone. `None` for this rank
     /// and for ranks that are threads.
     control: Option<OwnedFd>,
+    /// Its process, where this one can see it.
+    process: Option<OwnedFd>,
     _watched: Option<Watched>,
     /// Its registered memory, by its numbers.
     segments: Mutex<HashMap<u64, Arc<Segment>>>,
@@ -29,7 +33,25 @@ impl Neighbour {
     /// A rank whose board and control connection are open.
     pub fn new(board: Board, control: Option<OwnedFd>) -> Self {
         let watched = control.as_ref().map(Watched::new);
-        Self { board, control, _watched: watched, segments: Mutex::default() }
+        let process = control.as_ref().and_then(unix::peer_process);
+        Self { board, control, process, _watched: watched, segments: Mutex::default() }
+    }
+
+    /// Ends its process, and waits until it is over; false where it cannot be seen from here, being in
+    /// another process namespace.
+    pub fn end(&self) -> bool {
+        let Some(process) = &self.process else { return false };
+        let _ = rustix::process::pidfd_send_signal(process, rustix::process::Signal::KILL);
+        let mut fds = [PollFd::new(process, PollFlags::IN)];
+        let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+        matches!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1))
+    }
+
+    /// Lets it know, when it wakes, that nobody waits for it.
+    pub fn dismiss(&self) {
+        if let Some(control) = &self.control {
+            let _ = rustix::net::shutdown(control, rustix::net::Shutdown::Both);
+        }
     }
 
     /// What becomes readable when the peer sends a segment or dies.

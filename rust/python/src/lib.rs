@@ -18,6 +18,7 @@ use pyo3::types::{PyBytes, PyDict};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
+use trigram_engine::failing::How;
 use trigram_engine::job::{Message, Request, Tensors};
 use trigram_engine::ticket::Ticket;
 use trigram_engine::{address, engine, group, memory, rendezvous};
@@ -160,6 +161,18 @@ impl Engine {
         });
     }
 
+    /// The ranks lost so far, and how: left, dead, silent or refused.
+    fn losses(&self) -> Vec<(u32, &'static str)> {
+        let name = |how| match how {
+            How::Left => "left",
+            How::Dead => "dead",
+            How::Silent => "silent",
+            How::Refused => "refused",
+        };
+        let losses = self.0.counters().news().losses();
+        losses.into_iter().map(|(rank, how)| (rank, name(how))).collect()
+    }
+
     fn counters<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let counters = self.0.counters();
         let dict = PyDict::new(py);
@@ -169,6 +182,8 @@ impl Engine {
         dict.set_item("engine_seconds", background)?;
         let sent: Vec<u64> = counters.sent.iter().map(|n| n.load(Ordering::Relaxed)).collect();
         dict.set_item("sent_bytes", sent)?;
+        let waited = counters.waited.iter().map(|n| n.load(Ordering::Relaxed) as f64 * 1e-9);
+        dict.set_item("waited_for", waited.collect::<Vec<f64>>())?;
         Ok(dict)
     }
 }

@@ -3,7 +3,7 @@
 //! One segment per rank. Only its owner writes to it, except for the pipes (their writers put
 //! bytes into them) and the doorbell (whoever rings clears the sleeper's mark). It holds
 //!
-//! * the doorbell,
+//! * the doorbell, and a count of signs of life,
 //! * a pipe from each other rank of the host,
 //! * for each group and each call in flight a *lane*: how far the owner has come, what it called,
 //!   where its memory is, and a slot for small payloads.
@@ -32,7 +32,7 @@ pub const MAX_GROUPS: usize = 512;
 /// Calls of one group in flight inside a host at most; more wait their turn.
 pub const LANES: usize = 8;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x02\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x03\0");
 
 /// One call in flight, as one rank shows it. Times are monotonic, so nothing is ever reset.
 #[derive(Debug)]
@@ -68,6 +68,7 @@ const CLAIMED: u64 = u64::MAX;
 struct Layout {
     magic: AtomicU64,
     bell: Words,
+    beats: AtomicU64,
     pipes: [Pipe; MAX_LOCAL],
     groups: [AtomicU64; MAX_GROUPS],
     lanes: [[Lane; LANES]; MAX_GROUPS],
@@ -126,6 +127,16 @@ impl Board {
     /// The owner's doorbell.
     pub fn bell(&self) -> &Doorbell {
         &self.bell
+    }
+
+    /// The owner is alive.
+    pub fn beat(&self) {
+        self.layout().beats.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often it has shown that it is.
+    pub fn beats(&self) -> u64 {
+        self.layout().beats.load(Ordering::Relaxed)
     }
 
     /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.

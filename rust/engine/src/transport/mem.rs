@@ -43,6 +43,10 @@ impl Sender for MemSender {
         self.to.ring();
     }
 
+    fn is_summed(&self) -> bool {
+        true
+    }
+
     fn close(&mut self) {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner).closed = true;
         self.to.ring();

@@ -42,6 +42,11 @@ pub trait Sender: Send {
     /// bounded queue they share alike, so that pieces of one sum arrive together.
     fn pace(&mut self, _rate: f64) {}
 
+    /// Whether bytes may be damaged on the way, so that frames carry checksums.
+    fn is_summed(&self) -> bool {
+        false
+    }
+
     /// No more will be written; what was written will still arrive.
     fn close(&mut self) {}
 }

@@ -6,7 +6,7 @@
 use std::io::{ErrorKind, IoSlice, Read as _};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use socket2::SockRef;
 use trigram_core::{Error, Result};
@@ -82,6 +82,10 @@ impl Sender for TcpSender {
         }
     }
 
+    fn is_summed(&self) -> bool {
+        sums()
+    }
+
     fn close(&mut self) {
         // The peer may have closed already; either way nothing more is sent.
         let _ = self.socket.stream.shutdown(Shutdown::Write);
@@ -125,6 +129,12 @@ impl Receiver for TcpReceiver {
     fn read_ahead(&self) -> usize {
         16 << 10
     }
+}
+
+/// Whether frames carry checksums, unless `TRIGRAM_CHECKSUM=off`. Receivers take both.
+pub fn sums() -> bool {
+    static SUMS: OnceLock<bool> = OnceLock::new();
+    *SUMS.get_or_init(|| std::env::var_os("TRIGRAM_CHECKSUM").is_none_or(|v| v != "off"))
 }
 
 /// The least round-trip time of a connection so far, in seconds.

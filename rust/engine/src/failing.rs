@@ -177,25 +177,18 @@ impl Hub {
             }
         }
         if how == How::Silent {
-            self.check_losses();
             self.fence(rank);
         }
     }
 
     /// A rank of this host that is given up may only be stopped, in the middle of a call that lets it write
-    /// to our memory. It must never wake up to do so.
+    /// to our memory. It must never wake up to do so: so it is ended, and known to be dead.
     fn fence(&self, rank: u32) {
         let Some(neighbour) = self.world.neighbours.get(&rank) else { return };
-        let inside = self.jobs.iter().any(|job| {
-            let members = &job.body.members;
-            members.inside(job.body.call_id).iter().any(|&p| members.ranks[p as usize] == rank)
-        });
-        if inside && neighbour.end() {
-            eprintln!(
-                "trigram: rank {}: ended the process of rank {rank}, which was stopped inside of a call with \
-                 access to this rank's memory",
-                self.world.rank
-            );
+        if neighbour.end() {
+            let me = self.world.rank;
+            eprintln!("trigram: rank {me}: ended the process of rank {rank}, which has access to its memory");
+            self.counters.news().how.insert(rank, How::Dead);
         }
         neighbour.dismiss();
     }

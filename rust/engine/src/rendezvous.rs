@@ -22,6 +22,7 @@ use crate::address::{host_name, own_address};
 use crate::engine::{Engine, Glance};
 use crate::host::board::{Board, MAX_LOCAL};
 use crate::link::{Rx, Tx};
+use crate::memory::Arena;
 use crate::ticket::GLANCE;
 use crate::transport::{shm, tcp};
 use crate::unix::{self, Received};
@@ -69,7 +70,9 @@ pub struct Rendezvous {
     unix: OwnedFd,
     board: Board,
     neighbours: HashMap<u32, Neighbour>,
-    cards: Vec<Card>,
+    arena: Arc<Arena>,
+    /// By rank; None where this world has no such rank.
+    cards: Vec<Option<Card>>,
 }
 
 fn random() -> Result<[u8; 16]> {
@@ -113,8 +116,14 @@ impl Rendezvous {
             unix,
             board: Board::create()?,
             neighbours: HashMap::new(),
+            arena: Arc::default(),
             cards: Vec::new(),
         })
+    }
+
+    /// Takes registered memory over from the world that this one follows: tensors in it stay registered.
+    pub fn inherit(&mut self, world: &World) {
+        self.arena = world.arena.clone();
     }
 
     /// This rank's card.
@@ -124,11 +133,17 @@ impl Rendezvous {
 
     /// Proves to the ranks that claim the same host that we are there, and gets their boards.
     /// False if not all could: then none of that host share memory.
+    ///
+    /// `cards`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
     pub fn meet(&mut self, cards: &[Vec<u8>], glance: Glance<'_>) -> Result<bool> {
         if cards.len() != self.size {
             return Err(Error::misuse(format!("{} cards for a world of {}", cards.len(), self.size)));
         }
         for (rank, bytes) in (0..).zip(cards) {
+            if bytes.is_empty() && rank != self.card.rank {
+                self.cards.push(None);
+                continue;
+            }
             let card: Card = postcard::from_bytes(bytes).map_err(|_| Error::Corrupt {
                 rank,
                 what: "its card cannot be read; does it run another version of trigram?".into(),
@@ -140,25 +155,31 @@ impl Rendezvous {
                     card.version, card.rank
                 )));
             }
-            self.cards.push(card);
+            self.cards.push(Some(card));
         }
-        let local: Vec<u32> =
-            self.cards.iter().filter(|c| c.host == self.card.host).map(|c| c.rank).collect();
+        let here = self.cards.iter().flatten().filter(|c| c.host == self.card.host);
+        let local: Vec<u32> = here.map(|c| c.rank).collect();
         if local.len() > MAX_LOCAL {
             return Ok(false);
         }
         self.exchange_boards(&local, glance)
     }
 
+    /// What all ranks of this job have in common.
+    fn job(&self) -> [u8; 16] {
+        self.cards.iter().flatten().next().map_or(self.card.token, |c| c.token)
+    }
+
     fn exchange_boards(&mut self, local: &[u32], glance: Glance<'_>) -> Result<bool> {
         let me = self.card.rank;
         let deadline = Instant::now() + PROOF;
-        let job = self.cards[0].token;
+        let job = self.job();
         let hello: Vec<u8> = job.iter().copied().chain(me.to_le_bytes()).collect();
         let mut controls: HashMap<u32, OwnedFd> = HashMap::new();
         let mut expected: Vec<u32> = local.iter().copied().filter(|&r| r != me).collect();
         for &rank in local.iter().filter(|&&r| r < me) {
-            let Some(stream) = unix::connect(&self.cards[rank as usize].socket)? else { return Ok(false) };
+            let Some(card) = &self.cards[rank as usize] else { return Ok(false) };
+            let Some(stream) = unix::connect(&card.socket)? else { return Ok(false) };
             if !unix::is_same_user(&stream) {
                 return Ok(false);
             }
@@ -235,10 +256,11 @@ impl Rendezvous {
         let (me, size) = (self.card.rank as usize, self.size);
         let mut names: Vec<String> = Vec::new();
         let mut host_of = Vec::with_capacity(size);
-        for card in &self.cards {
-            let here = self.cards.iter().filter(|c| c.host == card.host);
-            let proved = here.clone().all(|c| verdicts.get(c.rank as usize) == Some(&true));
-            let name = if proved { card.host.clone() } else { format!("rank {} alone", card.rank) };
+        for (rank, card) in self.cards.iter().enumerate() {
+            let host = card.as_ref().map(|c| &c.host);
+            let mut here = self.cards.iter().flatten().filter(|c| Some(&c.host) == host);
+            let proved = here.all(|c| verdicts.get(c.rank as usize) == Some(&true));
+            let name = host.filter(|_| proved).cloned().unwrap_or_else(|| format!("rank {rank} alone"));
             let known = names.iter().position(|n| *n == name);
             host_of.push(known.unwrap_or_else(|| {
                 names.push(name);
@@ -246,8 +268,9 @@ impl Rendezvous {
             }));
         }
         let is_here = |rank: usize| host_of[rank] == host_of[me];
+        let present: Vec<bool> = self.cards.iter().map(Option::is_some).collect();
         if self.transport == Transport::Shm
-            && let Some(other) = (0..size).find(|&r| !is_here(r))
+            && let Some(other) = (0..size).find(|&r| present[r] && !is_here(r))
         {
             return Err(Error::Config(format!(
                 "TRIGRAM_TRANSPORT=shm, but rank {me} shares no memory with rank {other}: they are on different \
@@ -255,7 +278,12 @@ impl Rendezvous {
             )));
         }
         self.neighbours.retain(|&r, _| is_here(r as usize));
-        let away: Vec<usize> = (0..size).filter(|&r| !is_here(r)).collect();
+        let away: Vec<usize> = (0..size).filter(|&r| present[r] && !is_here(r)).collect();
+        for (number, segment) in self.arena.segments() {
+            for (rank, neighbour) in &self.neighbours {
+                neighbour.share(*rank, number, &segment)?;
+            }
+        }
         let mut sockets = self.open_sockets(&away, limit, glance)?;
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
@@ -275,7 +303,7 @@ impl Rendezvous {
             host_of,
             board: self.board,
             neighbours: self.neighbours,
-            arena: Arc::default(),
+            arena: self.arena,
             retired: Arc::default(),
         };
         Engine::new(Arc::new(world), tx, rx)
@@ -298,10 +326,12 @@ impl Rendezvous {
             let listener = TcpListener::from_std(listener).map_err(io)?;
             let (send, mut arrivals) = tokio::sync::mpsc::channel::<(usize, TcpStream)>(16);
             let me = self.card.rank as usize;
-            let job = self.cards[0].token;
+            let job = self.job();
             let mut tasks = tokio::task::JoinSet::new();
             for &rank in away.iter().filter(|&&r| r < me) {
-                tasks.spawn(reach(rank, self.cards[rank].address, me, job, send.clone()));
+                if let Some(card) = &self.cards[rank] {
+                    tasks.spawn(reach(rank, card.address, me, job, send.clone()));
+                }
             }
             tasks.spawn(receive(listener, me, job, send.clone()));
             let mut sockets = HashMap::new();

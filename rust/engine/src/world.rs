@@ -59,6 +59,15 @@ impl Neighbour {
         self.control.as_ref().map(AsFd::as_fd)
     }
 
+    /// Lets the peer, `rank`, map a segment of ours.
+    pub fn share(&self, rank: u32, number: u64, segment: &Segment) -> Result<()> {
+        let Some(control) = &self.control else {
+            return Err(Error::Unsupported("ranks that are threads share no registered memory".into()));
+        };
+        unix::send(control, &number.to_le_bytes(), &[segment.fd()])
+            .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))
+    }
+
     /// Takes the segments that the peer has sent; false if it has gone.
     pub fn collect(&self) -> Result<bool> {
         let Some(control) = &self.control else { return Ok(true) };
@@ -129,18 +138,7 @@ impl World {
     pub fn allocate(&self, len: usize) -> Result<Block> {
         self.retired.sweep();
         self.arena.allocate(len, |number, segment| {
-            for (rank, neighbour) in &self.neighbours {
-                match &neighbour.control {
-                    Some(control) => unix::send(control, &number.to_le_bytes(), &[segment.fd()])
-                        .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))?,
-                    None => {
-                        return Err(Error::Unsupported(
-                            "ranks that are threads share no registered memory".into(),
-                        ));
-                    }
-                }
-            }
-            Ok(())
+            self.neighbours.iter().try_for_each(|(&rank, n)| n.share(rank, number, segment))
         })
     }
 }

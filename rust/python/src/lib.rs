@@ -107,10 +107,28 @@ impl Rendezvous {
         wait(py, |glance| inner.meet(&cards, glance))
     }
 
-    fn connect(&mut self, py: Python<'_>, verdicts: Vec<bool>, timeout: f64) -> PyResult<Engine> {
-        let inner = self.0.take().ok_or_else(used).raise(py)?;
+    /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.
+    #[pyo3(signature = (verdicts, timeout, beside=None))]
+    fn connect(
+        &mut self,
+        py: Python<'_>,
+        verdicts: Vec<bool>,
+        timeout: f64,
+        beside: Option<&Engine>,
+    ) -> PyResult<Engine> {
+        let mut inner = self.0.take().ok_or_else(used).raise(py)?;
+        if let Some(engine) = beside {
+            inner.inherit(engine.0.world());
+        }
         let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
-        let engine = wait(py, |glance| inner.connect(&verdicts, limit, glance))?;
+        let losses = || beside.map_or(0, |e| e.0.counters().news().losses().len());
+        let before = losses();
+        let engine = wait(py, |glance| {
+            inner.connect(&verdicts, limit, &mut || match losses() == before {
+                true => glance(),
+                false => Err(Error::Aborted("another rank was lost meanwhile".into())),
+            })
+        })?;
         Ok(Engine(Arc::new(engine)))
     }
 }

@@ -18,6 +18,7 @@ use trigram_core::{Error, Result};
 use crate::hub::Hub;
 use crate::job::{Message, Request, Stage};
 use crate::members::Members;
+use crate::pulse::dismiss;
 
 /// After this long without progress a rank tells the others what it called.
 const STALL: Duration = Duration::from_millis(100);
@@ -165,9 +166,19 @@ impl Hub {
             return;
         }
         let mut news = self.counters.news();
+        // Who has been refused by one is refused by all: a connection that closes then is no death.
+        let refused = how == How::Dead && news.how.values().any(|&how| how == How::Refused);
+        let how = if refused { How::Refused } else { how };
         news.lost.insert(rank, why.clone());
         news.how.insert(rank, how);
         drop(news);
+        if let Some(tx) =
+            self.tx.get_mut(rank as usize).and_then(Option::as_mut).filter(|_| how == How::Silent)
+        {
+            dismiss(tx, rank, &why);
+            // Only what fits now: it may never take it.
+            let _ = tx.pump(&mut self.done);
+        }
         self.lost.insert(rank, why);
         let tx = self.tx.get_mut(rank as usize).and_then(Option::take);
         for i in 0..self.jobs.len() {

@@ -97,6 +97,8 @@ pub struct Hub {
     pub jobs: Vec<Job>,
     /// Peers that are gone, and why.
     pub lost: BTreeMap<u32, Error>,
+    /// Peers that take nothing more.
+    pub(crate) unwritable: Vec<u32>,
     /// Peers that others have given up.
     pub(crate) told: Vec<(u32, Error, How)>,
     /// Jobs whose memory must not be written to any more.
@@ -131,6 +133,7 @@ impl Hub {
             tx,
             jobs: Vec::new(),
             lost: BTreeMap::new(),
+            unwritable: Vec::new(),
             told: Vec::new(),
             dead: Vec::new(),
             counters: Arc::new(Counters { sent, waited, ..Counters::default() }),
@@ -333,7 +336,10 @@ impl Hub {
             }
             match tx.pump(&mut self.done) {
                 Ok(any) => moved |= any,
-                Err(e) => self.lose(rank as u32, e, How::Dead),
+                Err(_) => {
+                    self.unwritable.push(rank as u32);
+                    moved = true;
+                }
             }
         }
         self.finish_sends() | moved

@@ -54,7 +54,8 @@ impl Progress {
                     moved = true;
                 }
                 Err(e) => {
-                    self.lose(rank as u32, e, How::Dead);
+                    self.hub.give_up(rank as u32, e);
+                    self.rx[rank] = None;
                     moved = true;
                 }
             }
@@ -68,6 +69,17 @@ impl Progress {
             };
             self.lose(rank, Error::Aborted(why.into()), how);
             moved = true;
+        }
+        for rank in std::mem::take(&mut self.hub.unwritable) {
+            // What it said before it closed is still to be read.
+            if let Some(rx) = self.rx[rank as usize].as_mut() {
+                rx.wake();
+                while matches!(rx.pump(&mut self.hub), Ok(Pumped::Moved)) {}
+                let left = rx.said_bye;
+                let how = if left { How::Left } else { How::Dead };
+                let why = if left { "it has left the job" } else { "its connection has closed" };
+                self.hub.told.push((rank, Error::Aborted(why.into()), how));
+            }
         }
         for (rank, why, how) in std::mem::take(&mut self.hub.told) {
             self.lose(rank, why, how);
@@ -100,7 +112,8 @@ impl Progress {
     /// Shows that this rank is alive, and looks who else is. What has arrived has just been read.
     pub(crate) fn beat(&mut self) {
         for (rank, silent) in self.pulse.beat(&mut self.hub, &self.rx) {
-            self.hub.give_up(rank, silent);
+            let why = format!("it has been silent for {:.1} s", silent.as_secs_f64());
+            self.hub.give_up(rank, Error::Aborted(why));
             self.rx[rank as usize] = None;
         }
     }

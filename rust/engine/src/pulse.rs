@@ -20,7 +20,7 @@ use trigram_core::wire::{CallId, Frame, Kind};
 
 use crate::failing::How;
 use crate::hub::Hub;
-use crate::link::Rx;
+use crate::link::{Rx, Tx};
 
 /// Between two signs of life.
 pub(crate) const BEAT: Duration = Duration::from_millis(100);
@@ -117,21 +117,16 @@ pub(crate) fn sign(kind: Kind, tag: u32, len: u32) -> Frame {
 }
 
 impl Hub {
-    /// Gives up a rank that has been silent: tells the others, so that all name the same rank, and it too,
-    /// if it still hears; and sees that it cannot write to our memory any more.
-    pub(crate) fn give_up(&mut self, rank: u32, silent: Duration) {
+    /// Gives up a rank that may live on: it is silent, or what it sends is corrupt. The others are told, so
+    /// that all name the same rank.
+    pub(crate) fn give_up(&mut self, rank: u32, why: Error) {
         if self.lost.contains_key(&rank) {
             return;
         }
-        let why = format!("it has been silent for {:.1} s", silent.as_secs_f64());
         eprintln!("trigram: rank {}: rank {rank} is given up: {why}", self.world.rank);
-        let why = Error::Aborted(why);
-        if let Ok(payload) = postcard::to_stdvec(&why) {
-            let frame = sign(Kind::Lost, rank, payload.len() as u32);
-            self.tx.iter_mut().flatten().for_each(|tx| tx.give(&frame, payload.clone()));
-            // To the rank itself only what fits now: it may never take it.
-            if let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::as_mut) {
-                let _ = tx.pump(&mut self.done);
+        for (peer, tx) in (0..).zip(&mut self.tx) {
+            if let Some(tx) = tx.as_mut().filter(|_| peer != rank) {
+                dismiss(tx, rank, &why);
             }
         }
         self.lose(rank, why, How::Silent);
@@ -145,5 +140,12 @@ impl Hub {
             return Some((peer, Error::Aborted(why)));
         }
         (rank as usize).lt(&self.tx.len()).then_some((rank, why))
+    }
+}
+
+/// Says over a connection that a rank is given up, perhaps the one at its other end.
+pub(crate) fn dismiss(tx: &mut Tx, rank: u32, why: &Error) {
+    if let Ok(payload) = postcard::to_stdvec(why) {
+        tx.give(&sign(Kind::Lost, rank, payload.len() as u32), payload);
     }
 }

@@ -1,0 +1,157 @@
+"""The door of an elastic job: where a rank that comes late knocks, and hears who is in.
+
+Everything goes through the store that the ranks met in, for that is what a newcomer knows. The lowest
+rank of the job keeps the door: a thread of its own shows that the job is alive and looks who waits. A
+store that went away with the process that offered it is looked for again, at the same address.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+_LOOK = 0.2
+"""Seconds between two looks at the store."""
+_FRESH = 3.0
+"""Seconds after which a job that shows no life is taken to have ended."""
+_LIVE, _KNOCKS = "elastic/live", "elastic/knocks"
+
+
+class Store:
+    """A store that may go away and come back.
+
+    Args:
+        store: The store.
+        reopen: Makes another way to it; None: there is none.
+    """
+
+    def __init__(self, store: Any, reopen: Callable[[], Any] | None) -> None:
+        self.store, self.reopen = store, reopen
+        self.lock = threading.Lock()
+
+    def __call__(self, do: Callable[[Any], Any]) -> Any:
+        """What ``do`` returns for the store; None while there is no store."""
+        with self.lock:
+            try:
+                if self.store is None and self.reopen is not None:
+                    self.store = self.reopen()
+                return None if self.store is None else do(self.store)
+            except (dist.DistError, OSError, RuntimeError):
+                if self.reopen is not None:
+                    self.store = None
+                return None
+
+    def get(self, key: str) -> bytes | None:
+        """The value of a key, if it is there."""
+        found: bytes | None = self(lambda s: bytes(s.get(key)) if s.check([key]) else None)
+        return found
+
+    def put(self, key: str, value: bytes | str) -> None:
+        """Sets a key."""
+        self(lambda s: s.set(key, value))
+
+    def wait(self, key: str, seconds: float, stop: Callable[[], bool] = lambda: False) -> bytes | None:
+        """The value of a key, once it is there; None if it does not come, or ``stop`` says so."""
+        end = time.monotonic() + seconds
+        while (value := self.get(key)) is None and time.monotonic() < end and not stop():
+            time.sleep(0.005)
+        return value
+
+
+class Watch:
+    """Whether a value of the store goes on changing."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.seen: bytes | None = None
+        self.since = 0.0
+        self.changed = False
+
+    def look(self) -> dict[str, Any] | None:
+        """What a living job says of itself; None while none is known to live."""
+        value, now = self.store.get(_LIVE), time.monotonic()
+        if value is None:
+            return None
+        if value != self.seen:
+            self.changed = self.seen is not None
+            self.seen, self.since = value, now
+        live: dict[str, Any] = json.loads(value)
+        return live if self.changed and now - self.since < _FRESH else None
+
+
+class Door:
+    """The members' side."""
+
+    def __init__(self, store: Store, rank: int) -> None:
+        self.store, self.rank = store, rank
+        self.says: dict[str, Any] = {}
+        self.waiting: dict[int, dict[str, Any]] = {}
+        self.done = 0
+        self._heard: dict[int, bytes | None] = {}
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def keep(self, keeps: bool, says: dict[str, Any]) -> None:
+        """From now on this rank keeps the door, or does not; ``says`` describes the job."""
+        self.says = says
+        if keeps and self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="trigram-door", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """This rank leaves."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def knocks(self) -> list[dict[str, Any]]:
+        """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``."""
+        return [{"id": i, **knock} for i, knock in sorted(self.waiting.items())]
+
+    def _run(self) -> None:
+        beat = 0
+        while not self._stop.wait(_LOOK):
+            beat += 1
+            self.store.put(_LIVE, json.dumps({**self.says, "keeper": self.rank, "beat": beat}))
+            self._look()
+
+    def _look(self) -> None:
+        count = int(self.store(lambda s: s.add(_KNOCKS, 0)) or 0)
+        waiting = {}
+        for i in range(max(1, self.done + 1, count - 64), count + 1):
+            alive = self.store.get(f"elastic/alive/{i}")
+            if alive is not None and alive != self._heard.get(i) and i > self.done:
+                knock = self.store.get(f"elastic/knock/{i}")
+                if knock is not None:
+                    waiting[i] = json.loads(knock)
+            self._heard[i] = alive
+        self.waiting = waiting
+
+    def answer(self, knock: int, value: dict[str, Any]) -> None:
+        """Lets one in, or tells it more; each knock is answered once."""
+        self.done = max(self.done, knock)
+        self.waiting.pop(knock, None)
+        self.store.put(f"elastic/answer/{knock}", json.dumps(value))
+
+
+class Knock:
+    """A newcomer's side: one knock, and what comes of it."""
+
+    def __init__(self, store: Store, rank: int, card: bytes) -> None:
+        self.store = store
+        self.id = int(store(lambda s: s.add(_KNOCKS, 1)) or 0)
+        store.put(f"elastic/knock/{self.id}", json.dumps({"rank": rank, "card": card.hex()}))
+        self._beat, self._beaten = 0, 0.0
+
+    def answer(self) -> dict[str, Any] | None:
+        """The answer, if it has come. To be asked again and again: it shows that this rank lives."""
+        if time.monotonic() - self._beaten > _LOOK / 2:
+            self._beat, self._beaten = self._beat + 1, time.monotonic()
+            self.store.put(f"elastic/alive/{self.id}", str(self._beat))
+        value = self.store.get(f"elastic/answer/{self.id}")
+        return None if value is None else json.loads(value)

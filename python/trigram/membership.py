@@ -1,0 +1,316 @@
+"""Who is in an elastic job, and how the living agree on it.
+
+A *generation* is a world of its own: connections, boards and groups are made anew for each, so nothing
+of an earlier one can be mistaken for the present. Ranks keep the numbers they started with.
+
+When a rank is lost, all others come here (:func:`reform`). Over the connections they still have, those who
+can reach each other tell what they know; if they are the quorum they make the next generation, and when
+all have made it, they let go of the old one. A rank that was lost on the way makes them begin again. Who
+passes the last barrier knows that all others have come as far; who fails there finds out, from those
+who have gone on, which of the two worlds stands.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from trigram import _core, codes, collectives, world
+from trigram.door import Door
+from trigram.errors import (
+    AbortedError,
+    CorruptError,
+    MismatchError,
+    PeerLostError,
+    TimeoutError,
+    TrigramError,
+)
+from trigram.world import Group, World
+
+_ROLL = 4 << 32
+_TRIES = 20
+_PATIENCE = 10.0
+"""Seconds that the steps of a new generation may take once all have come."""
+_KINDS = ("", "left", "dead", "silent", "refused")
+_BARRIER, _NOTHING = (codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
+
+
+@dataclass
+class Membership:
+    """This rank's part in an elastic job.
+
+    Attributes:
+        ranks: The members' numbers, rising.
+        slots: One more than the largest number so far.
+        generation: Worlds made so far.
+        settings: Interface, address to look toward, and transport.
+        door: Where newcomers knock; None: nowhere.
+        newcomer: This rank has not taken part in a step yet.
+        commits: Passes that all ranks have completed.
+        due: Somebody waits at the door, as all ranks know alike.
+    """
+
+    ranks: list[int]
+    slots: int
+    settings: tuple[str | None, str | None, str]
+    door: Door | None
+    generation: int = 0
+    newcomer: bool = False
+    commits: int = 0
+    due: bool = False
+    rolls: dict[tuple[int, ...], Group] = field(default_factory=dict)
+
+    def says(self) -> dict[str, Any]:
+        """What newcomers must know before they knock."""
+        return {"generation": self.generation, "slots": self.slots, "ranks": self.ranks}
+
+
+@dataclass(frozen=True)
+class Reformed:
+    """What came of a :func:`reform`.
+
+    Attributes:
+        newcomers: Members that have no part in the job's state yet.
+        donor: The lowest member that has.
+        commit: Everybody had completed the pass under way: it counts.
+        renewed: Whether there is a new world; else everything is as it was.
+    """
+
+    newcomers: list[int]
+    donor: int
+    commit: bool
+    renewed: bool
+
+
+def quorum(members: Sequence[int], here: Sequence[int], away: Sequence[int]) -> bool:
+    """Whether ``here`` may go on as the whole.
+
+    Ranks whose end is known do not count. Of the others those may go on who are more than those they
+    cannot reach; of two equal halves the one with the lowest rank. So two halves never both do.
+
+    Args:
+        members: All ranks of the generation.
+        here: Those that reach each other.
+        away: Those that may live on out of reach.
+    """
+    assert set(here) <= set(members) and set(away) <= set(members)
+    if len(here) != len(away):
+        return len(here) > len(away)
+    return min(here) < min(away)
+
+
+def current() -> tuple[World, Membership]:
+    """The world and this rank's part in it."""
+    now = world.current()
+    assert now.elastic is not None
+    return now, now.elastic
+
+
+def disturbed() -> bool:
+    """Whether a rank is lost, or one waits at the door."""
+    now, mine = current()
+    return mine.due or bool(now.engine.losses())
+
+
+def reform(boundary: bool, complete: bool) -> Reformed:
+    """All members call it: the living agree on who goes on, and let those in who wait.
+
+    Args:
+        boundary: This rank is between two steps.
+        complete: This rank has everything of the pass under way, and only waits for the others.
+
+    Raises:
+        PeerLostError: These ranks are not the quorum: they must not go on as the whole.
+    """
+    pending: World | None = None
+    tries = 0
+    while True:
+        now, mine = current()
+        lost = dict(now.engine.losses())
+        if pending is not None and any(lost.get(r) == "left" for r in pending.elastic_ranks()):
+            _adopt(pending)  # somebody has passed the barrier: it stands
+            pending, tries = None, 0
+            continue
+        here = [r for r in mine.ranks if r not in lost]
+        try:
+            roll = _roll(now, mine, here)
+            told = _tell(roll, now, mine, lost, boundary, complete)
+            plan = _plan(roll, now, mine, told)
+            if not plan["renew"]:
+                return _outcome(told, here, renewed=False)
+            _check_quorum(mine.ranks, here, told)
+            if pending is not None:
+                pending.engine.shutdown(False)
+            pending = _meet(roll, now, mine, plan, told)
+            roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
+        except NoQuorumError:
+            raise
+        except (PeerLostError, AbortedError, MismatchError, CorruptError, TimeoutError):
+            tries += 1
+            if tries > _TRIES:
+                raise
+            continue
+        _adopt(pending)
+        for knock in plan["knocks"] if now.rank == here[0] and mine.door else []:
+            mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
+        return _outcome(told, here, renewed=True, entered=[k["rank"] for k in plan["knocks"]])
+
+
+class NoQuorumError(PeerLostError):
+    """These ranks are not the quorum of an elastic job: the others may go on as the whole."""
+
+
+# One step each.
+
+
+def _roll(now: World, mine: Membership, here: list[int]) -> Group:
+    """The group of those that reach each other."""
+    key = tuple(here)
+    if key not in mine.rolls:
+        core = now.engine.group("the living", here, _ROLL + mine.generation, 0)
+        mine.rolls[key] = Group("the living", here, core, None)
+    return mine.rolls[key]
+
+
+def _tell(
+    roll: Group, now: World, mine: Membership, lost: dict[int, str], boundary: bool, complete: bool
+) -> torch.Tensor:
+    """What all know, a row for each: newcomer, commits, complete, boundary, and how each rank was lost."""
+    kinds = [_KINDS.index(lost.get(r, "")) for r in range(mine.slots)]
+    own = torch.tensor([mine.newcomer, mine.commits, complete, boundary, *kinds], dtype=torch.int64)
+    everyone = torch.empty(roll.size, own.numel(), dtype=torch.int64)
+    collectives.all_gather(everyone, own, roll)
+    return everyone
+
+
+def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict[str, Any]:
+    """What the lowest rank decides: whether there is to be a new world, and who enters it."""
+    data = torch.zeros(1 << 16, dtype=torch.uint8)
+    if roll.rank == 0:
+        calm = bool(told[:, 3].all()) and not bool(told[:, 2].any()) and bool((told[:, 1] == told[0, 1]).all())
+        knocks = mine.door.knocks() if calm and mine.door else []
+        entering: dict[int, dict[str, Any]] = {}
+        for knock in knocks:
+            if knock["rank"] not in roll.ranks and knock["rank"] < 1 << 16:
+                entering[knock["rank"]] = knock
+        chosen = list(entering.values())[:16]
+        renew = bool(chosen) or len(roll.ranks) < len(mine.ranks)
+        text = json.dumps({"renew": renew, "knocks": chosen}).encode()
+        data[:4] = torch.frombuffer(bytearray(len(text).to_bytes(4, "little")), dtype=torch.uint8)
+        data[4 : 4 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    collectives.broadcast(data, roll.ranks[0], roll)
+    length = int.from_bytes(bytes(data[:4].tolist()), "little")
+    plan: dict[str, Any] = json.loads(data[4 : 4 + length].numpy().tobytes())
+    return plan
+
+
+def _check_quorum(members: list[int], here: list[int], told: torch.Tensor) -> None:
+    gone = {r for r in members if any(_KINDS[int(k)] in ("left", "dead") for k in told[:, 4 + r])}
+    away = [r for r in members if r not in here and r not in gone]
+    if not quorum(members, here, away):
+        raise NoQuorumError(
+            f"elastic: ranks {', '.join(map(str, here))} cannot reach ranks {', '.join(map(str, away))} of "
+            f"{len(members)}, which may go on without them; these stop. Restart them when the network is whole",
+            away[0],
+        )
+
+
+def _meet(roll: Group, now: World, mine: Membership, plan: dict[str, Any], told: torch.Tensor) -> World:
+    """The next generation: a world of the living and of those who enter."""
+    keeps = roll.rank == 0 and mine.door is not None
+    entering = {k["rank"]: k for k in plan["knocks"]}
+    slots = max([mine.slots, *(r + 1 for r in entering)])
+    rendezvous = _core.Rendezvous(now.rank, slots, *mine.settings)
+    card = rendezvous.card()
+    padded = torch.zeros(1024, dtype=torch.uint8)
+    padded[:2] = torch.frombuffer(bytearray(len(card).to_bytes(2, "little")), dtype=torch.uint8)
+    padded[2 : 2 + len(card)] = torch.frombuffer(bytearray(card), dtype=torch.uint8)
+    everyone = torch.empty(roll.size, 1024, dtype=torch.uint8)
+    collectives.all_gather(everyone, padded, roll)
+    cards = [b""] * slots
+    for rank, row in zip(roll.ranks, everyone, strict=True):
+        cards[rank] = bytes(row[2 : 2 + int.from_bytes(bytes(row[:2].tolist()), "little")].tolist())
+    for rank, knock in entering.items():
+        cards[rank] = bytes.fromhex(knock["card"])
+    ranks = sorted([*roll.ranks, *entering])
+    if keeps and mine.door:
+        answer = {
+            "generation": mine.generation + 1,
+            "ranks": ranks,
+            "commits": int(told[:, 1].max()),
+            "cards": [c.hex() for c in cards],
+        }
+        for knock in entering.values():
+            mine.door.answer(knock["id"], answer)
+    met = torch.zeros(slots, dtype=torch.int32)
+    met[now.rank] = rendezvous.meet(cards)
+    if keeps and mine.door:
+        for rank, knock in entering.items():
+            said = mine.door.store.wait(f"elastic/met/{knock['id']}", _PATIENCE)
+            met[rank] = said == b"yes"
+    collectives.all_reduce(met, "max", None, roll)
+    verdicts = [bool(v) for v in met]
+    if keeps and mine.door:
+        for knock in entering.values():
+            mine.door.store.put(f"elastic/verdicts/{knock['id']}", json.dumps(verdicts))
+    engine = rendezvous.connect(verdicts, _PATIENCE, now.engine)
+    return build(engine, now, mine, ranks, slots)
+
+
+def build(engine: _core.Engine, now: World, mine: Membership, ranks: list[int], slots: int) -> World:
+    """The world of an engine; returns when all of its ranks have made theirs."""
+    name = f"world, generation {mine.generation + 1}"
+    core = engine.group(name, ranks, mine.generation + 1, 0)
+    core.run(_BARRIER, _NOTHING, _PATIENCE)
+    group = Group(name, ranks, core, now.op_timeout)
+    after = Membership(
+        ranks,
+        slots,
+        mine.settings,
+        mine.door,
+        mine.generation + 1,
+        mine.newcomer,
+        mine.commits,
+    )
+    return World(engine, group, now.rank, slots, now.op_timeout, elastic=after)
+
+
+def _adopt(new: World) -> None:
+    """From now on this is the world. The old one's calls have failed, and end here."""
+    old, mine = current()
+    old.engine.shutdown(False)
+    # Whoever holds the group of all ranks goes on with it.
+    old.group.become(new.group)
+    new.group = old.group
+    world.replace(new)
+    after = new.elastic
+    assert after is not None
+    if mine.door is not None:
+        mine.door.keep(new.rank == after.ranks[0], after.says())
+
+
+def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequence[int] = ()) -> Reformed:
+    newcomers = [r for r, row in zip(here, told, strict=True) if row[0]]
+    donors = [r for r in here if r not in newcomers]
+    if not donors:
+        raise PeerLostError("elastic: all ranks that had the job's state are gone", here[0])
+    _, mine = current()
+    # Who has passed a pass's last barrier proves that all have completed it.
+    target = int((told[:, 1] + told[:, 2]).min())
+    return Reformed(sorted([*newcomers, *entered]), donors[0], target > mine.commits, renewed)
+
+
+def is_loss(error: TrigramError) -> bool:
+    """Whether an error comes of a lost rank. Others may have heard of it before this one."""
+    import time
+
+    if not isinstance(error, PeerLostError | AbortedError | CorruptError):
+        return False
+    end = time.monotonic() + 3.0
+    while not current()[0].engine.losses() and time.monotonic() < end:
+        time.sleep(0.005)
+    return bool(current()[0].engine.losses())

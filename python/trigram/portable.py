@@ -1,0 +1,132 @@
+"""Nested containers of tensors and numbers as bytes, and back: states that travel between ranks.
+
+Not pickle: what comes from the network is never executed. A description in JSON is followed by the
+tensors' bytes, and both are checked against the length received.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import torch
+
+from trigram.errors import CorruptError, UnsupportedError
+
+_HEADER = 8
+_DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+def pack(value: Any, what: str) -> torch.Tensor:
+    """A copy of ``value`` as a tensor of bytes.
+
+    Args:
+        value: None, bools, numbers, strings, tensors, and lists, tuples and dicts of them.
+        what: Names it in errors.
+
+    Raises:
+        UnsupportedError: There is something else in it.
+    """
+    tensors: list[torch.Tensor] = []
+    text = json.dumps(_describe(value, tensors, what)).encode()
+    sizes = [t.numel() * t.element_size() for t in tensors]
+    out = torch.empty(_HEADER + len(text) + sum(sizes), dtype=torch.uint8)
+    out[:_HEADER] = torch.frombuffer(bytearray(len(text).to_bytes(_HEADER, "little")), dtype=torch.uint8)
+    out[_HEADER : _HEADER + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    at = _HEADER + len(text)
+    for t, size in zip(tensors, sizes, strict=True):
+        if size:
+            out[at : at + size] = t.detach().cpu().contiguous().flatten().view(torch.uint8)
+        at += size
+    return out
+
+
+def unpack(data: torch.Tensor, rank: int) -> Any:
+    """What :func:`pack` was given.
+
+    Args:
+        data: Its bytes.
+        rank: Whose they are, for errors.
+
+    Raises:
+        CorruptError: They are not what ``pack`` makes.
+    """
+    try:
+        length = int.from_bytes(bytes(data[:_HEADER].tolist()), "little")
+        if not 0 <= length <= data.numel() - _HEADER:
+            raise ValueError(f"a description of {length} bytes in {data.numel()}")
+        described = json.loads(data[_HEADER : _HEADER + length].numpy().tobytes())
+        value, end = _restore(described, data, _HEADER + length)
+        if end != data.numel():
+            raise ValueError(f"{data.numel() - end} bytes too many")
+        return value
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError, RuntimeError) as e:
+        raise CorruptError(f"corrupt data from rank {rank}: a state that cannot be read: {e}", rank) from e
+
+
+def _describe(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if isinstance(value, torch.Tensor):
+        name = str(value.dtype).removeprefix("torch.")
+        if name not in _DTYPES or value.layout != torch.strided:
+            raise UnsupportedError(f"{what}: cannot send a tensor of {value.dtype}, {value.layout}")
+        tensors.append(value)
+        return {"tensor": name, "shape": list(value.shape)}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [_describe(v, tensors, what) for v in value]}
+    if isinstance(value, dict):
+        pairs = [[_describe(k, tensors, what), _describe(v, tensors, what)] for k, v in value.items()]
+        return {"dict": pairs}
+    raise UnsupportedError(
+        f"{what}: cannot send a {type(value).__name__}; states are made of tensors, numbers, strings, lists "
+        "and dicts"
+    )
+
+
+def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
+    if not isinstance(described, dict):
+        if isinstance(described, list):
+            raise ValueError("a list without a name")
+        return described, at
+    if "tensor" in described:
+        dtype, shape = _DTYPES[described["tensor"]], [int(n) for n in described["shape"]]
+        size = math.prod(shape) * dtype.itemsize
+        if min(shape, default=0) < 0 or at + size > data.numel():
+            raise ValueError(f"a tensor of {shape} in {data.numel() - at} bytes")
+        t = torch.empty(shape, dtype=dtype)
+        if size:
+            t.view(-1).view(torch.uint8).copy_(data[at : at + size])
+        return t, at + size
+    ((kind, inner),) = described.items()
+    if kind == "float":
+        return float(inner), at
+    items = []
+    if kind == "dict":
+        for key, item in inner:
+            key, at = _restore(key, data, at)
+            item, at = _restore(item, data, at)
+            items.append((key, item))
+        return dict(items), at
+    for item in inner:
+        item, at = _restore(item, data, at)
+        items.append(item)
+    return {"list": list, "tuple": tuple}[kind](items), at

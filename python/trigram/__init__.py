@@ -40,6 +40,7 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
+from trigram.elastic import public_recover as recover
 from trigram.qadam import QAdam
 from trigram.training import (
     algorithm_state,
@@ -96,6 +97,7 @@ __all__ = [
     "new_group",
     "no_sync",
     "rank",
+    "recover",
     "recv",
     "reduce",
     "reduce_scatter",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from trigram import collectives, device, flat
 from trigram.errors import MismatchError, UnsupportedError
 from trigram.hooks import Hook
 from trigram.world import Group, aided_group, internal_group
+
+if TYPE_CHECKING:
+    from trigram.elastic import Part
 
 
 class Channels:
@@ -35,6 +38,7 @@ class Channels:
     def __init__(self, group: Group) -> None:
         self._aided: Group | None = None
         self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
+        self.entering = False  # this rank takes the weights from an elastic job that it enters
         self.renew(group)
 
     def renew(self, group: Group) -> None:
@@ -86,9 +90,11 @@ class Carrier:
         self.limit = 0
         self.successor: Callable[[], Carrier] | None = None
         self.handles: list[Any] = []
+        self.elastic: Part | None = None
         self.find_parameters(model)
-        _agree_on(model, channels.side)
-        flat.broadcast([*model.parameters(), *model.buffers()], 0, channels.side)
+        if not channels.entering:
+            _agree_on(model, channels.side)
+            flat.broadcast([*model.parameters(), *model.buffers()], 0, channels.side)
         self.watch(model)
 
     # What subclasses do.
@@ -128,6 +134,16 @@ class Carrier:
             "bytes": self.bytes,
             "wait_seconds": self.waited,
         }
+
+    # Elastic jobs.
+
+    def meta(self) -> dict[str, Any]:
+        """What all must know to go on alike in a new world."""
+        return {"steps": self.steps}
+
+    def follow(self, meta: dict[str, Any], part: Part) -> None:
+        """Goes on in a new world."""
+        raise NotImplementedError
 
     # Hooks.
 

@@ -91,7 +91,8 @@ class Door:
         self.store, self.rank = store, rank
         self.says: dict[str, Any] = {}
         self.waiting: dict[int, dict[str, Any]] = {}
-        self.done = 0
+        self.answered: set[int] = set()
+        self.offered: Any = None  # a store that this process offers must not go away
         self._heard: dict[int, bytes | None] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -123,9 +124,11 @@ class Door:
     def _look(self) -> None:
         count = int(self.store(lambda s: s.add(_KNOCKS, 0)) or 0)
         waiting = {}
-        for i in range(max(1, self.done + 1, count - 64), count + 1):
+        for i in range(max(1, count - 64), count + 1):
+            if i in self.answered:
+                continue
             alive = self.store.get(f"elastic/alive/{i}")
-            if alive is not None and alive != self._heard.get(i) and i > self.done:
+            if alive is not None and alive != self._heard.get(i):
                 knock = self.store.get(f"elastic/knock/{i}")
                 if knock is not None:
                     waiting[i] = json.loads(knock)
@@ -134,7 +137,7 @@ class Door:
 
     def answer(self, knock: int, value: dict[str, Any]) -> None:
         """Lets one in, or tells it more; each knock is answered once."""
-        self.done = max(self.done, knock)
+        self.answered.add(knock)
         self.waiting.pop(knock, None)
         self.store.put(f"elastic/answer/{knock}", json.dumps(value))
 

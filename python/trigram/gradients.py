@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trigram import collectives, device, flat, sparse
+from trigram import collectives, device, elastic, flat, sparse
 from trigram.average import Average, FullAverage
 from trigram.buckets import Bucket, assign
 from trigram.carrier import Carrier, Channels
@@ -76,6 +76,9 @@ class Gradients(Carrier):
         self.busy = 0.0
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
+        self.own: dict[int, torch.Tensor | None] = {}
+        self.broken: TrigramError | None = None
+        self.kept_parts = True
         super().__init__(model, channels)
 
     # The parameters, and what is done with each.
@@ -94,9 +97,10 @@ class Gradients(Carrier):
         self.order = []
 
     def _deal(self, order: Sequence[int]) -> None:
-        for bucket in self.buckets:
-            bucket.average.fold()
-        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)}
+        if self.kept_parts:
+            for bucket in self.buckets:
+                bucket.average.fold()
+        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.kept_parts else {}
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
             layout = self.coding.layout(self.params[indices[0]], self.channels)
@@ -139,6 +143,14 @@ class Gradients(Carrier):
 
     def before_step(self, model: nn.Module, src: int) -> None:
         """What all ranks do together before a forward pass that trains."""
+        if self.elastic is not None:
+            elastic.before_step(self.elastic)
+            with elastic.forgiving():
+                self._before_step(model, 0)
+            return
+        self._before_step(model, src)
+
+    def _before_step(self, model: nn.Module, src: int) -> None:
         if self.has_changed(model):
             self.find_parameters(model)  # a layer was frozen, thawed or added
             self.watch(model)
@@ -176,6 +188,7 @@ class Gradients(Carrier):
         self.next = 0
         self.second = 0
         self.began = 0.0
+        self.own = {}
         for bucket in self.buckets:
             bucket.begin()
 
@@ -203,14 +216,21 @@ class Gradients(Carrier):
         bucket.pending.discard(k)
         if self.order is not None and i not in self.order:
             self.order.append(i)
-        while self.next < len(self.buckets) and not self.buckets[self.next].pending:
-            self._start(self.buckets[self.next])
-        self._advance()
+        try:
+            while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.broken:
+                self._start(self.buckets[self.next])
+            self._advance()
+        except TrigramError as e:
+            if self.elastic is None:
+                raise
+            self.broken = e  # the pass goes on to its end, where all who live do this again
 
     def _start(self, bucket: Bucket) -> None:
         if self.next == 0:
             self.began = time.perf_counter()
         bucket.collect(self.params)
+        if self.elastic is not None:
+            self._keep(bucket)
         self.coding.prepare(bucket, self.params)
         bucket.average.start(self.steps)
         self.coding.departed(bucket)
@@ -227,6 +247,18 @@ class Gradients(Carrier):
 
     def end(self) -> None:
         """Backward is over on this rank: the rest leaves, and everything is awaited."""
+        if self.elastic is None:
+            self.send_rest()
+        else:
+            elastic.through(self, self.elastic)
+        self.steps += 1
+
+    def send_rest(self) -> None:
+        """What has not left yet leaves, and everything is awaited; then gradients are averages."""
+        broken, self.broken = self.broken, None
+        if broken is not None:
+            self._finish(f"a collective of this pass failed: {broken}")
+            raise broken
         for bucket in self.buckets[self.next :]:
             self._start(bucket)
             self._advance()
@@ -239,10 +271,57 @@ class Gradients(Carrier):
                 assert self.flags is not None
                 used = self.flags[at : at + len(bucket.params)]
                 at += len(bucket.params)
+            if self.elastic is not None and self.elastic.alone:
+                n = self.channels.size
+                bucket.memory.mul_(n / (n - len(self.elastic.alone)))  # newcomers contributed nothing
             bucket.settle(self.params, used)
         for i in self.rows:
             sparse.average(self.params[i], self.names[i], self.channels.side)
-        self.steps += 1
+
+    # Elastic jobs.
+
+    def _keep(self, bucket: Bucket) -> None:
+        """A copy of this rank's gradients: should a rank be lost, the pass is done again with them."""
+        assert self.elastic is not None
+        if self.elastic.newcomer:
+            bucket.memory.zero_()
+            bucket.unused = list(range(len(bucket.params)))
+        kept = bucket.memory.clone()
+        for k, i in enumerate(bucket.params):
+            view = bucket.views[k]
+            at = int(view.storage_offset() - bucket.memory.storage_offset())
+            unused = self.params[i].grad is None
+            self.own[i] = None if unused else flat.view_like(kept, at, view)
+
+    def again(self) -> None:
+        """The pass under way begins anew, with the gradients that this rank had."""
+        own, self.own = self.own, {}
+        for i, kept in own.items():
+            grad = self.params[i].grad
+            if kept is None:
+                self.params[i].grad = None
+            elif grad is not None:
+                grad.copy_(kept)
+        self.broken = None
+        self.active = True
+        self.begin()
+
+    def meta(self) -> dict[str, Any]:
+        """What a newcomer must know at once."""
+        order = [i for b in self.buckets for i in b.params]
+        return {"order": order, "steps": self.steps}
+
+    def follow(self, meta: dict[str, Any], part: elastic.Part) -> None:
+        """Goes on in a new world; residuals begin anew there."""
+        if part.newcomer:
+            self.steps = meta["steps"]
+        for bucket in self.buckets:
+            with contextlib.suppress(TrigramError):
+                bucket.average.forget()
+        self.kept_parts = False
+        self._deal(meta["order"])
+        self.kept_parts = True
+        self.order = None
 
     def _share_flags(self) -> collectives.Work | None:
         """Who used what, where the buckets do not carry it."""

@@ -13,6 +13,7 @@ who have gone on, which of the two worlds stands.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,7 +132,7 @@ def reform(boundary: bool, complete: bool) -> Reformed:
     while True:
         now, mine = current()
         lost = dict(now.engine.losses())
-        if pending is not None and any(lost.get(r) == "left" for r in pending.elastic_ranks()):
+        if pending is not None and any(lost.get(r) == "left" for r in pending.group.ranks):
             _adopt(pending)  # somebody has passed the barrier: it stands
             pending, tries = None, 0
             continue
@@ -155,8 +156,9 @@ def reform(boundary: bool, complete: bool) -> Reformed:
                 raise
             continue
         _adopt(pending)
-        for knock in plan["knocks"] if now.rank == here[0] and mine.door else []:
-            mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
+        if now.rank == here[0] and mine.door is not None:
+            for knock in plan["knocks"]:
+                mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
         return _outcome(told, here, renewed=True, entered=[k["rank"] for k in plan["knocks"]])
 
 
@@ -191,7 +193,9 @@ def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict
     """What the lowest rank decides: whether there is to be a new world, and who enters it."""
     data = torch.zeros(1 << 16, dtype=torch.uint8)
     if roll.rank == 0:
-        calm = bool(told[:, 3].all()) and not bool(told[:, 2].any()) and bool((told[:, 1] == told[0, 1]).all())
+        calm = (
+            bool(told[:, 3].all()) and not bool(told[:, 2].any()) and bool((told[:, 1] == told[0, 1]).all())
+        )
         knocks = mine.door.knocks() if calm and mine.door else []
         entering: dict[int, dict[str, Any]] = {}
         for knock in knocks:
@@ -306,8 +310,6 @@ def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequen
 
 def is_loss(error: TrigramError) -> bool:
     """Whether an error comes of a lost rank. Others may have heard of it before this one."""
-    import time
-
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + 3.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -46,7 +47,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
 
 
 def _from_environment(rank: int, deadline: float) -> dist.Store:
-    """torchrun's store, or one that rank 0 offers at ``MASTER_ADDR:MASTER_PORT``."""
+    """torchrun's store, or one that rank 0 offers at ``MASTER_ADDR:MASTER_PORT``, with keys of its own."""
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     offers = rank == 0 and not agent
@@ -59,6 +60,15 @@ def _from_environment(rank: int, deadline: float) -> dist.Store:
     # torchrun's store outlives its workers: each attempt has keys of its own.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trigram/attempt_{attempt}", store)
+
+
+def reopen() -> dist.Store:
+    """Another way to the store that the environment names, if somebody offers it now."""
+    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    with socket.create_connection((host, port), timeout=1):
+        pass
+    store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False)
+    return dist.PrefixStore("trigram", store)
 
 
 def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
@@ -83,11 +93,17 @@ def _number(variable: str) -> int:
         raise ConfigError(f"init: {variable}={os.environ[variable]!r} is not a number") from None
 
 
+class LateError(Exception):
+    """The job has begun without this rank."""
+
+
 class Exchange:
     """Every rank's bytes to every rank, through a store."""
 
-    def __init__(self, store: Any, rank: int, size: int, deadline: float) -> None:
-        self.store, self.rank, self.size, self.deadline = store, rank, size, deadline
+    def __init__(
+        self, store: Any, rank: int, size: int, deadline: float, late: Callable[[], bool] | None = None
+    ) -> None:
+        self.store, self.rank, self.size, self.deadline, self.late = store, rank, size, deadline, late
         self.began = time.monotonic()
         # A store may serve several inits, one after another: ranks count them alike.
         self.round = store.add(f"inits/{rank}", 1) if store is not None else 0
@@ -107,6 +123,8 @@ class Exchange:
             self.store.set(keys[self.rank], mine)
             while not self.store.check(keys):
                 now = time.monotonic()
+                if self.late is not None and self.late():
+                    raise LateError
                 if now - looked > 0.2 or now > self.deadline:
                     absent, looked = [r for r in absent if not self.store.check([keys[r]])], now
                 if now > self.deadline and absent:

@@ -6,12 +6,13 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from trigram import elastic as elastic_jobs
 from trigram import world
 from trigram.algorithms import Plan, Trigram, find
 from trigram.carrier import Carrier, Channels, agree_on_algorithm
@@ -35,14 +36,30 @@ class Job:
         behind: Steps that earlier algorithms made.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, bucket_bytes: int, optimizer: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        group: Group,
+        bucket_bytes: int,
+        optimizer: Any,
+        states: Sequence[Any] | None = None,
+    ) -> None:
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
-        self.size = group.size
+        self.group = group
         self.behind = 0
         self.carrier: Carrier | None = None
-        self.channels = Channels(group) if group.size > 1 else None
+        self.channels = Channels(group) if group.size > 1 or states is not None else None
+        self.states = states
+        if self.channels is not None and states is not None:
+            self.channels.entering = elastic_jobs.is_newcomer()
         self.begin(model, plan, optimizer)
+
+    @property
+    def size(self) -> int:
+        """Ranks that train the model."""
+        return self.group.size
 
     def begin(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
         """The algorithm from now on, after its warm-up."""
@@ -50,7 +67,8 @@ class Job:
         self.plan, self.optimizer = plan, optimizer
         if self.channels is None:
             return
-        agree_on_algorithm(str(plan), self.channels)
+        if not self.channels.entering:
+            agree_on_algorithm(str(plan), self.channels)
         warmup = plan.options.get("warmup_steps", 0)
         self.channels.aid(plan.gradients and plan.value.what == "full" and not warmup)
         if warmup:
@@ -58,6 +76,11 @@ class Job:
             self.carrier.limit, self.carrier.successor = warmup, self.proceed
         else:
             self.carrier = self._compose(model)
+        if self.states is not None:
+            carrier = self.carrier
+            carrier.elastic = elastic_jobs.Part(model, str(plan), self.states, self.channels, carrier)
+            elastic_jobs.add(carrier.elastic)
+            self.channels.entering = False
 
     def _compose(self, model: nn.Module) -> Carrier:
         assert self.channels is not None
@@ -104,7 +127,7 @@ def with_bagua(
     group: AnyGroup = None,
     bucket_mb: float = 25,
     sample_weight: Any = None,
-    elastic: bool = False,
+    elastic: bool | Sequence[Any] = False,
     **options: Any,
 ) -> Model:
     """Trains ``model`` data-parallel: call it where ``DistributedDataParallel(model)`` stood.
@@ -120,7 +143,9 @@ def with_bagua(
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
         sample_weight: Not available yet.
-        elastic: Not available yet.
+        elastic: The training goes on when ranks are lost, and ranks may enter while it runs, see
+            docs/elastic.md. It needs ``optimizer``, whose state a newcomer gets. True, or what else a
+            newcomer needs: schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
         **options: The algorithm's own, see docs/algorithms.md.
 
     Raises:
@@ -130,15 +155,37 @@ def with_bagua(
         MisuseError: The model is hooked already, or has nothing to train.
     """
     plan = find(algorithm, options)
-    if elastic or sample_weight is not None:
-        raise UnsupportedError("with_bagua: elastic and sample_weight are not available yet")
+    if sample_weight is not None:
+        raise UnsupportedError("with_bagua: sample_weight is not available yet")
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
     if model in _hooked:
         raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
+    states = None
+    if elastic is not False:
+        states = _states(plan, optimizer, group, elastic)
+        optimizer = None
     check(plan, optimizer)
-    _hooked[model] = Job(model, plan, resolve(group), int(bucket_mb * (1 << 20)), optimizer)
+    _hooked[model] = Job(model, plan, resolve(group), int(bucket_mb * (1 << 20)), optimizer, states)
     return model
+
+
+def _states(plan: Plan, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]) -> list[Any]:
+    """What a newcomer of an elastic job gets beside the weights."""
+    if optimizer is None:
+        raise MisuseError("with_bagua: elastic=True needs optimizer=, whose state a rank that enters gets")
+    if group is not None:
+        raise UnsupportedError("with_bagua: elastic models are trained by all ranks; leave group= out")
+    if plan.value.carry == "momentum" or plan.options.get("warmup_steps"):
+        raise UnsupportedError(f"with_bagua: {plan.name} cannot be elastic yet; choose one without warm-up")
+    states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
+    for s in states:
+        if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
+            raise MisuseError(
+                f"with_bagua: elastic: a {type(s).__name__} has no state_dict and load_state_dict"
+            )
+    elastic_jobs.join_job()
+    return states
 
 
 def _job(model: nn.Module, what: str) -> Job:
@@ -299,6 +346,8 @@ def join(model: nn.Module) -> Iterator[None]:
     if job.carrier is None:
         yield
         return
+    if job.states is not None:
+        raise UnsupportedError("join: an elastic job has no uneven inputs; a rank that is through leaves")
     if job.plan.every is None and not job.warming:
         yield
         job.carrier.drain()

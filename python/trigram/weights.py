@@ -7,6 +7,7 @@ waiting, and a rank whose pass fails has taken part all the same.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trigram import collectives, flat
+from trigram import collectives, elastic, flat
 from trigram.carrier import Carrier, Channels
 from trigram.errors import TimeoutError, UnsupportedError
 from trigram.exchange import Exchange, mean_of
@@ -219,7 +220,8 @@ class Weights(Carrier):
         self.make = make
         self.seen = 0
         super().__init__(model, channels)
-        self._prepare()
+        if not channels.entering:
+            self._prepare()
 
     def _prepare(self) -> None:
         trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
@@ -240,14 +242,42 @@ class Weights(Carrier):
             self._prepare()
         if self.steps > self.seen:
             self.seen = self.steps
+            if self.elastic is not None:
+                elastic.boundary(self.elastic, self._boundary)
+                return
             self.rounds.boundary(self.steps)
+
+    def _boundary(self) -> bool:
+        """A boundary; whether all ranks are at the same."""
+        self.rounds.boundary(self.steps)
+        return isinstance(self.rounds, InStep) and self.steps % self.rounds.every == 0
 
     @torch.no_grad()
     def end(self) -> None:
         """Backward is over: what went on beside it is applied, before the optimizer acts."""
         self.active = False
-        self.rounds.backward_over()
+        with elastic.forgiving() if self.elastic is not None else contextlib.nullcontext():
+            self.rounds.backward_over()
         self.steps += 1
+
+    def follow(self, meta: dict[str, Any], part: elastic.Part) -> None:
+        """Goes on in a new world, where all begin with the mean of the weights of those who have any."""
+        if part.newcomer:
+            self.steps, self.seen = meta["steps"], meta["steps"] - 1
+            part.receive()
+        model = part.model()
+        assert model is not None
+        with torch.no_grad():
+            weights = [p.detach() for p in model.parameters()]
+            if part.is_new:
+                for t in weights:
+                    t.zero_()
+            mean_of(weights, self.channels)
+            old = self.channels.size - len(part.alone)
+            for t in weights if part.alone else []:
+                if t.is_floating_point():
+                    t.mul_(self.channels.size / old)
+        self._prepare()
 
     def abandon(self) -> None:
         """A pass that failed counts as one that did not: the neighbours have had their round."""

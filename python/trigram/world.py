@@ -11,13 +11,16 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from trigram import _core, codes
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.rendezvous import Exchange, find_store
+
+if TYPE_CHECKING:
+    from trigram.membership import Membership
 
 _HELPER_LOOKS = 0.02
 """Seconds between two looks of a helper at whether it is still needed."""
@@ -93,6 +96,11 @@ class Group:
         except ValueError:
             raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
 
+    def become(self, other: Group) -> None:
+        """Takes the place of another group: an elastic job has made itself anew."""
+        self.name, self.ordinal, self.derived, self.ways = other.name, other.ordinal, 0, {}
+        self.ranks, self.size, self.rank, self._core = other.ranks, other.size, other.rank, other._core
+
     def help(self) -> None:
         """This rank, one of the ``helpers``, takes part in all calls of the group until a member leaves."""
         self.core.help()
@@ -116,6 +124,7 @@ class World:
     aided: Group | None = None
     ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
+    elastic: Membership | None = None
 
     def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
         """A group of world ranks; all members make it, in the same order."""
@@ -145,9 +154,16 @@ def is_initialized() -> bool:
     return _world is not None
 
 
+def replace(new: World) -> None:
+    """From now on this is the world: an elastic job has made itself anew."""
+    global _world
+    _world = new
+
+
 def rank() -> int:
-    """This rank's number in the world, from 0."""
-    return current().rank
+    """This rank's number in the world, from 0; in an elastic job, its place among the living."""
+    now = current()
+    return now.rank if now.elastic is None else now.group.rank
 
 
 def world_size() -> int:
@@ -240,7 +256,8 @@ def init(
         op_timeout: Seconds that a collective may take. ``None``: a peer that is alive is awaited
             however long it takes, and named in a log line; a dead one raises at once.
         iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
-        elastic: Not available yet.
+        elastic: Ranks may be lost and may come while the job runs, see docs/elastic.md. A rank that comes late
+            enters with ``with_bagua(elastic=True)``, or with :func:`trigram.recover`.
         helper: This rank has no model and no data: it reduces gradients for the others, as much as its
             link carries, and this returns when one of them has left. Helpers are the last ranks of the
             world. One model with ``gradient_allreduce`` is helped, the first; it takes three workers or more.
@@ -255,15 +272,26 @@ def init(
     global _world
     if _world is not None:
         return _world.group
-    if elastic:
-        raise UnsupportedError("init: elastic is not available yet")
+    if elastic and helper:
+        raise UnsupportedError("init: a helper cannot be elastic; it has no state to go on with")
     deadline = time.monotonic() + init_timeout
-    store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
+    found = find_store(store, rank, world_size, deadline)
+    store, rank, world_size, toward = found
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     iface = iface or os.environ.get("TRIGRAM_IFACE") or None
     rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
-    exchange = Exchange(store, rank, world_size, deadline)
-    del store
+    lasting = None
+    if elastic and store is not None:
+        from trigram import entering
+
+        lasting = entering.store_of(store, rank)
+    exchange = Exchange(store, rank, world_size, deadline, lasting.late if lasting else None)
+    del store, found
+    if lasting is not None:
+        late = entering.outside(exchange, lasting, rank, world_size, (iface, toward, transport), op_timeout)
+        if late is not None:
+            _world = late
+            return late.group
     cards = exchange("card", (b"h" if helper else b"w") + rendezvous.card())
     met = rendezvous.meet([card[1:] for card in cards])
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
@@ -287,6 +315,10 @@ def init(
         _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
         if helper:
             _world.aided.help()
+    if elastic:
+        from trigram import entering
+
+        _world.elastic = entering.member(lasting, rank, world_size, (iface, toward, transport))
     return group
 
 
@@ -312,6 +344,8 @@ def shutdown() -> None:
             finish()
     world, _world = _world, None
     if world is not None:
+        if world.elastic is not None and world.elastic.door is not None:
+            world.elastic.door.close()
         world.engine.shutdown(False)
 
 
@@ -320,4 +354,6 @@ def _exit() -> None:
     if _world is not None:
         for finish in at_exit:
             finish()
+        if _world.elastic is not None and _world.elastic.door is not None:
+            _world.elastic.door.close()
         _world.engine.shutdown(True)

@@ -1,0 +1,161 @@
+"""How a rank becomes a member of an elastic job: from its beginning, or late.
+
+A late rank stays outside, with a world that has no connections, until it has a model and calls
+``with_bagua``, or :func:`trigram.recover`. Then it knocks; the members let it in at a step boundary.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from trigram import _core, membership, world
+from trigram.door import Door, Knock, Store, Watch
+from trigram.errors import MisuseError, TimeoutError, TrigramError
+from trigram.membership import Membership
+from trigram.rendezvous import Exchange, LateError, reopen
+from trigram.world import Group, World
+
+Settings = tuple[str | None, str | None, str]
+
+_STEP = 15.0
+"""Seconds that a step of entering may take; then this rank knocks again."""
+
+
+class Lasting:
+    """The store for as long as this rank lives, and what it says of the job."""
+
+    def __init__(self, store: Store, offered: Any) -> None:
+        self.store, self.offered = store, offered
+        self.watch = Watch(store)
+        self.looked = 0.0
+
+    def late(self) -> bool:
+        """Whether the job has begun without this rank, and lives."""
+        if time.monotonic() - self.looked < 0.1:
+            return False
+        self.looked = time.monotonic()
+        return self.watch.look() is not None
+
+
+def store_of(store: Any, rank: int) -> Lasting:
+    """A way of its own to the store that ranks meet in."""
+    # Attempts of torchrun have keys of their own; the job that lives on is the same in all.
+    base = store
+    while isinstance(base, dist.PrefixStore):
+        base = base.underlying_store
+    if isinstance(base, dist.TCPStore):
+        host, port = base.host, base.port
+        try:
+            own: Any = dist.TCPStore(host, port, None, False, wait_for_workers=False)
+        except (dist.DistError, OSError, RuntimeError):
+            own = base
+        return Lasting(Store(dist.PrefixStore("trigram", own), _again), store)
+    return Lasting(Store(dist.PrefixStore("trigram", base), None), store)
+
+
+def _again() -> Any:
+    import os
+
+    return reopen() if "MASTER_PORT" in os.environ else None
+
+
+def member(lasting: Lasting | None, rank: int, size: int, settings: Settings) -> Membership:
+    """A member from the beginning."""
+    door = Door(lasting.store, rank) if lasting is not None else None
+    mine = Membership(list(range(size)), size, settings, door)
+    if door is not None:
+        door.offered = lasting
+        door.keep(rank == 0, mine.says())
+    return mine
+
+
+def outside(
+    exchange: Exchange, lasting: Lasting, rank: int, size: int, settings: Settings, op_timeout: float | None
+) -> World | None:
+    """Waits until all ranks are there (None) or the job is known to live without this one: its world then."""
+    try:
+        exchange("here", b"yes")
+        return None
+    except LateError:
+        exchange.close()
+    group = Group(
+        "world, which this late rank has not entered; with_bagua does", range(size), None, op_timeout
+    )
+    door = Door(lasting.store, rank)
+    door.offered = lasting
+    mine = Membership([], size, settings, door, newcomer=True)
+    return World(None, group, rank, size, op_timeout, elastic=mine)  # type: ignore[arg-type]
+
+
+def is_outside() -> bool:
+    """Whether this rank has yet to enter."""
+    now, mine = membership.current()
+    return not mine.ranks
+
+
+def enter(timeout: float = 300.0) -> None:
+    """A late rank becomes a member; returns when it is.
+
+    Raises:
+        TimeoutError: The job does not let it in, or has ended.
+    """
+    now, mine = membership.current()
+    assert mine.door is not None
+    store, watch, end = mine.door.store, Watch(mine.door.store), time.monotonic() + timeout
+    why = "no member shows that the job lives"
+    while time.monotonic() < end:
+        live = watch.look()
+        if live is None:
+            time.sleep(0.05)
+            continue
+        try:
+            new = _once(now, mine, store, watch, int(live["slots"]), end)
+        except (TrigramError, json.JSONDecodeError, KeyError) as e:
+            why = str(e)
+            time.sleep(0.1)
+            continue
+        new.group, group = now.group, new.group
+        new.group.become(group)
+        world.replace(new)
+        return
+    raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
+
+
+def _once(now: World, mine: Membership, store: Store, watch: Watch, slots: int, end: float) -> World:
+    rendezvous = _core.Rendezvous(now.rank, max(slots, now.rank + 1), *mine.settings)
+    knock = Knock(store, now.rank, rendezvous.card())
+    while (answer := knock.answer()) is None:
+        if watch.look() is None or time.monotonic() > end:
+            raise TimeoutError("elastic: nobody answers at the door")
+        time.sleep(0.02)
+    cards = [bytes.fromhex(c) for c in answer["cards"]]
+    if cards[now.rank] != rendezvous.card():
+        raise MisuseError(f"elastic: another process is rank {now.rank} too; give each a rank of its own")
+    met = rendezvous.meet(cards)
+    store.put(f"elastic/met/{knock.id}", "yes" if met else "no")
+    verdicts = store.wait(f"elastic/verdicts/{knock.id}", _STEP)
+    if verdicts is None:
+        raise TimeoutError("elastic: the members gave up letting this rank in")
+    engine = rendezvous.connect(json.loads(verdicts), _STEP)
+    try:
+        before = Membership(
+            answer["ranks"],
+            len(cards),
+            mine.settings,
+            mine.door,
+            answer["generation"] - 1,
+            True,
+            answer["commits"],
+        )
+        new = membership.build(engine, now, before, answer["ranks"], len(cards))
+        gone = lambda: bool(engine.losses())  # noqa: E731
+        if store.wait(f"elastic/go/{knock.id}", _STEP, gone) is None:
+            raise TimeoutError("elastic: the members did not all come to let this rank in")
+    except TrigramError:
+        engine.shutdown(False)
+        raise
+    return new

@@ -27,6 +27,7 @@ from trigram.collectives import (
     send,
 )
 from trigram.ddp import ddp_hook
+from trigram.elastic import public_recover as recover
 from trigram.errors import (
     AbortedError,
     AuthError,
@@ -40,7 +41,6 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
-from trigram.elastic import public_recover as recover
 from trigram.qadam import QAdam
 from trigram.training import (
     algorithm_state,

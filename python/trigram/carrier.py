@@ -38,6 +38,7 @@ class Channels:
     def __init__(self, group: Group) -> None:
         self._aided: Group | None = None
         self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
+        self.interrupted: Callable[[], bool] = lambda: False  # whether waiting for neighbours is in vain
         self.entering = False  # this rank takes the weights from an elastic job that it enters
         self.renew(group)
 
@@ -73,9 +74,11 @@ class Carrier:
         steps: Backward passes that synchronised.
         sync: False inside ``no_sync``.
         replicas: Whether ranks may hold different weights.
+        in_step: Whether all ranks make the same step at a time.
     """
 
     replicas = False
+    in_step = True
 
     def __init__(self, model: nn.Module, channels: Channels) -> None:
         self.model = weakref.ref(model)

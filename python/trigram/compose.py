@@ -37,7 +37,8 @@ def compose(model: nn.Module, channels: Channels, plan: Plan, bucket_bytes: int,
     """
     if plan.gradients:
         return Gradients(model, channels, bucket_bytes, _coding(plan, optimizer))
-    return Weights(model, channels, lambda tensors: _rounds(tensors, channels, plan, optimizer))
+    make = lambda tensors: _rounds(tensors, channels, plan, optimizer)  # noqa: E731
+    return Weights(model, channels, make, plan.every is not None)
 
 
 def check(plan: Plan, optimizer: Any) -> None:

@@ -1,7 +1,7 @@
 """The door of an elastic job: where a rank that comes late knocks, and hears who is in.
 
 Everything goes through the store that the ranks met in, for that is what a newcomer knows. The lowest
-rank of the job keeps the door: a thread of its own shows that the job is alive and looks who waits. A
+rank of the job keeps the door: a thread shows that the job is alive and looks who waits. A
 store that went away with the process that offered it is looked for again, at the same address.
 """
 
@@ -93,14 +93,16 @@ class Door:
         self.waiting: dict[int, dict[str, Any]] = {}
         self.answered: set[int] = set()
         self.offered: Any = None  # a store that this process offers must not go away
+        self.keeps = False
+        self.asked = -1  # the generation whose members are asked to let somebody in
         self._heard: dict[int, bytes | None] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep(self, keeps: bool, says: dict[str, Any]) -> None:
         """From now on this rank keeps the door, or does not; ``says`` describes the job."""
-        self.says = says
-        if keeps and self._thread is None:
+        self.says, self.keeps, self.waiting = says, keeps, {}
+        if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="trigram-door", daemon=True)
             self._thread.start()
 
@@ -118,8 +120,16 @@ class Door:
         beat = 0
         while not self._stop.wait(_LOOK):
             beat += 1
-            self.store.put(_LIVE, json.dumps({**self.says, "keeper": self.rank, "beat": beat}))
+            says = self.says
+            if not self.keeps:
+                heard = json.loads(self.store.get(_LIVE) or b"{}")
+                self.asked = heard.get("asked", -1)
+                continue
             self._look()
+            self.asked = says["generation"] if self.waiting else -1
+            live = {**says, "keeper": self.rank, "beat": beat, "asked": self.asked}
+            if says is self.says:
+                self.store.put(_LIVE, json.dumps(live))
 
     def _look(self) -> None:
         count = int(self.store(lambda s: s.add(_KNOCKS, 0)) or 0)

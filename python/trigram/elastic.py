@@ -39,7 +39,13 @@ class Stateful(Protocol):
 
 
 class Follower(Protocol):
-    """What a carrier does in an elastic job."""
+    """What a carrier does in an elastic job.
+
+    Attributes:
+        in_step: Whether all ranks make the same step at a time.
+    """
+
+    in_step: bool
 
     def meta(self) -> dict[str, Any]:
         """What all must know to go on alike, and a newcomer at once."""
@@ -65,6 +71,8 @@ class Part:
         self.model = weakref.ref(model)
         self.title, self.states, self.channels = title, list(states), channels
         self.carrier = carrier
+        self.in_step = carrier.in_step
+        channels.interrupted = membership.asked
         self.kept: torch.Tensor | None = None
         self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.alone: list[int] = []
@@ -91,8 +99,8 @@ class Part:
         meta = share(mine, out.donor, side)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
-                f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it entered, "
-                f"which trains with {meta['title']}"
+                f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it has "
+                f"entered, which trains with {meta['title']}"
             )
         self.alone = out.newcomers
         self.is_new = side.ranks[side.rank] in out.newcomers
@@ -128,6 +136,11 @@ class Part:
         assert model is not None
         tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
         return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
+
+    def let_go(self) -> None:
+        """Calls that others may wait in for this rank are given up: they shall come too."""
+        for group in (self.channels.first, self.channels.second):
+            group.core.abort(group.core.next() + 2, "elastic: a rank is let in")
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -197,7 +210,7 @@ def enter() -> None:
     if not entering.is_outside():
         return
     entering.enter()
-    now, mine = current()
+    now, _ = current()
     # The members make the same call at the end of `recover`: who is new, and who has the state.
     _entered = _census(now.group, newcomer=True, commit=False)
 
@@ -324,6 +337,9 @@ def boundary(part: Part, meets: Callable[[], bool]) -> None:
     _, mine = current()
     with forgiving():
         if membership.disturbed():
+            recover()
+        elif not part.in_step and membership.asked():
+            part.let_go()
             recover()
         elif meets():
             mine.due = _waits(part.channels.side)

@@ -93,8 +93,7 @@ def outside(
 
 def is_outside() -> bool:
     """Whether this rank has yet to enter."""
-    now, mine = membership.current()
-    return not mine.ranks
+    return not membership.current()[1].ranks
 
 
 def enter(timeout: float = 300.0) -> None:

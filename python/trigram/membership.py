@@ -111,8 +111,14 @@ def current() -> tuple[World, Membership]:
     return now, now.elastic
 
 
+def asked() -> bool:
+    """Whether the members are asked to let somebody in: each hears of it in its own time."""
+    _, mine = current()
+    return mine.door is not None and mine.door.asked == mine.generation
+
+
 def disturbed() -> bool:
-    """Whether a rank is lost, or one waits at the door."""
+    """Whether a rank is lost, or all know alike that one waits at the door."""
     now, mine = current()
     return mine.due or bool(now.engine.losses())
 
@@ -217,8 +223,8 @@ def _check_quorum(members: list[int], here: list[int], told: torch.Tensor) -> No
     away = [r for r in members if r not in here and r not in gone]
     if not quorum(members, here, away):
         raise NoQuorumError(
-            f"elastic: ranks {', '.join(map(str, here))} cannot reach ranks {', '.join(map(str, away))} of "
-            f"{len(members)}, which may go on without them; these stop. Restart them when the network is whole",
+            f"elastic: ranks {', '.join(map(str, here))} of {len(members)} cannot reach ranks "
+            f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart them when the network is whole",
             away[0],
         )
 
@@ -309,10 +315,10 @@ def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequen
 
 
 def is_loss(error: TrigramError) -> bool:
-    """Whether an error comes of a lost rank. Others may have heard of it before this one."""
+    """Whether an error comes of a lost rank, or of others that let somebody in. They may have heard of it before this one."""
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + 3.0
-    while not current()[0].engine.losses() and time.monotonic() < end:
+    while not (found := bool(current()[0].engine.losses()) or asked()) and time.monotonic() < end:
         time.sleep(0.005)
-    return bool(current()[0].engine.losses())
+    return found

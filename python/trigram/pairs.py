@@ -22,6 +22,7 @@ import torch
 from trigram import collectives
 from trigram.carrier import Channels
 from trigram.codecs import Codec
+from trigram.errors import AbortedError
 from trigram.exchange import Exchange
 from trigram.gossip import References, seed
 from trigram.graphs import Graph
@@ -148,6 +149,8 @@ class Pairs:
             self.waits += 1
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
+                if self.channels.interrupted():
+                    raise AbortedError("an exchange: the ranks let another one in")
                 self._listen()  # others must not wait for what this rank waits for
                 time.sleep(0.0005)
             self.waited += time.perf_counter() - since

@@ -119,14 +119,19 @@ def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
     ((kind, inner),) = described.items()
     if kind == "float":
         return float(inner), at
-    items = []
+    items: list[Any] = []
     if kind == "dict":
-        for key, item in inner:
-            key, at = _restore(key, data, at)
-            item, at = _restore(item, data, at)
-            items.append((key, item))
+        for pair in inner:
+            (name, value), at = _restore_all(pair, data, at)
+            items.append((name, value))
         return dict(items), at
-    for item in inner:
-        item, at = _restore(item, data, at)
-        items.append(item)
+    items, at = _restore_all(inner, data, at)
     return {"list": list, "tuple": tuple}[kind](items), at
+
+
+def _restore_all(described: list[Any], data: torch.Tensor, at: int) -> tuple[list[Any], int]:
+    values = []
+    for one in described:
+        value, at = _restore(one, data, at)
+        values.append(value)
+    return values, at

@@ -207,6 +207,7 @@ class Weights(Carrier):
         model: The module.
         channels: Where to talk.
         make: From the parameters, by dtype, to rounds; called again when layers are thawed or frozen.
+        in_step: Whether all ranks make rounds at the same steps.
     """
 
     replicas = True
@@ -216,8 +217,10 @@ class Weights(Carrier):
         model: nn.Module,
         channels: Channels,
         make: Callable[[list[list[torch.Tensor]]], Rounds],
+        in_step: bool = True,
     ) -> None:
         self.make = make
+        self.in_step = in_step
         self.seen = 0
         super().__init__(model, channels)
         if not channels.entering:

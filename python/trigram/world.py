@@ -256,8 +256,8 @@ def init(
         op_timeout: Seconds that a collective may take. ``None``: a peer that is alive is awaited
             however long it takes, and named in a log line; a dead one raises at once.
         iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
-        elastic: Ranks may be lost and may come while the job runs, see docs/elastic.md. A rank that comes late
-            enters with ``with_bagua(elastic=True)``, or with :func:`trigram.recover`.
+        elastic: Ranks may be lost and may come while the job runs, see docs/elastic.md. A rank that comes
+            late enters with ``with_bagua(elastic=True)``, or with :func:`trigram.recover`.
         helper: This rank has no model and no data: it reduces gradients for the others, as much as its
             link carries, and this returns when one of them has left. Helpers are the last ranks of the
             world. One model with ``gradient_allreduce`` is helped, the first; it takes three workers or more.

@@ -1,4 +1,4 @@
-"""The `trigram` command: demo, bench, doctor, algorithms."""
+"""The `trigram` command: demo, bench, chaos, doctor, algorithms."""
 
 from __future__ import annotations
 
@@ -46,6 +46,47 @@ def main() -> None:
     except trigram.TrigramError as error:
         # Its text names the operation, the rank and what to do; the way through this package adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
+
+
+@app.command("chaos", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def chaos_command(
+    context: typer.Context,
+    *,
+    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start.")] = 4,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same faults.")] = 0,
+    seconds: Annotated[float, typer.Option(help="How long faults happen.")] = 60.0,
+    every: Annotated[float, typer.Option(help="Seconds between two faults, about.")] = 5.0,
+    faults: Annotated[
+        str, typer.Option(help="Which, with commas: kill, stop, pause, slow, cut, corrupt.")
+    ] = "kill,stop,pause,slow",
+    restart: Annotated[bool, typer.Option(help="Start a rank again that has ended.")] = True,
+    settle: Annotated[float, typer.Option(help="Seconds that a rank has to come up unharmed.")] = 8.0,
+    patience: Annotated[float, typer.Option(help="Seconds that the job has to end by itself after.")] = 120.0,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what ranks write here.")] = None,
+) -> None:
+    """Run a script on several ranks under random faults, and report what was survived.
+
+    trigram chaos --ranks 4 --seed 1 -- train.py ARGS
+    """
+    from trigram.cli import chaos
+
+    if not context.args:
+        raise typer.BadParameter("name the script and its arguments after --")
+    settings = chaos.Settings(
+        [sys.executable, *context.args],
+        ranks,
+        seed,
+        seconds,
+        every,
+        faults.split(","),
+        restart,
+        settle,
+        patience,
+        logs,
+    )
+    report = chaos.run(settings)
+    sys.stdout.write(f"{report}\n")
+    raise typer.Exit(0 if report.survived else 1)
 
 
 # A function named like the submodule it imports would hide it, hence the names.

@@ -10,7 +10,7 @@
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
-//! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
+//! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each; `faulty` damages one on purpose.
 //! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
 //! * [`device`] — calls on GPU memory, which NCCL carries out.
 //! * [`memory`] — memfd segments and registered memory.
@@ -18,7 +18,7 @@
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
 //! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
-//! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option) and `fork`.
+//! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option), `transport::faulty` (one mapping) and `fork`.
 
 pub mod address;
 pub mod balance;

@@ -24,7 +24,7 @@ use crate::host::board::{Board, MAX_LOCAL};
 use crate::link::{Rx, Tx};
 use crate::memory::Arena;
 use crate::ticket::GLANCE;
-use crate::transport::{shm, tcp};
+use crate::transport::{faulty, shm, tcp};
 use crate::unix::{self, Received};
 use crate::world::{Neighbour, World};
 
@@ -293,7 +293,7 @@ impl Rendezvous {
             let ways = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
                 Some(shm::pair(&self.board, index(me), &neighbour.board, index(rank)))
             } else {
-                sockets.remove(&rank).map(tcp::split).transpose()?
+                sockets.remove(&rank).map(tcp::split).transpose()?.map(faulty::wrap).transpose()?
             };
             let (out, inn) = ways.unzip();
             tx.push(out.map(Tx::new));

@@ -1,6 +1,7 @@
 //! How bytes reach a peer. A transport is one file: a [`Sender`] and a [`Receiver`] of a byte
 //! stream that never block. Frames, matching and errors are the same above all of them.
 
+pub mod faulty;
 pub mod mem;
 pub mod shm;
 pub mod tcp;

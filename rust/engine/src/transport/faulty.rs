@@ -1,0 +1,133 @@
+//! A connection that can be damaged on purpose: for `trigram chaos`, which drives it through a file.
+//!
+//! Where `TRIGRAM_CHAOS` names a file of four bytes when a rank starts, that rank's TCP connections look at
+//! its first word: 1 flips one bit of what is sent next, 2 cuts the rank off: nothing leaves it any more and
+//! nothing arrives, and no connection is closed, as if its cable had been pulled.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+use trigram_core::{Error, Result};
+
+use crate::transport::{Read, Receiver, Sender};
+
+const FLIP: u32 = 1;
+const CUT: u32 = 2;
+
+/// The word that commands this rank's connections, if somebody may.
+fn word() -> Result<Option<&'static AtomicU32>> {
+    static WORD: OnceLock<Result<Option<Mapped>>> = OnceLock::new();
+    let mapped = WORD.get_or_init(|| {
+        let Some(path) = std::env::var_os("TRIGRAM_CHAOS") else { return Ok(None) };
+        let io = |e: rustix::io::Errno| Error::io("opening the file that TRIGRAM_CHAOS names", e);
+        let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(io)?;
+        if rustix::fs::fstat(&fd).map_err(io)?.st_size < 4 {
+            return Err(Error::Config("TRIGRAM_CHAOS names a file of less than 4 bytes".into()));
+        }
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing; it is never unmapped.
+        let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4, prot, MapFlags::SHARED, &fd, 0) };
+        Ok(NonNull::new(at.map_err(io)?.cast()).map(Mapped))
+    });
+    match mapped {
+        // SAFETY: mapped for as long as the process lives, aligned to a page, and an atomic.
+        Ok(Some(word)) => Ok(Some(unsafe { word.0.as_ref() })),
+        Ok(None) => Ok(None),
+        Err(e) => Err(e.clone()),
+    }
+}
+
+struct Mapped(NonNull<AtomicU32>);
+
+// SAFETY: the address of an atomic that stays where it is.
+unsafe impl Send for Mapped {}
+// SAFETY: as above.
+unsafe impl Sync for Mapped {}
+
+/// The two ways of a connection, damageable if somebody may.
+pub fn wrap(ways: (Box<dyn Sender>, Box<dyn Receiver>)) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+    let Some(word) = word()? else { return Ok(ways) };
+    Ok((Box::new(FaultySender { inner: ways.0, word }), Box::new(FaultyReceiver { inner: ways.1, word })))
+}
+
+struct FaultySender {
+    inner: Box<dyn Sender>,
+    word: &'static AtomicU32,
+}
+
+impl Sender for FaultySender {
+    fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
+        match self.word.load(Ordering::Relaxed) {
+            CUT => Ok(head.len() + body.len()),
+            FLIP if !body.is_empty() => {
+                let mut bytes = [head, body].concat();
+                let at = head.len() + body.len() / 2;
+                bytes[at] ^= 0x10;
+                let n = self.inner.write(&bytes, &[])?;
+                if n > at {
+                    self.word.store(0, Ordering::Relaxed);
+                }
+                Ok(n)
+            }
+            _ => self.inner.write(head, body),
+        }
+    }
+
+    fn has_room(&self) -> bool {
+        self.inner.has_room()
+    }
+
+    fn wake(&mut self) {
+        self.inner.wake();
+    }
+
+    fn flush(&mut self) {
+        self.inner.flush();
+    }
+
+    fn pace(&mut self, rate: f64) {
+        self.inner.pace(rate);
+    }
+
+    fn is_summed(&self) -> bool {
+        self.inner.is_summed()
+    }
+
+    fn close(&mut self) {
+        if self.word.load(Ordering::Relaxed) != CUT {
+            self.inner.close();
+        }
+    }
+}
+
+struct FaultyReceiver {
+    inner: Box<dyn Receiver>,
+    word: &'static AtomicU32,
+}
+
+impl Receiver for FaultyReceiver {
+    fn read(&mut self, into: &mut [u8]) -> Result<Read> {
+        let read = self.inner.read(into)?;
+        Ok(if self.word.load(Ordering::Relaxed) == CUT { Read::Nothing } else { read })
+    }
+
+    fn has_input(&self) -> bool {
+        self.inner.has_input() && self.word.load(Ordering::Relaxed) != CUT
+    }
+
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.inner.fd()
+    }
+
+    fn wake(&mut self) {
+        self.inner.wake();
+    }
+
+    fn read_ahead(&self) -> usize {
+        self.inner.read_ahead()
+    }
+}

@@ -178,19 +178,31 @@ class Ranks:
             "TRIGRAM_TEST_DIR": str(self.dir),
             "OMP_NUM_THREADS": "1",
         }
+        self.hosts, self.extra = hosts, env or {}
         for rank in range(world) if only is None else only:
-            local = rank if hosts is None else sum(h == hosts[rank] for h in hosts[:rank])
-            mine = self.env | {"RANK": str(rank), "LOCAL_RANK": str(local)} | (env or {})
-            namespace = None if hosts is None else netns.name(hosts[rank])
-            ours, theirs = _context.Pipe(duplex=True)
-            process = _context.Process(
-                target=_main,
-                args=(theirs, rank, call, mine, namespace, str(self._log(rank))),
-                name=f"rank{rank}",
-            )
-            process.start()
-            theirs.close()
-            self.ranks[rank] = _Rank(process, ours)
+            self._start(rank, call)
+
+    def _start(self, rank: int, call: bytes) -> None:
+        hosts = self.hosts
+        local = rank if hosts is None else sum(h == hosts[rank] for h in hosts[:rank])
+        mine = self.env | {"RANK": str(rank), "LOCAL_RANK": str(local)} | self.extra
+        namespace = None if hosts is None else netns.name(hosts[rank])
+        ours, theirs = _context.Pipe(duplex=True)
+        process = _context.Process(
+            target=_main,
+            args=(theirs, rank, call, mine, namespace, str(self._log(rank))),
+            name=f"rank{rank}",
+        )
+        process.start()
+        theirs.close()
+        self.ranks[rank] = _Rank(process, ours)
+
+    def restart(self, rank: int, fn: Callable[..., Any], *args: Any) -> None:
+        """Starts a rank that has ended again, or one that was not there."""
+        if rank in self.ranks:
+            self.ranks[rank].process.join(10)
+            self.ranks[rank].pipe.close()
+        self._start(rank, pickle.dumps((fn.__module__, fn.__name__, args)))
 
     def __enter__(self) -> Ranks:
         return self

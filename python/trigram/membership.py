@@ -224,7 +224,8 @@ def _check_quorum(members: list[int], here: list[int], told: torch.Tensor) -> No
     if not quorum(members, here, away):
         raise NoQuorumError(
             f"elastic: ranks {', '.join(map(str, here))} of {len(members)} cannot reach ranks "
-            f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart them when the network is whole",
+            f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart "
+            "them when the network is whole",
             away[0],
         )
 
@@ -315,7 +316,10 @@ def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequen
 
 
 def is_loss(error: TrigramError) -> bool:
-    """Whether an error comes of a lost rank, or of others that let somebody in. They may have heard of it before this one."""
+    """Whether an error comes of a lost rank, or of others that let somebody in.
+
+    They may have heard of it before this one.
+    """
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + 3.0

@@ -372,7 +372,8 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         (processor time of the engine's thread; synchronous calls take the caller's) and ``rates``
         (what each rank's link carries in bytes per second, as the shares of large AllReduces between
         hosts follow it; empty while nobody knows).
-        For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes`` and ``bytes_per_step``
+        ``waited_for`` has the seconds that callers slept for each world rank: who is slow.
+        For a model also ``algorithm``, ``world_size``, ``ranks`` (those that train it now), ``steps``, ``bytes`` and ``bytes_per_step``
         (what a rank has to send, by the formulas of docs/algorithms.md), ``wait_seconds``; where
         gradients are carried ``overlap`` (share of communication hidden behind backward) and
         ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for).
@@ -388,7 +389,13 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     if job.carrier is not None:
         own |= job.carrier.stats()
     own["steps"] += job.behind
-    return {"algorithm": job.plan.name, "world_size": job.size, **own, **totals}
+    return {
+        "algorithm": job.plan.name,
+        "world_size": job.size,
+        "ranks": list(job.group.ranks),
+        **own,
+        **totals,
+    }
 
 
 def _finish() -> None:

@@ -1,0 +1,91 @@
+"""A training that can be done by one process too, which knows who took part in which step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+
+import trigram
+from tests.harness import say
+
+FEATURES, CLASSES, BATCH = 20, 5, 12
+
+
+def model() -> torch.nn.Module:
+    """The same on every call."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank sees in a step."""
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(BATCH, FEATURES, generator=g, dtype=torch.float64)
+    return x, (x @ torch.arange(FEATURES * CLASSES).reshape(FEATURES, CLASSES).sin().double()).argmax(1)
+
+
+def optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
+    """One with a state that a newcomer must get."""
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def loss_of(net: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of one rank's batch."""
+    x, y = batch(step, rank)
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+def reference(history: list[tuple[int, ...]]) -> torch.Tensor:
+    """The weights after steps in which these ranks took part, made in one process."""
+    net = model()
+    opt = optimizer(net)
+    for step, ranks in enumerate(history):
+        opt.zero_grad()
+        torch.stack([loss_of(net, step, r) for r in ranks]).mean().backward()
+        opt.step()
+    return weights(net)
+
+
+def weights(net: torch.nn.Module) -> torch.Tensor:
+    """All of them in one."""
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def train(
+    rank: int,
+    world: int,
+    steps: int,
+    algorithm: str = "gradient_allreduce",
+    dies: dict[int, int] | None = None,
+    pause: float = 0.0,
+    again: bool = False,
+) -> dict[str, Any]:
+    """A rank of the job; `dies`: in which step which ranks end themselves; `again`: this is a second life."""
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = model()
+    if again:
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(float("nan"))  # nothing of a newcomer's own weights may matter
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001)
+    first = trigram.stats(net)["steps"]
+    say(("begins", first))
+    history = []
+    for step in range(first, steps):
+        loss = loss_of(net, step, rank)
+        if (dies or {}).get(rank) == step and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        history.append(tuple(trigram.stats(net)["ranks"]))
+        say(("did", step))
+        time.sleep(pause)
+    return {"first": first, "weights": weights(net), "history": history, "steps": trigram.stats(net)["steps"]}

@@ -1,0 +1,322 @@
+"""Elastic jobs: who lives goes on with the same step, who comes takes part, and halves never both go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trigram
+from tests import netns
+from tests.checks import raises, says
+from tests.elastic_run import reference, train
+from tests.harness import ROOT, Died, Ranks, await_flag, flag, free_port, say
+from trigram.membership import quorum
+
+
+def await_step(ranks: Ranks, rank: int, step: int, timeout: float = 60.0) -> None:
+    """Waits until a rank has done a step."""
+    ranks.await_said(rank, ("did", step), timeout)
+
+
+def the_same(results: list[Any], living: list[int]) -> dict[str, Any]:
+    """All living ranks hold the same bits after the same number of steps."""
+    first: dict[str, Any] = results[living[0]]
+    for r in living:
+        assert torch.equal(results[r]["weights"], first["weights"]), f"rank {r} differs"
+        assert results[r]["steps"] == first["steps"]
+    return first
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("world, dies", [(2, {1: 4}), (3, {0: 3}), (4, {1: 3, 3: 6}), (4, {2: 5, 3: 5})])
+def test_the_living_go_on_with_the_same_step(world: int, dies: dict[int, int], transport: str) -> None:
+    steps = 10
+    with Ranks(world, train, steps, "gradient_allreduce", dies, transport=transport) as ranks:
+        results = ranks.results(90, dies=dies)
+    living = [r for r in range(world) if r not in dies]
+    for r in dies:
+        assert results[r] == Died(-signal.SIGKILL)
+    got = the_same(results, living)
+    expected = [tuple(r for r in range(world) if dies.get(r, steps) > step) for step in range(steps)]
+    assert got["history"] == expected
+    torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
+    world, steps = 3, 400
+    arguments = (steps, "gradient_allreduce", {victim: 5}, 0.01)
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        other = (victim + 1) % world
+        await_step(ranks, other, 8)
+        ranks.restart(victim, train, *arguments, True)
+        results = ranks.results(120)
+    got = the_same(results, list(range(world)))
+    entered = results[victim]["first"]
+    assert 5 < entered < steps
+    history = list(results[other]["history"])
+    assert history[entered - 1] != history[entered] == tuple(range(world))
+    assert results[victim]["history"] == history[entered:]
+    # In its first step it has nothing to give.
+    history[entered] = tuple(r for r in range(world) if r != victim)
+    torch.testing.assert_close(got["weights"], reference(history), rtol=1e-7, atol=1e-10)
+
+
+def test_one_more_than_there_were() -> None:
+    world, steps = 2, 400
+    with Ranks(world, train, steps, "gradient_allreduce", None, 0.01) as ranks:
+        await_step(ranks, 0, 5)
+        ranks.env["WORLD_SIZE"] = "3"
+        ranks.restart(2, train, steps, "gradient_allreduce", None, 0.01, True)
+        results = ranks.results(120)
+    got = the_same(results, [0, 1, 2])
+    entered = results[2]["first"]
+    history = list(results[0]["history"])
+    assert history[-1] == (0, 1, 2) and history[entered - 1] == (0, 1)
+    history[entered] = (0, 1)
+    torch.testing.assert_close(got["weights"], reference(history), rtol=1e-7, atol=1e-10)
+
+
+ALGORITHMS = [
+    "bytegrad",
+    "powersgd",
+    "local_sgd",
+    "diloco",
+    "decentralized",
+    "low_precision_decentralized",
+    "async",
+    "async_decentralized",
+    "async_low_precision_decentralized",
+    "push_sum",
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
+    world, steps, victim = 3, 300, 1
+    arguments = (steps, algorithm, {victim: 5}, 0.01)
+    with Ranks(world, train, *arguments) as ranks:
+        await_step(ranks, 0, 8)
+        ranks.restart(victim, train, *arguments, True)
+        results = ranks.results(120)
+    entered = results[victim]["first"]
+    assert 5 < entered < steps, "it came back, and in time"
+    for r in range(world):
+        assert bool(results[r]["weights"].isfinite().all()), f"rank {r}"
+        assert results[r]["steps"] == steps
+    if algorithm in ("bytegrad", "powersgd"):
+        the_same(results, list(range(world)))
+    # It has learnt what the others have: they are near each other and far from where they began.
+    spread = max(float((a["weights"] - b["weights"]).norm()) for a, b in itertools.combinations(results, 2))
+    moved = float((results[0]["weights"] - reference([])).norm())
+    assert spread < moved / 2, (spread, moved)
+
+
+def in_training(rank: int, world: int, steps: int) -> dict[str, Any]:
+    """Rank 1 is stopped in the middle of a step."""
+    return train(rank, world, steps, "gradient_allreduce", None, 0.005)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_rank_is_left_behind(transport: str) -> None:
+    world, steps = 3, 300
+    with Ranks(world, in_training, steps, transport=transport) as ranks:
+        await_step(ranks, 1, 20)
+        ranks.signal(1, signal.SIGSTOP)
+        others = [ranks.ranks[r] for r in (0, 2)]
+        end = time.monotonic() + 60
+        while any(r.answer is None and not r.ended for r in others) and time.monotonic() < end:
+            ranks.hear(0.2)
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            if ranks.ranks[1].process.is_alive():
+                ranks.signal(1, number)
+        results = ranks.results(30, dies=[1])
+    got = the_same(results, [0, 2])
+    history = got["history"]
+    assert history[0] == (0, 1, 2) and history[-1] == (0, 2)
+    torch.testing.assert_close(got["weights"], reference(history), rtol=1e-8, atol=1e-11)
+
+
+# Quorum.
+
+
+def test_no_two_parts_both_go_on() -> None:
+    """All ways to part up to six ranks in two, with any of them known to be dead."""
+    for n in range(1, 7):
+        ranks = list(range(n))
+        for dead_mask, mask in itertools.product(range(1 << n), repeat=2):
+            dead = [r for r in ranks if dead_mask >> r & 1]
+            one = [r for r in ranks if r not in dead and mask >> r & 1]
+            other = [r for r in ranks if r not in dead and r not in one]
+            verdicts = [bool(a) and quorum(ranks, a, b) for a, b in ((one, other), (other, one))]
+            assert sum(verdicts) == (1 if one or other else 0), (one, other, dead)
+
+
+def in_parts(rank: int, world: int, steps: int) -> tuple[str, int]:
+    """Trains; how it ended, and after how many steps."""
+    try:
+        done = train(rank, world, steps, "gradient_allreduce", None, 0.01)
+    except trigram.PeerLostError as e:
+        return str(e), -1
+    return "went on", done["steps"]
+
+
+@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), ([0], [1]), ([0], [1, 2])])
+def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: list[int]) -> None:
+    world, steps = len(one) + len(other), 500
+    switch = netns._switch()
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", "-n", switch, *words], check=True)
+
+    with Ranks(world, in_parts, steps, transport="auto", hosts=list(range(world))) as ranks:
+        for r in range(world):
+            await_step(ranks, r, 10)
+        ip("link", "add", "br1", "type", "bridge")
+        try:
+            ip("link", "set", "br1", "up")
+            for r in other:
+                ip("link", "set", f"port{r}", "master", "br1")
+            results = ranks.results(90)
+        finally:
+            for r in other:
+                ip("link", "set", f"port{r}", "master", "br0")
+            ip("link", "del", "br1")
+    winners = one if len(one) >= len(other) else other
+    for r in range(world):
+        text, done = results[r]
+        if r in winners:
+            assert (text, done) == ("went on", steps), text
+        else:
+            assert done == -1
+            says(text, "elastic", "cannot reach", f"{winners[0]}")
+
+
+# Without a model.
+
+
+def bare(rank: int, world: int) -> list[int]:
+    """Collectives of the script's own: an error, `recover`, and on."""
+    group = trigram.init(elastic=True)
+    registered = trigram.empty(1000)
+    for i in range(1000):
+        if rank == 1 and i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        registered.fill_(float(rank))
+        try:
+            trigram.all_reduce(registered)
+        except trigram.PeerLostError as e:
+            assert e.rank == 1
+            break
+    assert trigram.recover() is group
+    before = trigram.stats()["direct_bytes"]
+    registered.fill_(float(rank))
+    trigram.all_reduce(registered)
+    assert torch.equal(registered, torch.full((1000,), 5.0))
+    assert (trigram.rank(), trigram.world_size()) == ([0, 2, 3].index(rank), 3)
+    if os.environ["TRIGRAM_TRANSPORT"] == "shm":
+        assert trigram.stats()["direct_bytes"] > before, "memory registered before is registered still"
+    raises(trigram.MisuseError, trigram.broadcast, registered, 1)
+    trigram.broadcast(registered, 3)
+    return list(group.ranks)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_recover(transport: str) -> None:
+    with Ranks(4, bare, transport=transport) as ranks:
+        results = ranks.results(60, dies=[1])
+    assert [r for r in results if not isinstance(r, Died)] == [[0, 2, 3]] * 3
+
+
+def refused(rank: int, world: int) -> None:
+    """What cannot be elastic says so."""
+    linear = torch.nn.Linear(2, 2)
+    opt = torch.optim.SGD(linear.parameters(), lr=0.1)
+    with pytest.raises(trigram.MisuseError, match="optimizer"):
+        trigram.with_bagua(linear, elastic=True)
+    with pytest.raises(trigram.MisuseError, match="state_dict"):
+        trigram.with_bagua(linear, optimizer=opt, elastic=[3])
+    trigram.init()
+    with pytest.raises(trigram.MisuseError, match="init"):
+        trigram.with_bagua(linear, optimizer=opt, elastic=True)
+    with pytest.raises(trigram.MisuseError, match="elastic"):
+        trigram.recover()
+    flag(f"done{rank}")
+    for r in range(world):
+        await_flag(f"done{r}")
+    say("over")
+
+
+def test_what_cannot_be_elastic() -> None:
+    with Ranks(2, refused) as ranks:
+        ranks.results(60)
+
+
+SCRIPT = """
+    import os, signal, sys, time, torch
+    import torch.distributed as dist
+    sys.path[:0] = {path!r}
+    import trigram
+    from tests.elastic_run import model, optimizer, loss_of, weights
+
+    rank, steps, again = {rank}, {steps}, os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", {port}, is_master=False)
+    trigram.init(store, rank, {world}, elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    first = trigram.stats(net)["steps"]
+    for step in range(first, steps):
+        if rank == 1 and step == 5 and not again:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opt.zero_grad()
+        loss_of(net, step, rank).backward()
+        opt.step()
+        time.sleep(0.05)
+    print("END", rank, first, float(weights(net).sum()), flush=True)
+"""
+
+
+def test_a_worker_that_torchrun_restarts_rejoins(tmp_path: Path) -> None:
+    """Each rank under an agent of its own, as on preemptible machines; the store is a process of its own."""
+    import torch.distributed as dist
+
+    world, steps, port = 3, 400, free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    path = [str(ROOT / "python"), str(ROOT)]
+    agents = []
+    for rank in range(world):
+        script = tmp_path / f"rank{rank}.py"
+        values = {"path": path, "rank": rank, "steps": steps, "port": port, "world": world}
+        script.write_text(textwrap.dedent(SCRIPT).format(**values))
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=2"]
+        with (tmp_path / f"log{rank}").open("w") as log:
+            agents.append(
+                subprocess.Popen(
+                    [sys.executable, *command, str(script)], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
+                )
+            )
+    try:
+        codes = [agent.wait(120) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+            agent.wait()
+    logs = [(tmp_path / f"log{r}").read_text() for r in range(world)]
+    assert codes == [0] * world, "\n".join(logs)
+    ends = [next(line for line in log.splitlines() if line.startswith("END")).split() for log in logs]
+    assert int(ends[1][2]) > 5 and int(ends[0][2]) == 0
+    assert len({e[3] for e in ends}) == 1
+    del store

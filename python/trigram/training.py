@@ -16,10 +16,11 @@ from trigram import world
 from trigram.algorithms import Plan, Trigram, find
 from trigram.carrier import Carrier, Channels, agree_on_algorithm
 from trigram.collectives import AnyGroup
-from trigram.compose import check, compose
+from trigram.compose import check, compose, warm
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
+from trigram.terms import Terms
 from trigram.weights import Weights, running
 from trigram.world import Group, current, resolve
 
@@ -35,7 +36,10 @@ class Job:
         behind: Steps that earlier algorithms made.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan, group: Group, bucket_bytes: int, optimizer: Any) -> None:
+    def __init__(
+        self, model: nn.Module, plan: Plan, group: Group, bucket_bytes: int, optimizer: Any, terms: Terms
+    ) -> None:
+        self.terms = terms
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
         self.size = group.size
@@ -50,11 +54,12 @@ class Job:
         self.plan, self.optimizer = plan, optimizer
         if self.channels is None:
             return
-        agree_on_algorithm(str(plan), self.channels)
+        agree_on_algorithm(f"{plan}{self.terms}", self.channels)
+        self.terms.bind(self.channels, plan)
         warmup = plan.options.get("warmup_steps", 0)
-        self.channels.aid(plan.gradients and plan.value.what == "full" and not warmup)
+        self.channels.aid(plan.gradients and plan.value.what == "full" and not plan.graph and not warmup)
         if warmup:
-            self.carrier = Gradients(model, self.channels, self.bucket_bytes)
+            self.carrier = Gradients(model, self.channels, self.bucket_bytes, warm(plan))
             self.carrier.limit, self.carrier.successor = warmup, self.proceed
         else:
             self.carrier = self._compose(model)
@@ -104,6 +109,7 @@ def with_bagua(
     group: AnyGroup = None,
     bucket_mb: float = 25,
     sample_weight: Any = None,
+    check_finite: bool = False,
     elastic: bool = False,
     **options: Any,
 ) -> Model:
@@ -119,7 +125,12 @@ def with_bagua(
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
-        sample_weight: Not available yet.
+        sample_weight: How much this rank counts in averages, as where batches are unequal: a number, or
+            what is called for one once per step, when backward begins. Averages are
+            ``sum(w_i g_i) / sum(w_i)``. A rank that weighs 0 adds nothing, whatever its gradients are.
+        check_finite: Each rank looks at its gradients before they leave, and where one has NaN or
+            infinity all raise a ``CorruptError`` that names it. Costs a pass over the gradients and a
+            small message per step; without it nobody looks, and the mean is NaN on all ranks.
         elastic: Not available yet.
         **options: The algorithm's own, see docs/algorithms.md.
 
@@ -130,14 +141,16 @@ def with_bagua(
         MisuseError: The model is hooked already, or has nothing to train.
     """
     plan = find(algorithm, options)
-    if elastic or sample_weight is not None:
-        raise UnsupportedError("with_bagua: elastic and sample_weight are not available yet")
+    if elastic:
+        raise UnsupportedError("with_bagua: elastic is not available yet")
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
     if model in _hooked:
         raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
     check(plan, optimizer)
-    _hooked[model] = Job(model, plan, resolve(group), int(bucket_mb * (1 << 20)), optimizer)
+    terms, ranks = Terms(sample_weight, check_finite), resolve(group)
+    terms.check(plan, ranks.size)
+    _hooked[model] = Job(model, plan, ranks, int(bucket_mb * (1 << 20)), optimizer, terms)
     return model
 
 
@@ -163,6 +176,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     job = _job(model, "switch")
     plan = find(algorithm, options)
     check(plan, optimizer)
+    job.terms.check(plan, job.size)
     if isinstance(job.carrier, Weights):
         job.carrier.average(model)
     elif job.carrier is not None:
@@ -326,7 +340,10 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         For a model also ``algorithm``, ``world_size``, ``steps``, ``bytes`` and ``bytes_per_step``
         (what a rank has to send, by the formulas of docs/algorithms.md), ``wait_seconds``; where
         gradients are carried ``overlap`` (share of communication hidden behind backward) and
-        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for).
+        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for);
+        ``suspects`` (by world rank, the rounds in which a robust average left out what the rank sent,
+        because it was not finite). ``waited_for``, where the engine counts it, is the seconds that this
+        rank waited for each world rank: the largest is the straggler.
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
@@ -336,6 +353,7 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     totals["rates"] = job.channels.first.core.rates() if job.channels else []
     own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
     own |= {"buckets": [], "rounds": 0, "waits": 0}
+    own["suspects"] = dict(job.channels.suspects.counts) if job.channels else {}
     if job.carrier is not None:
         own |= job.carrier.stats()
     own["steps"] += job.behind

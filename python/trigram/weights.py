@@ -61,6 +61,8 @@ class _Counted:
         self.waited = 0.0
 
     def _start(self) -> None:
+        if self.channels.share is not None:
+            self.channels.share.open()
         for exchange in self.exchanges:
             exchange.take()
             exchange.start(self.begun)
@@ -94,11 +96,15 @@ class _Counted:
 
     def state(self) -> dict[str, Any]:
         """The number of rounds, and the exchanges' own."""
-        return {"rounds": self.rounds, "exchanges": [e.state() for e in self.exchanges]}
+        share = self.channels.share
+        kept = {"weight": share.pending} if share is not None else {}
+        return {**kept, "rounds": self.rounds, "exchanges": [e.state() for e in self.exchanges]}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.rounds = self.begun = state["rounds"]
+        if self.channels.share is not None:
+            self.channels.share.pending = state["weight"]
         for exchange, kept in zip(self.exchanges, state["exchanges"], strict=True):
             exchange.load(kept)
 
@@ -241,6 +247,11 @@ class Weights(Carrier):
         if self.steps > self.seen:
             self.seen = self.steps
             self.rounds.boundary(self.steps)
+
+    def begin(self) -> None:
+        """A step's samples count in the next round."""
+        if self.channels.share is not None:
+            self.channels.share.step()
 
     @torch.no_grad()
     def end(self) -> None:

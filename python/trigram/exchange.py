@@ -185,7 +185,7 @@ class Differences(Exchange):
         length = (lambda total: padded(total, n)) if codec is not None or rule is not None else None
         super().__init__(tensors, channels, torch.float32, length)
         self.outer = outer
-        self.heals = rule is not None
+        self.heals = rule is not None or channels.share is not None
         self.take()
         self.agreed = self.inp.clone()
         self.dropped: torch.Tensor | None = None

@@ -34,12 +34,12 @@ class Suspects:
         A negative round is none of those that are numbered."""
         for rank in ranks:
             if rank not in self.counts:
-                print(
+                # One write: several ranks may share the terminal.
+                sys.stderr.write(
                     f"trigram: rank {rank} sent values that are NaN, infinite or no code; central:{rule} "
-                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)',
-                    file=sys.stderr,
-                    flush=True,
+                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)\n'
                 )
+                sys.stderr.flush()
             if round < 0 or self._last.get(rank) != round:
                 self._last[rank] = round
                 self.counts[rank] = self.counts.get(rank, 0) + 1

@@ -14,6 +14,7 @@ from typing import Any
 
 from trigram import codecs, graphs
 from trigram.errors import UnsupportedError
+from trigram.rules import Rule
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,9 @@ class Trigram:
     """Three independent choices, and what follows from them.
 
     Attributes:
-        who: ``central`` (all agree), ``gossip:TOPOLOGY`` (neighbours only) or ``push:TOPOLOGY``
-            (neighbours, in one direction).
+        who: ``central`` (all agree), ``central:median``, ``central:trimmed:F`` or ``central:clip:R`` (all
+            agree on what few broken ranks cannot steer), ``gossip:TOPOLOGY`` (neighbours only) or
+            ``push:TOPOLOGY`` (neighbours, in one direction).
         what: ``full`` (the numbers themselves) or a codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
         when: ``sync`` (inside the step), ``every:H`` or ``async``, ``async:STALENESS``.
         carry: ``gradients``, ``momentum``, ``weights`` or ``differences``; None: what follows from
@@ -39,6 +41,16 @@ class Trigram:
 
 
 DEFAULT = "gradient_allreduce"
+
+WHO = (
+    ("central", "all agree on the mean"),
+    ("central:median", "all agree on the median of each value: fewer than half of the ranks may be broken"),
+    ("central:trimmed:F", "all agree on the mean without the F largest and F smallest of each value"),
+    ("central:clip:R", "all agree on a mean of what is clipped at R times the ranks' median distance"),
+    ("gossip:TOPOLOGY", "neighbours mix what they have"),
+    ("push:TOPOLOGY", "neighbours, in one direction"),
+)
+"""What WHO may be, and what that is."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +141,12 @@ class Plan:
     def title(self) -> str:
         """Its name and its trigram."""
         return self.name if self.name == str(self.value) else f"{self.name} ({self.value})"
+
+    @property
+    def rule(self) -> Rule | None:
+        """The robust rule of a ``central:RULE``."""
+        rule = Rule.parse(self.graph) if self.kind == "central" else None
+        return rule and replace(rule, iterations=self.options.get("iterations", rule.iterations))
 
     @property
     def gradients(self) -> bool:
@@ -225,11 +243,9 @@ class _Planner:
         if kind in ("gossip", "push"):
             graph = self.option("topology", graph, lambda g: isinstance(g, str), "a graph's name")
             graphs.find(f"push:{graph}" if kind == "push" else graph, 2)
-        elif kind != "central" or graph in ("median", "clip") or graph.startswith(("trimmed", "clip")):
-            known = "central, gossip:TOPOLOGY and push:TOPOLOGY"
-            raise self.refuse(f"WHO is {value.who!r}; there are {known}")
-        elif graph:
-            raise self.refuse(f"{value.who!r}: robust averages are not available yet; write central")
+        elif kind != "central" or (graph and Rule.parse(graph) is None) or value.who.endswith(":"):
+            known = ", ".join(w for w, _ in WHO)
+            raise self.refuse(f"WHO is {value.who!r}; there are {known} (F an integer, R positive)")
         every, staleness = self._when(value.when)
         gradients = value.carry in ("gradients", "momentum") or (
             value.carry is None and kind == "central" and every == 1 and value.when == "sync"
@@ -250,6 +266,8 @@ class _Planner:
             carry = "gradients" if gradients else "weights" if plain else "differences"
         options = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
+        if kind == "central" and graph:
+            options |= self._robust(graph, what, carry)
         if entry.exchange is not None:
             options |= {k: self.given.pop(k) for k in entry.options if k in self.given}
             self.known += [k for k in entry.options if k not in self.known]
@@ -296,6 +314,33 @@ class _Planner:
         codecs.find(what)
         return what
 
+    def _robust(self, rule: str, what: str, carry: str) -> dict[str, Any]:
+        """What a robust rule goes with, and its option."""
+        codec = what.partition(":")[0]
+        if codec == "powersgd":
+            raise self.refuse(
+                f"central:{rule} combines what each rank sent, and powersgd sends matrices that mean nothing "
+                "before they are summed; take int8 or another codec"
+            )
+        if codec in ("topk", "randomk"):
+            raise self.refuse(
+                f"central:{rule}: most ranks send nothing at most places of {what}, so nearly all that is "
+                "sent would be left out as an outlier; take int8, int4, fp8 or sign"
+            )
+        if carry == "momentum":
+            raise self.refuse(
+                f"central:{rule} combines gradients, weights and differences; momenta would remember "
+                "what was left out"
+            )
+        if self.entry.exchange is not None:
+            raise self.refuse(
+                f"central:{rule}: a registered exchange makes its averages itself; write central"
+            )
+        if not rule.startswith("clip"):
+            return {}
+        must = "a number of iterations, 1 or more"
+        return {"iterations": self.option("iterations", 3, lambda i: bool(i) and _positive(i), must)}
+
     def _options(self, kind: str, what: str, every: int | None, carry: str) -> dict[str, Any]:
         """What is neither in WHO nor in WHAT nor in WHEN."""
         found: dict[str, Any] = {}
@@ -306,7 +351,7 @@ class _Planner:
             )
         if codec == "powersgd" and kind != "central":
             raise self.refuse("powersgd averages matrices over all ranks; neighbours would not share P")
-        if codec == "topk" and carry == "gradients":
+        if codec == "topk" and carry == "gradients" and ":" not in self.entry.value.who:
             found["momentum"] = self.option("momentum", 0.0, lambda m: 0 <= m < 1, "in [0, 1)")
         if carry == "momentum":
             found["bits"] = self.option("bits", 8, lambda b: b in (8, 1), "8 or 1")

@@ -25,7 +25,7 @@ class Average(Protocol):
 
     Attributes:
         sent: Bytes that a rank sends in one round.
-        calls: Calls that a round makes in the second group, (0 or 1).
+        calls: Calls that a round makes in the second group; once :meth:`advance` is true all are made.
     """
 
     sent: int

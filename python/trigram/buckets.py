@@ -31,6 +31,7 @@ class Bucket:
         params: Indices of the parameters, in the order of their places.
         views: Each parameter's gradient, in the bucket's memory.
         flags: One per parameter, or None where they travel apart.
+        values: The memory without them.
         pending: Parameters whose gradient is not here yet in this backward.
         unused: Those that this rank did not use.
         average: How its mean is made.
@@ -54,6 +55,7 @@ class Bucket:
         self.memory.zero_()
         self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.flags = self.memory[total:] if length is None else None
+        self.values = self.memory if length is not None else self.memory[:total]
         self.nbytes = self.memory.nbytes
         # Between and after the gradients: a codec's means may leave something there.
         used = torch.zeros(whole, dtype=torch.bool, device=device)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from trigram import collectives, device, flat
 from trigram.errors import MismatchError, UnsupportedError
+from trigram.finite import Suspects
 from trigram.hooks import Hook
 from trigram.world import Group, aided_group, internal_group
 
@@ -33,6 +34,11 @@ class Channels:
         first: The calls that begin in the order of buckets; messages between neighbours.
         second: The second leg of those that have two.
         side: Weights, buffers, roll calls.
+        group: The ranks.
+        rule: What stands in the place of means: trigram/rules.py; None: they are means.
+        share: This rank's weight in averages: trigram/share.py; None: all weigh alike.
+        finite: Looks at what leaves: trigram/finite.py; None: nobody does.
+        suspects: Who sent what a robust rule left out.
     """
 
     def __init__(self, group: Group) -> None:
@@ -40,21 +46,29 @@ class Channels:
         self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
         self.interrupted: Callable[[], bool] = lambda: False  # whether waiting for neighbours is in vain
         self.entering = False  # this rank takes the weights from an elastic job that it enters
+        self.rule: Any = None
+        self.share: Any = None
+        self.finite: Any = None
+        self.suspects = Suspects()
         self.renew(group)
 
     def renew(self, group: Group) -> None:
         """New groups in the place of those so far."""
         self.first = self._plain = internal_group(group, "gradients")
-        self._group = group
+        self.group = group
         self.side = internal_group(group, "weights and buffers")
         self.second = internal_group(group, "second leg")
         self.size = group.size
         self.rank = group.rank
+        if self.share is not None:
+            self.share.renew(group)
+        if self.finite is not None:
+            self.finite.group = self.side
 
     def aid(self, wanted: bool) -> None:
         """From now on ``first`` is the group with helpers, if one is free: it offers AllReduce only."""
         if wanted and self._aided is None:
-            self._aided = aided_group(self._group)
+            self._aided = aided_group(self.group)
         self.first = self._aided if wanted and self._aided is not None else self._plain
 
     @property

@@ -15,6 +15,8 @@ from trigram.gradients import Coding
 from trigram.hierarchy import Hierarchical, TwoLevels
 from trigram.powersgd import PowerAverage
 from trigram.qadam import QAdam
+from trigram.robust import RobustAverage
+from trigram.rules import Rule
 
 FED_BACK = ("sign", "topk", "randomk")
 """Codecs that need error feedback: what they drop is not small."""
@@ -133,17 +135,46 @@ class Momenta(Coded):
             self.optimizer.to_momentum(params[i], view)
 
 
-def make(what: str, block: int | None, options: dict[str, Any]) -> Coding:
+class Robust(Coding):
+    """Gradients combined by a robust rule, in full or through codecs.
+
+    Args:
+        rule: What stands in the place of the mean.
+        codecs: Of the two legs; None: the numbers themselves, as float64 always travels.
+        feedback: Whether what codecs drop is added the next time.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        codecs: tuple[Codec, Codec] | None = None,
+        feedback: tuple[bool, bool] = (False, False),
+    ) -> None:
+        self.rule, self.codecs, self.feedback = rule, codecs, feedback
+
+    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
+        """Whole shards."""
+        return lambda total: padded(total, channels.size)
+
+    def average(self, bucket: Bucket, channels: Channels) -> Average:
+        """In two legs, without levels: a host's sum would hide the rank that is broken."""
+        if self.codecs is None or bucket.memory.dtype not in _FLOATS:
+            return RobustAverage(bucket.memory, channels, self.rule)
+        return RobustAverage(bucket.memory, channels, self.rule, self.codecs, self.feedback)
+
+
+def make(what: str, block: int | None, options: dict[str, Any], rule: Rule | None = None) -> Coding:
     """The coding of a trigram's WHAT for gradients.
 
     Args:
         what: ``full``, ``powersgd:RANK`` or a codec.
         block: Values per block; None: the codec's own.
         options: ``momentum`` of top-k.
+        rule: What stands in the place of the mean; None: nothing.
     """
     kind, _, parameter = what.partition(":")
     if kind == "full":
-        return Coding()
+        return Coding() if rule is None else Robust(rule)
     if kind == "powersgd":
         return Power(int(parameter))
     codec = find(what, block)
@@ -151,4 +182,5 @@ def make(what: str, block: int | None, options: dict[str, Any]) -> Coding:
         return Corrected(codec, options["momentum"])
     fed = kind in FED_BACK
     second = find("int8") if kind == "sign" else codec
-    return Coded(codec, second, (fed, fed and kind != "sign"))
+    feedback = (fed, fed and kind != "sign")
+    return Coded(codec, second, feedback) if rule is None else Robust(rule, (codec, second), feedback)

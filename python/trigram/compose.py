@@ -41,6 +41,11 @@ def compose(model: nn.Module, channels: Channels, plan: Plan, bucket_bytes: int,
     return Weights(model, channels, make, plan.every is not None)
 
 
+def warm(plan: Plan) -> codings.Coding | None:
+    """How gradients travel during an algorithm's warm-up: in full, by its robust rule if it has one."""
+    return None if plan.rule is None else codings.make("full", None, {}, plan.rule)
+
+
 def check(plan: Plan, optimizer: Any) -> None:
     """Refuses an optimizer that does not fit an algorithm, before anything is begun."""
     what, options = plan.value.what, plan.options
@@ -72,7 +77,7 @@ def _coding(plan: Plan, optimizer: Any) -> codings.Coding:
     block = plan.options.get("block")
     if plan.value.carry == "momentum":
         return codings.Momenta(optimizer, plan.options["bits"], block)
-    return codings.make(plan.value.what, block, plan.options)
+    return codings.make(plan.value.what, block, plan.options, plan.rule)
 
 
 def _rounds(tensors: list[list[torch.Tensor]], channels: Channels, plan: Plan, optimizer: Any) -> Rounds:
@@ -109,8 +114,8 @@ def _exchanges(tensors: list[list[torch.Tensor]], channels: Channels, plan: Plan
     if plan.kind == "central":
         outer = Outer(options["outer_lr"], options["outer_momentum"])
         if codec is None and power is None and outer == Outer():
-            return [Mean(same, channels) for same in tensors]
-        return [Differences(together, channels, outer, codec, power)]
+            return [Mean(same, channels, plan.rule) for same in tensors]
+        return [Differences(together, channels, outer, codec, power, plan.rule)]
     graph = graphs.find(plan.graph, channels.size)
     if codec is None:
         return [Mix(same, channels, graph) for same in tensors]

@@ -15,6 +15,7 @@ from trigram.buckets import Bucket
 from trigram.carrier import Channels
 from trigram.collectives import AnyGroup
 from trigram.errors import UnsupportedError
+from trigram.terms import Terms
 from trigram.world import resolve
 
 
@@ -102,5 +103,8 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
         )
     if plan.options.get("warmup_steps"):
         raise UnsupportedError("ddp_hook: has no warm-up; register the hook when it is over")
-    channels = Channels(resolve(group))
-    return HookState(codings.make(plan.value.what, plan.options.get("block"), plan.options), channels), _hook
+    ranks = resolve(group)
+    Terms().check(plan, ranks.size)
+    channels = Channels(ranks)
+    coding = codings.make(plan.value.what, plan.options.get("block"), plan.options, plan.rule)
+    return HookState(coding, channels), _hook

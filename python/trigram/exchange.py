@@ -19,6 +19,9 @@ from trigram.average import CodedAverage, FullAverage, padded
 from trigram.carrier import Channels
 from trigram.codecs import Codec, find
 from trigram.powersgd import PowerAverage
+from trigram.robust import RobustAverage
+from trigram.rules import Rule
+from trigram.share import Share
 
 
 class Exchange:
@@ -36,9 +39,12 @@ class Exchange:
         out: What they should be, flat, after :meth:`wait`.
         sent: Bytes sent so far.
         exact: Whether ``out`` may be assigned where the weights are still ``inp``.
+        heals: Whether ``out`` replaces weights of this rank that were not finite: a difference to
+            them would leave them so.
     """
 
     exact = False
+    heals = False
 
     def __init__(
         self,
@@ -63,7 +69,7 @@ class Exchange:
     @torch.no_grad()
     def apply(self, moved: bool) -> None:
         """Gives the weights what they should be; ``moved``: they are no longer the snapshot."""
-        if self.exact and not moved:
+        if (self.exact and not moved) or (self.heals and not bool(self.inp.isfinite().all())):
             self.taken.unpack()
             return
         self.out -= self.inp
@@ -98,17 +104,26 @@ class Exchange:
 
 
 class Mean(Exchange):
-    """``out`` is the mean of all ``inp``, with the same bits on all ranks."""
+    """``out`` is the mean of all ``inp``, or what a robust rule makes of them; the same bits on all ranks."""
 
     exact = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], channels: Channels) -> None:
-        super().__init__(tensors, channels)
-        self.average = FullAverage(self.out, channels)
+    def __init__(self, tensors: Sequence[torch.Tensor], channels: Channels, rule: Rule | None = None) -> None:
+        n = channels.size
+        super().__init__(tensors, channels, None, None if rule is None else lambda total: padded(total, n))
+        self.heals = rule is not None
+        self.average: FullAverage | RobustAverage
+        if rule is None:
+            self.average = FullAverage(self.out, channels)
+        else:
+            self.take()
+            self.average = RobustAverage(self.out, channels, rule, centre=self.inp)
 
     def start(self, round: int) -> None:
         """See :class:`Exchange`."""
         self.out.copy_(self.inp)
+        if self.channels.share is not None:
+            self.channels.share.weigh(self.out)
         self.average.start(round)
         self.sent += self.average.sent
 
@@ -119,6 +134,17 @@ class Mean(Exchange):
     def wait(self) -> None:
         """See :class:`Exchange`."""
         self.average.wait()
+        if self.channels.share is not None:
+            self.channels.share.settle(self.out)
+
+    def state(self) -> dict[str, Any]:
+        """What a robust rule remembers."""
+        return {"average": self.average.state()} if self.heals else {}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See :meth:`state`."""
+        if self.heals:
+            self.average.load(state["average"])
 
 
 @dataclass(frozen=True)
@@ -143,6 +169,7 @@ class Differences(Exchange):
         codec: None: differences travel full.
         power: Columns of PowerSGD's matrices, in a codec's place; it feeds back what it dropped itself,
             and all ranks get the same weights.
+        rule: What stands in the place of the mean; None: nothing.
     """
 
     def __init__(
@@ -152,11 +179,13 @@ class Differences(Exchange):
         outer: Outer,
         codec: Codec | None = None,
         power: int | None = None,
+        rule: Rule | None = None,
     ) -> None:
         n = channels.size
-        length = (lambda total: padded(total, n)) if codec is not None else None
+        length = (lambda total: padded(total, n)) if codec is not None or rule is not None else None
         super().__init__(tensors, channels, torch.float32, length)
         self.outer = outer
+        self.heals = rule is not None or channels.share is not None
         self.take()
         self.agreed = self.inp.clone()
         self.dropped: torch.Tensor | None = None
@@ -166,9 +195,15 @@ class Differences(Exchange):
             self.dropped = torch.zeros_like(self.agreed)
             # A sign of a mean would be a second guess on top of the first.
             second = find("int8") if codec.name == "sign" else codec
-            self.average = CodedAverage(self.out, channels, codec, second, (False, True), self.dropped)
+            kept = ((False, True), self.dropped)
+            if rule is None:
+                self.average = CodedAverage(self.out, channels, codec, second, *kept)
+            else:
+                self.average = RobustAverage(self.out, channels, rule, (codec, second), *kept)
         elif power is not None:
             self.average = PowerAverage(self.out, self.taken.views, channels, power)
+        elif rule is not None:
+            self.average = RobustAverage(self.out, channels, rule)
         else:
             self.average = FullAverage(self.out, channels)
         # All ranks get the same weights, unless they keep what a codec dropped.
@@ -178,6 +213,8 @@ class Differences(Exchange):
         """See :class:`Exchange`."""
         torch.sub(self.inp, self.agreed, out=self.out)
         self.out[self.given.total :].zero_()  # a sign of nothing is not nothing
+        if self.channels.share is not None:
+            self.channels.share.weigh(self.out)
         self.average.start(round)
         self.sent += self.average.sent
 
@@ -190,13 +227,24 @@ class Differences(Exchange):
         """See :class:`Exchange`."""
         self.average.wait()
         step = self.out
+        if self.channels.share is not None:
+            self.channels.share.settle(step)
         if self.velocity is not None:
             self.velocity.mul_(self.outer.momentum).add_(step)
             step.add_(self.velocity, alpha=self.outer.momentum)
         self.agreed.add_(step, alpha=self.outer.lr)
         self.out.copy_(self.agreed)
         if self.dropped is not None:
-            self.out += self.dropped
+            self._keep_dropped(self.dropped)
+
+    def _keep_dropped(self, dropped: torch.Tensor) -> None:
+        """What the codec dropped stays in the weights; it was made of weighed differences."""
+        share = self.channels.share
+        if share is not None:
+            dropped.mul_(1 / share.mine if share.mine else 0.0)
+        if self.heals:
+            dropped.nan_to_num_(0.0, 0.0, 0.0)
+        self.out += dropped
 
     def state(self) -> dict[str, Any]:
         """The agreed weights, the outer momentum, the owner's residual."""
@@ -213,14 +261,27 @@ class Differences(Exchange):
             self.velocity.copy_(state["velocity"])
 
 
-def mean_of(tensors: Sequence[torch.Tensor], channels: Channels) -> None:
-    """Gives all ranks the mean of each tensor, now. Integers: those of the group's first rank."""
+def mean_of(tensors: Sequence[torch.Tensor], channels: Channels, share: Share | None = None) -> None:
+    """Gives all ranks the mean of each tensor, now. Integers: those of the group's first rank.
+
+    Where averages follow a robust rule, so do these. With a share they are weighted means.
+    """
+    rule, n = channels.rule, channels.size
     side = channels.side
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
     for same in flat.alike(floats):
-        both = flat.Flat(same)
+        both = flat.Flat(same, None, None if rule is None else lambda total: padded(total, n))
         both.pack()
-        collectives.all_reduce(both.memory, "avg", None, side)
+        if rule is not None:
+            now = RobustAverage(both.memory, channels, rule.alone())
+            now.start(-1)
+            now.wait()
+        else:
+            if share is not None:
+                share.weigh(both.memory)
+            collectives.all_reduce(both.memory, "avg", None, side)
+            if share is not None:
+                share.settle(both.memory)
         both.unpack()
     others = [t for t in tensors if not t.is_floating_point() and t.numel()]
     flat.broadcast(others, 0, side)

@@ -74,11 +74,13 @@ class Gradients(Carrier):
         self.bucket_bytes = bucket_bytes
         self.sync_buffers = True
         self.busy = 0.0
+        self.idle = False
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
         self.own: dict[int, torch.Tensor | None] = {}
         self.broken: TrigramError | None = None
         self.kept_parts = True
+        self.redoing = False
         super().__init__(model, channels)
 
     # The parameters, and what is done with each.
@@ -191,6 +193,15 @@ class Gradients(Carrier):
         self.own = {}
         for bucket in self.buckets:
             bucket.begin()
+        if self.channels.finite is not None:
+            self.channels.finite.begin()
+        if self.channels.share is not None:
+            idle = self.idle or (self.elastic is not None and self.elastic.newcomer)
+            self.channels.share.begin(idle, self.redoing)
+
+    def weight(self) -> float | None:
+        """This rank's weight in the averages of this pass; None: all ranks weigh alike."""
+        return None if self.channels.share is None else self.channels.share.mine
 
     @torch.no_grad()
     def _on_gradient(self, i: int, param: torch.Tensor) -> None:
@@ -229,9 +240,16 @@ class Gradients(Carrier):
         if self.next == 0:
             self.began = time.perf_counter()
         bucket.collect(self.params)
+        weight = self.weight()
+        if weight == 0.0:
+            bucket.values.zero_()  # whatever it was: a coding must not remember a NaN of it
+        elif self.channels.finite is not None:
+            self.channels.finite.look(bucket.values)
         if self.elastic is not None:
             self._keep(bucket)
         self.coding.prepare(bucket, self.params)
+        if weight is not None:
+            self.channels.share.weigh(bucket.values)
         bucket.average.start(self.steps)
         self.coding.departed(bucket)
         self.next += 1
@@ -263,6 +281,7 @@ class Gradients(Carrier):
             self._start(bucket)
             self._advance()
         self._finish()
+        self._settle_terms()
         self.bytes += sum(b.average.sent for b in self.buckets)
         at = 0
         for bucket in self.buckets:
@@ -271,12 +290,12 @@ class Gradients(Carrier):
                 assert self.flags is not None
                 used = self.flags[at : at + len(bucket.params)]
                 at += len(bucket.params)
-            if self.elastic is not None and self.elastic.alone:
+            if self.elastic is not None and self.elastic.alone and self.channels.share is None:
                 n = self.channels.size
                 bucket.memory.mul_(n / (n - len(self.elastic.alone)))  # newcomers contributed nothing
             bucket.settle(self.params, used)
         for i in self.rows:
-            sparse.average(self.params[i], self.names[i], self.channels.side)
+            sparse.average(self.params[i], self.names[i], self.channels.side, self.channels.share)
 
     # Elastic jobs.
 
@@ -303,8 +322,9 @@ class Gradients(Carrier):
             elif grad is not None:
                 grad.copy_(kept)
         self.broken = None
-        self.active = True
+        self.active = self.redoing = True
         self.begin()
+        self.redoing = False
 
     def meta(self) -> dict[str, Any]:
         """What a newcomer must know at once."""
@@ -323,6 +343,19 @@ class Gradients(Carrier):
         self.kept_parts = True
         self.order = None
 
+    def _settle_terms(self) -> None:
+        """Raises on all ranks where one sent what is not finite, if that is looked at; weighs means."""
+        share, finite = self.channels.share, self.channels.finite
+        if finite is not None:
+            for i in self.rows if self.weight() != 0.0 else ():
+                grad = self.params[i].grad
+                finite.look(grad._values() if grad is not None and grad.is_sparse else torch.empty(0))
+            finite.agree()
+        if share is not None:
+            for bucket in self.buckets:
+                share.settle(bucket.values)
+            share.factor()
+
     def _share_flags(self) -> collectives.Work | None:
         """Who used what, where the buckets do not carry it."""
         if self.flags is None:
@@ -338,7 +371,7 @@ class Gradients(Carrier):
 
     def _through(self) -> list[int]:
         """How many calls both groups have seen when this pass is over."""
-        calls = (len(self.buckets) + (self.flags is not None), len(self.twofold))
+        calls = (len(self.buckets) + (self.flags is not None), sum(b.average.calls for b in self.twofold))
         return [a + b for a, b in zip(self.calls, calls, strict=True)]
 
     def _finish(self, failed: str | None = None) -> None:
@@ -366,6 +399,7 @@ class Gradients(Carrier):
         if failed is not None or error is not None:
             ends: list[Callable[[], object]] = [b.average.forget for b in self.buckets if b.begun]
             ends += [flags.wait] if flags is not None else []
+            ends += [self.channels.share.forget] if self.channels.share is not None else []
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
@@ -386,6 +420,8 @@ class Gradients(Carrier):
             device.give_up(self.channels.second, why)
         if self.channels.levels is not None:
             self.channels.levels.give_up(why)
+        if self.channels.share is not None:
+            self.channels.share.give_up(why)
 
     def abandon(self) -> None:
         """Gives up a backward pass that ended with an exception, on all ranks."""
@@ -404,11 +440,12 @@ class Gradients(Carrier):
         kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
-        self.active = True
-        self.begin()
+        self.active = self.idle = True
         try:
+            self.begin()
             self.end()
         finally:
+            self.idle = False
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
 

@@ -41,7 +41,7 @@ class OptimizerState(Exchange):
     def wait(self) -> None:
         """Averages the state."""
         state = self._state()
-        mean_of(state, self.channels)
+        mean_of(state, self.channels, self.channels.share)
         n = self.channels.size
         self.sent += 2 * (n - 1) * sum(t.nbytes for t in state) // n
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from trigram import collectives
 from trigram.errors import UnsupportedError
+from trigram.share import Share
 from trigram.world import Group
 
 
@@ -24,8 +25,8 @@ def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def average(param: torch.Tensor, name: str, group: Group) -> None:
-    """Replaces the sparse gradient of ``param`` by the average over the ranks.
+def average(param: torch.Tensor, name: str, group: Group, share: Share | None = None) -> None:
+    """Replaces the sparse gradient of ``param`` by the average over the ranks, weighted by a share.
 
     Where no rank has a gradient, it stays as it is. The result is coalesced.
     """
@@ -33,6 +34,8 @@ def average(param: torch.Tensor, name: str, group: Group) -> None:
     if grad is not None and not grad.is_sparse:
         raise UnsupportedError(f"{name}: its module says sparse=True, but its gradient is dense")
     mine = grad.coalesce() if grad is not None else None
+    if mine is not None and share is not None:
+        share.weigh(mine._values())
     # -1: no gradient at all, which is not the same as one without rows.
     count = torch.tensor([mine._nnz() if mine is not None else -1])
     counts = torch.empty(group.size, dtype=torch.int64)
@@ -56,4 +59,6 @@ def average(param: torch.Tensor, name: str, group: Group) -> None:
     indices = torch.cat([all_rows[r, :n] for r, n in keep]) if keep else rows[:0]
     data = torch.cat([all_values[r, :n] for r, n in keep]) if keep else values[:0]
     data = data.view(-1, *param.shape[1:]) / group.size
+    if share is not None:
+        share.settle(data)
     param.grad = torch.sparse_coo_tensor(indices[None], data, param.shape, check_invariants=False).coalesce()

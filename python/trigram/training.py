@@ -17,10 +17,11 @@ from trigram import world
 from trigram.algorithms import Plan, Trigram, find
 from trigram.carrier import Carrier, Channels, agree_on_algorithm
 from trigram.collectives import AnyGroup
-from trigram.compose import check, compose
+from trigram.compose import check, compose, warm
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
+from trigram.terms import Terms
 from trigram.weights import Weights, running
 from trigram.world import Group, current, resolve
 
@@ -43,8 +44,10 @@ class Job:
         group: Group,
         bucket_bytes: int,
         optimizer: Any,
+        terms: Terms,
         states: Sequence[Any] | None = None,
     ) -> None:
+        self.terms = terms
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
         self.group = group
@@ -68,17 +71,20 @@ class Job:
         if self.channels is None:
             return
         if not self.channels.entering:
-            agree_on_algorithm(str(plan), self.channels)
+            agree_on_algorithm(f"{plan}{self.terms}", self.channels)
+        self.terms.bind(self.channels, plan)
         warmup = plan.options.get("warmup_steps", 0)
-        self.channels.aid(plan.gradients and plan.value.what == "full" and not warmup)
+        self.channels.aid(plan.gradients and plan.value.what == "full" and not plan.graph and not warmup)
         if warmup:
-            self.carrier = Gradients(model, self.channels, self.bucket_bytes)
+            self.carrier = Gradients(model, self.channels, self.bucket_bytes, warm(plan))
             self.carrier.limit, self.carrier.successor = warmup, self.proceed
         else:
             self.carrier = self._compose(model)
         if self.states is not None:
             carrier = self.carrier
-            carrier.elastic = elastic_jobs.Part(model, str(plan), self.states, self.channels, carrier)
+            carrier.elastic = elastic_jobs.Part(
+                model, f"{plan}{self.terms}", self.states, self.channels, carrier
+            )
             elastic_jobs.add(carrier.elastic)
             self.channels.entering = False
 
@@ -127,6 +133,7 @@ def with_bagua(
     group: AnyGroup = None,
     bucket_mb: float = 25,
     sample_weight: Any = None,
+    check_finite: bool = False,
     elastic: bool | Sequence[Any] = False,
     **options: Any,
 ) -> Model:
@@ -142,7 +149,12 @@ def with_bagua(
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
-        sample_weight: Not available yet.
+        sample_weight: How much this rank counts in averages, as where batches are unequal: a number, or
+            what is called for one once per step, when backward begins. Averages are
+            ``sum(w_i g_i) / sum(w_i)``. A rank that weighs 0 adds nothing, whatever its gradients are.
+        check_finite: Each rank looks at its gradients before they leave, and where one has NaN or
+            infinity all raise a ``CorruptError`` that names it. Costs a pass over the gradients and a
+            small message per step; without it nobody looks, and the mean is NaN on all ranks.
         elastic: The training goes on when ranks are lost, and ranks may enter while it runs, see
             docs/elastic.md. It needs ``optimizer``, whose state a newcomer gets. True, or what else a
             newcomer needs: schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
@@ -155,8 +167,6 @@ def with_bagua(
         MisuseError: The model is hooked already, or has nothing to train.
     """
     plan = find(algorithm, options)
-    if sample_weight is not None:
-        raise UnsupportedError("with_bagua: sample_weight is not available yet")
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
     if model in _hooked:
@@ -166,7 +176,9 @@ def with_bagua(
         states = _states(plan, optimizer, group, elastic)
         optimizer = None
     check(plan, optimizer)
-    _hooked[model] = Job(model, plan, resolve(group), int(bucket_mb * (1 << 20)), optimizer, states)
+    terms, ranks = Terms(sample_weight, check_finite), resolve(group)
+    terms.check(plan, ranks.size)
+    _hooked[model] = Job(model, plan, ranks, int(bucket_mb * (1 << 20)), optimizer, terms, states)
     return model
 
 
@@ -210,6 +222,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     job = _job(model, "switch")
     plan = find(algorithm, options)
     check(plan, optimizer)
+    job.terms.check(plan, job.size)
     if isinstance(job.carrier, Weights):
         job.carrier.average(model)
     elif job.carrier is not None:
@@ -372,11 +385,15 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         (processor time of the engine's thread; synchronous calls take the caller's) and ``rates``
         (what each rank's link carries in bytes per second, as the shares of large AllReduces between
         hosts follow it; empty while nobody knows).
-        ``waited_for`` has the seconds that callers slept for each world rank: who is slow.
-        For a model also ``algorithm``, ``world_size``, ``ranks`` (those that train it now), ``steps``, ``bytes`` and ``bytes_per_step``
-        (what a rank has to send, by the formulas of docs/algorithms.md), ``wait_seconds``; where
+        ``waited_for`` has the seconds that this rank's callers slept for each world rank: the largest is
+        the straggler.
+        For a model also ``algorithm``, ``world_size``, ``ranks`` (those that train it now), ``steps``,
+        ``bytes`` and ``bytes_per_step`` (what a rank has to send, by
+        the formulas of docs/algorithms.md), ``wait_seconds``; where
         gradients are carried ``overlap`` (share of communication hidden behind backward) and
-        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for).
+        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for);
+        ``suspects`` (by world rank, the rounds in which a robust average left out what the rank sent,
+        because it was not finite).
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
@@ -386,6 +403,7 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     totals["rates"] = job.channels.first.core.rates() if job.channels else []
     own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
     own |= {"buckets": [], "rounds": 0, "waits": 0}
+    own["suspects"] = dict(job.channels.suspects.counts) if job.channels else {}
     if job.carrier is not None:
         own |= job.carrier.stats()
     own["steps"] += job.behind

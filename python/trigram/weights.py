@@ -62,6 +62,8 @@ class _Counted:
         self.waited = 0.0
 
     def _start(self) -> None:
+        if self.channels.share is not None:
+            self.channels.share.open()
         for exchange in self.exchanges:
             exchange.take()
             exchange.start(self.begun)
@@ -95,11 +97,15 @@ class _Counted:
 
     def state(self) -> dict[str, Any]:
         """The number of rounds, and the exchanges' own."""
-        return {"rounds": self.rounds, "exchanges": [e.state() for e in self.exchanges]}
+        share = self.channels.share
+        kept = {"weight": share.pending} if share is not None else {}
+        return {**kept, "rounds": self.rounds, "exchanges": [e.state() for e in self.exchanges]}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.rounds = self.begun = state["rounds"]
+        if self.channels.share is not None:
+            self.channels.share.pending = state["weight"]
         for exchange, kept in zip(self.exchanges, state["exchanges"], strict=True):
             exchange.load(kept)
 
@@ -255,6 +261,11 @@ class Weights(Carrier):
         self.rounds.boundary(self.steps)
         return isinstance(self.rounds, InStep) and self.steps % self.rounds.every == 0
 
+    def begin(self) -> None:
+        """A step's samples count in the next round."""
+        if self.channels.share is not None:
+            self.channels.share.step()
+
     @torch.no_grad()
     def end(self) -> None:
         """Backward is over: what went on beside it is applied, before the optimizer acts."""
@@ -270,16 +281,15 @@ class Weights(Carrier):
             part.receive()
         model = part.model()
         assert model is not None
+        old = self.channels.size - len(part.alone)
         with torch.no_grad():
-            weights = [p.detach() for p in model.parameters()]
-            if part.is_new:
-                for t in weights:
-                    t.zero_()
-            mean_of(weights, self.channels)
-            old = self.channels.size - len(part.alone)
-            for t in weights if part.alone else []:
-                if t.is_floating_point():
-                    t.mul_(self.channels.size / old)
+            for same in flat.alike(p.detach() for p in model.parameters() if p.is_floating_point()):
+                all_ = flat.Flat(same)
+                if not part.is_new:
+                    all_.pack()
+                collectives.all_reduce(all_.memory, "avg", None, self.channels.side)
+                all_.memory.mul_(self.channels.size / old)
+                all_.unpack()
         self._prepare()
 
     def abandon(self) -> None:

@@ -8,6 +8,7 @@ from rich.table import Table
 
 import trigram
 from trigram import graphs
+from trigram.algorithms import WHO
 
 SIZES = (4, 5, 8, 16, 32)
 
@@ -28,6 +29,12 @@ def show() -> None:
     if not console.is_terminal:
         console = Console(width=110)
     console.print(table)
+    who = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    who.add_column("who", no_wrap=True)
+    who.add_column("")
+    for name, about in WHO:
+        who.add_row(name, about)
+    console.print(who)
     caption = "spectral gap per round by number of ranks: 1 is the exact average, 0 never mixes"
     gaps = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     gaps.add_column("graph", no_wrap=True)

@@ -1,0 +1,137 @@
+"""One rank of several sends noise, or NaN: held-out loss and accuracy with the mean and with robust rules.
+
+    python benches/robust.py --out robust-out [--ranks 5] [--steps 200] [--seeds 0,1] [--noise 10]
+
+The last rank's gradients are replaced by Gaussian noise of a standard deviation of `--noise` from the first
+step on, or by NaN from the middle of the training on. Everything else of a seed is the same in every run:
+weights at the start, batches, learning rate. The training is that of scikit-learn's digits.
+Writes results.json and table.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import hosts
+import torch
+from torch import Tensor
+
+import trigram
+from trigram.cli import launch, workloads
+
+ALGORITHMS = (
+    "gradient_allreduce",
+    "central:median/full/sync",
+    "central:trimmed:1/full/sync",
+    "central:clip:1/full/sync",
+    "bytegrad",
+    "central:median/int8/sync",
+    "central:median/full/every:4",
+)
+TROUBLES = ("none", "noise", "nan")
+
+
+def train(algorithm: str, trouble: str, seed: int, args: argparse.Namespace) -> tuple[float, float]:
+    """Held-out loss and accuracy of the weights that the ranks agree on."""
+    rank, world = trigram.rank(), trigram.world_size()
+    torch.manual_seed(seed)
+    module = workloads.make_model("digits")
+    ill = rank == world - 1
+    done = 0
+
+    def spoil(gradient: Tensor) -> Tensor:
+        if trouble == "noise":
+            return args.noise * torch.randn_like(gradient)
+        return gradient * torch.nan if trouble == "nan" and done >= args.steps // 2 else gradient
+
+    if ill:
+        for p in module.parameters():
+            p.register_hook(spoil)
+    model = trigram.with_bagua(module, algorithm)
+    optimizer = workloads.make_optimizer("digits", model, algorithm)
+    stream = workloads.batches("digits", rank, world, seed)
+    while done < args.steps:
+        x, y = next(stream)
+        optimizer.zero_grad()
+        workloads.loss_of(model, x, y).backward()
+        optimizer.step()
+        done += 1
+    with trigram.consensus(model):
+        loss = workloads.evaluate(model, "digits")
+        split = workloads.data("digits")
+        model.eval()
+        with torch.no_grad():
+            right = (model(split.held_x).argmax(-1).flatten() == split.held_y.flatten()).float().mean()
+    return loss, float(right)
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """A line for each algorithm: loss and accuracy in each trouble, means over seeds."""
+    lines = ["| algorithm | undisturbed | one rank sends noise | one rank sends NaN |", "|---|---|---|---|"]
+    for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
+        cells = []
+        for trouble in TROUBLES:
+            same = [r for r in rows if (r["algorithm"], r["trouble"]) == (algorithm, trouble)]
+            if same:
+                loss = statistics.mean(r["loss"] for r in same)
+                right = statistics.mean(r["accuracy"] for r in same)
+                cells.append(f"{loss:.3f}, {100 * right:.1f} %")
+        lines.append(f"| `{algorithm}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """One rank; the last is the broken one."""
+    torch.set_num_threads(1)
+    trigram.init()
+    rows: list[dict[str, Any]] = []
+    for algorithm in args.algorithms:
+        for trouble in TROUBLES:
+            for seed in args.seeds:
+                loss, accuracy = train(algorithm, trouble, seed, args)
+                rows.append(
+                    {
+                        "algorithm": algorithm,
+                        "trouble": trouble,
+                        "seed": seed,
+                        "loss": loss,
+                        "accuracy": accuracy,
+                    }
+                )
+                if trigram.rank() == 0:
+                    print(algorithm, trouble, seed, f"{loss:.3f} {accuracy:.3f}", file=sys.stderr, flush=True)
+    if trigram.rank() == 0:
+        facts = {"ranks": trigram.world_size(), "steps": args.steps, "noise": args.noise}
+        (args.out / "results.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+        (args.out / "table.md").write_text(markdown(rows))
+        print(markdown(rows))
+    launch.leave_job()
+
+
+def main() -> int:
+    """Starts the ranks, or is one."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0, 1])
+    parser.add_argument("--noise", type=float, default=10.0)
+    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(ALGORITHMS))
+    parser.add_argument("--out", type=Path, default=Path("robust-out"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" not in os.environ:
+        return hosts.start(sys.argv, args.ranks)
+    rank_main(args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

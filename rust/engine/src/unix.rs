@@ -60,7 +60,10 @@ pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>> {
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(stream) if is_same_user(&stream) => return Ok(Some(stream)),
             Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
-            Err(Errno::AGAIN) => return Ok(None),
+            // Out of descriptors or memory: it waits until there are some again.
+            Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                return Ok(None);
+            }
             Err(e) => return Err(Error::io("accepting on a unix socket", e)),
         }
     }

@@ -4,6 +4,7 @@
 pub mod mem;
 pub mod shm;
 pub mod tcp;
+pub mod tls;
 
 use std::os::fd::BorrowedFd;
 

@@ -73,13 +73,7 @@ impl Sender for TcpSender {
     }
 
     fn pace(&mut self, rate: f64) {
-        let Some(rtt) = min_rtt(&self.socket.stream).filter(|&rtt| rtt < FAR) else { return };
-        let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
-        if bytes <= LARGEST || self.limited {
-            // Where it fails the kernel goes on choosing by itself.
-            let set = SockRef::from(&self.socket.stream).set_send_buffer_size(bytes.min(LARGEST));
-            self.limited |= set.is_ok();
-        }
+        pace(&self.socket.stream, rate, &mut self.limited);
     }
 
     fn close(&mut self) {
@@ -124,6 +118,17 @@ impl Receiver for TcpReceiver {
 
     fn read_ahead(&self) -> usize {
         16 << 10
+    }
+}
+
+/// Has a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
+pub(super) fn pace(socket: &TcpStream, rate: f64, limited: &mut bool) {
+    let Some(rtt) = min_rtt(socket).filter(|&rtt| rtt < FAR) else { return };
+    let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
+    if bytes <= LARGEST || *limited {
+        // Where it fails the kernel goes on choosing by itself.
+        let set = SockRef::from(socket).set_send_buffer_size(bytes.min(LARGEST));
+        *limited |= set.is_ok();
     }
 }
 

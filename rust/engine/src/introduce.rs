@@ -15,7 +15,7 @@ use crate::engine::Glance;
 use crate::host::board::Board;
 use crate::secret::{Keys, PROOF};
 use crate::ticket::GLANCE;
-use crate::unix::{self, Received};
+use crate::unix::{self, Connected, Received};
 use crate::world::Neighbour;
 
 /// How long ranks that claim the same host take to prove it.
@@ -44,17 +44,25 @@ pub fn introduce(
     let deadline = Instant::now() + PATIENCE;
     let boards = [board.segment().fd(), board.bell().fd()];
     let mut met = HashMap::new();
+    let mut to_call: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
     let mut calling = Vec::new();
-    for &(rank, name) in local.iter().filter(|l| l.0 < me) {
-        let Some(socket) = unix::connect(name)?.filter(unix::is_same_user) else { return Ok(None) };
-        let contact = Contact::begin(me, rank, Binding::Host)?;
-        unix::send(&socket, &contact.hello(keys), &[])?;
-        calling.push(Talk { socket, contact, proved: false });
-    }
     let mut strangers: VecDeque<OwnedFd> = VecDeque::new();
     let mut called: Vec<Talk> = Vec::new();
     let mut glanced = Instant::now();
     loop {
+        for (rank, name) in std::mem::take(&mut to_call) {
+            let socket = match unix::connect(name)? {
+                Connected::To(socket) if unix::is_same_user(&socket) => socket,
+                Connected::Busy => {
+                    to_call.push((rank, name));
+                    continue;
+                }
+                _ => return Ok(None),
+            };
+            let contact = Contact::begin(me, rank, Binding::Host)?;
+            unix::send(&socket, &contact.hello(keys), &[])?;
+            calling.push(Talk { socket, contact, proved: false });
+        }
         // Lower ranks answer.
         let mut still = Vec::new();
         for mut talk in calling {

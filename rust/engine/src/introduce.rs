@@ -92,10 +92,8 @@ pub fn introduce(
         // Higher ranks introduce themselves. Strangers are dropped when they say the wrong thing.
         while let Some(socket) = unix::accept(listener)? {
             strangers.push_back(socket);
-            if strangers.len() + called.len() > GREETINGS {
-                if strangers.pop_front().is_none() {
-                    called.pop();
-                }
+            if strangers.len() + called.len() > GREETINGS && strangers.pop_front().is_none() {
+                called.pop();
             }
         }
         for socket in std::mem::take(&mut strangers) {

@@ -2,7 +2,7 @@
 //!
 //! Both ways of a connection share one session, as they share the socket; only the thread that holds the
 //! progress lock uses either. What the socket does not take stays in the session, and until it has left the
-//! last byte of what was written counts as not written. So at most [`PIECE`] bytes wait there, the link
+//! last byte of what was written counts as not written. So at most one piece (128 KiB) waits there, the link
 //! comes back with the rest when there is room, and no frame counts as sent that has not left.
 
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};

@@ -152,6 +152,37 @@ fn what_travels_under_tls_arrives_and_is_not_to_be_seen() {
 }
 
 #[test]
+fn a_frame_counts_as_sent_only_when_it_has_left() {
+    let (low, high) = meet(["s", "s"], true, Duration::from_secs(20), |to| to);
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split().unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split().unwrap();
+    let frame = vec![7; 100_000];
+    let (mut frames, mut part) = (0, 0);
+    // Nobody reads, until a frame does not fit any more.
+    loop {
+        let n = tx.write(&[], &frame[part..]).unwrap();
+        part += n;
+        if n == 0 {
+            break;
+        }
+        if part == frame.len() {
+            (frames, part) = (frames + 1, 0);
+        }
+    }
+    assert!(frames > 0 && part > 0, "a frame of which a part is inside is begun: {frames}, {part}");
+    // The sender is left alone, as the link leaves one alone that has nothing to send.
+    let (mut got, mut into) = (0, vec![0; 100_000]);
+    let began = Instant::now();
+    while got < frames * frame.len() {
+        assert!(began.elapsed() < Duration::from_secs(10), "{frames} frames were sent, {got} bytes came");
+        rx.wake();
+        if let Came::Some(n) = rx.read(&mut into).unwrap() {
+            got += n;
+        }
+    }
+}
+
+#[test]
 fn a_man_in_the_middle_of_tls_is_refused() {
     let passed = Arc::new(Mutex::new(Vec::new()));
     let detour = |to| man_in_the_middle(to, passed.clone());

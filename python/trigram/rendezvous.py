@@ -10,12 +10,16 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from trigram.errors import ConfigError, MisuseError, TimeoutError
+from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError
+
+_REFUSED = b"refused: "
+_REFUSAL_SECONDS = 5.0
 
 Found = tuple[Any, int, int, str | None]
 """A store, this rank, the world's size, and a host that all ranks can reach, if one is known."""
@@ -113,7 +117,28 @@ class Exchange:
 
         Raises:
             TimeoutError: Ranks are missing; the message names them.
+            AbortedError: A rank has given up, see `refuse`.
         """
+        said = self._all(what, mine)
+        refusals = [
+            f"rank {rank}: {why[len(_REFUSED) :].decode(errors='replace')}"
+            for rank, why in enumerate(said)
+            if why.startswith(_REFUSED)
+        ]
+        if refusals and not mine.startswith(_REFUSED):
+            raise AbortedError(f"init: given up by {'; '.join(refusals)}")
+        return said
+
+    def refuse(self, what: str, why: Exception) -> None:
+        """Says that this rank gives up, and waits a little until all ranks have come as far.
+
+        Else the rank that offers the store could end it before the others have read why they fail too.
+        """
+        self.deadline = min(self.deadline, time.monotonic() + _REFUSAL_SECONDS)
+        with suppress(TimeoutError):
+            self(what, _REFUSED + str(why).encode())
+
+    def _all(self, what: str, mine: bytes) -> list[bytes]:
         if self.store is None:
             return [mine]
         keys = [f"{self.round}/{what}/{r}" for r in range(self.size)]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trigram import _core, codes
-from trigram.errors import MisuseError, UnsupportedError
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.rendezvous import Exchange, find_store
 
 if TYPE_CHECKING:
@@ -268,6 +268,7 @@ def init(
     Raises:
         TimeoutError: Ranks are missing; the message names them.
         ConfigError: A setting or an environment variable is wrong.
+        AuthError: Ranks have different ``TRIGRAM_SECRET``, or somebody forged what one wrote to the store.
     """
     global _world
     if _world is not None:
@@ -293,7 +294,11 @@ def init(
             _world = late
             return late.group
     cards = exchange("card", (b"h" if helper else b"w") + rendezvous.card())
-    met = rendezvous.meet([card[1:] for card in cards])
+    try:
+        met = rendezvous.meet([card[1:] for card in cards])
+    except TrigramError as error:
+        exchange.refuse("met", error)
+        raise
     verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
     everyone = engine.group("world", list(range(world_size)), 0, 0)

@@ -26,6 +26,8 @@ from trigram.errors import UnsupportedError
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
+_SHORT_SECRET = 16
+"""Characters that a secret of the job has at least."""
 
 PLUGIN = Path(__file__).resolve().parent.parent / "libnccl-net-trigram.so"
 
@@ -196,9 +198,32 @@ def environment() -> Iterator[Check]:
     transport = chosen.get("TRIGRAM_TRANSPORT", "auto")
     if transport not in ("auto", "shm", "tcp"):
         yield Check("TRIGRAM_TRANSPORT", "fail", transport, "set it to auto, shm or tcp")
+    yield from security(chosen.pop("TRIGRAM_SECRET", None), chosen.get("TRIGRAM_TLS", ""))
     yield Check(
         "TRIGRAM_*", "ok", ", ".join(f"{name}={value}" for name, value in chosen.items()) or "none set"
     )
+
+
+def security(secret: str | None, tls: str) -> Iterator[Check]:
+    """Whether ranks prove a secret to each other, which is not shown, and encrypt between hosts."""
+    make = "TRIGRAM_SECRET=$(openssl rand -hex 32), the same on all ranks"
+    if secret is None:
+        yield Check(
+            "job secret", "ok", "none: ranks trust whoever can read the store", f"to change that: {make}"
+        )
+    elif not secret:
+        yield Check("job secret", "fail", "TRIGRAM_SECRET is empty", f"unset it, or {make}")
+    elif len(secret) < _SHORT_SECRET:
+        yield Check("job secret", "warn", "set, but short enough to be guessed", make)
+    else:
+        yield Check("job secret", "ok", "set")
+    if tls not in ("", "0", "1"):
+        yield Check("TLS between hosts", "fail", f"TRIGRAM_TLS={tls}", "set it to 1 or 0")
+    elif tls == "1" and secret is None:
+        advice = "set TRIGRAM_SECRET too: who reads the store can stand in between"
+        yield Check("TLS between hosts", "warn", "on, without a secret", advice)
+    else:
+        yield Check("TLS between hosts", "ok", "on" if tls == "1" else "off")
 
 
 def accelerators() -> Iterator[Check]:

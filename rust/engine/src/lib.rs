@@ -10,11 +10,13 @@
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
-//! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each; `faulty` damages one on purpose.
+//! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, `tls`, one file each; `faulty` damages one on purpose.
 //! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
 //! * [`device`] — calls on GPU memory, which NCCL carries out.
 //! * [`memory`] — memfd segments and registered memory.
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
+//! * [`secret`] — what ranks know and strangers do not; [`contact`] — what two ranks prove to each other;
+//!   [`handshake`] — between hosts, over a [`channel`], with TLS in a [`session`]; [`introduce`] — inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
 //! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
@@ -22,14 +24,18 @@
 
 pub mod address;
 pub mod balance;
+pub mod channel;
+pub mod contact;
 pub mod device;
 pub mod engine;
 pub mod failing;
 pub mod fork;
 pub mod group;
+pub mod handshake;
 pub mod helping;
 pub mod host;
 pub mod hub;
+pub mod introduce;
 pub mod job;
 pub mod link;
 pub mod matching;
@@ -40,6 +46,8 @@ pub mod plans;
 pub mod progress;
 mod pulse;
 pub mod rendezvous;
+pub mod secret;
+pub mod session;
 pub mod steps;
 mod straggler;
 pub mod ticket;

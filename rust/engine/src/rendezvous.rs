@@ -2,30 +2,31 @@
 //!
 //! Each rank makes a *card* (where it listens, on which host it is) and gives it to the caller,
 //! who carries the cards of all ranks to all ranks, through whatever store there is. Ranks that
-//! claim the same host prove it over an abstract unix socket and exchange boards; the verdicts go
-//! through the store too, so that everybody has the same picture of the hosts. Between hosts every
-//! pair opens a TCP connection: the higher rank connects, the lower listens.
+//! claim the same host prove it over an abstract unix socket and exchange boards ([`crate::introduce`]);
+//! the verdicts go through the store too, so that everybody has the same picture of the hosts. Between
+//! hosts every pair opens a TCP connection and proves what it is ([`crate::handshake`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
-use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
 use crate::address::{host_name, own_address};
+use crate::channel::Channel;
 use crate::engine::{Engine, Glance};
+use crate::handshake::{self, Identity};
 use crate::host::board::{Board, MAX_LOCAL};
+use crate::introduce::introduce;
 use crate::link::{Rx, Tx};
 use crate::memory::Arena;
-use crate::ticket::GLANCE;
-use crate::transport::{faulty, shm, tcp};
-use crate::unix::{self, Received};
+use crate::secret::{Claim, PROOF, Security, random};
+use crate::session::Tls;
+use crate::transport::{faulty, shm};
+use crate::unix;
 use crate::world::{Neighbour, World};
 
 /// Which transports a rank may use.
@@ -51,15 +52,13 @@ struct Card {
     /// Abstract name of the unix socket.
     socket: String,
     token: [u8; 16],
+    /// It was given a secret, and seals its card with it.
+    secret: bool,
+    /// It encrypts between hosts.
+    tls: bool,
 }
 
-const VERSION: u32 = 1;
-/// How long ranks that claim the same host take to prove it.
-const PROOF: Duration = Duration::from_secs(10);
-/// How long a stranger may keep a connection without saying who it is.
-const GREETING: Duration = Duration::from_secs(5);
-/// Connections that are being greeted at once.
-const GREETINGS: usize = 256;
+const VERSION: u32 = 2;
 
 /// A rank that has not met the others.
 pub struct Rendezvous {
@@ -73,13 +72,7 @@ pub struct Rendezvous {
     arena: Arc<Arena>,
     /// By rank; None where this world has no such rank.
     cards: Vec<Option<Card>>,
-}
-
-fn random() -> Result<[u8; 16]> {
-    let mut bytes = [0; 16];
-    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
-        .map_err(|e| Error::io("getting random bytes", e))?;
-    Ok(bytes)
+    security: Security,
 }
 
 impl Rendezvous {
@@ -99,7 +92,7 @@ impl Rendezvous {
         let listener =
             std::net::TcpListener::bind((ip, 0)).map_err(|e| Error::io(format!("listening on {ip}"), e))?;
         let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
-        let token = random()?;
+        let token: [u8; 16] = random()?;
         let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
         let host = match transport {
             Transport::Tcp => format!("rank {rank} alone"),
@@ -107,7 +100,8 @@ impl Rendezvous {
         };
         let socket = format!("trigram-{hex}");
         let unix = unix::listen(&socket)?;
-        let card = Card { version: VERSION, rank, address, host, socket, token: random()? };
+        let token = random()?;
+        let card = Card { version: VERSION, rank, address, host, socket, token, secret: false, tls: false };
         Ok(Self {
             card,
             size,
@@ -118,6 +112,7 @@ impl Rendezvous {
             neighbours: HashMap::new(),
             arena: Arc::default(),
             cards: Vec::new(),
+            security: Security::default(),
         })
     }
 
@@ -126,9 +121,24 @@ impl Rendezvous {
         self.arena = world.arena.clone();
     }
 
-    /// This rank's card.
+    /// What all ranks of this job have in common.
+    fn job(&self) -> [u8; 16] {
+        self.cards.iter().flatten().next().map_or(self.card.token, |c| c.token)
+    }
+
+    /// Guards the rank against strangers; to be said before it gives its card away.
+    pub fn secured(mut self, security: Security) -> Self {
+        (self.card.secret, self.card.tls) = (security.secret.is_some(), security.tls);
+        self.security = security;
+        self
+    }
+
+    /// This rank's card, and its seal.
     pub fn card(&self) -> Result<Vec<u8>> {
-        postcard::to_stdvec(&self.card).map_err(|e| Error::io("writing a card", e))
+        let mut bytes = postcard::to_stdvec(&self.card).map_err(|e| Error::io("writing a card", e))?;
+        let seal = self.security.seal(&bytes);
+        bytes.extend(seal);
+        Ok(bytes)
     }
 
     /// Proves to the ranks that claim the same host that we are there, and gets their boards.
@@ -140,15 +150,41 @@ impl Rendezvous {
             return Err(Error::misuse(format!("{} cards for a world of {}", cards.len(), self.size)));
         }
         self.size = cards.len();
+        self.cards.clear();
+        let mut claims = Vec::with_capacity(cards.len());
         for (rank, bytes) in (0..).zip(cards) {
             if bytes.is_empty() && rank != self.card.rank {
                 self.cards.push(None);
                 continue;
             }
-            let card: Card = postcard::from_bytes(bytes).map_err(|_| Error::Corrupt {
-                rank,
-                what: "its card cannot be read; does it run another version of trigram?".into(),
-            })?;
+            let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
+            let sealed = self.security.is_sealed(body, seal);
+            match postcard::from_bytes::<Card>(body) {
+                Ok(card) => {
+                    claims.push(Claim { rank, secret: card.secret, tls: card.tls, sealed });
+                    self.cards.push(Some(card));
+                }
+                // Nobody who has our secret wrote this.
+                Err(_) if self.security.secret.is_some() && !sealed => {
+                    claims.push(Claim { rank, secret: true, tls: self.security.tls, sealed });
+                    self.cards.push(None);
+                }
+                Err(_) => {
+                    let what = "its card cannot be read; does it run another version of trigram?".into();
+                    return Err(Error::Corrupt { rank, what });
+                }
+            }
+        }
+        let me = self.card.rank;
+        self.security.check(me, &claims)?;
+        if cards[me as usize] != self.card()? {
+            return Err(Error::Auth(format!(
+                "init: the store holds another card for rank {me} than rank {me} wrote: two processes run as \
+                 rank {me}, or somebody forged it"
+            )));
+        }
+        for (rank, card) in (0..).zip(&self.cards) {
+            let Some(card) = card else { continue };
             if card.version != VERSION || card.rank != rank {
                 return Err(Error::Config(format!(
                     "rank {rank}'s card is version {} of rank {}; this is version {VERSION}. All ranks need \
@@ -156,99 +192,22 @@ impl Rendezvous {
                     card.version, card.rank
                 )));
             }
-            self.cards.push(Some(card));
         }
-        let here = self.cards.iter().flatten().filter(|c| c.host == self.card.host);
-        let local: Vec<u32> = here.map(|c| c.rank).collect();
+        let local: Vec<(u32, &str)> = self
+            .cards
+            .iter()
+            .flatten()
+            .filter(|c| c.host == self.card.host)
+            .map(|c| (c.rank, c.socket.as_str()))
+            .collect();
         if local.len() > MAX_LOCAL {
             return Ok(false);
         }
-        self.exchange_boards(&local, glance)
-    }
-
-    /// What all ranks of this job have in common.
-    fn job(&self) -> [u8; 16] {
-        self.cards.iter().flatten().next().map_or(self.card.token, |c| c.token)
-    }
-
-    fn exchange_boards(&mut self, local: &[u32], glance: Glance<'_>) -> Result<bool> {
-        let me = self.card.rank;
-        let deadline = Instant::now() + PROOF;
-        let job = self.job();
-        let hello: Vec<u8> = job.iter().copied().chain(me.to_le_bytes()).collect();
-        let mut controls: HashMap<u32, OwnedFd> = HashMap::new();
-        let mut expected: Vec<u32> = local.iter().copied().filter(|&r| r != me).collect();
-        for &rank in local.iter().filter(|&&r| r < me) {
-            let Some(card) = &self.cards[rank as usize] else { return Ok(false) };
-            let Some(stream) = unix::connect(&card.socket)? else { return Ok(false) };
-            if !unix::is_same_user(&stream) {
-                return Ok(false);
-            }
-            unix::send(&stream, &hello, &[self.board.segment().fd(), self.board.bell().fd()])?;
-            controls.insert(rank, stream);
-        }
-        let mut unknown: Vec<OwnedFd> = Vec::new();
-        let mut glanced = Instant::now();
-        while !expected.is_empty() {
-            unknown.extend(unix::accept(&self.unix)?);
-            // Higher ranks introduce themselves.
-            let mut still_unknown = Vec::new();
-            for stream in unknown.drain(..) {
-                match unix::receive(&stream)? {
-                    Received::Nothing => still_unknown.push(stream),
-                    Received::Closed => {}
-                    Received::Message(bytes, fds) => {
-                        let rank = introduced(&bytes, &job).filter(|r| expected.contains(r) && *r > me);
-                        if let Some(rank) = rank {
-                            unix::send(
-                                &stream,
-                                &hello,
-                                &[self.board.segment().fd(), self.board.bell().fd()],
-                            )?;
-                            self.welcome(rank, fds, stream)?;
-                            expected.retain(|&r| r != rank);
-                        }
-                    }
-                }
-            }
-            unknown = still_unknown;
-            // Lower ranks answer.
-            for &rank in local.iter().filter(|&&r| r < me) {
-                let Some(stream) = controls.remove(&rank) else { continue };
-                match unix::receive(&stream)? {
-                    Received::Nothing => drop(controls.insert(rank, stream)),
-                    Received::Closed => return Ok(false),
-                    Received::Message(bytes, fds) => {
-                        if introduced(&bytes, &job) != Some(rank) {
-                            return Ok(false);
-                        }
-                        self.welcome(rank, fds, stream)?;
-                        expected.retain(|&r| r != rank);
-                    }
-                }
-            }
-            if expected.is_empty() {
-                break;
-            }
-            if Instant::now() > deadline {
-                return Ok(false);
-            }
-            if glanced.elapsed() > GLANCE {
-                glanced = Instant::now();
-                glance()?;
-            }
-            std::thread::sleep(Duration::from_micros(200));
-        }
-        Ok(true)
-    }
-
-    fn welcome(&mut self, rank: u32, mut fds: Vec<OwnedFd>, control: OwnedFd) -> Result<()> {
-        let (Some(event), Some(board)) = (fds.pop(), fds.pop()) else {
-            return Err(Error::Corrupt { rank, what: "a greeting without a board".into() });
-        };
-        let board = Board::map(board, event)?;
-        self.neighbours.insert(rank, Neighbour::new(board, Some(control)));
-        Ok(())
+        let keys = self.security.keys(&self.job());
+        let met = introduce(me, &local, &self.unix, &self.board, &keys, glance)?;
+        let all = met.is_some();
+        self.neighbours = met.unwrap_or_default();
+        Ok(all)
     }
 
     /// Opens the connections and starts the engine. `verdicts[r]`: rank r's answer of
@@ -269,9 +228,8 @@ impl Rendezvous {
             }));
         }
         let is_here = |rank: usize| host_of[rank] == host_of[me];
-        let present: Vec<bool> = self.cards.iter().map(Option::is_some).collect();
         if self.transport == Transport::Shm
-            && let Some(other) = (0..size).find(|&r| present[r] && !is_here(r))
+            && let Some(other) = (0..size).find(|&r| self.cards[r].is_some() && !is_here(r))
         {
             return Err(Error::Config(format!(
                 "TRIGRAM_TRANSPORT=shm, but rank {me} shares no memory with rank {other}: they are on different \
@@ -279,13 +237,19 @@ impl Rendezvous {
             )));
         }
         self.neighbours.retain(|&r, _| is_here(r as usize));
-        let away: Vec<usize> = (0..size).filter(|&r| present[r] && !is_here(r)).collect();
         for (number, segment) in self.arena.segments() {
             for (rank, neighbour) in &self.neighbours {
                 neighbour.share(*rank, number, &segment)?;
             }
         }
-        let mut sockets = self.open_sockets(&away, limit, glance)?;
+        let away = self.cards.iter().flatten().filter(|c| !is_here(c.rank as usize));
+        let peers: Vec<(u32, SocketAddr)> = away.map(|c| (c.rank, c.address)).collect();
+        let mut channels = HashMap::new();
+        if !peers.is_empty() {
+            let tls = self.security.tls.then(Tls::new).transpose()?;
+            let identity = Identity { rank: me as u32, keys: self.security.keys(&self.job()), tls };
+            channels = handshake::connect(&identity, &peers, &self.listener, limit, glance)?;
+        }
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
@@ -293,7 +257,8 @@ impl Rendezvous {
             let ways = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
                 Some(shm::pair(&self.board, index(me), &neighbour.board, index(rank)))
             } else {
-                sockets.remove(&rank).map(tcp::split).transpose()?.map(faulty::wrap).transpose()?
+                let ways = channels.remove(&(rank as u32)).map(Channel::split).transpose()?;
+                ways.map(faulty::wrap).transpose()?
             };
             let (out, inn) = ways.unzip();
             tx.push(out.map(Tx::new));
@@ -308,126 +273,5 @@ impl Rendezvous {
             retired: Arc::default(),
         };
         Engine::new(Arc::new(world), tx, rx)
-    }
-
-    fn open_sockets(
-        &self,
-        away: &[usize],
-        limit: Duration,
-        glance: Glance<'_>,
-    ) -> Result<HashMap<usize, std::net::TcpStream>> {
-        if away.is_empty() {
-            return Ok(HashMap::new());
-        }
-        let io = |e: std::io::Error| Error::io("preparing TCP", e);
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
-        runtime.block_on(async {
-            let listener = self.listener.try_clone().map_err(io)?;
-            listener.set_nonblocking(true).map_err(io)?;
-            let listener = TcpListener::from_std(listener).map_err(io)?;
-            let (send, mut arrivals) = tokio::sync::mpsc::channel::<(usize, TcpStream)>(16);
-            let me = self.card.rank as usize;
-            let job = self.job();
-            let mut tasks = tokio::task::JoinSet::new();
-            for &rank in away.iter().filter(|&&r| r < me) {
-                if let Some(card) = &self.cards[rank] {
-                    tasks.spawn(reach(rank, card.address, me, job, send.clone()));
-                }
-            }
-            tasks.spawn(receive(listener, me, job, send.clone()));
-            let mut sockets = HashMap::new();
-            let began = Instant::now();
-            while sockets.len() < away.len() {
-                match tokio::time::timeout(GLANCE, arrivals.recv()).await {
-                    Ok(Some((rank, stream))) if away.contains(&rank) => {
-                        let stream = stream.into_std().map_err(io)?;
-                        tcp::keep_alive(&stream)?;
-                        sockets.insert(rank, stream);
-                    }
-                    Ok(_) => {}
-                    Err(_) => glance()?,
-                }
-                if began.elapsed() > limit {
-                    let missing: Vec<u32> =
-                        away.iter().filter(|r| !sockets.contains_key(r)).map(|&r| r as u32).collect();
-                    return Err(Error::Timeout {
-                        what: format!("init: rank {me} connecting over TCP ({})", self.card.address),
-                        millis: limit.as_millis() as u64,
-                        waiting_for: name_ranks(&missing),
-                    });
-                }
-            }
-            Ok(sockets)
-        })
-    }
-}
-
-/// Who a greeting inside a host is from, if it is of this job.
-fn introduced(bytes: &[u8], job: &[u8; 16]) -> Option<u32> {
-    let (token, rank) = bytes.split_at_checked(16)?;
-    (token == job).then_some(u32::from_le_bytes(rank.try_into().ok()?))
-}
-
-const MAGIC: &[u8; 8] = b"TRIGRAM\x01";
-const HELLO: usize = 8 + 16 + 4 + 4;
-
-fn hello(job: &[u8; 16], from: usize, to: usize) -> [u8; HELLO] {
-    let mut bytes = [0; HELLO];
-    bytes[..8].copy_from_slice(MAGIC);
-    bytes[8..24].copy_from_slice(job);
-    bytes[24..28].copy_from_slice(&(from as u32).to_le_bytes());
-    bytes[28..].copy_from_slice(&(to as u32).to_le_bytes());
-    bytes
-}
-
-type Arrivals = tokio::sync::mpsc::Sender<(usize, TcpStream)>;
-
-/// Connects to a lower rank, again and again until it answers.
-async fn reach(rank: usize, address: SocketAddr, me: usize, job: [u8; 16], arrived: Arrivals) {
-    loop {
-        let attempt = async {
-            let mut stream = TcpStream::connect(address).await?;
-            stream.write_all(&hello(&job, me, rank)).await?;
-            let mut answer = [0; HELLO];
-            stream.read_exact(&mut answer).await?;
-            std::io::Result::Ok((stream, answer))
-        };
-        if let Ok(Ok((stream, answer))) = tokio::time::timeout(GREETING, attempt).await
-            && answer == hello(&job, rank, me)
-        {
-            // The receiver has gone only if the wait was given up.
-            let _ = arrived.send((rank, stream)).await;
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
-}
-
-/// Receives higher ranks. Strangers are dropped when they say the wrong thing or nothing.
-async fn receive(listener: TcpListener, me: usize, job: [u8; 16], arrived: Arrivals) {
-    let places = Arc::new(tokio::sync::Semaphore::new(GREETINGS));
-    loop {
-        let Ok(place) = places.clone().acquire_owned().await else { return };
-        let Ok((mut stream, _)) = listener.accept().await else {
-            tokio::time::sleep(Duration::from_millis(10)).await;
-            continue;
-        };
-        let arrived = arrived.clone();
-        tokio::spawn(async move {
-            let greeting = async {
-                let mut bytes = [0; HELLO];
-                stream.read_exact(&mut bytes).await.ok()?;
-                let from = u32::from_le_bytes(bytes[24..28].try_into().ok()?) as usize;
-                if bytes != hello(&job, from, me) {
-                    return None;
-                }
-                stream.write_all(&hello(&job, me, from)).await.ok()?;
-                Some(from)
-            };
-            if let Ok(Some(from)) = tokio::time::timeout(GREETING, greeting).await {
-                let _ = arrived.send((from, stream)).await;
-            }
-            drop(place);
-        });
     }
 }

@@ -47,10 +47,25 @@ pub fn listen(name: &str) -> Result<OwnedFd> {
     Ok(listener)
 }
 
-/// Connects to an abstract name; `None` if nobody listens there in this network namespace.
-pub fn connect(name: &str) -> Result<Option<OwnedFd>> {
+/// What came of an attempt to connect.
+#[derive(Debug)]
+pub enum Connected {
+    /// A connection.
+    To(OwnedFd),
+    /// Too many wait to be accepted: try again.
+    Busy,
+    /// Nobody listens there in this network namespace.
+    Nobody,
+}
+
+/// Connects to an abstract name.
+pub fn connect(name: &str) -> Result<Connected> {
     let stream = socket()?;
-    Ok(rustix::net::connect(&stream, &address(name)?).is_ok().then_some(stream))
+    Ok(match rustix::net::connect(&stream, &address(name)?) {
+        Ok(()) => Connected::To(stream),
+        Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => Connected::Busy,
+        Err(_) => Connected::Nobody,
+    })
 }
 
 /// The next connection, if one waits. Connections of other users are closed unheard.
@@ -60,7 +75,10 @@ pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>> {
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(stream) if is_same_user(&stream) => return Ok(Some(stream)),
             Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
-            Err(Errno::AGAIN) => return Ok(None),
+            // Out of descriptors or memory: it waits until there are some again.
+            Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                return Ok(None);
+            }
             Err(e) => return Err(Error::io("accepting on a unix socket", e)),
         }
     }

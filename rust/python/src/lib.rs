@@ -20,6 +20,7 @@ use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
 use trigram_engine::failing::How;
 use trigram_engine::job::{Message, Request, Tensors};
+use trigram_engine::secret::Security;
 use trigram_engine::ticket::Ticket;
 use trigram_engine::{address, engine, group, memory, rendezvous};
 
@@ -93,7 +94,9 @@ impl Rendezvous {
             other => Err(Error::Config(format!("TRIGRAM_TRANSPORT={other:?}: it is auto, shm or tcp"))),
         };
         let transport = transport.raise(py)?;
+        let security = Security::from_env().raise(py)?;
         let open = || rendezvous::Rendezvous::open(rank, size, iface, toward, transport);
+        let open = || Ok(open()?.secured(security));
         Ok(Self(Some(py.detach(open).raise(py)?)))
     }
 

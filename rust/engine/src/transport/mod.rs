@@ -5,6 +5,7 @@ pub mod faulty;
 pub mod mem;
 pub mod shm;
 pub mod tcp;
+pub mod tls;
 
 use std::os::fd::BorrowedFd;
 

@@ -73,13 +73,7 @@ impl Sender for TcpSender {
     }
 
     fn pace(&mut self, rate: f64) {
-        let Some(rtt) = min_rtt(&self.socket.stream).filter(|&rtt| rtt < FAR) else { return };
-        let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
-        if bytes <= LARGEST || self.limited {
-            // Where it fails the kernel goes on choosing by itself.
-            let set = SockRef::from(&self.socket.stream).set_send_buffer_size(bytes.min(LARGEST));
-            self.limited |= set.is_ok();
-        }
+        pace(&self.socket.stream, rate, &mut self.limited);
     }
 
     fn is_summed(&self) -> bool {
@@ -135,6 +129,17 @@ impl Receiver for TcpReceiver {
 pub fn sums() -> bool {
     static SUMS: OnceLock<bool> = OnceLock::new();
     *SUMS.get_or_init(|| std::env::var_os("TRIGRAM_CHECKSUM").is_none_or(|v| v != "off"))
+}
+
+/// Has a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
+pub(super) fn pace(socket: &TcpStream, rate: f64, limited: &mut bool) {
+    let Some(rtt) = min_rtt(socket).filter(|&rtt| rtt < FAR) else { return };
+    let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
+    if bytes <= LARGEST || *limited {
+        // Where it fails the kernel goes on choosing by itself.
+        let set = SockRef::from(socket).set_send_buffer_size(bytes.min(LARGEST));
+        *limited |= set.is_ok();
+    }
 }
 
 /// The least round-trip time of a connection so far, in seconds.

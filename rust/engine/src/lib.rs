@@ -11,13 +11,13 @@
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, one file each.
-//! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
+//! * [`host`] — what ranks on one host share: boards, lanes, doorbells, pipes; `sync` — the atomics they are made of.
 //! * [`device`] — calls on GPU memory, which NCCL carries out.
 //! * [`memory`] — memfd segments and registered memory.
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
+//! Unsafe code is in `memory`, `host`, `sync` (two copies), `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
 //! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option) and `fork`.
 
 pub mod address;
@@ -40,6 +40,7 @@ pub mod plans;
 pub mod progress;
 pub mod rendezvous;
 pub mod steps;
+mod sync;
 pub mod ticket;
 pub mod transport;
 pub mod unix;

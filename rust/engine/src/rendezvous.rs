@@ -128,6 +128,7 @@ impl Rendezvous {
         if cards.len() != self.size {
             return Err(Error::misuse(format!("{} cards for a world of {}", cards.len(), self.size)));
         }
+        self.cards.clear();
         for (rank, bytes) in (0..).zip(cards) {
             let card: Card = postcard::from_bytes(bytes).map_err(|_| Error::Corrupt {
                 rank,

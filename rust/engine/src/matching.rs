@@ -141,7 +141,7 @@ impl Hub {
 /// peers can make us keep is what the call was to receive anyway.
 fn is_due(job: &Job, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
     let mail = &job.body.mail;
-    let known = job.exec.schedule().steps.len() > 0 || job.stage == Stage::Running;
+    let known = !job.exec.schedule().steps.is_empty() || job.stage == Stage::Running;
     let held = if known { 0 } else { mail.iter().map(|m| m.2.len() + EARLY_COST).sum() };
     held + len <= MOST_EARLY
         && (!known || step.is_some_and(|s| !job.exec.is_finished(s)))

@@ -47,7 +47,7 @@ impl Rng {
 
     /// Below `n`, which is not 0.
     pub(crate) fn below(&mut self, n: usize) -> usize {
-        (u128::from(self.next()) * n as u128 >> 64) as usize
+        ((u128::from(self.next()) * n as u128) >> 64) as usize
     }
 
     /// True once in `n` times.

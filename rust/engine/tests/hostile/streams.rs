@@ -172,8 +172,8 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
 
 /// One round of what the engine does, see `Progress::poll`.
 pub(crate) fn round(hub: &mut Hub, rx: &mut [Option<Rx>]) {
-    for rank in 0..rx.len() {
-        let Some(way) = &mut rx[rank] else { continue };
+    for (rank, slot) in rx.iter_mut().enumerate() {
+        let Some(way) = slot else { continue };
         let gone = loop {
             match way.pump(hub) {
                 Ok(Pumped::Moved) => {}
@@ -183,7 +183,7 @@ pub(crate) fn round(hub: &mut Hub, rx: &mut [Option<Rx>]) {
             }
         };
         if let Some(why) = gone {
-            rx[rank] = None;
+            *slot = None;
             hub.lose(rank as u32, why);
         }
     }

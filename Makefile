@@ -61,9 +61,10 @@ test-hostile:
 
 # Needs a nightly toolchain with miri and rust-src.
 test-sanitize:
-	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
+	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
+		cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
 	for sanitizer in address thread; do \
-		CARGO_TARGET_DIR=target/$$sanitizer RUSTFLAGS=-Zsanitizer=$$sanitizer TSAN_OPTIONS=suppressions=$(CURDIR)/rust/engine/tests/tsan.txt \
+		CARGO_TARGET_DIR=target/$$sanitizer RUSTFLAGS=-Zsanitizer=$$sanitizer \
 			cargo +$(NIGHTLY) test -Zbuild-std --target x86_64-unknown-linux-gnu --locked $(SANITIZED) || exit 1; \
 	done
 

@@ -247,7 +247,7 @@ mod tests {
                 if op.check(dtype).is_err() {
                     continue;
                 }
-                for k in (1..=9usize).step_by(if cfg!(miri) { 4 } else { 1 }) {
+                for k in (1..=9usize).filter(|k| !cfg!(miri) || *k == 3) {
                     let byte = |r: usize, i: usize| ((r * 131 + i * 37 + 11) % 61) as u8;
                     let words = |r: usize| (0..1100).map(|i| u64::from_ne_bytes([byte(r, i); 8])).collect();
                     let mut all: Vec<Vec<u64>> = (0..k).map(words).collect();

@@ -44,7 +44,7 @@ test-python: build
 
 # What proves the unsafe parts, see CONTRIBUTING.md. Each builds into a directory of its own.
 NIGHTLY ?= nightly
-SANITIZED := -p trigram-engine --lib --test ranks_as_threads --test hostile
+SANITIZED := -Zbuild-std --target x86_64-unknown-linux-gnu --locked -p trigram-engine --lib --test ranks_as_threads
 
 test-loom:
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg trigram_loom" \
@@ -63,10 +63,8 @@ test-hostile:
 test-sanitize:
 	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
 		cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
-	for sanitizer in address thread; do \
-		CARGO_TARGET_DIR=target/$$sanitizer RUSTFLAGS=-Zsanitizer=$$sanitizer \
-			cargo +$(NIGHTLY) test -Zbuild-std --target x86_64-unknown-linux-gnu --locked $(SANITIZED) || exit 1; \
-	done
+	CARGO_TARGET_DIR=target/address RUSTFLAGS=-Zsanitizer=address cargo +$(NIGHTLY) test $(SANITIZED) --test hostile
+	CARGO_TARGET_DIR=target/thread RUSTFLAGS=-Zsanitizer=thread cargo +$(NIGHTLY) test $(SANITIZED)
 
 # On a machine with a GPU, which needs torch with Triton and pytest, and nothing else: carry the tree with
 # dist/ made by `make wheel` elsewhere, and name the Python that has torch.

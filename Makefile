@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build wheel bench fmt lint test-rust test-python test-gpu clean
+.PHONY: demo test build wheel bench fmt lint test-rust test-python test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built
 
@@ -41,6 +41,30 @@ test-rust:
 test-python: build
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests
+
+# What proves the unsafe parts, see CONTRIBUTING.md. Each builds into a directory of its own.
+NIGHTLY ?= nightly
+SANITIZED := -Zbuild-std --target x86_64-unknown-linux-gnu --locked -p trigram-engine --lib --test ranks_as_threads
+
+test-loom:
+	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg trigram_loom" \
+		cargo test -p trigram-engine --release --locked --test loom
+
+# Ten million inputs for each decoder, with every overflow and assertion checked.
+test-hostile: export CARGO_TARGET_DIR = target/hostile
+test-hostile: export CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS = true
+test-hostile: export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS = true
+test-hostile: export TRIGRAM_FUZZ = 10000000
+test-hostile:
+	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --nocapture --test-threads=1
+	cargo test -p trigram-net-plugin --release --locked --lib hostile -- --nocapture
+
+# Needs a nightly toolchain with miri and rust-src.
+test-sanitize:
+	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
+		cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
+	CARGO_TARGET_DIR=target/address RUSTFLAGS=-Zsanitizer=address cargo +$(NIGHTLY) test $(SANITIZED) --test hostile
+	CARGO_TARGET_DIR=target/thread RUSTFLAGS=-Zsanitizer=thread cargo +$(NIGHTLY) test $(SANITIZED)
 
 # On a machine with a GPU, which needs torch with Triton and pytest, and nothing else: carry the tree with
 # dist/ made by `make wheel` elsewhere, and name the Python that has torch.

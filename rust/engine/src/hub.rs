@@ -110,7 +110,7 @@ pub struct Hub {
     pub(crate) early_bytes: usize,
     pub(crate) failures: Vec<Failure>,
     /// The group that this rank helps.
-    pub(crate) helped: Option<Arc<Members>>,
+    pub helped: Option<Arc<Members>>,
     /// Whether it has not ended that yet, for other threads.
     pub(crate) helping: Arc<AtomicBool>,
     pub(crate) books: HashMap<u64, Book>,

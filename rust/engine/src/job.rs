@@ -231,7 +231,7 @@ impl Job {
     ) -> Result<()> {
         let size = self.body.request.call.dtype.size();
         self.body.scratch_len = schedule.scratch * size;
-        self.body.scratch_base = self.body.scratch.reserve(self.body.scratch_len);
+        self.body.scratch_base = self.body.scratch.reserve(self.body.scratch_len)?;
         // Tell those who will send us much that we are here.
         for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {
             let frame = self.body.frame(Kind::Ready, 0, 0);

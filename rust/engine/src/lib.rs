@@ -11,7 +11,7 @@
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, `tls`, one file each; `faulty` damages one on purpose.
-//! * [`host`] — what ranks on one host share: boards, doorbells, pipes.
+//! * [`host`] — what ranks on one host share: boards, lanes, doorbells, pipes; `sync` — the atomics they are made of.
 //! * [`device`] — calls on GPU memory, which NCCL carries out.
 //! * [`memory`] — memfd segments and registered memory.
 //! * [`rendezvous`] — how ranks find each other; [`unix`] — descriptors inside a host.
@@ -19,8 +19,9 @@
 //!   [`handshake`] — between hosts, over a [`channel`], with TLS in a [`session`]; [`introduce`] — inside a host.
 //! * [`members`], [`world`], [`ticket`], [`fork`] — who, where, when, and not in children.
 //!
-//! Unsafe code is in `memory`, `host`, `transport::shm`, `link`, `job`, `steps`, `group` and `device` (callers' memory),
-//! `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option), `transport::faulty` (one mapping) and `fork`.
+//! Unsafe code is in `memory`, `host`, `sync` (two copies), `transport::shm`, `link`, `job`, `steps`, `group` and
+//! `device` (callers' memory), `matching` (one copy), `meter` (two ioctls), `transport::tcp` (one socket option),
+//! `transport::faulty` (one mapping) and `fork`.
 
 pub mod address;
 pub mod balance;
@@ -50,6 +51,7 @@ pub mod secret;
 pub mod session;
 pub mod steps;
 mod straggler;
+mod sync;
 pub mod ticket;
 pub mod transport;
 pub mod unix;

@@ -169,7 +169,7 @@ impl Tx {
 pub enum Target {
     /// Into a job's memory. The job redirects it ([`Rx::forget`]) before the memory goes away.
     Memory(*mut u8, Token),
-    /// Kept until somebody asks for it.
+    /// Kept until somebody asks for it. It grows with what arrives, see [`AHEAD`].
     Heap(Vec<u8>),
     /// Read and dropped: nobody wants it any more.
     Nowhere,
@@ -219,6 +219,10 @@ pub enum Pumped {
     /// The peer has closed its end.
     Closed,
 }
+
+/// Memory for a payload that nobody has asked for yet is taken so many bytes ahead of what has arrived, or as much
+/// again as has arrived: a peer's word that much will come is no reason for memory.
+pub const AHEAD: usize = 1 << 20;
 
 /// Payload bytes taken from one peer before the others have their turn.
 const TURN: usize = 1 << 20;
@@ -306,7 +310,12 @@ impl Rx {
                 let into: &mut [u8] = match target {
                     // SAFETY: see `Target::Memory`; the length was checked against the span.
                     Target::Memory(at, _) => unsafe { std::slice::from_raw_parts_mut(at.add(*got), left) },
-                    Target::Heap(bytes) => &mut bytes[*got..],
+                    Target::Heap(bytes) => {
+                        if bytes.len() == *got {
+                            bytes.resize(*got + left.min(AHEAD.max(*got)), 0);
+                        }
+                        &mut bytes[*got..]
+                    }
                     Target::Nowhere => &mut sump[..left.min(4096)],
                 };
                 let (into, len) = (into.as_mut_ptr(), into.len());

@@ -3,19 +3,26 @@
 //! A message finds its job by group and call, and its step by sender and tag. If the step has
 //! begun, the payload goes straight into the job's memory; if not, it is kept until it does.
 
-use trigram_core::schedule::Step;
+use trigram_core::schedule::{Place, Step};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::failing::How;
 use crate::hub::{Early, Failure, Hub, mismatch};
 use crate::job::{Job, Stage};
-use crate::link::{Sink, Target, Token, Tx};
+use crate::link::{AHEAD, Sink, Target, Token, Tx};
 
 /// Payload bytes of messages that nobody has asked for yet, at most.
 const MOST_EARLY: usize = 1 << 30;
 
-/// Groups that peers may speak of before we know them, at most.
+/// What a message that nobody has asked for yet counts at least: many without a payload take memory too, and time to
+/// look through.
+const EARLY_COST: usize = 1 << 10;
+
+/// Bytes of an error that a peer tells, at most.
+const MOST_WORDS: usize = 1 << 20;
+
+/// Groups that peers may speak of before we know them, at most; and failures of calls that we have not made.
 const MOST_GROUPS: usize = 4096;
 
 impl Hub {
@@ -51,7 +58,7 @@ impl Hub {
     }
 
     pub(crate) fn keep_early(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.early_bytes += payload.len();
+        self.early_bytes += payload.len() + EARLY_COST;
         if self.early_bytes > MOST_EARLY {
             return Err(Error::io("receiving", "more than 1 GiB of messages that nobody asks for"));
         }
@@ -61,7 +68,8 @@ impl Hub {
 
     pub(crate) fn drop_early(&mut self, group: u64, call: CallId) {
         let dropped = |e: &Early| e.frame.group == group && e.frame.call == call && !call.is_message();
-        self.early_bytes -= self.early.iter().filter(|e| dropped(e)).map(|e| e.payload.len()).sum::<usize>();
+        self.early_bytes -=
+            self.early.iter().filter(|e| dropped(e)).map(|e| e.payload.len() + EARLY_COST).sum::<usize>();
         self.early.retain(|e| !dropped(e));
     }
 
@@ -74,7 +82,7 @@ impl Hub {
                 continue;
             }
             let Early { peer, frame, payload } = self.early.remove(k);
-            self.early_bytes -= payload.len();
+            self.early_bytes -= payload.len() + EARLY_COST;
             if self.compare(i, peer, &frame) {
                 self.accept(i, peer, &frame, payload);
             }
@@ -102,8 +110,12 @@ impl Hub {
         let go = || {
             job.release(place, &mut self.tx, &mut self.done)?;
             if frame.kind == Kind::Data {
-                job.body.mail.push((place, frame.tag, payload));
                 let step = job.exec.schedule().recv_step(place, frame.tag);
+                if !is_due(job, place, frame.tag, step, payload.len()) {
+                    let what = format!("message {} of a call that has none, or has had it", frame.tag);
+                    return Err(Error::Corrupt { rank: peer, what });
+                }
+                job.body.mail.push((place, frame.tag, payload));
                 if let Some(step) = step.filter(|&s| job.exec.is_started(s)) {
                     return deliver(job, step, &mut self.tx, &mut self.done);
                 }
@@ -124,6 +136,17 @@ impl Hub {
             self.books.entry(frame.group).or_default().balance.hear(frame.call.0, peer, Some(rate));
         }
     }
+}
+
+/// Whether a call may keep a message: each comes once, and once its schedule is known it says which come. So what
+/// peers can make us keep is what the call was to receive anyway.
+fn is_due(job: &Job, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
+    let mail = &job.body.mail;
+    let known = !job.exec.schedule().steps.is_empty() || job.stage == Stage::Running;
+    let held = if known { 0 } else { mail.iter().map(|m| m.2.len() + EARLY_COST).sum() };
+    held + len <= MOST_EARLY
+        && (!known || step.is_some_and(|s| !job.exec.is_finished(s)))
+        && !mail.iter().any(|m| m.0 == place && m.1 == tag)
 }
 
 /// Puts the last letter of the mail where its step, which waits for it, wants it.
@@ -150,8 +173,17 @@ fn destination(job: &Job, step: u32) -> Result<(*mut u8, usize)> {
 
 impl Sink for Hub {
     fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target> {
-        let heap = || Target::Heap(vec![0; frame.len as usize]);
+        let heap = || Target::Heap(vec![0; AHEAD.min(frame.len as usize)]);
         if frame.kind != Kind::Data {
+            let most = match frame.kind {
+                Kind::Fail | Kind::Lost => MOST_WORDS,
+                Kind::Rate => size_of::<f64>(),
+                _ => 0,
+            };
+            if frame.len as usize > most {
+                let what = format!("{} bytes where at most {most} belong", frame.len);
+                return Err(Error::Corrupt { rank: peer, what });
+            }
             return Ok(heap());
         }
         let Some(i) = self.find(peer, frame) else {
@@ -189,6 +221,10 @@ impl Sink for Hub {
                 match self.find(peer, frame) {
                     Some(i) => self.fail(i, error, false),
                     None if self.is_over(peer, frame) => self.forget_rates(frame.group, frame.call),
+                    None if self.failures.len() >= MOST_GROUPS => {
+                        let what = format!("more than {MOST_GROUPS} failures of calls that nobody made");
+                        return Err(Error::Corrupt { rank, what });
+                    }
                     None => {
                         if !frame.call.is_message() {
                             self.counters.news().failed.insert(frame.group, error.clone());

@@ -236,14 +236,16 @@ pub struct Scratch {
 struct Line(#[allow(dead_code)] [u8; 64]);
 
 impl Scratch {
-    /// At least `len` bytes, with what the last call left in them.
-    pub fn reserve(&mut self, len: usize) -> *mut u8 {
+    /// At least `len` bytes, with what the last call left in them. How many a call needs may be a peer's word, so
+    /// that there are not so many is an error.
+    pub fn reserve(&mut self, len: usize) -> Result<*mut u8> {
         let lines = len.div_ceil(64);
-        if self.words.len() < lines {
+        if self.words.capacity() < lines {
             self.words = Vec::new(); // give the old memory back first: its contents are dead
-            self.words.resize(lines, std::mem::MaybeUninit::uninit());
+            let taken = self.words.try_reserve_exact(lines);
+            taken.map_err(|e| Error::io(format!("taking {len} bytes of memory for a call"), e))?;
         }
-        self.words.as_mut_ptr().cast()
+        Ok(self.words.as_mut_ptr().cast())
     }
 }
 

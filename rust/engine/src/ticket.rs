@@ -1,10 +1,12 @@
 //! What a caller holds while its call is under way.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use trigram_core::Result;
+
+use crate::sync::{AtomicBool, Condvar, Mutex};
 
 /// How often a waiting caller looks up, to answer Ctrl-C (invariant PY-3).
 pub const GLANCE: Duration = Duration::from_millis(50);

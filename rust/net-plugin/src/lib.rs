@@ -40,6 +40,8 @@ mod error;
 pub mod exports;
 mod handle;
 mod hello;
+#[cfg(test)]
+mod hostile;
 mod listen;
 mod liveness;
 mod log;

@@ -241,6 +241,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "takes miri a long time")]
     fn into_all_is_the_same_fold() {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I8, DType::I64] {
             for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Prod, ReduceOp::Max] {

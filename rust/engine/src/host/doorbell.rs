@@ -7,30 +7,14 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 use rustix::event::EventfdFlags;
-use rustix::thread::futex;
-use rustix::time::Timespec;
 use trigram_core::{Error, Result};
 
 use crate::fork::Watched;
+use crate::host::words::Words;
 use crate::memory::Segment;
-
-/// The shared words of a doorbell.
-#[derive(Debug, Default)]
-#[repr(C, align(64))]
-pub struct Words {
-    /// Counts the rings that found somebody asleep; the futex.
-    count: AtomicU32,
-    /// How the owner sleeps: one of the constants below.
-    asleep: AtomicU32,
-}
-
-const AWAKE: u32 = 0;
-const ON_FUTEX: u32 = 1;
-const ON_EVENT: u32 = 2;
 
 /// A rank's doorbell, as its owner and as its peers see it.
 #[derive(Clone, Debug)]
@@ -74,46 +58,25 @@ impl Doorbell {
 
     /// Wakes the owner if it sleeps. Everything written before is visible to it when it wakes.
     pub fn ring(&self) {
-        let words = self.words();
-        // Pairs with the fence in `arm`: either we see that it sleeps, or it sees what we wrote.
-        fence(Ordering::SeqCst);
-        if words.asleep.load(Ordering::Relaxed) == AWAKE {
-            return;
-        }
-        match words.asleep.swap(AWAKE, Ordering::AcqRel) {
-            ON_FUTEX => {
-                words.count.fetch_add(1, Ordering::Release);
-                // A failed wake-up means that nobody waits.
-                let _ = futex::wake(&words.count, futex::Flags::empty(), i32::MAX as u32);
-            }
-            ON_EVENT => {
-                // Full or interrupted: the owner is being woken anyway.
-                let _ = rustix::io::write(&self.event.fd, &1u64.to_ne_bytes());
-            }
-            _ => {}
-        }
+        self.words().ring(|| {
+            // Full or interrupted: the owner is being woken anyway.
+            let _ = rustix::io::write(&self.event.fd, &1u64.to_ne_bytes());
+        });
     }
 
     /// Says that the owner is about to sleep. It must look once more for work before it does.
     pub fn arm(&self, on_event: bool) -> u32 {
-        let words = self.words();
-        let seen = words.count.load(Ordering::Acquire);
-        words.asleep.store(if on_event { ON_EVENT } else { ON_FUTEX }, Ordering::Relaxed);
-        fence(Ordering::SeqCst);
-        seen
+        self.words().arm(on_event)
     }
 
     /// The owner found work after all, or has woken.
     pub fn disarm(&self) {
-        self.words().asleep.store(AWAKE, Ordering::Relaxed);
+        self.words().disarm();
     }
 
     /// Sleeps until rung, for at most `limit`. `seen` is from [`Doorbell::arm`].
     pub fn sleep(&self, seen: u32, limit: Duration) {
-        let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-        // Rung already, timed out or interrupted: in each case the caller looks for itself.
-        let _ = futex::wait(&self.words().count, futex::Flags::empty(), seen, Some(&limit));
-        self.disarm();
+        self.words().sleep(seen, limit);
     }
 
     /// Forgets the rings that came through the eventfd.

@@ -2,4 +2,6 @@
 
 pub mod board;
 pub mod doorbell;
+pub mod lane;
 pub mod pipe;
+pub mod words;

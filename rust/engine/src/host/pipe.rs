@@ -3,20 +3,29 @@
 //! For messages inside a host: two copies through memory that stays in the cache, no system call
 //! unless the other side sleeps.
 
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
+
+use crate::sync::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
 
 /// Bytes of a ring. Chunks of this size stay in a core's second-level cache.
+#[cfg(not(trigram_loom))]
 pub const PIPE: usize = 256 << 10;
+/// So few that a message goes around.
+#[cfg(trigram_loom)]
+pub const PIPE: usize = 3;
 
 /// The counters of a ring. They only grow; their difference is what the ring holds.
 #[derive(Debug)]
+#[cfg_attr(trigram_loom, derive(Default))]
 #[repr(C, align(64))]
 pub struct Pipe {
     written: AtomicU64,
     /// The writer waits for room.
     full: AtomicU32,
+    #[cfg(not(trigram_loom))]
     apart: [u8; 48],
     read: AtomicU64,
+    #[cfg(not(trigram_loom))]
     apart_too: [u8; 56],
 }
 
@@ -31,14 +40,14 @@ impl Pipe {
     /// # Safety
     ///
     /// `ring` is this pipe's, of [`PIPE`] bytes, and the caller is its only writer.
-    pub unsafe fn write(&self, ring: *mut u8, bytes: &[u8]) -> usize {
+    pub unsafe fn write(&self, ring: *mut Byte, bytes: &[u8]) -> usize {
         let written = self.written.load(Ordering::Relaxed);
         let room = |read: u64| PIPE - (written.wrapping_sub(read) as usize).min(PIPE);
         let mut free = room(self.read.load(Ordering::Acquire));
         if free == 0 {
             // Say so, and look again: the reader may have made room before it could see it.
             self.full.store(1, Ordering::SeqCst);
-            std::sync::atomic::fence(Ordering::SeqCst);
+            fence(Ordering::SeqCst);
             free = room(self.read.load(Ordering::Acquire));
             if free == 0 {
                 return 0;
@@ -50,8 +59,8 @@ impl Pipe {
         let first = n.min(PIPE - at);
         // SAFETY: both parts lie inside the ring, in the stretch that the reader has given back.
         unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), ring.add(at), first);
-            std::ptr::copy_nonoverlapping(bytes.as_ptr().add(first), ring, n - first);
+            copy_in(bytes.as_ptr(), ring.add(at), first);
+            copy_in(bytes.as_ptr().add(first), ring, n - first);
         }
         self.written.store(written.wrapping_add(n as u64), Ordering::Release);
         n
@@ -63,7 +72,7 @@ impl Pipe {
     /// # Safety
     ///
     /// `ring` is this pipe's, of [`PIPE`] bytes, and the caller is its only reader.
-    pub unsafe fn read(&self, ring: *const u8, into: &mut [u8]) -> (usize, bool) {
+    pub unsafe fn read(&self, ring: *const Byte, into: &mut [u8]) -> (usize, bool) {
         let read = self.read.load(Ordering::Relaxed);
         let held = self.written.load(Ordering::Acquire).wrapping_sub(read) as usize;
         let n = into.len().min(held.min(PIPE)); // a hostile writer cannot send us out of the ring
@@ -74,17 +83,17 @@ impl Pipe {
         let first = n.min(PIPE - at);
         // SAFETY: both parts lie inside the ring, in the stretch that the writer has filled.
         unsafe {
-            std::ptr::copy_nonoverlapping(ring.add(at), into.as_mut_ptr(), first);
-            std::ptr::copy_nonoverlapping(ring, into.as_mut_ptr().add(first), n - first);
+            copy_out(ring.add(at), into.as_mut_ptr(), first);
+            copy_out(ring, into.as_mut_ptr().add(first), n - first);
         }
         self.read.store(read.wrapping_add(n as u64), Ordering::Release);
-        std::sync::atomic::fence(Ordering::SeqCst);
+        fence(Ordering::SeqCst);
         let waits = self.full.load(Ordering::Relaxed) != 0 && self.full.swap(0, Ordering::AcqRel) != 0;
         (n, waits)
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, not(trigram_loom)))]
 mod tests {
     use super::*;
     use crate::host::board::Board;

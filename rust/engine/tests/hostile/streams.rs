@@ -1,0 +1,286 @@
+//! A peer that writes what it likes into its connection, while calls are under way.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use trigram_core::planner::Call;
+use trigram_core::schedule::Step;
+use trigram_core::signature::{Collective, Signature, Via};
+use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::{DType, Error, ReduceOp, Result};
+use trigram_engine::failing::How;
+use trigram_engine::group::{call, in_place};
+use trigram_engine::host::board::Board;
+use trigram_engine::hub::{Hub, Submission};
+use trigram_engine::job::{Message, Request};
+use trigram_engine::link::{AHEAD, Pumped, Rx, Tx};
+use trigram_engine::members::Members;
+use trigram_engine::transport::{Read, Receiver, Sender};
+use trigram_engine::world::World;
+
+use crate::common::{Rng, inputs, report};
+use crate::{ACCOUNT, turn};
+
+/// The group of all, the one that rank 0 helps, and one that nobody has made.
+const ALL: u64 = 77;
+const HELPED: u64 = 78;
+const UNKNOWN: u64 = 79;
+
+/// Bytes on their way in, and how many come at a time.
+#[derive(Default)]
+struct Feed {
+    bytes: Vec<u8>,
+    at: usize,
+    chunk: usize,
+}
+
+struct Fed(Arc<Mutex<Feed>>);
+
+impl Receiver for Fed {
+    fn read(&mut self, into: &mut [u8]) -> Result<Read> {
+        let mut feed = self.0.lock().unwrap();
+        let n = into.len().min(feed.bytes.len() - feed.at).min(feed.chunk);
+        into[..n].copy_from_slice(&feed.bytes[feed.at..feed.at + n]);
+        feed.at += n;
+        Ok(if n == 0 { Read::Nothing } else { Read::Some(n) })
+    }
+
+    fn has_input(&self) -> bool {
+        true
+    }
+
+    fn read_ahead(&self) -> usize {
+        256
+    }
+}
+
+/// A connection that takes all, or now and then only a part, and stops.
+struct Away(Rng);
+
+impl Sender for Away {
+    fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
+        let all = head.len() + body.len();
+        Ok(if self.0.one_in(4) { self.0.below(all + 1) } else { all })
+    }
+}
+
+/// A caller's memory, with a border that nobody may write to.
+pub(crate) struct Fenced {
+    words: Vec<u64>,
+    len: usize,
+}
+
+const BORDER: u64 = 0x5a5a_5a5a_5a5a_5a5a;
+
+impl Fenced {
+    /// `len` bytes.
+    pub(crate) fn new(len: usize) -> Self {
+        let mut words = vec![BORDER; len.div_ceil(8) + 16];
+        words[8..8 + len.div_ceil(8)].fill(0);
+        Self { words, len: len.div_ceil(8) * 8 }
+    }
+
+    pub(crate) fn at(&mut self) -> *mut u8 {
+        self.words[8..].as_mut_ptr().cast()
+    }
+
+    pub(crate) fn check(&self) {
+        let inner = self.len / 8;
+        assert!(self.words[..8].iter().chain(&self.words[8 + inner..]).all(|w| *w == BORDER));
+    }
+}
+
+/// What a caller of one of many kinds asks for in memory of `len` f32.
+pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -> Request {
+    let tensors = in_place(at, len * 4);
+    let message = Message { peer: 1 + rng.below(world as usize - 1) as u32, tag: 5, sends: rng.one_in(2) };
+    let (what, len, message) = match rng.below(6) {
+        0 | 1 => (Collective::AllReduce, len, None),
+        2 => (Collective::Broadcast, len, None),
+        3 => (Collective::AllGather, len / world as usize, None),
+        4 => (Collective::AllToAll, len / world as usize, None),
+        _ => (Collective::SendRecv, len, Some(message)),
+    };
+    let via = if what == Collective::AllReduce { Via::ALL[rng.below(6)] } else { Via::Auto };
+    let call = Call { via, root: rng.below(2) as u32, ..call(what, DType::F32, len) };
+    Request { call, op: ReduceOp::Sum, tensors, message, declared: None }
+}
+
+/// A frame that has something to do with what is under way, and its payload. Of some more is said than comes.
+pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>) {
+    let mut frame = Frame {
+        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye, Kind::Rate, Kind::Lost, Kind::Beat]
+            [rng.below(7)],
+        group: [ALL, ALL, HELPED, UNKNOWN][rng.below(4)],
+        call: CallId(rng.below(4) as u64),
+        tag: rng.below(8) as u32,
+        len: rng.below(200) as u32,
+        signature: Signature::new(
+            Collective::AllReduce,
+            DType::F32,
+            ReduceOp::Sum,
+            Via::ALL[rng.below(6)],
+            0,
+            rng.below(9000) as u64,
+        ),
+    };
+    if let (false, false) = (hub.jobs.is_empty(), rng.one_in(8)) {
+        let job = &hub.jobs[rng.below(hub.jobs.len())];
+        let place = job.body.members.place_of(from).unwrap_or_default();
+        (frame.group, frame.call) = (job.body.members.id, job.body.call_id);
+        frame.signature = job.body.expected(place, frame.kind);
+        let steps = &job.exec.schedule().steps;
+        if !steps.is_empty() && !rng.one_in(4) {
+            let at = rng.below(steps.len());
+            let recv = steps[at..].iter().chain(&steps[..at]).find_map(|step| match step {
+                Step::Recv { from, tag, span } if *from == place => Some((*tag, *span)),
+                _ => None,
+            });
+            if let Some((tag, span)) = recv {
+                (frame.kind, frame.tag, frame.len) = (Kind::Data, tag, span.len as u32 * 4);
+            }
+        }
+    }
+    match frame.kind {
+        Kind::Ready | Kind::Bye | Kind::Beat => frame.len = 0,
+        Kind::Rate => frame.len = 8,
+        Kind::Fail | Kind::Lost => frame.len = frame.len.min(100),
+        Kind::Data => {}
+    }
+    let start = into.len();
+    let mut payload = vec![0; frame.len as usize];
+    if frame.kind == Kind::Fail && rng.one_in(2) {
+        payload = postcard::to_stdvec(&Error::Aborted("as it may be".into())).unwrap();
+        frame.len = payload.len() as u32;
+    } else {
+        rng.fill(&mut payload);
+    }
+    match rng.below(16) {
+        0 => frame.signature.count = rng.number(),
+        1 => frame.len = frame.len.wrapping_add(rng.number() as u32),
+        2 => frame.group = rng.number(),
+        3 => frame.call = CallId(rng.number()),
+        4 => frame.tag = rng.number() as u32,
+        _ => {}
+    }
+    // Now and then with a sum that is wrong.
+    into.extend(frame.encode(rng.one_in(64).then_some(7)));
+    into.extend(payload);
+    if rng.one_in(16) {
+        let mut spoilt = into.split_off(start);
+        rng.spoil(&mut spoilt);
+        into.extend(spoilt);
+    }
+}
+
+/// One round of what the engine does, see `Progress::poll`.
+pub(crate) fn round(hub: &mut Hub, rx: &mut [Option<Rx>]) {
+    for (rank, slot) in rx.iter_mut().enumerate() {
+        let Some(way) = slot else { continue };
+        let gone = loop {
+            match way.pump(hub) {
+                Ok(Pumped::Moved) => {}
+                Ok(Pumped::Nothing) => break None,
+                Ok(Pumped::Closed) => break Some(Error::Aborted("closed".into())),
+                Err(e) => break Some(e),
+            }
+        };
+        if let Some(why) = gone {
+            *slot = None;
+            hub.lose(rank as u32, why, How::Dead);
+        }
+    }
+    hub.check_losses();
+    hub.help();
+    hub.finish_sends();
+    for i in 0..hub.jobs.len() {
+        hub.advance(i);
+    }
+    hub.pump_out();
+    for job in std::mem::take(&mut hub.dead) {
+        rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
+    }
+    hub.reap(Instant::now() + Duration::from_secs(60));
+}
+
+#[test]
+fn streams() {
+    let _turn = turn();
+    let (count, began, mut rng) = (inputs(40_000), Instant::now(), Rng::new(21));
+    let world = Arc::new(World {
+        rank: 0,
+        host_of: vec![0, 1, 2],
+        board: Board::create().unwrap(),
+        neighbours: Default::default(),
+        arena: Arc::default(),
+        retired: Arc::default(),
+    });
+    let all = Arc::new(Members::new(ALL, "all".into(), vec![0, 1, 2], 0, &world).unwrap());
+    let helped = Arc::new(Members::new(HELPED, "helped".into(), vec![1, 2, 0], 1, &world).unwrap());
+    let (mut done, mut ended, mut failed, mut lost, mut worst) = (0, 0u64, 0usize, 0usize, 0.0f64);
+    while done < count {
+        let before = ACCOUNT.begin();
+        let helps = rng.one_in(4);
+        let mut memory: Vec<(Fenced, usize)> = (0..4)
+            .map(|_| [1, 30, 3000, 9000][rng.below(4)] * 3)
+            .map(|len| (Fenced::new(len * 4), len))
+            .collect();
+        let mut hub = Hub::new(
+            world.clone(),
+            (0..3).map(|r| (r > 0).then(|| Tx::new(Box::new(Away(rng.clone()))))).collect(),
+        );
+        let feeds: Vec<Arc<Mutex<Feed>>> = (0..3).map(|_| Arc::default()).collect();
+        let way = |r: u32| (r > 0).then(|| Rx::new(r, Box::new(Fed(feeds[r as usize].clone()))));
+        let mut rx: Vec<Option<Rx>> = (0..3).map(way).collect();
+        if helps {
+            hub.helped = Some(helped.clone());
+        }
+        let (mut tickets, mut fed, mut jobs) = (Vec::new(), 0, 0);
+        for i in 0..48 {
+            if jobs < memory.len() && (i == 0 || rng.one_in(6)) {
+                let (memory, len) = &mut memory[jobs];
+                let (at, len) = (memory.at(), *len);
+                let request = some_request(&mut rng, at, len, 3);
+                let ticket = Arc::default();
+                tickets.push(Arc::clone(&ticket));
+                hub.admit(Submission { members: all.clone(), request, ticket, deadline: None });
+                jobs += 1;
+            }
+            let from = 1 + rng.below(2);
+            {
+                let mut feed = feeds[from].lock().unwrap();
+                let start = feed.bytes.len();
+                some_frame(&mut rng, &hub, from as u32, &mut feed.bytes);
+                feed.chunk = 1 + rng.below(8000);
+                fed += feed.bytes.len() - start;
+            }
+            done += 1;
+            round(&mut hub, &mut rx);
+            if rng.one_in(16) {
+                hub.tick(Instant::now() + Duration::from_secs(1));
+            }
+            if rx.iter().flatten().count() == 0 {
+                break;
+            }
+        }
+        // What is kept grows with what has come. A call that is helped is as large as its first message says, up to a
+        // limit of its own, and its memory is not touched before it is used.
+        let took = ACCOUNT.peak() - before;
+        let own: usize = memory.iter().map(|m| m.1 * 16).sum();
+        let most = (4 << 20) + own + 6 * fed + 2 * 2 * AHEAD;
+        assert!(helps || took < most, "{took} bytes for {fed} that came, at most {most}");
+        worst = if helps { worst } else { worst.max(took as f64 / most as f64) };
+        lost += 2 - rx.iter().flatten().count();
+        ended += hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
+        failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
+        hub.fail_all(&Error::Aborted("the end".into()), false);
+        drop((rx, hub));
+        memory.iter().for_each(|m| m.0.check());
+    }
+    assert!(ended > 0 && failed > 0 && lost > 0);
+    let what = format!(
+        "{ended} calls ended well, {failed} failed, {lost} peers lost, {:.0} % of the memory",
+        worst * 1e2
+    );
+    report("streams", done, began, &what);
+}

@@ -1,0 +1,162 @@
+//! The protocols of shared memory, in every order that the processor and the compiler may show.
+//!
+//! `src/host/{pipe,lane,words}.rs` and `src/ticket.rs` are compiled here as they are, over loom's atomics (see
+//! `src/sync.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
+//! and how `engine.rs` passes on what it is asked for. `make test-loom` runs it.
+#![cfg(trigram_loom)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
+
+mod sync;
+mod memory {
+    /// As in `src/memory.rs`.
+    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+    pub struct Place {
+        pub segment: u64,
+        pub offset: usize,
+    }
+}
+#[path = "../../src/host"]
+mod host {
+    pub mod lane;
+    pub mod pipe;
+    pub mod words;
+}
+#[path = "../../src/ticket.rs"]
+mod ticket;
+
+mod calls;
+mod commands;
+
+use std::time::Duration;
+
+use loom::sync::Arc;
+use loom::sync::atomic::{AtomicU32, Ordering};
+use loom::thread;
+
+use host::pipe::{PIPE, Pipe};
+use host::words::Words;
+use sync::Byte;
+use ticket::Ticket;
+
+/// Runs a model; `preemptions`: how often at most a thread is stopped where it would go on, `None`: ever so often.
+fn check(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = preemptions;
+    builder.check(model);
+}
+
+/// Polls until it is over, and sleeps where nothing has moved, as `Shared::drive` and `Shared::sleep` in `engine.rs` do.
+fn drive(bell: &Words, poll: impl Fn() -> Polled) {
+    loop {
+        match poll() {
+            Polled::Over => return,
+            Polled::Moved => continue,
+            Polled::Nothing => {}
+        }
+        let seen = bell.arm(false);
+        match poll() {
+            Polled::Nothing => bell.sleep(seen, Duration::MAX),
+            Polled::Over => return bell.disarm(),
+            Polled::Moved => bell.disarm(),
+        }
+    }
+}
+
+/// What a look at everything came to.
+enum Polled {
+    Over,
+    Moved,
+    Nothing,
+}
+
+/// Sleeps until `done`.
+fn sleep_until(bell: &Words, done: impl Fn() -> bool) {
+    drive(bell, || if done() { Polled::Over } else { Polled::Nothing });
+}
+
+#[test]
+fn a_ring_is_never_missed() {
+    check(Some(3), || {
+        let both = Arc::new((Words::default(), AtomicU32::new(0)));
+        let ringers: Vec<_> = (0..2)
+            .map(|_| {
+                let both = both.clone();
+                thread::spawn(move || {
+                    both.1.fetch_add(1, Ordering::Relaxed);
+                    both.0.ring(|| unreachable!());
+                })
+            })
+            .collect();
+        sleep_until(&both.0, || both.1.load(Ordering::Relaxed) == 2);
+        ringers.into_iter().for_each(|r| r.join().unwrap());
+    });
+}
+
+/// Bytes through a ring of [`PIPE`], each side sleeping when it can do nothing.
+struct Way {
+    pipe: Pipe,
+    ring: [Byte; PIPE],
+    reader: Words,
+    writer: Words,
+}
+
+#[test]
+fn a_pipe_loses_nothing_and_both_sides_sleep() {
+    check(Some(3), || {
+        let way = Arc::new(Way {
+            pipe: Pipe::default(),
+            ring: std::array::from_fn(|_| Byte::new(0)),
+            reader: Words::default(),
+            writer: Words::default(),
+        });
+        let sent = [1, 2, 3, 4, 5];
+        let writer = {
+            let way = way.clone();
+            thread::spawn(move || {
+                let at = std::cell::Cell::new(0);
+                drive(&way.writer, || {
+                    // SAFETY: this thread is the only writer, and the ring is the pipe's.
+                    let n = unsafe { way.pipe.write(way.ring.as_ptr().cast_mut(), &sent[at.get()..]) };
+                    at.set(at.get() + n);
+                    if n > 0 {
+                        way.reader.ring(|| unreachable!());
+                    }
+                    match n {
+                        _ if at.get() == sent.len() => Polled::Over,
+                        0 => Polled::Nothing,
+                        _ => Polled::Moved,
+                    }
+                });
+            })
+        };
+        let got = std::cell::RefCell::new(Vec::<u8>::new());
+        drive(&way.reader, || {
+            let mut into = [0; 2];
+            // SAFETY: this thread is the only reader, and the ring is the pipe's.
+            let (n, waits) = unsafe { way.pipe.read(way.ring.as_ptr(), &mut into) };
+            if waits {
+                way.writer.ring(|| unreachable!());
+            }
+            got.borrow_mut().extend(&into[..n]);
+            match n {
+                _ if got.borrow().len() == sent.len() => Polled::Over,
+                0 => Polled::Nothing,
+                _ => Polled::Moved,
+            }
+        });
+        writer.join().unwrap();
+        assert_eq!(got.into_inner(), sent);
+    });
+}
+
+#[test]
+fn who_waits_for_a_ticket_is_told() {
+    check(None, || {
+        let ticket = Arc::new(Ticket::default());
+        let other = ticket.clone();
+        let waiter = thread::spawn(move || other.wait(None, &mut || Ok(())));
+        ticket.resolve(Ok(()));
+        assert!(ticket.is_done());
+        assert_eq!(waiter.join().unwrap(), Ok(Some(Ok(()))));
+    });
+}

@@ -90,7 +90,6 @@ def test_one_more_than_there_were() -> None:
 
 ALGORITHMS = [
     "bytegrad",
-    "powersgd",
     "local_sgd",
     "diloco",
     "decentralized",
@@ -115,7 +114,7 @@ def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
     for r in range(world):
         assert bool(results[r]["weights"].isfinite().all()), f"rank {r}"
         assert results[r]["steps"] == steps
-    if algorithm in ("bytegrad", "powersgd"):
+    if algorithm == "bytegrad":
         the_same(results, list(range(world)))
     # It has learnt what the others have: they are near each other and far from where they began.
     spread = max(float((a["weights"] - b["weights"]).norm()) for a, b in itertools.combinations(results, 2))

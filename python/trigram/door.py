@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 _LOOK = 0.2
 """Seconds between two looks at the store."""
-_FRESH = 3.0
+FRESH = 3.0
 """Seconds after which a job that shows no life is taken to have ended."""
 _LIVE, _KNOCKS = "elastic/live", "elastic/knocks"
 
@@ -72,6 +72,10 @@ class Watch:
         self.since = 0.0
         self.changed = False
 
+    def known(self) -> bool:
+        """Whether a job has ever shown itself here."""
+        return self.store.get(_LIVE) is not None
+
     def look(self) -> dict[str, Any] | None:
         """What a living job says of itself; None while none is known to live."""
         value, now = self.store.get(_LIVE), time.monotonic()
@@ -81,7 +85,7 @@ class Watch:
             self.changed = self.seen is not None
             self.seen, self.since = value, now
         live: dict[str, Any] = json.loads(value)
-        return live if self.changed and now - self.since < _FRESH else None
+        return live if self.changed and now - self.since < FRESH else None
 
 
 class Door:
@@ -110,7 +114,8 @@ class Door:
         """This rank leaves."""
         self._stop.set()
         if self._thread is not None:
-            self._thread.join()
+            # It may be waiting for a store behind a cut network; nobody waits for that.
+            self._thread.join(0.5)
 
     def knocks(self) -> list[dict[str, Any]]:
         """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``."""

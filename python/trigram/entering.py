@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from trigram import _core, membership, world
-from trigram.door import Door, Knock, Store, Watch
+from trigram.door import FRESH, Door, Knock, Store, Watch
 from trigram.errors import MisuseError, TimeoutError, TrigramError
 from trigram.membership import Membership
 from trigram.rendezvous import Exchange, LateError, reopen
@@ -50,7 +51,8 @@ def store_of(store: Any, rank: int) -> Lasting:
     if isinstance(base, dist.TCPStore):
         host, port = base.host, base.port
         try:
-            own: Any = dist.TCPStore(host, port, None, False, wait_for_workers=False)
+            limit = timedelta(seconds=5)
+            own: Any = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
         except (dist.DistError, OSError, RuntimeError):
             own = base
         return Lasting(Store(dist.PrefixStore("trigram", own), _again), store)
@@ -78,6 +80,12 @@ def outside(
 ) -> World | None:
     """Waits until all ranks are there (None) or the job is known to live without this one: its world then."""
     try:
+        # What an earlier start has left in the store must not be taken for ranks of this one.
+        end = time.monotonic() + FRESH
+        while lasting.watch.known() and time.monotonic() < end:
+            if lasting.late():
+                raise LateError
+            time.sleep(0.02)
         exchange("here", b"yes")
         return None
     except LateError:

@@ -110,7 +110,9 @@ class Exchange:
         self.store, self.rank, self.size, self.deadline, self.late = store, rank, size, deadline, late
         self.began = time.monotonic()
         # A store may serve several inits, one after another: ranks count them alike.
-        self.round = store.add(f"inits/{rank}", 1) if store is not None else 0
+        self.round = str(store.add(f"inits/{rank}", 1)) if store is not None else "0"
+        if late is not None:
+            self.round += f"of{size}"  # one more than there were must not find the others of the beginning
 
     def __call__(self, what: str, mine: bytes) -> list[bytes]:
         """Gives ``mine`` to all, and returns the bytes of all ranks.

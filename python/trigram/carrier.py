@@ -37,6 +37,7 @@ class Channels:
         group: The ranks.
         rule: What stands in the place of means: trigram/rules.py; None: they are means.
         share: This rank's weight in averages: trigram/share.py; None: all weigh alike.
+        check_replicas: Steps between two looks at whether all ranks hold the same weights; 0: nobody looks.
         finite: Looks at what leaves: trigram/finite.py; None: nobody does.
         suspects: Who sent what a robust rule left out.
     """
@@ -49,6 +50,7 @@ class Channels:
         self.rule: Any = None
         self.share: Any = None
         self.finite: Any = None
+        self.check_replicas = 0
         self.suspects = Suspects()
         self.renew(group)
 

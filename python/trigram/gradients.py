@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trigram import collectives, device, elastic, flat, sparse
+from trigram import collectives, device, elastic, flat, replicas, sparse
 from trigram.average import Average, FullAverage
 from trigram.buckets import Bucket, assign
 from trigram.carrier import Carrier, Channels
@@ -153,6 +153,9 @@ class Gradients(Carrier):
         self._before_step(model, src)
 
     def _before_step(self, model: nn.Module, src: int) -> None:
+        every = self.channels.check_replicas
+        if every and self.steps % every == 0 and self.sync_buffers and self.steps:
+            replicas.agree(model.parameters(), self.channels.side, self.steps)
         if self.has_changed(model):
             self.find_parameters(model)  # a layer was frozen, thawed or added
             self.watch(model)

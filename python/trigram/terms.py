@@ -18,10 +18,12 @@ class Terms:
 
     sample_weight: float | Callable[[], float] | None = None
     check_finite: bool = False
+    check_replicas: int = 0
 
     def __str__(self) -> str:
         weighted = ", sample_weight" if self.sample_weight is not None else ""
-        return weighted + (", check_finite" if self.check_finite else "")
+        replicas = f", check_replicas={self.check_replicas}" if self.check_replicas else ""
+        return weighted + (", check_finite" if self.check_finite else "") + replicas
 
     def check(self, plan: Plan, size: int) -> None:
         """Refuses what does not go together, before anything is begun."""
@@ -35,6 +37,13 @@ class Terms:
             raise UnsupportedError(
                 f"{plan.name}: check_finite looks at gradients before they leave, and here weights travel; a "
                 "robust average (central:median/...) leaves out those that are not finite, and names the rank"
+            )
+        if self.check_replicas < 0:
+            raise MisuseError(f"with_bagua: check_replicas={self.check_replicas} is no number of steps")
+        if self.check_replicas and not plan.gradients:
+            raise UnsupportedError(
+                f"{plan.name}: check_replicas is for algorithms that carry gradients; here ranks may hold "
+                "different weights between rounds"
             )
         if self.sample_weight is None:
             return
@@ -58,6 +67,7 @@ class Terms:
     def bind(self, channels: Channels, plan: Plan) -> None:
         """Tells what averages: all ranks, once they have agreed."""
         channels.rule = plan.rule
+        channels.check_replicas = self.check_replicas
         if self.sample_weight is not None and channels.share is None:
             channels.share = Share(self.sample_weight, channels.group)
         if self.check_finite and channels.finite is None:

@@ -156,8 +156,8 @@ def with_bagua(
         check_finite: Each rank looks at its gradients before they leave, and where one has NaN or
             infinity all raise a ``CorruptError`` that names it. Costs a pass over the gradients and a
             small message per step; without it nobody looks, and the mean is NaN on all ranks.
-        check_replicas: Every so many steps all ranks compare a hash of their weights, and where one differs all
-            raise a ``CorruptError`` that names it. 0: never.
+        check_replicas: Every so many steps all ranks compare a hash of their weights, and where one differs
+            all raise a ``CorruptError`` that names it. 0: never.
         elastic: The training goes on when ranks are lost, and ranks may enter while it runs, see
             docs/elastic.md. It needs ``optimizer``, whose state a newcomer gets. True, or what else a
             newcomer needs: schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from trigram import _core, codes
-from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
 from trigram.rendezvous import Exchange, find_store
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _HELPER_LOOKS = 0.02
 """Seconds between two looks of a helper at whether it is still needed."""
 
+_TRANSPORTS = ("auto", "shm", "tcp")
 _BARRIER = (codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
@@ -275,10 +276,12 @@ def init(
         return _world.group
     if elastic and helper:
         raise UnsupportedError("init: a helper cannot be elastic; it has no state to go on with")
+    transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
+    if transport not in _TRANSPORTS:
+        raise ConfigError(f"TRIGRAM_TRANSPORT={transport!r}: it is {', '.join(_TRANSPORTS)}")
     deadline = time.monotonic() + init_timeout
     found = find_store(store, rank, world_size, deadline)
     store, rank, world_size, toward = found
-    transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     iface = iface or os.environ.get("TRIGRAM_IFACE") or None
     rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
     lasting = None

@@ -165,9 +165,18 @@ impl Hub {
         if self.lost.contains_key(&rank) {
             return;
         }
+        let slept = if how == How::Dead { self.has_slept() } else { None };
+        let why = match slept {
+            Some(slept) => Error::Aborted(format!(
+                "it has given up this rank, which had been silent for {:.1} s",
+                slept.as_secs_f64()
+            )),
+            None => why,
+        };
         let mut news = self.counters.news();
         // Who has been refused by one is refused by all: a connection that closes then is no death.
-        let refused = how == How::Dead && news.how.values().any(|&how| how == How::Refused);
+        let refused =
+            slept.is_some() || how == How::Dead && news.how.values().any(|&how| how == How::Refused);
         let how = if refused { How::Refused } else { how };
         news.lost.insert(rank, why.clone());
         news.how.insert(rank, how);

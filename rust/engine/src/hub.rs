@@ -97,6 +97,9 @@ pub struct Hub {
     pub jobs: Vec<Job>,
     /// Peers that are gone, and why.
     pub lost: BTreeMap<u32, Error>,
+    /// When this rank last showed that it lives, and when and after how long it last woke from not doing so.
+    pub(crate) beaten: Instant,
+    pub(crate) woke: Option<(Instant, Duration)>,
     /// Peers that take nothing more.
     pub(crate) unwritable: Vec<u32>,
     /// Peers that others have given up.
@@ -133,6 +136,8 @@ impl Hub {
             tx,
             jobs: Vec::new(),
             lost: BTreeMap::new(),
+            beaten: Instant::now(),
+            woke: None,
             unwritable: Vec::new(),
             told: Vec::new(),
             dead: Vec::new(),

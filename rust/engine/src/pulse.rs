@@ -27,6 +27,10 @@ pub(crate) const BEAT: Duration = Duration::from_millis(100);
 /// Silence that is always forgiven: `TRIGRAM_SILENCE` seconds, where a job must survive longer pauses, as
 /// of a machine that moves or of a debugger.
 const LEAST: Duration = Duration::from_millis(1200);
+/// Silence that is forgiven before the first sign of life.
+const FIRST: Duration = Duration::from_secs(30);
+/// For so long after it woke a rank takes closed connections for refusals.
+const DROWSY: Duration = Duration::from_secs(10);
 /// Silence that never is, whatever pauses there were.
 const MOST: Duration = Duration::from_secs(60);
 /// A pause is half forgotten after this many beats: a bit over a minute.
@@ -77,6 +81,8 @@ impl Pulse {
         // If we were stopped ourselves, the others may have been stopped with us.
         let passed = (now - self.last).min(2 * BEAT);
         self.last = now;
+        hub.wake(now);
+        hub.beaten = now;
         self.pause -= self.pause * MEMORY;
         let mut silent = Vec::new();
         for rank in 0..self.heard.len() {
@@ -89,8 +95,8 @@ impl Pulse {
             if seen != heard.seen {
                 self.pause = self.pause.max(heard.silent.as_secs_f64());
                 (heard.seen, heard.silent) = (seen, Duration::ZERO);
-            } else if seen > 0 {
-                heard.silent += passed; // who has not shown itself yet may still be meeting others
+            } else {
+                heard.silent += passed;
             }
             let away = !hub.world.neighbours.contains_key(&(rank as u32));
             if let Some(tx) = hub.tx[rank].as_mut().filter(|_| away) {
@@ -103,6 +109,8 @@ impl Pulse {
         hub.name_straggler();
         let limit = self.limit();
         for (rank, heard) in (0..).zip(&self.heard) {
+            // Who has not shown itself yet may still be meeting others.
+            let limit = if heard.seen == 0 { limit.max(FIRST) } else { limit };
             if rx[rank as usize].is_some() && heard.silent > limit {
                 silent.push((rank, heard.silent));
             }
@@ -130,6 +138,23 @@ impl Hub {
             }
         }
         self.lose(rank, why, How::Silent);
+    }
+
+    /// Takes note if this rank has not run for so long that others have given it up.
+    pub(crate) fn wake(&mut self, now: Instant) {
+        let slept = now - self.beaten;
+        if slept > least() {
+            self.woke = Some((now, slept));
+            self.beaten = now;
+        }
+    }
+
+    /// For how long this rank had slept, if it has woken just now: connections that are closed then were closed
+    /// by those who gave it up, and not by their deaths.
+    pub(crate) fn has_slept(&mut self) -> Option<Duration> {
+        let now = Instant::now();
+        self.wake(now);
+        self.woke.filter(|(woke, _)| now - *woke < DROWSY).map(|(_, slept)| slept)
     }
 
     /// A peer has given a rank up: so do we. If it is this rank, it cannot go on with that peer.

@@ -21,10 +21,10 @@ def losses(logs: dict[int, str]) -> list[float]:
 
 
 def settings(transport: str, faults: list[str], seconds: float, steps: int) -> Settings:
-    """A job of four ranks for about so long, and a fault every other second."""
+    """A job of four ranks for about so long, and a fault every other second while enough are whole."""
     command = [sys.executable, EXAMPLE, "--steps", str(steps), "--pause", "0.02"]
     environment = {"TRIGRAM_TRANSPORT": transport}
-    return Settings(command, 4, 5, seconds, 1.5, faults, settle=10.0, patience=120.0, environment=environment)
+    return Settings(command, 4, 5, seconds, 2.0, faults, settle=8.0, patience=120.0, environment=environment)
 
 
 CASES = [
@@ -35,14 +35,14 @@ CASES = [
 
 @pytest.mark.parametrize("transport, faults", CASES)
 def test_a_job_under_fire(transport: str, faults: list[str]) -> None:
-    with Chaos(settings(transport, faults, 25, 1500)) as chaos:
+    with Chaos(settings(transport, faults, 20, 1500)) as chaos:
         report = chaos.run()
     assert report.survived, f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())
-    assert sum(report.faults.values()) >= 5
+    assert sum(report.faults.values()) >= 3 and report.restarts >= 1
     got = losses(report.logs)
     assert len(got) >= 3 and max(got) - min(got) < 1e-6, got
-    # 0.0486 undisturbed, for four ranks and 1,500 steps, whichever seed; fewer ranks see other batches.
-    assert got[0] < 0.06, got
+    # Undisturbed: 0.03858. Fewer ranks see other batches.
+    assert 0.0375 < got[0] < 0.0397, got
 
 
 def test_the_command(tmp_path: Path) -> None:

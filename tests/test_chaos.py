@@ -53,6 +53,7 @@ def test_the_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
     assert done.returncode == 0 and "the job survived" in done.stdout, done.stdout + done.stderr
     script.write_text("raise SystemExit(3)\n")
@@ -61,6 +62,7 @@ def test_the_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
     assert done.returncode == 1 and "FAILED    rank 0, exit code 3" in done.stdout, done.stdout
     done = subprocess.run(
@@ -68,5 +70,6 @@ def test_the_command(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=60,
+        check=False,
     )
     assert done.returncode != 0 and "earthquake" in done.stderr

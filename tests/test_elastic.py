@@ -319,3 +319,29 @@ def test_a_worker_that_torchrun_restarts_rejoins(tmp_path: Path) -> None:
     assert int(ends[1][2]) > 5 and int(ends[0][2]) == 0
     assert len({e[3] for e in ends}) == 1
     del store
+
+
+def test_who_has_no_secret_is_not_let_in() -> None:
+    """A stranger who can write to the store knocks, with garbage and with a card that nobody sealed."""
+    import torch.distributed as dist
+
+    world, steps = 2, 300
+    secret = {"TRIGRAM_SECRET": "a long secret of this job"}
+    with Ranks(world, train, steps, "gradient_allreduce", None, 0.01, env=secret) as ranks:
+        await_step(ranks, 0, 5)
+        port = int(ranks.env["MASTER_PORT"])
+        store = dist.PrefixStore("trigram", dist.TCPStore("127.0.0.1", port, None, False))
+        knocks = ["garbage", "[]", '{"rank": -1, "card": "00"}', '{"rank": 7, "card": "zz"}']
+        knocks += ['{"rank": 7, "card": "%s"}' % ("ab" * 200), '{"rank": 8, "card": "00"}']
+        ids = []
+        for text in knocks:
+            ids.append(store.add("elastic/knocks", 1))
+            store.set(f"elastic/knock/{ids[-1]}", text)
+        for beat in range(15):
+            for i in ids:
+                store.set(f"elastic/alive/{i}", str(beat))
+            time.sleep(0.1)
+        assert not any(store.check([f"elastic/answer/{i}"]) for i in ids)
+        results = ranks.results(60)
+    got = the_same(results, [0, 1])
+    assert got["history"] == [(0, 1)] * steps

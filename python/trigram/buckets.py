@@ -36,6 +36,7 @@ class Bucket:
         unused: Those that this rank did not use.
         average: How its mean is made.
         begun: Whether it has left in this backward.
+        spare: Where an elastic job keeps what this rank gave.
     """
 
     average: Average
@@ -65,6 +66,7 @@ class Bucket:
         self.pending: set[int] = set()
         self.unused: list[int] = []
         self.begun = False
+        self.spare: torch.Tensor | None = None
 
     def begin(self) -> None:
         """A backward pass begins: no gradient is here yet."""

@@ -8,6 +8,7 @@ store that went away with the process that offered it is looked for again, at th
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,10 @@ _LOOK = 0.2
 """Seconds between two looks at the store."""
 FRESH = 3.0
 """Seconds after which a job that shows no life is taken to have ended."""
+MOST_RANKS = 1 << 16
+"""Numbers that newcomers may have."""
+_MOST_CARD = 2000
+_HEX = re.compile("(?:[0-9a-f]{2})+")
 _LIVE, _KNOCKS = "elastic/live", "elastic/knocks"
 
 
@@ -63,6 +68,26 @@ class Store:
         return value
 
 
+def _parse(value: bytes) -> dict[str, Any]:
+    """What a key says; nothing, if it is not ours: anybody may write to the store."""
+    try:
+        said = json.loads(value)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
+
+
+def _read(value: bytes | None) -> dict[str, Any] | None:
+    """A knock: a rank's number and its card; None if it is none."""
+    said = _parse(value or b"")
+    rank, card = said.get("rank"), said.get("card")
+    if not isinstance(rank, int) or not 0 <= rank < MOST_RANKS:
+        return None
+    if not isinstance(card, str) or len(card) > _MOST_CARD or not _HEX.fullmatch(card):
+        return None
+    return {"rank": rank, "card": card}
+
+
 class Watch:
     """Whether a value of the store goes on changing."""
 
@@ -84,7 +109,7 @@ class Watch:
         if value != self.seen:
             self.changed = self.seen is not None
             self.seen, self.since = value, now
-        live: dict[str, Any] = json.loads(value)
+        live = _parse(value)
         return live if self.changed and now - self.since < FRESH else None
 
 
@@ -127,8 +152,7 @@ class Door:
             beat += 1
             says = self.says
             if not self.keeps:
-                heard = json.loads(self.store.get(_LIVE) or b"{}")
-                self.asked = heard.get("asked", -1)
+                self.asked = _parse(self.store.get(_LIVE) or b"{}").get("asked", -1)
                 continue
             self._look()
             self.asked = says["generation"] if self.waiting else -1
@@ -144,9 +168,9 @@ class Door:
                 continue
             alive = self.store.get(f"elastic/alive/{i}")
             if alive is not None and alive != self._heard.get(i):
-                knock = self.store.get(f"elastic/knock/{i}")
+                knock = _read(self.store.get(f"elastic/knock/{i}"))
                 if knock is not None:
-                    waiting[i] = json.loads(knock)
+                    waiting[i] = knock
             self._heard[i] = alive
         self.waiting = waiting
 

@@ -164,11 +164,17 @@ _parts: list[Part] = []
 
 def add(part: Part) -> None:
     """A model takes part; models are made in the same order on all ranks."""
-    _parts.append(part)
     now, mine = current()
+    _parts[:] = [p for p in _alive(now.group) if p.model() is not part.model()]
+    _parts.append(part)
     if mine.newcomer:
         # It has come with the world; the members have renewed theirs already.
         part.renew(now.group, _entered, fresh=True)
+
+
+def _alive(group: Group) -> list[Part]:
+    """The models that are still there, of this job and not of one before."""
+    return [p for p in _parts if p.model() is not None and p.channels.group is group]
 
 
 _entered = Reformed([], 0, False, False)
@@ -233,7 +239,7 @@ def recover(boundary: bool = True, complete: bool = False) -> Reformed:
         try:
             now, mine = current()
             out = _census(now.group, mine.newcomer, out.commit)
-            _parts[:] = [p for p in _parts if p.model() is not None]
+            _parts[:] = _alive(now.group)
             for part in _parts:
                 part.renew(now.group, out)
             print(

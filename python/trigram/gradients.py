@@ -308,7 +308,9 @@ class Gradients(Carrier):
         if self.elastic.newcomer:
             bucket.memory.zero_()
             bucket.unused = list(range(len(bucket.params)))
-        kept = bucket.memory.clone()
+        if bucket.spare is None:
+            bucket.spare = torch.empty_like(bucket.memory)
+        kept = bucket.spare.copy_(bucket.memory)
         for k, i in enumerate(bucket.params):
             view = bucket.views[k]
             at = int(view.storage_offset() - bucket.memory.storage_offset())

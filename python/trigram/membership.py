@@ -24,6 +24,7 @@ from trigram import _core, codes, collectives, world
 from trigram.door import Door
 from trigram.errors import (
     AbortedError,
+    AuthError,
     CorruptError,
     MismatchError,
     PeerLostError,
@@ -156,7 +157,7 @@ def reform(boundary: bool, complete: bool) -> Reformed:
             roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
         except NoQuorumError:
             raise
-        except (PeerLostError, AbortedError, MismatchError, CorruptError, TimeoutError):
+        except (PeerLostError, AbortedError, AuthError, MismatchError, CorruptError, TimeoutError):
             tries += 1
             if tries > _TRIES:
                 raise
@@ -205,7 +206,7 @@ def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict
         knocks = mine.door.knocks() if calm and mine.door else []
         entering: dict[int, dict[str, Any]] = {}
         for knock in knocks:
-            if knock["rank"] not in roll.ranks and knock["rank"] < 1 << 16:
+            if knock["rank"] not in roll.ranks and _core.is_sealed(bytes.fromhex(knock["card"])):
                 entering[knock["rank"]] = knock
         chosen = list(entering.values())[:16]
         renew = bool(chosen) or len(roll.ranks) < len(mine.ranks)

@@ -22,6 +22,8 @@ use crate::pulse::dismiss;
 
 /// After this long without progress a rank tells the others what it called.
 const STALL: Duration = Duration::from_millis(100);
+/// After a loss a call of the group that does not need the lost rank has so long to get on.
+const GRACE: Duration = Duration::from_millis(500);
 /// After this long a log line names those it waits for.
 const NAME_AFTER: Duration = Duration::from_secs(10);
 
@@ -181,6 +183,9 @@ impl Hub {
         news.lost.insert(rank, why.clone());
         news.how.insert(rank, how);
         drop(news);
+        if how != How::Left {
+            self.broken.insert(rank, Instant::now());
+        }
         if let Some(tx) =
             self.tx.get_mut(rank as usize).and_then(Option::as_mut).filter(|_| how == How::Silent)
         {
@@ -246,6 +251,16 @@ impl Hub {
             }
             if std::mem::take(&mut job.stirred) {
                 job.moved = now;
+            }
+            let broken =
+                job.body.members.ranks.iter().find(|r| {
+                    self.broken.get(r).is_some_and(|&at| now - at > GRACE) && now - job.moved > GRACE
+                });
+            if let Some(&rank) = broken {
+                // It waits for the living, who have heard of the loss in another call and will not come.
+                let error = self.loss(rank, &self.jobs[i].body.signature);
+                self.fail(i, error, true);
+                continue;
             }
             let waited = now - job.began;
             let late = self.deadlines.get(&job.body.id).is_some_and(|d| now >= *d);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use trigram_core::planner::{self, Opening};
 use trigram_core::signature::{Collective, Signature};
-use trigram_core::wire::{CallId, Frame};
+use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::balance::Balance;
@@ -97,6 +97,8 @@ pub struct Hub {
     pub jobs: Vec<Job>,
     /// Peers that are gone, and why.
     pub lost: BTreeMap<u32, Error>,
+    /// Those of the lost that did not leave in good order, and when they were lost.
+    pub(crate) broken: BTreeMap<u32, Instant>,
     /// When this rank last showed that it lives, and when and after how long it last woke from not doing so.
     pub(crate) beaten: Instant,
     pub(crate) woke: Option<(Instant, Duration)>,
@@ -136,6 +138,7 @@ impl Hub {
             tx,
             jobs: Vec::new(),
             lost: BTreeMap::new(),
+            broken: BTreeMap::new(),
             beaten: Instant::now(),
             woke: None,
             unwritable: Vec::new(),
@@ -178,7 +181,15 @@ impl Hub {
             .failures
             .iter()
             .position(|f| f.group == members.id && f.call == call_id && peer.is_none_or(|p| p == f.peer));
-        let gone = members.ranks.iter().find(|r| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r));
+        // Whose message has come may have left since.
+        let has_come = self.early.iter().any(|e| {
+            Some(e.peer) == peer
+                && e.frame.group == members.id
+                && e.frame.call == call_id
+                && e.frame.kind == Kind::Data
+        });
+        let is_gone = |r: &&u32| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r) && !has_come;
+        let gone = members.ranks.iter().find(is_gone);
         // Others may not know of a loss; of a failure that came here, they do.
         let error = match (failed, gone) {
             (Some(i), _) => {

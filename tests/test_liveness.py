@@ -99,7 +99,8 @@ def test_a_stopped_rank_is_named_by_all(transport: str) -> None:
     for r in others:
         who, text, when = results[r]
         assert who == victim
-        says(text, f"rank {victim}", "silent")
+        # Of two that notice, the first may have ended it before the second.
+        assert "silent" in text or "its process has ended" in text, text
         assert when - began < 10
 
 

@@ -40,6 +40,16 @@ pub enum How {
     Refused,
 }
 
+/// What this rank has heard of another, in the order in which it came.
+#[derive(Debug)]
+pub(crate) struct Told {
+    pub(crate) rank: u32,
+    pub(crate) why: Error,
+    pub(crate) how: How,
+    /// The rank that says so of a third; `None` for what this rank has seen itself.
+    pub(crate) by: Option<u32>,
+}
+
 /// Bad news, to be read by threads that do not drive the work.
 #[derive(Debug, Default)]
 pub struct News {
@@ -47,6 +57,8 @@ pub struct News {
     pub(crate) lost: BTreeMap<u32, Error>,
     /// And how.
     pub(crate) how: BTreeMap<u32, How>,
+    /// In which order: those that left have done so because of the others, and come last.
+    pub(crate) order: Vec<u32>,
     /// By group, the last failure of a call that this rank has not made.
     pub(crate) failed: HashMap<u64, Error>,
 }
@@ -57,13 +69,18 @@ impl News {
         self.how.iter().map(|(&rank, &how)| (rank, how)).collect()
     }
 
+    /// Which of these ranks was lost first.
+    pub(crate) fn first(&self, ranks: &[u32]) -> Option<u32> {
+        self.order.iter().copied().find(|rank| ranks.contains(rank))
+    }
+
     /// Why a group cannot go on: a member is lost, or has given up a call that is yet to be made here.
     ///
     /// # Errors
     ///
     /// That.
     pub fn of(&self, members: &Members, what: &Signature) -> Result<()> {
-        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
+        if let Some(rank) = self.first(&members.ranks) {
             return Err(loss(rank, self.lost.get(&rank), what));
         }
         self.failed.get(&members.id).map_or(Ok(()), |error| Err(error.clone()))
@@ -130,6 +147,17 @@ impl Hub {
         }
     }
 
+    /// Fails a job that could not go on here. If that is for want of a peer, then for the reason why it was lost.
+    pub(crate) fn stop(&mut self, i: usize, error: Error) {
+        let error = match error {
+            Error::PeerLost { rank, .. } if self.lost.contains_key(&rank) => {
+                self.loss(rank, &self.jobs[i].body.signature)
+            }
+            error => error,
+        };
+        self.fail(i, error, true);
+    }
+
     /// What was declared up to a failed call is void, see [`crate::balance`].
     pub(crate) fn forget_rates(&mut self, group: u64, call: CallId) {
         if let Some(book) = self.books.get_mut(&group).filter(|_| !call.is_message()) {
@@ -182,6 +210,9 @@ impl Hub {
         let how = if refused { How::Refused } else { how };
         news.lost.insert(rank, why.clone());
         news.how.insert(rank, how);
+        let at =
+            news.order.iter().take_while(|r| how == How::Left || news.how.get(r) != Some(&How::Left)).count();
+        news.order.insert(at, rank);
         drop(news);
         if how != How::Left {
             self.broken.insert(rank, Instant::now());
@@ -194,13 +225,16 @@ impl Hub {
             let _ = tx.pump(&mut self.done);
         }
         self.lost.insert(rank, why);
-        let tx = self.tx.get_mut(rank as usize).and_then(Option::take);
+        let mut tx = self.tx.get_mut(rank as usize).and_then(Option::take);
         for i in 0..self.jobs.len() {
-            if tx.as_ref().is_some_and(|tx| tx.holds(self.jobs[i].body.id)) {
+            let id = self.jobs[i].body.id;
+            if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {
+                tx.take_back(id);
                 let error = self.loss(rank, &self.jobs[i].body.signature);
                 self.fail(i, error, true);
             }
         }
+        self.farewell = tx.filter(|_| how == How::Silent && !self.world.neighbours.contains_key(&rank));
         if how == How::Silent {
             self.fence(rank);
         }
@@ -208,7 +242,7 @@ impl Hub {
 
     /// A rank of this host that is given up may only be stopped, in the middle of a call that lets it write
     /// to our memory. It must never wake up to do so: so it is ended, and known to be dead.
-    fn fence(&self, rank: u32) {
+    fn fence(&mut self, rank: u32) {
         let Some(neighbour) = self.world.neighbours.get(&rank) else { return };
         if neighbour.end() {
             let me = self.world.rank;
@@ -216,6 +250,8 @@ impl Hub {
             self.counters.news().how.insert(rank, How::Dead);
         }
         neighbour.dismiss();
+        // What that took was no sleep of this rank.
+        self.beaten = Instant::now();
     }
 
     pub(crate) fn loss(&self, rank: u32, signature: &Signature) -> Error {
@@ -233,7 +269,7 @@ impl Hub {
             // Before its schedule begins a call waits for what any member may have to say.
             let all = job.stage == Stage::Waiting && job.opening == Opening::Messages;
             let ranks = if all { members.ranks.clone() } else { members.ranks_of(&job.waiting_for()) };
-            if let Some(&rank) = ranks.iter().find(|r| self.lost.contains_key(r)) {
+            if let Some(rank) = self.first_lost(&ranks) {
                 // A helper need not say so then: who has left may have had its result without it.
                 let tell = !all || members.me < members.layout.workers();
                 let error = self.loss(rank, &job.body.signature);

@@ -39,7 +39,7 @@ impl Hub {
     /// the call is, the first message says.
     pub fn help(&mut self) -> bool {
         let Some(members) = self.helped.clone() else { return false };
-        if let Some(&rank) = members.ranks.iter().find(|rank| self.lost.contains_key(rank)) {
+        if let Some(rank) = self.first_lost(&members.ranks) {
             // Who has left may have its result, and others not yet.
             let over = self.jobs.iter().all(|j| j.body.members.id != members.id);
             if over {

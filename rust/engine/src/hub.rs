@@ -4,8 +4,8 @@
 //! matched with who waits for it in [`crate::matching`]; failures are in [`crate::failing`].
 
 use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::{self, Opening};
@@ -14,7 +14,8 @@ use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::balance::Balance;
-use crate::failing::{How, News};
+use crate::counters::Counters;
+use crate::failing::Told;
 use crate::job::{Job, Message, Request, Stage};
 use crate::link::{Token, Tx};
 use crate::members::Members;
@@ -61,30 +62,7 @@ pub(crate) struct Book {
     pub(crate) balance: Balance,
 }
 
-/// Counters that may be read at any time.
-#[derive(Debug, Default)]
-pub struct Counters {
-    /// Calls that ended well.
-    pub calls: AtomicU64,
-    /// Bytes moved through peers' memory.
-    pub direct_bytes: AtomicU64,
-    /// Payload bytes sent, by world rank.
-    pub sent: Vec<AtomicU64>,
-    /// Nanoseconds slept while a caller waited, by the world rank that was waited for.
-    pub waited: Vec<AtomicU64>,
-    /// Processor time of the background thread, in nanoseconds, as it last looked.
-    pub background: AtomicU64,
-    news: Mutex<News>,
-}
-
-impl Counters {
-    /// What has gone wrong.
-    pub fn news(&self) -> MutexGuard<'_, News> {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// How long a failed call waits for peers to let go of its memory.
+/// How long a failed call waits for peers to let go of its memory, beyond the silence that is forgiven.
 const CLOSE: Duration = Duration::from_secs(2);
 
 /// The jobs of this rank and everything that is matched with them.
@@ -102,10 +80,14 @@ pub struct Hub {
     /// When this rank last showed that it lives, and when and after how long it last woke from not doing so.
     pub(crate) beaten: Instant,
     pub(crate) woke: Option<(Instant, Duration)>,
-    /// Peers that take nothing more.
-    pub(crate) unwritable: Vec<u32>,
-    /// Peers that others have given up.
-    pub(crate) told: Vec<(u32, Error, How)>,
+    /// Peers that take nothing more, and why.
+    pub(crate) unwritable: Vec<(u32, Error)>,
+    /// What was heard of peers and is not acted on yet.
+    pub(crate) told: Vec<Told>,
+    /// The way out to the rank that was given up last: what is left of the word that it is.
+    pub(crate) farewell: Option<Tx>,
+    /// The silence after which a rank is given up, as of the last beat.
+    pub(crate) limit: Duration,
     /// Jobs whose memory must not be written to any more.
     pub dead: Vec<u64>,
     /// Counters for callers.
@@ -131,8 +113,7 @@ pub struct Hub {
 impl Hub {
     /// No jobs yet.
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>) -> Self {
-        let zeros = || (0..world.size()).map(|_| AtomicU64::new(0)).collect();
-        let (sent, waited) = (zeros(), zeros());
+        let counters = Arc::new(Counters::new(world.size()));
         Self {
             world,
             tx,
@@ -143,8 +124,10 @@ impl Hub {
             woke: None,
             unwritable: Vec::new(),
             told: Vec::new(),
+            farewell: None,
+            limit: Duration::ZERO,
             dead: Vec::new(),
-            counters: Arc::new(Counters { sent, waited, ..Counters::default() }),
+            counters,
             deadlines: HashMap::new(),
             early: Vec::new(),
             early_bytes: 0,
@@ -188,8 +171,11 @@ impl Hub {
                 && e.frame.call == call_id
                 && e.frame.kind == Kind::Data
         });
-        let is_gone = |r: &&u32| self.lost.contains_key(r) && peer.is_none_or(|p| p == **r) && !has_come;
-        let gone = members.ranks.iter().find(is_gone);
+        let gone = match peer {
+            None => self.first_lost(&members.ranks),
+            Some(_) if has_come => None,
+            Some(rank) => self.first_lost(&[rank]),
+        };
         // Others may not know of a loss; of a failure that came here, they do.
         let error = match (failed, gone) {
             (Some(i), _) => {
@@ -200,7 +186,7 @@ impl Hub {
                 }
                 Some((failure.error, false))
             }
-            (None, Some(&rank)) => Some((self.loss(rank, &signature(&request)), true)),
+            (None, Some(rank)) => Some((self.loss(rank, &signature(&request)), true)),
             _ => None,
         };
         let i = self.enter(members, call_id, request, ticket);
@@ -212,6 +198,11 @@ impl Hub {
         }
         self.take_early(i);
         self.advance(i);
+    }
+
+    /// Which of these ranks was lost first.
+    pub(crate) fn first_lost(&self, ranks: &[u32]) -> Option<u32> {
+        if self.lost.is_empty() { None } else { self.counters.news().first(ranks) }
     }
 
     /// Whether there is nothing to do, and nothing may come to be done.
@@ -241,7 +232,7 @@ impl Hub {
         loop {
             let before = (self.jobs[i].stage, self.jobs[i].body.barrier);
             if let Err(error) = self.step(i) {
-                self.fail(i, error, true);
+                self.stop(i, error);
                 return true;
             }
             if before == (self.jobs[i].stage, self.jobs[i].body.barrier) {
@@ -338,7 +329,7 @@ impl Hub {
             return;
         }
         if let Err(error) = self.jobs[i].complete(token.step, &mut self.tx, &mut self.done) {
-            self.fail(i, error, true);
+            self.stop(i, error);
         }
     }
 
@@ -352,8 +343,8 @@ impl Hub {
             }
             match tx.pump(&mut self.done) {
                 Ok(any) => moved |= any,
-                Err(_) => {
-                    self.unwritable.push(rank as u32);
+                Err(e) => {
+                    self.unwritable.push((rank as u32, e));
                     moved = true;
                 }
             }
@@ -376,7 +367,8 @@ impl Hub {
                 Stage::Closing => {
                     let held = members.inside(call).into_iter();
                     let held = held.filter(|&p| !self.lost.contains_key(&members.ranks[p as usize])).count();
-                    held == 0 || now - job.moved > CLOSE
+                    // Who holds it may be stopped: that is forgiven up to the limit, and ends in a loss beyond.
+                    held == 0 || now - job.moved > CLOSE + self.limit
                 }
                 _ => false,
             };

@@ -3,10 +3,12 @@
 //! # Layout
 //!
 //! * [`group`] — what callers use: a group of ranks and its calls.
-//! * [`engine`] — who drives the work, and how it sleeps.
+//! * [`engine`] — calls of any thread, on their way to whoever drives the work; `driver` — who that is, and how it
+//!   sleeps; [`counters`] — what has been done.
 //! * [`progress`] — one round of everything that moves.
 //! * [`hub`] — the calls under way; [`plans`] — what each goes by; [`matching`] — what arrives finds who waits for it;
-//!   [`failing`] — failures are made known; `pulse` — who is alive; `straggler` — who is slow; [`helping`] — a rank without data takes part.
+//!   [`failing`] — failures are made known; `pulse` — who is alive; `straggler` — who is slow; [`helping`] — a rank
+//!   without data takes part.
 //! * [`meter`] — what this rank's link carries; [`balance`] — how all ranks agree on it.
 //! * [`job`] — one call under way, and its memory; [`steps`] — what a step does to memory.
 //! * [`link`] — frames over a byte stream.
@@ -27,7 +29,9 @@ pub mod address;
 pub mod balance;
 pub mod channel;
 pub mod contact;
+pub mod counters;
 pub mod device;
+mod driver;
 pub mod engine;
 pub mod failing;
 pub mod fork;

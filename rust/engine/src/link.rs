@@ -1,6 +1,7 @@
 //! Frames over a byte stream: a queue on the way out, a small state machine on the way in.
 
 use std::collections::VecDeque;
+use std::time::{Duration, Instant};
 
 use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
@@ -377,5 +378,47 @@ impl Rx {
             self.bytes += n as u64;
         }
         Ok(read)
+    }
+}
+
+/// A connection to a rank that was given up, kept for a while: closed at once, over bytes that nobody has read, the
+/// system would throw away what is left to say, and the rank would take us for dead.
+pub(crate) struct Parting {
+    tx: Tx,
+    rx: Rx,
+    since: Instant,
+    open: bool,
+}
+
+/// For how long it is kept at least.
+const PARTING: Duration = Duration::from_secs(2);
+
+impl Parting {
+    pub(crate) fn new(tx: Tx, rx: Rx) -> Self {
+        Self { tx, rx, since: Instant::now(), open: true }
+    }
+
+    /// Says what is left to say, and drops what comes; false once that is over.
+    pub(crate) fn pump(&mut self) -> bool {
+        let mut nowhere = [0; 16 << 10];
+        self.rx.receiver.wake();
+        self.tx.wake();
+        self.open &= self.tx.pump(&mut Vec::new()).is_ok();
+        for _ in 0..TURN / nowhere.len() {
+            match self.rx.receiver.read(&mut nowhere) {
+                Ok(Read::Some(_)) => {}
+                Ok(Read::Nothing) => break,
+                Ok(Read::Closed) | Err(_) => {
+                    self.open = false;
+                    break;
+                }
+            }
+        }
+        self.open && (self.is_due() || self.since.elapsed() < PARTING)
+    }
+
+    /// Whether something is left to say.
+    pub(crate) fn is_due(&self) -> bool {
+        !self.tx.is_idle()
     }
 }

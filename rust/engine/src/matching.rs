@@ -7,7 +7,7 @@ use trigram_core::schedule::{Place, Step};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
-use crate::failing::How;
+use crate::failing::{How, Told};
 use crate::hub::{Early, Failure, Hub, mismatch};
 use crate::job::{Job, Stage};
 use crate::link::{AHEAD, Sink, Target, Token, Tx};
@@ -123,7 +123,7 @@ impl Hub {
             Ok(())
         };
         if let Err(error) = go() {
-            self.fail(i, error, true);
+            self.stop(i, error);
         }
     }
 }
@@ -236,7 +236,8 @@ impl Sink for Hub {
             (Kind::Lost, Target::Heap(payload)) => {
                 let how = if frame.tag == self.world.rank { How::Refused } else { How::Silent };
                 let told = self.hear_lost(peer, frame.tag, &payload);
-                self.told.extend(told.map(|(rank, why)| (rank, why, how)));
+                let by = (how == How::Silent).then_some(peer);
+                self.told.extend(told.map(|(rank, why)| Told { rank, why, how, by }));
             }
             (Kind::Rate, Target::Heap(payload)) => self.hear_rate(peer, frame, &payload),
             (_, Target::Heap(payload)) => match self.find(peer, frame) {

@@ -27,8 +27,9 @@ pub(crate) const BEAT: Duration = Duration::from_millis(100);
 /// Silence that is always forgiven: `TRIGRAM_SILENCE` seconds, where a job must survive longer pauses, as
 /// of a machine that moves or of a debugger.
 const LEAST: Duration = Duration::from_millis(1200);
-/// Silence that is forgiven before the first sign of life.
-const FIRST: Duration = Duration::from_secs(30);
+/// Silence that is forgiven before the first sign of life: the rank may still be meeting others, and its init has a
+/// deadline of its own.
+const FIRST: Duration = Duration::from_secs(300);
 /// For so long after it woke a rank takes closed connections for refusals.
 const DROWSY: Duration = Duration::from_secs(10);
 /// Silence that never is, whatever pauses there were.
@@ -108,8 +109,8 @@ impl Pulse {
         }
         hub.name_straggler();
         let limit = self.limit();
+        hub.limit = limit;
         for (rank, heard) in (0..).zip(&self.heard) {
-            // Who has not shown itself yet may still be meeting others.
             let limit = if heard.seen == 0 { limit.max(FIRST) } else { limit };
             if rx[rank as usize].is_some() && heard.silent > limit {
                 silent.push((rank, heard.silent));
@@ -135,6 +136,8 @@ impl Hub {
         for (peer, tx) in (0..).zip(&mut self.tx) {
             if let Some(tx) = tx.as_mut().filter(|_| peer != rank) {
                 dismiss(tx, rank, &why);
+                // It must be there before the rank's process is ended, see `Hub::fence`.
+                let _ = tx.pump(&mut self.done);
             }
         }
         self.lose(rank, why, How::Silent);
@@ -143,7 +146,7 @@ impl Hub {
     /// Takes note if this rank has not run for so long that others have given it up.
     pub(crate) fn wake(&mut self, now: Instant) {
         let slept = now - self.beaten;
-        if slept > least() {
+        if slept > least().max(self.limit) {
             self.woke = Some((now, slept));
             self.beaten = now;
         }

@@ -37,13 +37,13 @@ impl Neighbour {
         Self { board, control, process, _watched: watched, segments: Mutex::default() }
     }
 
-    /// Ends its process, and waits until it is over; false where it cannot be seen from here, being in
-    /// another process namespace.
+    /// Ends its process, and waits a little until it is over; false where that takes longer, or where it cannot be
+    /// seen from here, being in another process namespace. Others must not miss this rank meanwhile.
     pub fn end(&self) -> bool {
         let Some(process) = &self.process else { return false };
         let _ = rustix::process::pidfd_send_signal(process, rustix::process::Signal::KILL);
         let mut fds = [PollFd::new(process, PollFlags::IN)];
-        let limit = Timespec { tv_sec: 1, tv_nsec: 0 };
+        let limit = Timespec { tv_sec: 0, tv_nsec: 400_000_000 };
         matches!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1))
     }
 

@@ -1,4 +1,4 @@
-//! Random faults, with a seed: no hang, no wrong number, and every survivor names the rank that it was.
+//! Random faults, with a seed: no hang, no wrong number, and every survivor names the rank that died or was cut off.
 //!
 //! Ranks are threads whose connections are queues that can be damaged. In each episode the ranks of a small
 //! world make random calls and check every number; in the middle one rank dies, is cut off, or one bit
@@ -6,8 +6,10 @@
 //! how many episodes; each follows from its number alone.
 #![allow(clippy::unwrap_used, clippy::panic)] // a test harness: a failure is a failed test
 
+mod common;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
@@ -15,11 +17,8 @@ use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
 use trigram_engine::engine::Engine;
 use trigram_engine::group::{Group, call, in_place};
-use trigram_engine::host::board::Board;
 use trigram_engine::job::{Message, Request};
-use trigram_engine::link::{Rx, Tx};
-use trigram_engine::transport::{Read, Receiver, Sender, mem};
-use trigram_engine::world::World;
+use trigram_engine::transport::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
@@ -92,30 +91,9 @@ impl Receiver for Damaged<Box<dyn Receiver>> {
 }
 
 fn engines(fates: &[Fate]) -> Vec<Arc<Engine>> {
-    let n = fates.len();
-    let boards: Vec<Board> = (0..n).map(|_| Board::create().unwrap()).collect();
-    let mut tx: Vec<Vec<Option<Tx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
-    let mut rx: Vec<Vec<Option<Rx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
-    for a in 0..n {
-        for b in (0..n).filter(|&b| b != a) {
-            let (out, inn) = mem::one_way(boards[b].bell().clone(), boards[a].bell().clone());
-            tx[a][b] = Some(Tx::new(Box::new(Damaged(out, fates[a].clone()))));
-            rx[b][a] = Some(Rx::new(a as u32, Box::new(Damaged(inn, fates[b].clone()))));
-        }
-    }
-    let ways = boards.into_iter().zip(tx).zip(rx).enumerate();
-    let make = |(rank, ((board, tx), rx))| {
-        let world = World {
-            rank: rank as u32,
-            host_of: (0..n).collect(),
-            board,
-            neighbours: Default::default(),
-            arena: Arc::default(),
-            retired: Arc::default(),
-        };
-        Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
-    };
-    ways.map(make).collect()
+    common::engines(fates.len(), |(out, inn), from, to| {
+        (Box::new(Damaged(out, fates[from].clone())), Box::new(Damaged(inn, fates[to].clone())))
+    })
 }
 
 /// One random call, the same on all ranks, with numbers that tell whether it is right.
@@ -218,8 +196,8 @@ enum Fault {
     Flip,
 }
 
-/// One world and its fault; what was done.
-fn episode(seed: u64) -> Fault {
+/// One world and its fault; what was done, and whether anybody noticed.
+fn episode(seed: u64) -> (Fault, bool) {
     let mut rng = Rng(seed);
     let n = 2 + rng.below(4);
     let victim = rng.below(n);
@@ -231,6 +209,7 @@ fn episode(seed: u64) -> Fault {
     let fates: Vec<Fate> = (0..n).map(|_| Fate::default()).collect();
     let engines = engines(&fates);
     let fates = &fates;
+    let noticed = &AtomicBool::new(false);
     std::thread::scope(|s| {
         let run = |(me, engine): (usize, Arc<Engine>)| {
             move || {
@@ -262,6 +241,7 @@ fn episode(seed: u64) -> Fault {
                     assert!(fault == Fault::Flip, "rank {me} of {n} noticed nothing of {fault:?} {victim}");
                     return;
                 };
+                noticed.store(true, Ordering::Relaxed);
                 let who = blamed(&error);
                 let who = who.unwrap_or_else(|| panic!("rank {me} of {n}: {fault:?} of {victim}: {error}"));
                 // Between two, each may be right about a damaged connection.
@@ -283,15 +263,24 @@ fn episode(seed: u64) -> Fault {
         let all: Vec<_> = engines.into_iter().enumerate().map(|e| s.spawn(run(e))).collect();
         all.into_iter().for_each(|t| t.join().unwrap_or_else(|_| panic!("episode {seed}")));
     });
-    fault
+    (fault, noticed.load(Ordering::Relaxed))
 }
 
 #[test]
 fn random_faults_are_survived() {
     let count = std::env::var("TRIGRAM_FAULTS").ok().and_then(|n| n.parse().ok()).unwrap_or(150);
-    let mut done = [0; 3];
+    let (mut done, mut noticed) = ([0; 3], [0; 3]);
     for seed in 0..count {
-        done[episode(seed) as usize] += 1;
+        let (fault, was_noticed) = episode(seed);
+        done[fault as usize] += 1;
+        noticed[fault as usize] += usize::from(was_noticed);
     }
-    println!("{count} episodes: {} kills, {} cuts, {} flipped bits", done[0], done[1], done[2]);
+    let [kills, cuts, flips] = done;
+    println!("{count} episodes: {kills} kills, {cuts} cuts, {flips} flipped bits; noticed {noticed:?}");
+    // A bit may have been that of the last call; most are not.
+    assert!(
+        (noticed[0], noticed[1]) == (kills, cuts) && noticed[2] * 2 >= flips,
+        "{done:?}, noticed {noticed:?}"
+    );
+    assert!(count < 150 || done.iter().all(|&n| n > 0), "{done:?}");
 }

@@ -59,7 +59,7 @@ impl Sender for TcpSender {
                     return Ok(0);
                 }
                 Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) => return Err(Error::io("sending", e)),
+                Err(e) => return Err(failed(e)),
             }
         }
     }
@@ -93,19 +93,7 @@ struct TcpReceiver {
 
 impl Receiver for TcpReceiver {
     fn read(&mut self, into: &mut [u8]) -> Result<Read> {
-        loop {
-            match (&self.socket.stream).read(into) {
-                Ok(0) if !into.is_empty() => return Ok(Read::Closed),
-                Ok(n) => return Ok(Read::Some(n)),
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    self.readable = false;
-                    return Ok(Read::Nothing);
-                }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
-                Err(e) => return Err(Error::io("receiving", e)),
-            }
-        }
+        receive(&self.socket.stream, into, &mut self.readable)
     }
 
     fn has_input(&self) -> bool {
@@ -122,6 +110,34 @@ impl Receiver for TcpReceiver {
 
     fn read_ahead(&self) -> usize {
         16 << 10
+    }
+}
+
+/// Why nothing more can be sent: [`Error::Aborted`] where the peer has closed its end, which tells of its death; any
+/// other answer, such as that it cannot be reached, does not.
+pub(super) fn failed(e: std::io::Error) -> Error {
+    match e.kind() {
+        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
+            Error::Aborted("its connection has closed".into())
+        }
+        _ => Error::io("sending", e),
+    }
+}
+
+/// Reads what there is; `readable` is cleared once that is nothing.
+pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bool) -> Result<Read> {
+    loop {
+        match socket.read(into) {
+            Ok(0) if !into.is_empty() => return Ok(Read::Closed),
+            Ok(n) => return Ok(Read::Some(n)),
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                *readable = false;
+                return Ok(Read::Nothing);
+            }
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
+            Err(e) => return Err(Error::io("receiving", e)),
+        }
     }
 }
 

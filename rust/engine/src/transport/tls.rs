@@ -66,7 +66,7 @@ impl Link {
                     state.writable = false;
                     return Ok(false);
                 }
-                Err(e) => return Err(Error::io("sending", e)),
+                Err(e) => return Err(tcp::failed(e)),
             }
         }
         state.writable = true;
@@ -172,16 +172,9 @@ impl Receiver for TlsReceiver {
                 }
                 continue;
             }
-            match (&self.link.socket).read(&mut state.held) {
-                Ok(0) => return Ok(Read::Closed),
-                Ok(n) => (state.at, state.end) = (0, n),
-                Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                    self.readable = false;
-                    return Ok(Read::Nothing);
-                }
-                Err(e) if e.kind() == ErrorKind::Interrupted => {}
-                Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
-                Err(e) => return Err(Error::io("receiving", e)),
+            match tcp::receive(&self.link.socket, &mut state.held, &mut self.readable)? {
+                Read::Some(n) => (state.at, state.end) = (0, n),
+                other => return Ok(other),
             }
         }
     }

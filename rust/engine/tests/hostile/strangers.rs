@@ -1,12 +1,14 @@
 //! Who connects to a rank that is being met, and says the wrong thing: the right ones meet none the less.
 
-use std::io::Write;
+use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
+use trigram_engine::contact::{Binding, Contact, HELLO, NONCE};
 use trigram_engine::memory::Segment;
 use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::secret::{Keys, PROOF, Security};
 use trigram_engine::unix;
 
 use crate::common::{Rng, inputs, report};
@@ -54,26 +56,49 @@ fn meet_among(transport: Transport, strangers: impl FnOnce(&Card)) {
     });
 }
 
+/// The keys that all who have read the card come to: no secret is set here.
+fn keys(card: &Card) -> Keys {
+    Security::from_env().unwrap().keys(&card.token)
+}
+
+/// A first message as rank 1 sends it; whole in half of all cases, so that the proof that follows is what is wrong.
+fn hello(rng: &mut Rng, keys: &Keys, binding: Binding) -> Vec<u8> {
+    let mut bytes = Contact::begin(1, 0, binding).unwrap().hello(keys).to_vec();
+    if rng.one_in(2) {
+        rng.spoil(&mut bytes);
+    }
+    bytes
+}
+
 #[test]
 fn introductions() {
     let _turn = turn();
     let (count, began, mut rng) = ((inputs(20_000) / 100).min(20_000), Instant::now(), Rng::new(41));
     let memory = Segment::create(4096).unwrap();
+    let mut heard = 0;
+    let mut answered = 0;
     meet_among(Transport::Shm, |card| {
+        let keys = keys(card);
         let mut open = Vec::new();
-        for _ in 0..count {
+        while heard < count {
             let unix::Connected::To(stream) = unix::connect(&card.socket).unwrap() else {
                 std::thread::sleep(Duration::from_millis(1)); // more than its backlog wait
                 continue;
             };
-            let mut bytes: Vec<u8> = card.token.iter().copied().chain(1u32.to_le_bytes()).collect();
-            let right = bytes.clone();
-            while bytes == right {
-                rng.spoil(&mut bytes);
-            }
+            heard += 1;
             let fds = vec![memory.fd(); rng.below(4)];
-            unix::send(&stream, &bytes, &fds).unwrap();
+            unix::send(&stream, &hello(&mut rng, &keys, Binding::Host), &fds).unwrap();
             if rng.one_in(4) {
+                for _ in 0..20 {
+                    std::thread::sleep(Duration::from_micros(200));
+                    if let Ok(unix::Received::Message(..)) = unix::receive(&stream) {
+                        answered += 1;
+                        let mut proof = vec![0; rng.below(2 * PROOF)];
+                        rng.fill(&mut proof);
+                        let _ = unix::send(&stream, &proof, &vec![memory.fd(); rng.below(4)]);
+                        break;
+                    }
+                }
                 open.push(stream);
             }
             if open.len() > 100 {
@@ -81,31 +106,40 @@ fn introductions() {
             }
         }
     });
-    report("introductions", count, began, "both ranks met");
+    assert!(answered > count / 40, "only {answered} of {count} came as far as a proof");
+    report("introductions", count, began, &format!("{answered} were asked for a proof; both ranks met"));
 }
 
 #[test]
 fn greetings() {
     let _turn = turn();
     let (count, began, mut rng) = ((inputs(20_000) / 100).min(5_000), Instant::now(), Rng::new(42));
+    let mut heard = 0;
+    let mut answered = 0;
     meet_among(Transport::Tcp, |card| {
+        let keys = keys(card);
         let mut open = Vec::new();
-        for _ in 0..count {
+        while heard < count {
             let Ok(mut stream) = TcpStream::connect(card.address) else { continue };
-            let mut bytes = b"TRIGRAM\x01".to_vec();
-            bytes.extend(card.token);
-            bytes.extend([0; 8]);
-            let right = [&bytes[..24], &[1, 0, 0, 0, 0, 0, 0, 0]].concat();
-            rng.spoil(&mut bytes);
-            if bytes.starts_with(&right) {
-                continue; // who knows the token is no stranger
-            }
+            heard += 1;
+            let mut bytes = hello(&mut rng, &keys, Binding::Plain);
+            bytes.resize(HELLO, 0); // else it waits for the rest
             let _ = stream.write_all(&bytes);
-            open.push(stream);
+            if rng.one_in(4) {
+                stream.set_read_timeout(Some(Duration::from_millis(5))).unwrap();
+                if stream.read_exact(&mut [0; NONCE]).is_ok() {
+                    answered += 1;
+                    let mut proof = vec![0; PROOF];
+                    rng.fill(&mut proof);
+                    let _ = stream.write_all(&proof);
+                }
+                open.push(stream);
+            }
             if open.len() > 50 {
                 open.clear();
             }
         }
     });
-    report("greetings", count, began, "both ranks met");
+    assert!(answered > count / 40, "only {answered} of {count} came as far as a proof");
+    report("greetings", count, began, &format!("{answered} were asked for a proof; both ranks met"));
 }

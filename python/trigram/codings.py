@@ -11,7 +11,7 @@ from trigram.average import Average, CodedAverage, padded
 from trigram.buckets import Bucket
 from trigram.carrier import Channels
 from trigram.codecs import Codec, find
-from trigram.gradients import Coding
+from trigram.coding import Coding
 from trigram.hierarchy import Hierarchical, TwoLevels
 from trigram.powersgd import PowerAverage
 from trigram.qadam import QAdam

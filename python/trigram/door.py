@@ -72,7 +72,7 @@ def _parse(value: bytes) -> dict[str, Any]:
     """What a key says; nothing, if it is not ours: anybody may write to the store."""
     try:
         said = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return said if isinstance(said, dict) else {}
 
@@ -123,7 +123,7 @@ class Door:
         self.answered: set[int] = set()
         self.offered: Any = None  # a store that this process offers must not go away
         self.keeps = False
-        self.asked = -1  # the generation whose members are asked to let somebody in
+        self.asked: list[int] | None = None  # generation and turn in which members are asked to let one in
         self._heard: dict[int, bytes | None] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -152,10 +152,12 @@ class Door:
             beat += 1
             says = self.says
             if not self.keeps:
-                self.asked = _parse(self.store.get(_LIVE) or b"{}").get("asked", -1)
+                self.asked = _parse(self.store.get(_LIVE) or b"{}").get("asked")
                 continue
             self._look()
-            self.asked = says["generation"] if self.waiting else -1
+            if self.waiting:
+                # Not withdrawn when it goes: some have heard it, and wait for the others.
+                self.asked = [says["generation"], says["refused"]]
             live = {**says, "keeper": self.rank, "beat": beat, "asked": self.asked}
             if says is self.says:
                 self.store.put(_LIVE, json.dumps(live))

@@ -12,6 +12,7 @@ newcomer then holds what all hold (the way of torchft's healing).
 from __future__ import annotations
 
 import contextlib
+import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -73,7 +74,8 @@ class Part:
         self.carrier = carrier
         self.in_step = carrier.in_step
         channels.interrupted = membership.asked
-        self.kept: torch.Tensor | None = None
+        portable.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
+        self.sending: list[collectives.Work] = []
         self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.alone: list[int] = []
         self.is_new = False
@@ -118,11 +120,13 @@ class Part:
         """Begins what brings the state to newcomers; it goes on beside the training."""
         me = side.ranks[side.rank]
         if me == out.donor and out.newcomers:
-            self.kept = portable.pack(self._state(), "elastic: the state for a rank that enters")
-            size = torch.tensor([self.kept.numel()])
+            state = portable.pack(self._state(), "elastic: the state for a rank that enters")
+            size = torch.tensor([state.numel()])
             for rank in out.newcomers:
-                collectives.send(size.clone(), rank, _STATE, side, async_op=True)
-                collectives.send(self.kept, rank, _STATE, side, async_op=True)
+                for piece in (size.clone(), state):
+                    work = collectives.send(piece, rank, _STATE, side, async_op=True)
+                    assert work is not None
+                    self.sending.append(work)
         elif me in out.newcomers:
             size = torch.zeros(1, dtype=torch.int64)
             collectives.recv(size, out.donor, _STATE, side)
@@ -136,6 +140,13 @@ class Part:
         assert model is not None
         tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
         return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
+
+    def sent(self) -> None:
+        """Forgets what newcomers have got, and what they will not get any more."""
+        for work in [w for w in self.sending if w.is_completed()]:
+            self.sending.remove(work)
+            with contextlib.suppress(TrigramError):  # one that has left again: the next pass shows it
+                work.wait()
 
     def let_go(self) -> None:
         """Calls that others may wait in for this rank are given up: they shall come too."""
@@ -165,11 +176,23 @@ _parts: list[Part] = []
 def add(part: Part) -> None:
     """A model takes part; models are made in the same order on all ranks."""
     now, mine = current()
-    _parts[:] = [p for p in _alive(now.group) if p.model() is not part.model()]
+    _parts[:] = _others(now.group, part)
+    if _parts:
+        gc.collect()  # a model that the script has let go may still be in a cycle
+        _parts[:] = _others(now.group, part)
+    if _parts:
+        raise MisuseError(
+            "with_bagua: another model of this job is elastic already, and a rank that enters would meet the "
+            "others in the middle of a step; make one module of both"
+        )
     _parts.append(part)
     if mine.newcomer:
         # It has come with the world; the members have renewed theirs already.
         part.renew(now.group, _entered, fresh=True)
+
+
+def _others(group: Group, part: Part) -> list[Part]:
+    return [p for p in _alive(group) if p.model() is not part.model()]
 
 
 def _alive(group: Group) -> list[Part]:
@@ -221,11 +244,11 @@ def enter() -> None:
     _entered = _census(now.group, newcomer=True, commit=False)
 
 
-def _census(group: Group, newcomer: bool, commit: bool) -> Reformed:
+def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> Reformed:
     everyone = torch.empty(group.size, dtype=torch.int64)
     collectives.all_gather(everyone, torch.tensor([int(newcomer)]), group)
     new = [r for r, flag in zip(group.ranks, everyone.tolist(), strict=True) if flag]
-    return Reformed(new, min(r for r in group.ranks if r not in new), commit, True)
+    return Reformed(new, min(r for r in group.ranks if r not in new), commit, True, behind)
 
 
 def recover(boundary: bool = True, complete: bool = False) -> Reformed:
@@ -238,7 +261,9 @@ def recover(boundary: bool = True, complete: bool = False) -> Reformed:
             return out
         try:
             now, mine = current()
-            out = _census(now.group, mine.newcomer, out.commit)
+            if out.commit:
+                mine.newcomer = False  # its first pass counts, so it has got the state
+            out = _census(now.group, mine.newcomer, out.commit, out.behind)
             _parts[:] = _alive(now.group)
             for part in _parts:
                 part.renew(now.group, out)
@@ -310,7 +335,8 @@ def through(a_pass: Pass, part: Part) -> None:
         _, mine = current()
         mine.commits += 1
         mine.newcomer, mine.due = False, due
-        part.alone, part.kept = [], None
+        part.alone = []
+        part.sent()
         return
 
 
@@ -335,6 +361,22 @@ def before_step(part: Part) -> None:
         recover(boundary=True)
 
 
+def together(do: Callable[[], None]) -> None:
+    """What all ranks do together before a step.
+
+    Lost in here it is not done again, unless others are still on their way to it: in the last step's end.
+    """
+    while True:
+        try:
+            do()
+            return
+        except TrigramError as e:
+            if not is_loss(e):
+                raise
+            if not recover(boundary=False).behind:
+                return
+
+
 def boundary(part: Part, meets: Callable[[], bool]) -> None:
     """A boundary of weights; ``meets`` tells whether all ranks are at the same one.
 
@@ -351,7 +393,8 @@ def boundary(part: Part, meets: Callable[[], bool]) -> None:
             mine.due = _waits(part.channels.side)
     mine = current()[1]
     mine.newcomer = False
-    part.alone, part.is_new, part.kept = [], False, None
+    part.alone, part.is_new = [], False
+    part.sent()
 
 
 @contextlib.contextmanager

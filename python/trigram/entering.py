@@ -128,6 +128,9 @@ def enter(timeout: float = 300.0) -> None:
         new.group, group = now.group, new.group
         new.group.become(group)
         world.replace(new)
+        entered = new.elastic
+        assert entered is not None
+        mine.door.keep(new.rank == entered.ranks[0], entered.says())
         return
     raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
 

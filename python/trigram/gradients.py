@@ -9,7 +9,7 @@ All ranks start the same collectives in the same order: the order of the buckets
 0's first backward pass. A pass that fails on one rank is given up on all (``AbortedError``), so
 that the next step starts clean everywhere. *How* a bucket becomes its mean is an
 :class:`trigram.average.Average`; what is done to it before is the ``prepare`` of a
-:class:`Coding`.
+:class:`trigram.coding.Coding`.
 """
 
 from __future__ import annotations
@@ -23,38 +23,13 @@ import torch
 from torch import nn
 
 from trigram import collectives, device, elastic, flat, replicas, sparse
-from trigram.average import Average, FullAverage
+from trigram.average import FullAverage
 from trigram.buckets import Bucket, assign
 from trigram.carrier import Carrier, Channels
+from trigram.coding import Coding
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.hooks import Hook
-
-
-class Coding:
-    """What travels for a bucket, and what is done to it before and after: by default, the gradients.
-
-    One per model; it may remember things by bucket.
-    """
-
-    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
-        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full.
-
-        ``like`` is one of the parameters."""
-        return None
-
-    def average(self, bucket: Bucket, channels: Channels) -> Average:
-        """How a bucket becomes its mean."""
-        return FullAverage(bucket.memory, channels)
-
-    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """The gradients are in the bucket, and about to leave."""
-
-    def departed(self, bucket: Bucket) -> None:
-        """They have left, encoded."""
-
-    def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-        """What it remembers of each parameter in a bucket."""
-        return [{} for _ in bucket.params]
+from trigram.own import Own
 
 
 class Gradients(Carrier):
@@ -77,7 +52,7 @@ class Gradients(Carrier):
         self.idle = False
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
-        self.own: dict[int, torch.Tensor | None] = {}
+        self.own = Own()
         self.broken: TrigramError | None = None
         self.kept_parts = True
         self.redoing = False
@@ -147,14 +122,14 @@ class Gradients(Carrier):
         """What all ranks do together before a forward pass that trains."""
         if self.elastic is not None:
             elastic.before_step(self.elastic)
-            with elastic.forgiving():
-                self._before_step(model, 0)
+            elastic.together(lambda: self._before_step(model, 0))
             return
         self._before_step(model, src)
 
     def _before_step(self, model: nn.Module, src: int) -> None:
         every = self.channels.check_replicas
-        if every and self.steps % every == 0 and self.sync_buffers and self.steps:
+        entering = self.elastic is not None and self.elastic.alone  # their weights are on their way
+        if every and self.steps % every == 0 and self.sync_buffers and self.steps and not entering:
             replicas.agree(model.parameters(), self.channels.side, self.steps)
         if self.has_changed(model):
             self.find_parameters(model)  # a layer was frozen, thawed or added
@@ -193,7 +168,7 @@ class Gradients(Carrier):
         self.next = 0
         self.second = 0
         self.began = 0.0
-        self.own = {}
+        self.own.forget()
         for bucket in self.buckets:
             bucket.begin()
         if self.channels.finite is not None:
@@ -243,13 +218,16 @@ class Gradients(Carrier):
         if self.next == 0:
             self.began = time.perf_counter()
         bucket.collect(self.params)
+        if self.elastic is not None and self.elastic.newcomer:
+            bucket.memory.zero_()
+            bucket.unused = list(range(len(bucket.params)))
         weight = self.weight()
         if weight == 0.0:
             bucket.values.zero_()  # whatever it was: a coding must not remember a NaN of it
         elif self.channels.finite is not None:
             self.channels.finite.look(bucket.values)
         if self.elastic is not None:
-            self._keep(bucket)
+            self.own.keep(bucket, self.params)
         self.coding.prepare(bucket, self.params)
         if weight is not None:
             self.channels.share.weigh(bucket.values)
@@ -302,30 +280,9 @@ class Gradients(Carrier):
 
     # Elastic jobs.
 
-    def _keep(self, bucket: Bucket) -> None:
-        """A copy of this rank's gradients: should a rank be lost, the pass is done again with them."""
-        assert self.elastic is not None
-        if self.elastic.newcomer:
-            bucket.memory.zero_()
-            bucket.unused = list(range(len(bucket.params)))
-        if bucket.spare is None:
-            bucket.spare = torch.empty_like(bucket.memory)
-        kept = bucket.spare.copy_(bucket.memory)
-        for k, i in enumerate(bucket.params):
-            view = bucket.views[k]
-            at = int(view.storage_offset() - bucket.memory.storage_offset())
-            unused = self.params[i].grad is None
-            self.own[i] = None if unused else flat.view_like(kept, at, view)
-
     def again(self) -> None:
         """The pass under way begins anew, with the gradients that this rank had."""
-        own, self.own = self.own, {}
-        for i, kept in own.items():
-            grad = self.params[i].grad
-            if kept is None:
-                self.params[i].grad = None
-            elif grad is not None:
-                grad.copy_(kept)
+        self.own.restore(self.params)
         self.broken = None
         self.active = self.redoing = True
         self.begin()

@@ -54,6 +54,7 @@ class Membership:
         newcomer: This rank has not taken part in a step yet.
         commits: Passes that all ranks have completed.
         due: Somebody waits at the door, as all ranks know alike.
+        refused: How often in this generation all members came together and let nobody in: it had gone.
     """
 
     ranks: list[int]
@@ -64,11 +65,13 @@ class Membership:
     newcomer: bool = False
     commits: int = 0
     due: bool = False
+    refused: int = 0
     rolls: dict[tuple[int, ...], Group] = field(default_factory=dict)
 
     def says(self) -> dict[str, Any]:
         """What newcomers must know before they knock."""
-        return {"generation": self.generation, "slots": self.slots, "ranks": self.ranks}
+        said = {"generation": self.generation, "slots": self.slots, "ranks": self.ranks}
+        return said | {"refused": self.refused}
 
 
 @dataclass(frozen=True)
@@ -80,12 +83,14 @@ class Reformed:
         donor: The lowest member that has.
         commit: Everybody had completed the pass under way: it counts.
         renewed: Whether there is a new world; else everything is as it was.
+        behind: Some were still in a pass that others had left behind them.
     """
 
     newcomers: list[int]
     donor: int
     commit: bool
     renewed: bool
+    behind: bool = False
 
 
 def quorum(members: Sequence[int], here: Sequence[int], away: Sequence[int]) -> bool:
@@ -115,7 +120,7 @@ def current() -> tuple[World, Membership]:
 def asked() -> bool:
     """Whether the members are asked to let somebody in: each hears of it in its own time."""
     _, mine = current()
-    return mine.door is not None and mine.door.asked == mine.generation
+    return mine.door is not None and mine.door.asked == [mine.generation, mine.refused]
 
 
 def disturbed() -> bool:
@@ -149,10 +154,14 @@ def reform(boundary: bool, complete: bool) -> Reformed:
             told = _tell(roll, now, mine, lost, boundary, complete)
             plan = _plan(roll, now, mine, told)
             if not plan["renew"]:
+                mine.refused += 1
+                if mine.door is not None:
+                    mine.door.says = mine.says()
                 return _outcome(told, here, renewed=False)
             _check_quorum(mine.ranks, here, told)
             if pending is not None:
-                pending.engine.shutdown(False)
+                failed, pending = pending, None
+                failed.engine.shutdown(False)
             pending = _meet(roll, now, mine, plan, told)
             roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
         except NoQuorumError:
@@ -313,7 +322,8 @@ def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequen
     _, mine = current()
     # Who has passed a pass's last barrier proves that all have completed it.
     target = int((told[:, 1] + told[:, 2]).min())
-    return Reformed(sorted([*newcomers, *entered]), donors[0], target > mine.commits, renewed)
+    behind = bool(told[:, 1].min() < told[:, 1].max())
+    return Reformed(sorted([*newcomers, *entered]), donors[0], target > mine.commits, renewed, behind)
 
 
 def is_loss(error: TrigramError) -> bool:
@@ -324,6 +334,8 @@ def is_loss(error: TrigramError) -> bool:
     if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + 3.0
-    while not (found := bool(current()[0].engine.losses()) or asked()) and time.monotonic() < end:
+    while time.monotonic() < end:
+        if current()[0].engine.losses() or (isinstance(error, AbortedError) and asked()):
+            return True
         time.sleep(0.005)
-    return found
+    return False

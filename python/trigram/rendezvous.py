@@ -76,7 +76,7 @@ def reopen() -> dist.Store:
 
 
 def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
-    began = time.monotonic()
+    began, pause = time.monotonic(), 0.001
     while True:
         try:
             with socket.create_connection((host, port), timeout=1):
@@ -87,7 +87,8 @@ def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
                     f"init: rank {rank} waited {time.monotonic() - began:.1f} s for rank 0, which offers the "
                     f"store at {host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; is it running?"
                 ) from e
-        time.sleep(0.05)
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
 
 
 def _number(variable: str) -> int:

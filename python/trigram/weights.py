@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trigram import collectives, elastic, flat
+from trigram import collectives, elastic, flat, membership
 from trigram.carrier import Carrier, Channels
 from trigram.errors import TimeoutError, UnsupportedError
 from trigram.exchange import Exchange, mean_of
@@ -307,8 +307,16 @@ class Weights(Carrier):
         """Waits for all ranks, doing meanwhile what those still training need; then ends all rounds."""
         self.abandon()
         end = None if timeout is None else time.monotonic() + timeout
+        while not self._meet(timeout, end):
+            continue
+        self.rounds.drain(timeout)
+
+    def _meet(self, timeout: float | None, end: float | None) -> bool:
+        """Waits for all ranks; false if a rank was let in meanwhile."""
         settle = getattr(self.rounds, "settle", None)
         while settle is not None and not settle():
+            if self._lets_in():
+                return False
             self._serve()
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(
@@ -323,10 +331,20 @@ class Weights(Carrier):
             side.timeout = before
         assert here is not None
         while running and not here.is_completed():
+            if self._lets_in():
+                return False
             if not self._serve():
                 time.sleep(0.001)
         here.wait()
-        self.rounds.drain(timeout)
+        return True
+
+    def _lets_in(self) -> bool:
+        """Lets a rank in that the others, who still train, have come together for."""
+        if self.elastic is None or self.elastic.in_step or not membership.asked():
+            return False
+        self.elastic.let_go()
+        elastic.recover()
+        return True
 
     def _serve(self) -> bool:
         """While this rank waits, nobody else shall wait for it: in any of its models."""

@@ -279,6 +279,7 @@ def init(
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     if transport not in _TRANSPORTS:
         raise ConfigError(f"TRIGRAM_TRANSPORT={transport!r}: it is {', '.join(_TRANSPORTS)}")
+    _check_settings()
     deadline = time.monotonic() + init_timeout
     found = find_store(store, rank, world_size, deadline)
     store, rank, world_size, toward = found
@@ -341,6 +342,20 @@ def _workers(helps: list[bool]) -> int:
     return workers
 
 
+def _check_settings() -> None:
+    """What the engine reads of the environment by itself is right."""
+    checksum = os.environ.get("TRIGRAM_CHECKSUM", "on")
+    if checksum not in ("on", "off"):
+        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r}: it is on or off")
+    silence = os.environ.get("TRIGRAM_SILENCE", "1.2")
+    try:
+        right = 0.5 <= float(silence) <= 86_400
+    except ValueError:
+        right = False
+    if not right:
+        raise ConfigError(f"TRIGRAM_SILENCE={silence!r}: it is a number of seconds, from 0.5 to 86400")
+
+
 def shutdown() -> None:
     """Leaves the job. Work in flight fails, here and on the peers; calling it twice does nothing.
 
@@ -354,7 +369,8 @@ def shutdown() -> None:
     if world is not None:
         if world.elastic is not None and world.elastic.door is not None:
             world.elastic.door.close()
-        world.engine.shutdown(False)
+        if world.engine is not None:  # a late rank that was not let in has none
+            world.engine.shutdown(False)
 
 
 @atexit.register
@@ -364,4 +380,5 @@ def _exit() -> None:
             finish()
         if _world.elastic is not None and _world.elastic.door is not None:
             _world.elastic.door.close()
-        _world.engine.shutdown(True)
+        if _world.engine is not None:
+            _world.engine.shutdown(True)

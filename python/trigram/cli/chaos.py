@@ -88,8 +88,8 @@ class Report:
 
     @property
     def survived(self) -> bool:
-        """Whether all scripts came to their end and none failed by itself."""
-        return not self.hung and not self.unexpected
+        """Whether scripts came to their end, none hangs, and none failed but by what it does not survive."""
+        return bool(self.finished) and not self.hung and not self.unexpected
 
     def __str__(self) -> str:
         done = ", ".join(f"{n} x {name}" for name, n in sorted(self.faults.items())) or "none"
@@ -117,7 +117,7 @@ class Chaos:
         self.stack = ExitStack()
         self.ranks: dict[int, Rank] = {}
         self.faults: Counter[str] = Counter()
-        self.struck: set[int] = set()
+        self.struck: dict[int, str] = {}
         self.agenda: list[tuple[float, int, str]] = []
         self.restarts = 0
         self.unexpected: list[tuple[int, int]] = []
@@ -158,7 +158,7 @@ class Chaos:
             )
         starts = self.ranks[rank].starts + 1 if rank in self.ranks else 1
         self.ranks[rank] = Rank(process, log, control, starts)
-        self.struck.discard(rank)
+        self.struck.pop(rank, None)
 
     def run(self) -> Report:
         """Lets the job run under fire, then to its end."""
@@ -187,7 +187,6 @@ class Chaos:
 
     def _strike(self) -> None:
         """One fault, to one rank that nothing is being done to."""
-        fault, draw = self.random.choice(list(self.settings.faults)), self.random.random()
         settled = time.monotonic() - self.settings.settle
         whole = [
             r
@@ -195,14 +194,16 @@ class Chaos:
             if rank.process.poll() is None and r not in self.struck and rank.began < settled
         ]
         # Enough must be left whole to go on: more than half.
-        if len(whole) <= self.settings.ranks // 2 + 1 and fault in (*LASTING, "corrupt"):
+        few = len(whole) <= self.settings.ranks // 2 + 1
+        kinds = [f for f in self.settings.faults if not (few and f in (*LASTING, "corrupt"))]
+        if not whole or not kinds:
             return
-        if not whole:
-            return
-        victim = whole[int(draw * len(whole))]
+        # Each kind once before any comes again.
+        fault = self.random.choice([f for f in kinds if not self.faults[f]] or kinds)
+        victim = self.random.choice(whole)
         process, now = self.ranks[victim].process, time.monotonic()
         self.faults[fault] += 1
-        self.struck.add(victim)
+        self.struck[victim] = fault
         if fault == "kill":
             process.kill()
         elif fault == "stop":
@@ -232,7 +233,9 @@ class Chaos:
         for _, r, what in due:
             process = self.ranks[r].process
             if what == "whole":
-                self.struck.discard(r)
+                fault = self.struck.pop(r, None)
+                if fault == "corrupt" and self.ranks[r].control[0] == _FLIP:
+                    self.faults["corrupt"] -= 1  # nothing was sent that it could have flipped a bit of
                 self.ranks[r].control[0] = 0
             elif process.poll() is None:
                 numbers = {"kill": signal.SIGKILL, "continue": signal.SIGCONT, "pause": signal.SIGSTOP}
@@ -243,7 +246,7 @@ class Chaos:
                 continue
             if code == 0:
                 self.finished.add(r)
-            elif r in self.struck or not self.settings.restart:
+            elif self.struck.get(r) in (*LASTING, "corrupt"):
                 if self.settings.restart:
                     self.agenda = [a for a in self.agenda if a[1] != r]
                     self.restarts += 1
@@ -258,5 +261,8 @@ def run(settings: Settings) -> Report:
     unknown = [f for f in settings.faults if f not in FAULTS]
     if unknown:
         sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+    over_tcp = sorted({"cut", "corrupt"} & set(settings.faults))
+    if over_tcp and {**os.environ, **settings.environment}.get("TRIGRAM_TRANSPORT") != "tcp":
+        sys.exit(f"trigram chaos: {', '.join(over_tcp)} happen to TCP connections: set TRIGRAM_TRANSPORT=tcp")
     with Chaos(settings) as chaos:
         return chaos.run()

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -191,6 +191,20 @@ def _run(*words: str) -> None:
     done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+def run_ranks(
+    parser: argparse.ArgumentParser, rank_main: Callable[[argparse.Namespace], None], out: str, ranks: int
+) -> int:
+    """Starts the ranks of a measurement on this machine, or is one; `--ranks` and `--out` are added."""
+    parser.add_argument("--ranks", type=int, default=ranks)
+    parser.add_argument("--out", type=Path, default=Path(out))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if "RANK" not in os.environ:
+        return start(sys.argv, args.ranks)
+    rank_main(args)
+    return 0
 
 
 def main() -> int:

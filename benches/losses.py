@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import time
@@ -371,15 +370,8 @@ def main() -> int:
         "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2]
     )
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(TASKS))
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--steps", type=int, help="in place of each workload's own number of steps")
-    parser.add_argument("--out", type=Path, default=Path("losses-out"))
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if "RANK" not in os.environ:
-        return hosts.start(sys.argv, args.ranks)
-    rank_main(args)
-    return 0
+    return hosts.run_ranks(parser, rank_main, "losses-out", 4)
 
 
 if __name__ == "__main__":

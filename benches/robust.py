@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-from pathlib import Path
 from typing import Any
 
 import hosts
@@ -119,18 +117,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=5)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=lambda text: [int(s) for s in text.split(",")], default=[0, 1])
     parser.add_argument("--noise", type=float, default=10.0)
     parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(ALGORITHMS))
-    parser.add_argument("--out", type=Path, default=Path("robust-out"))
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if "RANK" not in os.environ:
-        return hosts.start(sys.argv, args.ranks)
-    rank_main(args)
-    return 0
+    return hosts.run_ranks(parser, rank_main, "robust-out", 5)
 
 
 if __name__ == "__main__":

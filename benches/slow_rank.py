@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import hosts
@@ -160,17 +158,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(losses.CARDS))
     parser.add_argument("--seconds", type=float, default=6, help="about, for each algorithm")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("slow-rank-out"))
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
-    if "RANK" not in os.environ:
-        return hosts.start(sys.argv, args.ranks)
-    rank_main(args)
-    return 0
+    return hosts.run_ranks(parser, rank_main, "slow-rank-out", 4)
 
 
 if __name__ == "__main__":

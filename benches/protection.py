@@ -1,9 +1,11 @@
-"""What encryption costs: all_reduce between two hosts' worth of ranks over loopback, plain and under TLS 1.3.
+"""What checksums and TLS 1.3 cost: all_reduce between two ranks over TCP, bare and with either.
 
-    python benches/tls.py [--sizes 1,25] [--rounds 7]
+    python benches/protection.py [--sizes 1,25] [--rounds 21] [--rate 10gbit]
 
-Both jobs run by turns, one round of each after the other, so that whatever else the machine does meets both
-alike. Every result is checked. On loopback there is no wire to wait for: this is the most that it can cost.
+The jobs run by turns, one round of each after the other, so that whatever else the machine does meets all
+alike; a ratio is taken in each turn, and the median of those is shown with its quartiles. Every result is
+checked. Without `--rate` the ranks talk over loopback, where there is no wire to wait for: that is the most
+that protection can cost. With it, they are on two hosts (network namespaces, as root) with such a cable.
 """
 
 from __future__ import annotations
@@ -16,13 +18,19 @@ import sys
 import time
 from contextlib import ExitStack
 
+import hosts
 import torch
 
 import trigram
 from trigram.cli.launch import free_port
 
 WORLD = 2
-SECONDS = 0.6
+SECONDS = 0.4
+KINDS = {
+    "bare": {"TRIGRAM_TLS": "0", "TRIGRAM_CHECKSUM": "off"},
+    "checksums": {"TRIGRAM_TLS": "0", "TRIGRAM_CHECKSUM": "on"},
+    "TLS": {"TRIGRAM_TLS": "1"},
+}
 
 
 def rank_main() -> None:
@@ -56,19 +64,21 @@ def rank_main() -> None:
 class Job:
     """Two ranks that wait to be asked for a round."""
 
-    def __init__(self, stack: ExitStack, tls: str) -> None:
+    def __init__(self, stack: ExitStack, own: dict[str, str], cable: hosts.Hosts | None) -> None:
         shared = {
             "WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_ADDR": cable.addresses[0] if cable else "127.0.0.1",
             "MASTER_PORT": str(free_port()),
             "TRIGRAM_TRANSPORT": "tcp",
             "TRIGRAM_SECRET": "of this measurement",
-            "TRIGRAM_TLS": tls,
             "OMP_NUM_THREADS": "1",
+            **({"TRIGRAM_IFACE": hosts.INTERFACE} if cable else {}),
+            **own,
         }
+        where = [["ip", "netns", "exec", name] for name in cable.names] if cable else [[]] * WORLD
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, __file__, "--rank"],
+                [*where[rank], sys.executable, __file__, "--rank"],
                 env={**os.environ, **shared, "RANK": str(rank)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -99,11 +109,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sizes", default="1,25", help="MiB, with commas between them")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rate", help="of the cable between two hosts: 10gbit, 1gbit; else loopback")
     asked = parser.parse_args()
     with ExitStack() as stack:
-        jobs = {"plain": Job(stack, "0"), "TLS": Job(stack, "1")}
-        print(f"{'MiB':>6} {'plain ms':>10} {'TLS ms':>10} {'times':>7}   medians of {asked.rounds}; spread")
+        cable = stack.enter_context(hosts.Hosts(WORLD, asked.rate)) if asked.rate else None
+        jobs = {name: Job(stack, own, cable) for name, own in KINDS.items()}
+        print(f"{'MiB':>6} {'':10} {'ms':>8} {'times bare':>11} {'quartiles':>15}")
         for size in map(float, asked.sizes.split(",")):
             for job in jobs.values():
                 job.round(size)  # sockets and rates find their places
@@ -111,9 +123,11 @@ def main() -> None:
             for _ in range(asked.rounds):
                 for name, job in jobs.items():
                     seen[name].append(job.round(size))
-            plain, tls = (statistics.median(seen[name]) for name in jobs)
-            spread = ", ".join(f"{name} {min(all_):.2f} to {max(all_):.2f}" for name, all_ in seen.items())
-            print(f"{size:6g} {plain:10.2f} {tls:10.2f} {tls / plain:7.2f}   {spread}")
+            for name, all_ in seen.items():
+                ratios = [ms / bare for ms, bare in zip(all_, seen["bare"], strict=True)]
+                low, middle, high = statistics.quantiles(ratios, n=4)
+                row = f"{size:6g} {name:10} {statistics.median(all_):8.2f} {middle:11.3f}"
+                print(f"{row} {low:7.3f} {high:7.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,10 @@ from tests.cases import launch
 from tests.netns import several_hosts
 
 __all__ = ["several_hosts"]
+
+# torch's store asks the name server for the name of everyone who connects, and glibc waits five seconds for
+# an answer that is lost. The ranks that tests start inherit this.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 LIMIT = 300  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
 

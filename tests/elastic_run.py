@@ -64,8 +64,12 @@ def train(
     dies: dict[int, int] | None = None,
     pause: float = 0.0,
     again: bool = False,
+    options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """A rank of the job; `dies`: in which step which ranks end themselves; `again`: this is a second life."""
+    """A rank of the job; `dies`: in which step which ranks end themselves; `again`: this is a second life.
+
+    A buffer counts the steps, so that what is broadcast and what newcomers get of it shows.
+    """
     torch.set_num_threads(1)
     trigram.init(elastic=True)
     net = model()
@@ -74,7 +78,8 @@ def train(
             for p in net.parameters():
                 p.fill_(float("nan"))  # nothing of a newcomer's own weights may matter
     opt = optimizer(net)
-    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001)
+    net.register_buffer("count", torch.full((3,), float("nan") if again else 0.0))
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **(options or {}))
     first = trigram.stats(net)["steps"]
     say(("begins", first))
     history = []
@@ -85,7 +90,14 @@ def train(
         opt.zero_grad()
         loss.backward()
         opt.step()
+        net.count += 1
         history.append(tuple(trigram.stats(net)["ranks"]))
         say(("did", step))
         time.sleep(pause)
-    return {"first": first, "weights": weights(net), "history": history, "steps": trigram.stats(net)["steps"]}
+    return {
+        "first": first,
+        "weights": weights(net),
+        "history": history,
+        "steps": trigram.stats(net)["steps"],
+        "count": net.count.clone(),
+    }

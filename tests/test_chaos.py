@@ -35,41 +35,36 @@ CASES = [
 
 @pytest.mark.parametrize("transport, faults", CASES)
 def test_a_job_under_fire(transport: str, faults: list[str]) -> None:
-    with Chaos(settings(transport, faults, 20, 1500)) as chaos:
+    with Chaos(settings(transport, faults, 20, 1000)) as chaos:
         report = chaos.run()
     assert report.survived, f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())
     assert sum(report.faults.values()) >= 3 and report.restarts >= 1
     got = losses(report.logs)
     assert len(got) >= 3 and max(got) - min(got) < 1e-6, got
-    # Undisturbed: 0.03858. Fewer ranks see other batches.
-    assert 0.0375 < got[0] < 0.0397, got
+    # Undisturbed: 0.04041. Fewer ranks see other batches.
+    assert 0.0392 < got[0] < 0.0416, got
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """What `trigram chaos` says and returns, on two ranks for a second."""
+    words = ("chaos", "--ranks", "2", "--seconds", "1", *words)
+    return subprocess.run(
+        [sys.executable, "-m", "trigram", *words], capture_output=True, text=True, timeout=60, check=False
+    )
 
 
 def test_the_command(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\ntime.sleep(1)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "trigram", "chaos", "--ranks", "2", "--seconds", "1", "--", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = command("--", str(script))
     assert done.returncode == 0 and "the job survived" in done.stdout, done.stdout + done.stderr
     script.write_text("raise SystemExit(3)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "trigram", "chaos", "--ranks", "2", "--seconds", "1", "--", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = command("--", str(script))
     assert done.returncode == 1 and "FAILED    rank 0, exit code 3" in done.stdout, done.stdout
-    done = subprocess.run(
-        [sys.executable, "-m", "trigram", "chaos", "--faults", "earthquake", "--", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = command("--faults", "earthquake", "--", str(script))
     assert done.returncode != 0 and "earthquake" in done.stderr
+    script.write_text("raise SystemExit(3)\n")
+    done = command("--no-restart", "--", str(script))
+    assert done.returncode == 1 and "FAILED" in done.stdout, done.stdout
+    done = command("--faults", "kill,corrupt", "--", str(script))
+    assert done.returncode != 0 and "TRIGRAM_TRANSPORT=tcp" in done.stderr

@@ -117,6 +117,15 @@ def coded(rank: int, world: int, what: str) -> None:
     # PowerSGD keeps 8 of up to 29 columns.
     most = {"int8": 0.04, "bf16": 0.01}.get(what, 0.6)
     assert float(far.norm() / size) < most, float(far.norm() / size)
+    # Weights of one's own on the losses, through the same codec, come to the same.
+    torch.manual_seed(3)
+    by_hand = trigram.with_bagua(net(), f"central/{what}/sync")
+    by_hand.load_state_dict(alone.state_dict())
+    share = samples(rank) * world / sum(map(samples, range(world)))
+    (share * per_sample(by_hand, inputs(rank, 0))).backward()
+    near = 0.08 if what == "int8" else 0.01
+    apart = torch.cat([(a - e).flatten() for a, e in zip(gradients(model), gradients(by_hand), strict=True)])
+    assert float(apart.norm() / size) < near, float(apart.norm() / size)
 
 
 @CASES.over("gradient_allreduce", "bytegrad", "topk momentum", "local_sgd", "int8 every:1")

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build wheel bench fmt lint test-rust test-python test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: demo test build wheel bench fmt lint lint-rust lint-python test-rust test-python test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built
 
@@ -25,12 +25,18 @@ demo: build
 bench: build
 	$(BIN)/python benches/collectives.py --out docs
 
-test: lint test-rust test-python
+test:
+	$(MAKE) -j2 .venv/ready lint-rust  # what is downloaded comes beside what is compiled
+	$(MAKE) lint-python test-rust test-python
 
-lint: .venv/ready
+lint: lint-rust lint-python
+
+lint-rust:
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
+
+lint-python: .venv/ready
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/ruff format --check python tests benches examples tools
 	$(BIN)/ruff check python tests benches examples tools

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import trigram
-from tests.harness import say
+from tests.harness import Ranks, flag, say, scratch
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 
@@ -56,6 +56,19 @@ def weights(net: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
+def come(ranks: Ranks, rank: int, *arguments: Any) -> None:
+    """Starts a rank, again or for the first time; who trains slows down at the end until it has entered."""
+    (ranks.dir / f"flag-entered-{rank}").unlink(missing_ok=True)
+    (ranks.dir / f"flag-comes-{rank}").touch()
+    ranks.restart(rank, train, *arguments)
+
+
+def awaited() -> bool:
+    """In a rank: another has been started that has not entered."""
+    coming = {f.name.removeprefix("flag-comes-") for f in scratch().glob("flag-comes-*")}
+    return not all((scratch() / f"flag-entered-{rank}").exists() for rank in coming)
+
+
 def train(
     rank: int,
     world: int,
@@ -82,6 +95,7 @@ def train(
     net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **(options or {}))
     first = trigram.stats(net)["steps"]
     say(("begins", first))
+    flag(f"entered-{rank}")
     history = []
     for step in range(first, steps):
         loss = loss_of(net, step, rank)
@@ -93,7 +107,7 @@ def train(
         net.count += 1
         history.append(tuple(trigram.stats(net)["ranks"]))
         say(("did", step))
-        time.sleep(pause)
+        time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
     return {
         "first": first,
         "weights": weights(net),

@@ -18,7 +18,7 @@ import torch
 import trigram
 from tests import netns
 from tests.checks import raises, says
-from tests.elastic_run import reference, train
+from tests.elastic_run import come, reference, train
 from tests.harness import ROOT, Died, Ranks, await_flag, flag, free_port, say, until
 from trigram.membership import quorum
 
@@ -61,7 +61,7 @@ def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
     with Ranks(world, train, *arguments, transport=transport) as ranks:
         other = (victim + 1) % world
         await_step(ranks, other, 8)
-        ranks.restart(victim, train, *arguments, True)
+        come(ranks, victim, *arguments, True)
         results = ranks.results(120)
     got = the_same(results, list(range(world)))
     entered = results[victim]["first"]
@@ -79,7 +79,7 @@ def test_one_more_than_there_were() -> None:
     with Ranks(world, train, steps, "gradient_allreduce", None, 0.01) as ranks:
         await_step(ranks, 0, 5)
         ranks.env["WORLD_SIZE"] = "3"
-        ranks.restart(2, train, steps, "gradient_allreduce", None, 0.01, True)
+        come(ranks, 2, steps, "gradient_allreduce", None, 0.01, True)
         results = ranks.results(120)
     got = the_same(results, [0, 1, 2])
     entered = results[2]["first"]
@@ -108,7 +108,7 @@ def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
     arguments = (steps, algorithm, {victim: 5}, 0.01)
     with Ranks(world, train, *arguments) as ranks:
         await_step(ranks, 0, 8)
-        ranks.restart(victim, train, *arguments, True)
+        come(ranks, victim, *arguments, True)
         results = ranks.results(120)
     entered = results[victim]["first"]
     assert 5 < entered < steps, "it came back, and in time"
@@ -171,7 +171,7 @@ def test_who_enters_as_the_lowest_keeps_the_door() -> None:
     with Ranks(world, train, *arguments) as ranks:
         await_step(ranks, 2, 8)
         for victim in (0, 1):
-            ranks.restart(victim, train, *arguments, True)
+            come(ranks, victim, *arguments, True)
             until(
                 lambda victim=victim: ranks.hear(0.1) and any("did" in s for s in ranks.ranks[victim].said),
                 60,
@@ -193,7 +193,7 @@ def test_replicas_are_compared_while_ranks_enter() -> None:
     options = {"check_replicas": 1, "check_finite": True}
     with Ranks(world, train, *arguments, False, options) as ranks:
         await_step(ranks, 0, 8)
-        ranks.restart(1, train, *arguments, True, options)
+        come(ranks, 1, *arguments, True, options)
         results = ranks.results(120)
     the_same(results, [0, 1, 2])
     assert 5 < results[1]["first"] < steps

@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build wheel bench fmt lint lint-rust lint-python test-rust test-python test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: demo test build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built
 
@@ -46,7 +46,13 @@ test-rust:
 
 test-python: build
 	$(BIN)/mypy
-	$(BIN)/python -m pytest tests
+	$(MAKE) -j2 test-waiting test-computing
+
+test-waiting: build
+	$(BIN)/python -m pytest tests -m waits
+
+test-computing: build
+	$(BIN)/python -m pytest tests -m "not waits"
 
 # What proves the unsafe parts, see CONTRIBUTING.md. Each builds into a directory of its own.
 NIGHTLY ?= nightly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import importlib
+import itertools
 import multiprocessing as mp
 import os
 import pickle
@@ -97,11 +98,17 @@ def await_flag(name: str, timeout: float = 30.0) -> None:
     until((scratch() / f"flag-{name}").exists, timeout, f"the flag {name}")
 
 
+_ports = itertools.cycle(range(10_000, 32_000))
+next(itertools.islice(_ports, os.getpid() * 997 % 22_000, None))
+
+
 def free_port() -> int:
-    """A TCP port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port that is free now; not one that the kernel gives to others, who may ask before it is used."""
+    for port in itertools.islice(_ports, 22_000):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise OSError("no port is free between 10000 and 32000")
 
 
 def _enter(namespace: str) -> None:

@@ -12,6 +12,8 @@ import pytest
 from tests.harness import ROOT
 from trigram.cli.chaos import Chaos, Settings
 
+pytestmark = pytest.mark.waits
+
 EXAMPLE = str(ROOT / "examples" / "elastic.py")
 
 

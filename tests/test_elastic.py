@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -20,7 +21,10 @@ from tests import netns
 from tests.checks import raises, says
 from tests.elastic_run import come, reference, train
 from tests.harness import ROOT, Died, Ranks, await_flag, flag, free_port, say, until
+from trigram import _core
 from trigram.membership import quorum
+
+pytestmark = pytest.mark.waits
 
 
 def await_step(ranks: Ranks, rank: int, step: int, timeout: float = 60.0) -> None:
@@ -199,6 +203,55 @@ def test_replicas_are_compared_while_ranks_enter() -> None:
     assert 5 < results[1]["first"] < steps
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "async"])
+def test_who_knocks_and_goes_disturbs_nobody(algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members come together for it and find nobody, or find that it cannot be reached."""
+    import torch.distributed as dist
+
+    world, steps, comer = 2, 300, 7
+    secret = {"TRIGRAM_SECRET": "a long secret of this job"}
+    with Ranks(world, train, steps, algorithm, None, 0.01, env=secret) as ranks:
+        for r in range(world):
+            await_step(ranks, r, 5)
+        monkeypatch.setenv("TRIGRAM_SECRET", secret["TRIGRAM_SECRET"])
+        card = _core.Rendezvous(comer, comer + 1, None, "127.0.0.1", "shm").card().hex()
+        port = int(ranks.env["MASTER_PORT"])
+        store = dist.PrefixStore("trigram", dist.TCPStore("127.0.0.1", port, None, False))
+        for _ in range(6):
+            knock = store.add("elastic/knocks", 1)
+            store.set(f"elastic/met/{knock}", "no")
+            store.set(f"elastic/knock/{knock}", json.dumps({"rank": comer, "card": card}))
+            store.set(f"elastic/alive/{knock}", "once")
+            until(lambda: b'"asked": [' in store.get("elastic/live"), 10)
+            time.sleep(0.3)
+        results = ranks.results(60)
+    for r in range(world):
+        assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
+        assert set(results[r]["history"]) == {(0, 1)}
+
+
+def through(rank: int, world: int, steps: int, algorithm: str, again: bool = False) -> dict[str, Any]:
+    """Rank 0 is through long before the others, and lets its model go; rank 2 dies after that."""
+    dies = {2: 60}
+    done = train(rank, world, steps, algorithm, dies, 0.0 if rank == 0 else 0.05, again)
+    trigram.shutdown()
+    return done
+
+
+@pytest.mark.parametrize("algorithm", ["async", "async_decentralized"])
+def test_who_is_through_lets_others_in(algorithm: str) -> None:
+    world, steps = 3, 150
+    with Ranks(world, through, steps, algorithm) as ranks:
+        ranks.await_said(0, ("did", steps - 1))
+        await_step(ranks, 1, 63)
+        (ranks.dir / "flag-comes-2").touch()
+        ranks.restart(2, through, steps, algorithm, True)
+        results = ranks.results(60)
+    assert 60 <= results[2]["first"] <= steps, "it has what the lowest has"
+    for r in range(world):
+        assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
+
+
 # Quorum.
 
 
@@ -349,7 +402,7 @@ def test_what_cannot_be_elastic() -> None:
 
 
 SCRIPT = """
-    import os, signal, sys, time, torch
+    import os, pathlib, signal, sys, time, torch
     import torch.distributed as dist
     sys.path[:0] = {path!r}
     import trigram
@@ -363,13 +416,17 @@ SCRIPT = """
     opt = optimizer(net)
     net = trigram.with_bagua(net, optimizer=opt, elastic=True)
     first = trigram.stats(net)["steps"]
+    entered = pathlib.Path({entered!r})
+    if again:
+        entered.touch()
     for step in range(first, steps):
         if rank == 1 and step == 5 and not again:
             os.kill(os.getpid(), signal.SIGKILL)
         opt.zero_grad()
         loss_of(net, step, rank).backward()
         opt.step()
-        time.sleep(0.05)
+        if not entered.exists():
+            time.sleep(0.05 if step < steps - 50 else 0.5)
     print("END", rank, first, float(weights(net).sum()), flush=True)
 """
 
@@ -385,6 +442,7 @@ def test_a_worker_that_torchrun_restarts_rejoins(tmp_path: Path) -> None:
     for rank in range(world):
         script = tmp_path / f"rank{rank}.py"
         values = {"path": path, "rank": rank, "steps": steps, "port": port, "world": world}
+        values["entered"] = str(tmp_path / "entered")
         script.write_text(textwrap.dedent(SCRIPT).format(**values))
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "--max-restarts=2"]
         with (tmp_path / f"log{rank}").open("w") as log:

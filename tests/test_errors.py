@@ -18,6 +18,8 @@ from tests.cases import Cases
 from tests.checks import equal, raises, says
 from tests.harness import Died, Ranks, await_flag, flag, run, say, until
 
+pytestmark = pytest.mark.waits
+
 CASES = Cases()
 
 

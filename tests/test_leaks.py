@@ -17,6 +17,8 @@ import trigram
 from tests.checks import equal
 from tests.harness import Ranks, await_flag, flag, run, say, until
 
+pytestmark = pytest.mark.waits
+
 CYCLES = 100
 WARM = 20  # lives after which a process holds what it will hold: pools, caches, the allocator's own
 M_ARENA_MAX = -8  # of malloc.h

@@ -17,6 +17,8 @@ from tests.checks import equal, raises
 from tests.harness import await_flag, flag, free_port, run, until
 from tests.reference import gloo
 
+pytestmark = pytest.mark.waits
+
 
 def _entries(what: str) -> int:
     """How many file descriptors ("fd") or threads ("task") this process has."""

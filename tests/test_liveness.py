@@ -18,6 +18,8 @@ from tests import netns
 from tests.checks import raises, says
 from tests.harness import Died, Ranks, await_flag, flag, say
 
+pytestmark = pytest.mark.waits
+
 SIZE = 4 << 20  # elements: 16 MiB
 
 

@@ -39,6 +39,8 @@ from tests.net_pair import (
     transfer,
 )
 
+pytestmark = pytest.mark.waits
+
 __all__ = ["on_loopback"]
 
 

@@ -24,6 +24,8 @@ from tests.harness import Ranks, await_flag, flag, run, say
 from tests.strangers import SECRET, Detoured, Forwarder, address, card, client, ended, exactly
 from trigram.cli import doctor
 
+pytestmark = pytest.mark.waits
+
 HELLO, NONCE, PROOF = 64, 32, 32
 REFUSED = b"\x02" + bytes(PROOF)
 INIT_TIMEOUT = 60.0

@@ -17,6 +17,8 @@ from tests.cases import Cases
 from tests.checks import close, fingerprint, raises, same_on_all_ranks
 from tests.pairs import Pair, mlp, square, x
 
+pytestmark = pytest.mark.waits
+
 CASES = Cases()
 
 

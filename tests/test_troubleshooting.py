@@ -17,6 +17,8 @@ import torch
 import trigram
 from tests.harness import ROOT, Ranks, await_flag, flag, say
 
+pytestmark = pytest.mark.waits
+
 WORLD = 3
 Case = Callable[[int], object]
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trigram import _core
+
 _LOOK = 0.2
 """Seconds between two looks at the store."""
 FRESH = 3.0
@@ -84,6 +86,8 @@ def _read(value: bytes | None) -> dict[str, Any] | None:
     if not isinstance(rank, int) or not 0 <= rank < MOST_RANKS:
         return None
     if not isinstance(card, str) or len(card) > _MOST_CARD or not _HEX.fullmatch(card):
+        return None
+    if not _core.is_sealed(bytes.fromhex(card)):  # a stranger's: members shall not even come together for it
         return None
     return {"rank": rank, "card": card}
 

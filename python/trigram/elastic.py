@@ -252,9 +252,14 @@ def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) ->
 
 
 def recover(boundary: bool = True, complete: bool = False) -> Reformed:
-    """The living go on together, and let in who waits; all members call it, and all models follow."""
+    """The living go on together, and let in who waits; all members call it, and all models follow.
+
+    Where ranks are not in step, each is between two steps whenever it comes here, whether it has heard
+    that somebody waits or of calls given up for that; and as such calls are lost, the world is made anew.
+    """
     while True:
-        out = membership.reform(boundary, complete)
+        loose = not all(part.in_step for part in _alive(current()[0].group))
+        out = membership.reform(boundary or loose, complete, loose)
         _, mine = current()
         mine.due = False
         if not out.renewed:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from trigram import _core, membership, world
 from trigram.door import FRESH, Door, Knock, Store, Watch
-from trigram.errors import MisuseError, TimeoutError, TrigramError
+from trigram.errors import ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.membership import Membership
 from trigram.rendezvous import Exchange, LateError, reopen
 from trigram.world import Group, World
@@ -109,11 +109,12 @@ def enter(timeout: float = 300.0) -> None:
 
     Raises:
         TimeoutError: The job does not let it in, or has ended.
+        ConfigError: This rank's settings differ from the job's.
     """
     now, mine = membership.current()
     assert mine.door is not None
     store, watch, end = mine.door.store, Watch(mine.door.store), time.monotonic() + timeout
-    why = "no member shows that the job lives"
+    why, rest = "no member shows that the job lives", 0.1
     while time.monotonic() < end:
         live = watch.look()
         if live is None:
@@ -121,9 +122,12 @@ def enter(timeout: float = 300.0) -> None:
             continue
         try:
             new = _once(now, mine, store, watch, int(live["slots"]), end)
+        except ConfigError:
+            raise
         except (TrigramError, json.JSONDecodeError, KeyError) as e:
             why = str(e)
-            time.sleep(0.1)
+            time.sleep(rest)  # each knock makes the members stop for a moment
+            rest = min(2 * rest, 5.0)
             continue
         new.group, group = now.group, new.group
         new.group.become(group)

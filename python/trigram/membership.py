@@ -22,21 +22,15 @@ import torch
 
 from trigram import _core, codes, collectives, world
 from trigram.door import Door
-from trigram.errors import (
-    AbortedError,
-    AuthError,
-    CorruptError,
-    MismatchError,
-    PeerLostError,
-    TimeoutError,
-    TrigramError,
-)
+from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramError
 from trigram.world import Group, World
 
 _ROLL = 4 << 32
 _TRIES = 20
 _PATIENCE = 10.0
 """Seconds that the steps of a new generation may take once all have come."""
+_ANSWER = 3.0
+"""Seconds that a newcomer may take, once the members are done, to tell whom it has met."""
 _KINDS = ("", "left", "dead", "silent", "refused")
 _BARRIER, _NOTHING = (codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
 
@@ -129,12 +123,13 @@ def disturbed() -> bool:
     return mine.due or bool(now.engine.losses())
 
 
-def reform(boundary: bool, complete: bool) -> Reformed:
+def reform(boundary: bool, complete: bool, anew: bool = False) -> Reformed:
     """All members call it: the living agree on who goes on, and let those in who wait.
 
     Args:
         boundary: This rank is between two steps.
         complete: This rank has everything of the pass under way, and only waits for the others.
+        anew: There is to be a new world, even if nobody is lost and nobody comes.
 
     Raises:
         PeerLostError: These ranks are not the quorum: they must not go on as the whole.
@@ -151,7 +146,7 @@ def reform(boundary: bool, complete: bool) -> Reformed:
         here = [r for r in mine.ranks if r not in lost]
         try:
             roll = _roll(now, mine, here)
-            told = _tell(roll, now, mine, lost, boundary, complete)
+            told = _tell(roll, now, mine, lost, (boundary, complete, anew))
             plan = _plan(roll, now, mine, told)
             if not plan["renew"]:
                 mine.refused += 1
@@ -166,7 +161,7 @@ def reform(boundary: bool, complete: bool) -> Reformed:
             roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
         except NoQuorumError:
             raise
-        except (PeerLostError, AbortedError, AuthError, MismatchError, CorruptError, TimeoutError):
+        except TrigramError:  # a loss, or a newcomer that cannot be met, with whatever it has wrong
             tries += 1
             if tries > _TRIES:
                 raise
@@ -195,11 +190,11 @@ def _roll(now: World, mine: Membership, here: list[int]) -> Group:
 
 
 def _tell(
-    roll: Group, now: World, mine: Membership, lost: dict[int, str], boundary: bool, complete: bool
+    roll: Group, now: World, mine: Membership, lost: dict[int, str], stands: tuple[bool, bool, bool]
 ) -> torch.Tensor:
-    """What all know, a row for each: newcomer, commits, complete, boundary, and how each rank was lost."""
+    """What all know, a row for each: newcomer, commits, where it stands, and how each rank was lost."""
     kinds = [_KINDS.index(lost.get(r, "")) for r in range(mine.slots)]
-    own = torch.tensor([mine.newcomer, mine.commits, complete, boundary, *kinds], dtype=torch.int64)
+    own = torch.tensor([mine.newcomer, mine.commits, *stands, *kinds], dtype=torch.int64)
     everyone = torch.empty(roll.size, own.numel(), dtype=torch.int64)
     collectives.all_gather(everyone, own, roll)
     return everyone
@@ -209,16 +204,15 @@ def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict
     """What the lowest rank decides: whether there is to be a new world, and who enters it."""
     data = torch.zeros(1 << 16, dtype=torch.uint8)
     if roll.rank == 0:
-        calm = (
-            bool(told[:, 3].all()) and not bool(told[:, 2].any()) and bool((told[:, 1] == told[0, 1]).all())
-        )
+        commits, boundary, complete, anew = (told[:, column] for column in range(1, 5))
+        calm = bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
         knocks = mine.door.knocks() if calm and mine.door else []
         entering: dict[int, dict[str, Any]] = {}
         for knock in knocks:
-            if knock["rank"] not in roll.ranks and _core.is_sealed(bytes.fromhex(knock["card"])):
+            if knock["rank"] not in roll.ranks:
                 entering[knock["rank"]] = knock
         chosen = list(entering.values())[:16]
-        renew = bool(chosen) or len(roll.ranks) < len(mine.ranks)
+        renew = bool(chosen) or len(roll.ranks) < len(mine.ranks) or bool(anew.any())
         text = json.dumps({"renew": renew, "knocks": chosen}).encode()
         data[:4] = torch.frombuffer(bytearray(len(text).to_bytes(4, "little")), dtype=torch.uint8)
         data[4 : 4 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -229,7 +223,7 @@ def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict
 
 
 def _check_quorum(members: list[int], here: list[int], told: torch.Tensor) -> None:
-    gone = {r for r in members if any(_KINDS[int(k)] in ("left", "dead") for k in told[:, 4 + r])}
+    gone = {r for r in members if any(_KINDS[int(k)] in ("left", "dead") for k in told[:, 5 + r])}
     away = [r for r in members if r not in here and r not in gone]
     if not quorum(members, here, away):
         raise NoQuorumError(
@@ -271,7 +265,7 @@ def _meet(roll: Group, now: World, mine: Membership, plan: dict[str, Any], told:
     met[now.rank] = rendezvous.meet(cards)
     if keeps and mine.door:
         for rank, knock in entering.items():
-            said = mine.door.store.wait(f"elastic/met/{knock['id']}", _PATIENCE)
+            said = mine.door.store.wait(f"elastic/met/{knock['id']}", _ANSWER)
             met[rank] = said == b"yes"
     collectives.all_reduce(met, "max", None, roll)
     verdicts = [bool(v) for v in met]
@@ -321,7 +315,7 @@ def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequen
         raise PeerLostError("elastic: all ranks that had the job's state are gone", here[0])
     _, mine = current()
     # Who has passed a pass's last barrier proves that all have completed it.
-    target = int((told[:, 1] + told[:, 2]).min())
+    target = int((told[:, 1] + told[:, 3]).min())
     behind = bool(told[:, 1].min() < told[:, 1].max())
     return Reformed(sorted([*newcomers, *entered]), donors[0], target > mine.commits, renewed, behind)
 

@@ -93,7 +93,7 @@ class Job:
         carrier = compose(model, self.channels, self.plan, self.bucket_bytes, self.optimizer)
         if self.plan.every is None:
             assert isinstance(carrier, Weights)
-            running[carrier] = None
+            running[carrier] = None if self.states is None else model
         return carrier
 
     def end(self) -> None:

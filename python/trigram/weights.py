@@ -17,7 +17,7 @@ from torch import nn
 
 from trigram import collectives, elastic, flat, membership
 from trigram.carrier import Carrier, Channels
-from trigram.errors import TimeoutError, UnsupportedError
+from trigram.errors import TimeoutError, TrigramError, UnsupportedError
 from trigram.exchange import Exchange, mean_of
 
 
@@ -201,9 +201,10 @@ class Background(_Counted):
         return moved
 
 
-running: dict[Weights, None] = {}
+running: dict[Weights, nn.Module | None] = {}
 """Carriers whose ranks are not in step, in the order in which they were made. They are kept until
-they have ended well, even where the script lets go of the model."""
+they have ended well, even where the script lets go of the model; in an elastic job the model too, for
+who is through may have to give its state to one who comes."""
 
 
 class Weights(Carrier):
@@ -307,9 +308,15 @@ class Weights(Carrier):
         """Waits for all ranks, doing meanwhile what those still training need; then ends all rounds."""
         self.abandon()
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._meet(timeout, end):
-            continue
-        self.rounds.drain(timeout)
+        while True:
+            try:
+                if self._meet(timeout, end):
+                    self.rounds.drain(timeout)
+                    return
+            except TrigramError as e:
+                if self.elastic is None or not membership.is_loss(e):
+                    raise
+                elastic.recover()
 
     def _meet(self, timeout: float | None, end: float | None) -> bool:
         """Waits for all ranks; false if a rank was let in meanwhile."""

@@ -135,6 +135,13 @@ pub fn introduce(
         if glanced.elapsed() > GLANCE {
             glanced = Instant::now();
             glance()?;
+            // Who listens no more has gone: it would not have left before it had met this rank.
+            let awaited = local.iter().filter(|(rank, _)| *rank > me && !met.contains_key(rank));
+            for (_, name) in awaited {
+                if matches!(unix::connect(name)?, Connected::Nobody) {
+                    return Ok(None);
+                }
+            }
         }
         std::thread::sleep(Duration::from_micros(200));
     }

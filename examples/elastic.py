@@ -1,6 +1,6 @@
 """Training that goes on when ranks are killed, and lets them in again: handwritten digits, an MLP.
 
-    trigram chaos --ranks 4 --every 4 --faults kill -- examples/elastic.py
+    trigram chaos --ranks 4 --seconds 50 --every 4 --faults kill -- examples/elastic.py --pause 0.02
 
 Every step's batch depends on the step and on this rank's place among the living, so whoever lives covers the
 data. The last line of each rank has the loss over all training data.

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 import trigram
-from tests.harness import Ranks, flag, say, scratch
+from tests.harness import Ranks, await_flag, flag, say, scratch
+from trigram import elastic
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 
@@ -75,15 +77,20 @@ def train(
     steps: int,
     algorithm: str = "gradient_allreduce",
     dies: dict[int, int] | None = None,
-    pause: float = 0.0,
+    pause: float | Sequence[float] = 0.0,
     again: bool = False,
     options: dict[str, Any] | None = None,
+    where: str = "before",
+    meets: bool = False,
 ) -> dict[str, Any]:
     """A rank of the job; `dies`: in which step which ranks end themselves; `again`: this is a second life.
 
-    A buffer counts the steps, so that what is broadcast and what newcomers get of it shows.
+    `where` in the step: "before" it (killed, or it "leaves"), "inside" of backward with a bucket sent, at its
+    "commit", when all have all averages and none has counted the step, or "after" backward. A buffer counts
+    the steps: what is broadcast, and what newcomers get of it, shows. `meets`: at the end all take the mean.
     """
     torch.set_num_threads(1)
+    pause = pause if isinstance(pause, float) else pause[rank]
     trigram.init(elastic=True)
     net = model()
     if again:
@@ -99,19 +106,50 @@ def train(
     history = []
     for step in range(first, steps):
         loss = loss_of(net, step, rank)
-        if (dies or {}).get(rank) == step and not again:
+        if not again or step > first:
+            assert bool(net.count.isfinite().all()), "a newcomer's buffers have been given to the others"
+        mine = (dies or {}).get(rank) == step and not again
+        if mine and where == "before":
             os.kill(os.getpid(), signal.SIGKILL)
+        if mine and where == "leaves":
+            trigram.shutdown()
+            return {}
+        if mine and where == "inside":
+            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        if where == "commit" and step in (dies or {}).values():
+            _meet_at_commit(world, mine)
         opt.zero_grad()
         loss.backward()
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
         opt.step()
         net.count += 1
         history.append(tuple(trigram.stats(net)["ranks"]))
         say(("did", step))
         time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
+    if meets:
+        trigram.consensus(net, timeout=60)
     return {
         "first": first,
         "weights": weights(net),
         "history": history,
         "steps": trigram.stats(net)["steps"],
         "count": net.count.clone(),
+        "adam": {float(s["step"]) for s in opt.state.values()},
     }
+
+
+def _meet_at_commit(world: int, dies: bool) -> None:
+    """All ranks are seen to have everything of a step before it is counted; there one ends itself."""
+    commit = elastic._commit
+
+    def met(side: Any) -> bool:
+        flag(f"complete-{trigram.rank()}")
+        elastic._commit = commit
+        if dies:
+            for r in range(world):
+                await_flag(f"complete-{r}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(side)
+
+    elastic._commit = met

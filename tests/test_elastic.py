@@ -21,8 +21,8 @@ from tests import netns
 from tests.checks import raises, says
 from tests.elastic_run import come, reference, train
 from tests.harness import ROOT, Died, Ranks, await_flag, flag, free_port, say, until
-from trigram import _core
-from trigram.membership import quorum
+from trigram import _core, membership
+from trigram.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 
@@ -54,6 +54,21 @@ def test_the_living_go_on_with_the_same_step(world: int, dies: dict[int, int], t
     got = the_same(results, living)
     expected = [tuple(r for r in range(world) if dies.get(r, steps) > step) for step in range(steps)]
     assert got["history"] == expected
+    torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("where, counts", [("inside", False), ("commit", True), ("after", True)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_step_counts_for_all_or_for_none(where: str, counts: bool, transport: str) -> None:
+    """Whose averages all had before it died has taken part in that step; else the step is done without it."""
+    world, steps, victim, last = 4, 12, 1, 5
+    arguments = (steps, "gradient_allreduce", {victim: last}, 0.0, False, None, where)
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        results = ranks.results(60, dies=[victim])
+    living = [r for r in range(world) if r != victim]
+    got = the_same(results, living)
+    whole = last + counts
+    expected = [tuple(range(world))] * whole + [tuple(living)] * (steps - whole)
     torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
 
 
@@ -110,21 +125,37 @@ ALGORITHMS = [
 def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
     world, steps, victim = 3, 300, 1
     arguments = (steps, algorithm, {victim: 5}, 0.01)
-    with Ranks(world, train, *arguments) as ranks:
+    with Ranks(world, train, *arguments, False, None, "before", True) as ranks:
         await_step(ranks, 0, 8)
-        come(ranks, victim, *arguments, True)
+        come(ranks, victim, *arguments, True, None, "before", True)
         results = ranks.results(120)
     entered = results[victim]["first"]
     assert 5 < entered < steps, "it came back, and in time"
     for r in range(world):
         assert bool(results[r]["weights"].isfinite().all()), f"rank {r}"
-        assert results[r]["steps"] == steps
-    if algorithm == "bytegrad":
-        the_same(results, list(range(world)))
-    # It has learnt what the others have: they are near each other and far from where they began.
-    spread = max(float((a["weights"] - b["weights"]).norm()) for a, b in itertools.combinations(results, 2))
-    moved = float((results[0]["weights"] - reference([])).norm())
-    assert spread < moved / 2, (spread, moved)
+        assert results[r]["steps"] == steps and results[r]["history"][-1] == (0, 1, 2)
+        assert torch.equal(results[r]["count"], torch.full((3,), float(steps))), "it got the buffers"
+        assert results[r]["adam"] == {steps}, "it got the optimizer's state"
+    the_same(results, list(range(world)))
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco", "decentralized"])
+def test_rounds_of_those_who_were_apart_are_of_all_again(algorithm: str) -> None:
+    """When rank 2 dies rank 0 waits in the round that rank 1 has yet to reach."""
+    world, steps, victim = 3, 60, 2
+    arguments = (steps, algorithm, {victim: 12}, (0.0, 0.05, 0.03), False, None, "before", True)
+    with Ranks(world, train, *arguments) as ranks:
+        results = ranks.results(90, dies=[victim])
+    the_same(results, [0, 1])
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "decentralized"])
+def test_who_leaves_is_gone_on_without(algorithm: str) -> None:
+    world, steps, victim = 4, 60, 2
+    arguments = (steps, algorithm, {victim: 12}, (0.0, 0.01, 0.02, 0.005), False, None, "leaves", True)
+    with Ranks(world, train, *arguments, transport="tcp") as ranks:
+        results = ranks.results(90)
+    the_same(results, [0, 1, 3])
 
 
 @pytest.mark.parametrize("algorithm", ["decentralized", "async_decentralized"])
@@ -141,15 +172,10 @@ def test_gossip_goes_on_beyond_the_neighbours_of_the_dead(algorithm: str) -> Non
     assert spread < moved / 2, (spread, moved)
 
 
-def in_training(rank: int, world: int, steps: int) -> dict[str, Any]:
-    """Rank 1 is stopped in the middle of a step."""
-    return train(rank, world, steps, "gradient_allreduce", None, 0.005)
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_stopped_rank_is_left_behind(transport: str) -> None:
     world, steps = 3, 300
-    with Ranks(world, in_training, steps, transport=transport) as ranks:
+    with Ranks(world, train, steps, "gradient_allreduce", None, 0.005, transport=transport) as ranks:
         await_step(ranks, 1, 20)
         ranks.signal(1, signal.SIGSTOP)
         others = [ranks.ranks[r] for r in (0, 2)]
@@ -208,22 +234,26 @@ def test_who_knocks_and_goes_disturbs_nobody(algorithm: str, monkeypatch: pytest
     """The members come together for it and find nobody, or find that it cannot be reached."""
     import torch.distributed as dist
 
-    world, steps, comer = 2, 300, 7
+    world, steps = 2, 300
     secret = {"TRIGRAM_SECRET": "a long secret of this job"}
     with Ranks(world, train, steps, algorithm, None, 0.01, env=secret) as ranks:
         for r in range(world):
             await_step(ranks, r, 5)
         monkeypatch.setenv("TRIGRAM_SECRET", secret["TRIGRAM_SECRET"])
-        card = _core.Rendezvous(comer, comer + 1, None, "127.0.0.1", "shm").card().hex()
         port = int(ranks.env["MASTER_PORT"])
         store = dist.PrefixStore("trigram", dist.TCPStore("127.0.0.1", port, None, False))
-        for _ in range(6):
-            knock = store.add("elastic/knocks", 1)
+
+        def turn() -> tuple[int, int]:
+            live = json.loads(store.get("elastic/live"))
+            return live["generation"], live["refused"]
+
+        for comer in range(6, 12):
+            before, knock = turn(), store.add("elastic/knocks", 1)
+            card = _core.Rendezvous(comer, comer + 1, None, "127.0.0.1", "shm").card().hex()
             store.set(f"elastic/met/{knock}", "no")
             store.set(f"elastic/knock/{knock}", json.dumps({"rank": comer, "card": card}))
             store.set(f"elastic/alive/{knock}", "once")
-            until(lambda: b'"asked": [' in store.get("elastic/live"), 10)
-            time.sleep(0.3)
+            until(lambda before=before: turn() != before, 10, "all members to come together")
         results = ranks.results(60)
     for r in range(world):
         assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
@@ -247,7 +277,7 @@ def test_who_is_through_lets_others_in(algorithm: str) -> None:
         (ranks.dir / "flag-comes-2").touch()
         ranks.restart(2, through, steps, algorithm, True)
         results = ranks.results(60)
-    assert 60 <= results[2]["first"] <= steps, "it has what the lowest has"
+    assert 60 <= results[2]["first"] < steps, "it begins where the slowest is"
     for r in range(world):
         assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
 
@@ -292,6 +322,27 @@ def test_no_two_parts_both_go_on() -> None:
             other = [r for r in ranks if r not in dead and r not in one]
             verdicts = [bool(a) and quorum(ranks, a, b) for a, b in ((one, other), (other, one))]
             assert sum(verdicts) == (1 if one or other else 0), (one, other, dead)
+
+
+def test_who_has_no_state_has_no_voice() -> None:
+    """Ranks 0 to 2 train, 3 and 4 have just entered on the side of rank 0, and the network is cut there."""
+    silent = _KINDS.index("silent")
+
+    def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
+        return [rank in fresh, 0, 0, 0, 0, *(silent * (r in away) + _FRESH * (r in fresh) for r in range(5))]
+
+    def goes_on(here: list[int], fresh: set[int]) -> bool:
+        mine = Membership(list(range(5)), 5, (None, None, "auto"), None)
+        away = set(range(5)) - set(here)
+        try:
+            _check_quorum(mine, here, torch.tensor([told(r, away, fresh) for r in here]))
+        except trigram.PeerLostError:
+            return False
+        return True
+
+    assert (goes_on([0, 3, 4], {3, 4}), goes_on([1, 2], {3, 4})) == (False, True)
+    assert (goes_on([0, 3, 4], set()), goes_on([1, 2], set())) == (True, False)
+    assert not goes_on([3, 4], {3, 4}) and goes_on([0, 1, 2], {3, 4}) and goes_on([0, 1], {3, 4})
 
 
 def in_parts(rank: int, world: int, steps: int) -> tuple[str, int]:
@@ -359,6 +410,7 @@ def bare(rank: int, world: int) -> list[int]:
     if os.environ["TRIGRAM_TRANSPORT"] == "shm":
         assert trigram.stats()["direct_bytes"] > before, "memory registered before is registered still"
     raises(trigram.MisuseError, trigram.broadcast, registered, 1)
+    says(raises(trigram.MisuseError, trigram.new_group, [0, 1]), "[0, 2, 3]")
     trigram.broadcast(registered, 3)
     return list(group.ranks)
 
@@ -378,6 +430,18 @@ def refused(rank: int, world: int) -> None:
         trigram.with_bagua(linear, elastic=True)
     with pytest.raises(trigram.MisuseError, match="state_dict"):
         trigram.with_bagua(linear, optimizer=opt, elastic=[3])
+    for words, options in [
+        ("group", {"group": object()}),
+        ("qadam", {"algorithm": "qadam"}),
+        ("warm-up", {"algorithm": "powersgd"}),
+    ]:
+        with pytest.raises(trigram.UnsupportedError, match=words):
+            trigram.with_bagua(linear, optimizer=opt, elastic=True, **options)
+    sparse = torch.nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(trigram.UnsupportedError, match="sparse"):
+        trigram.with_bagua(sparse, optimizer=torch.optim.SGD(sparse.parameters(), lr=0.1), elastic=True)
+    with pytest.raises(trigram.UnsupportedError, match="helper"):
+        trigram.init(elastic=True, helper=True)
     trigram.init()
     with pytest.raises(trigram.MisuseError, match="init"):
         trigram.with_bagua(linear, optimizer=opt, elastic=True)
@@ -386,6 +450,8 @@ def refused(rank: int, world: int) -> None:
     trigram.shutdown()
     trigram.init(elastic=True)
     one = trigram.with_bagua(linear, optimizer=opt, elastic=True)
+    with pytest.raises(trigram.UnsupportedError, match="join"), trigram.join(one):
+        pass
     two = torch.nn.Linear(3, 3)
     with pytest.raises(trigram.MisuseError, match="another model"):
         trigram.with_bagua(two, optimizer=torch.optim.SGD(two.parameters(), lr=0.1), elastic=True)
@@ -399,6 +465,114 @@ def refused(rank: int, world: int) -> None:
 def test_what_cannot_be_elastic() -> None:
     with Ranks(2, refused) as ranks:
         ranks.results(60)
+
+
+def late(rank: int, world: int, steps: int, change: str) -> str:
+    """A newcomer that does not fit: what it is told."""
+    try:
+        if change == "model":
+            trigram.init(elastic=True)
+            net: Any = torch.nn.Linear(3, 3)
+            trigram.with_bagua(net, optimizer=torch.optim.Adam(net.parameters()), elastic=True)
+        else:
+            train(rank, world, steps, "gradient_allreduce", None, 0.01, True)
+    except trigram.TrigramError as e:
+        return f"{type(e).__name__}: {e}"
+    finally:
+        flag(f"entered-{rank}")
+    return "it was let in"
+
+
+UNFIT = {
+    "secret": ({"TRIGRAM_SECRET": "another one, longer"}, ("AuthError", "rank 2", "TRIGRAM_SECRET")),
+    "tls": ({"TRIGRAM_TLS": "1"}, ("Error", "TRIGRAM_TLS")),
+    "transport": ({"TRIGRAM_TRANSPORT": "tcp"}, ("ConfigError", "TRIGRAM_TRANSPORT")),
+    "model": ({}, ("MismatchError", "rank 2", "another model")),
+}
+
+
+@pytest.mark.parametrize("change", list(UNFIT))
+def test_who_does_not_fit_is_told_and_disturbs_nobody(change: str) -> None:
+    world, steps = 2, 500
+    env, words = UNFIT[change]
+    with Ranks(
+        world, train, steps, "gradient_allreduce", None, 0.01, env={"TRIGRAM_SECRET": "the job's own"}
+    ) as ranks:
+        await_step(ranks, 0, 5)
+        ranks.extra = {"WORLD_SIZE": "3"} | ranks.extra | env
+        (ranks.dir / "flag-comes-2").touch()
+        ranks.restart(2, late, steps, change)
+        results = ranks.results(60)
+    says(results[2], *words)
+    got = the_same(results, [0, 1])
+    assert got["steps"] == steps and got["history"][-1] == (0, 1)
+    if change != "model":
+        torch.testing.assert_close(got["weights"], reference([(0, 1)] * steps), rtol=1e-8, atol=1e-11)
+
+
+def without_a_model(rank: int, world: int) -> list[int]:
+    """Rank 2 comes late, and has collectives of its own only."""
+    group = trigram.init(elastic=True)
+    if rank == 2:
+        assert trigram.rank() == -1
+        for call in (
+            trigram.stats,
+            lambda: trigram.empty(3),
+            lambda: trigram.new_group([0]),
+            trigram.barrier,
+        ):
+            says(raises(trigram.MisuseError, call), "late", "has not entered")
+        assert trigram.recover() is group
+    else:
+        say("in")
+        until(lambda: trigram.recover().size == 3, 60)
+    one = torch.ones(1)
+    trigram.all_reduce(one)
+    assert float(one) == 3.0 and trigram.rank() == rank
+    return list(group.ranks)
+
+
+def test_who_comes_late_without_a_model() -> None:
+    with Ranks(2, without_a_model) as ranks:
+        for r in range(2):
+            ranks.await_said(r, "in")
+        ranks.extra = {"WORLD_SIZE": "3"}
+        ranks.restart(2, without_a_model)
+        assert ranks.results(60) == [[0, 1, 2]] * 3
+
+
+def two_jobs(rank: int, world: int, port: int, again: bool = False) -> int:
+    """Rank 1 dies and comes back; then all leave, and meet once more in the same store."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    trigram.init(store, rank, world, elastic=True)
+    say("in")
+    if rank == 1 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 1:
+        trigram.recover()
+    else:
+        until(membership.has_lost, 30)
+        until(lambda: trigram.recover().size == world, 60)
+    trigram.barrier()
+    trigram.shutdown()
+    flag(f"out{rank}")
+    for r in range(world):
+        await_flag(f"out{r}")
+    return trigram.init(store, rank, world, elastic=True, init_timeout=30).size
+
+
+def test_all_may_meet_once_more() -> None:
+    import torch.distributed as dist
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with Ranks(2, two_jobs, port) as ranks:
+        ranks.await_said(1, "in")
+        ranks.restart(1, two_jobs, port, True)
+        assert ranks.results(60) == [2, 2]
+    del store
 
 
 SCRIPT = """
@@ -485,7 +659,9 @@ def test_who_has_no_secret_is_not_let_in() -> None:
             for i in ids:
                 store.set(f"elastic/alive/{i}", str(beat))
             time.sleep(0.1)
-        assert not any(store.check([f"elastic/answer/{i}"]) for i in ids)
+        answered = [i for i in ids if store.check([f"elastic/answer/{i}"])]
+        assert all(b"refused" in store.get(f"elastic/answer/{i}") for i in answered)
+        assert json.loads(store.get("elastic/live"))["asked"] is None, "members came together for a stranger"
         results = ranks.results(60)
     got = the_same(results, [0, 1])
     assert got["history"] == [(0, 1)] * steps

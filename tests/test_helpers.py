@@ -183,7 +183,7 @@ def test_a_helper_that_dies_before_it_helps(transport: str) -> None:
         time.sleep(1.0)
         ranks.signal(3, signal.SIGKILL)
         results = ranks.results(30, dies=[3])
-    assert [r[0] for r in results[:3]] == [3, 3, 3], results
+    assert [r[0] for r in results[:3]] == [3, 3, 3], "\n".join(map(str, results))
 
 
 def _workers_leave(rank: int, world: int) -> None:

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +25,10 @@ FRESH = 3.0
 MOST_RANKS = 1 << 16
 """Numbers that newcomers may have."""
 _MOST_CARD = 2000
+_LONGEST_OFF = 60.0
+"""Seconds for which a rank is not let in that could not be met again and again."""
+_RECENT = 64
+"""Knocks that are looked at."""
 _HEX = re.compile("(?:[0-9a-f]{2})+")
 _LIVE, _KNOCKS = "elastic/live", "elastic/knocks"
 
@@ -87,8 +91,6 @@ def _read(value: bytes | None) -> dict[str, Any] | None:
         return None
     if not isinstance(card, str) or len(card) > _MOST_CARD or not _HEX.fullmatch(card):
         return None
-    if not _core.is_sealed(bytes.fromhex(card)):  # a stranger's: members shall not even come together for it
-        return None
     return {"rank": rank, "card": card}
 
 
@@ -128,12 +130,15 @@ class Door:
         self.offered: Any = None  # a store that this process offers must not go away
         self.keeps = False
         self.asked: list[int] | None = None  # generation and turn in which members are asked to let one in
-        self._heard: dict[int, bytes | None] = {}
+        self._heard: dict[int, bytes | None] | None = None
+        self._off: dict[int, tuple[int, float]] = {}  # by rank: failures to let it in, and when to try again
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def keep(self, keeps: bool, says: dict[str, Any]) -> None:
         """From now on this rank keeps the door, or does not; ``says`` describes the job."""
+        if keeps and not self.keeps:
+            self._heard = None  # who has knocked long ago may have gone since
         self.says, self.keeps, self.waiting = says, keeps, {}
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="trigram-door", daemon=True)
@@ -149,6 +154,12 @@ class Door:
     def knocks(self) -> list[dict[str, Any]]:
         """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``."""
         return [{"id": i, **knock} for i, knock in sorted(self.waiting.items())]
+
+    def put_off(self, ranks: Sequence[int]) -> None:
+        """These could not be let in. Members stand still for each attempt, so the next is later each time."""
+        for rank in ranks:
+            failures = self._off.get(rank, (0, 0.0))[0] + 1
+            self._off[rank] = failures, time.monotonic() + min(2.0 ** (failures - 1), _LONGEST_OFF)
 
     def _run(self) -> None:
         beat = 0
@@ -168,17 +179,27 @@ class Door:
 
     def _look(self) -> None:
         count = int(self.store(lambda s: s.add(_KNOCKS, 0)) or 0)
+        recent = range(max(1, count - _RECENT), count + 1)
+        before, heard = self._heard, {}
+        for i in set(self.answered):
+            if i not in recent:
+                self.answered.discard(i)
         waiting = {}
-        for i in range(max(1, count - 64), count + 1):
+        for i in recent:
             if i in self.answered:
                 continue
-            alive = self.store.get(f"elastic/alive/{i}")
-            if alive is not None and alive != self._heard.get(i):
-                knock = _read(self.store.get(f"elastic/knock/{i}"))
-                if knock is not None:
-                    waiting[i] = knock
-            self._heard[i] = alive
-        self.waiting = waiting
+            alive = heard[i] = self.store.get(f"elastic/alive/{i}")
+            if before is None or alive is None or alive == before.get(i):
+                continue
+            knock = _read(self.store.get(f"elastic/knock/{i}"))
+            if knock is None or knock["rank"] in self.says["ranks"]:
+                continue  # a member's number: its end is not known yet, or somebody else took it
+            if not _core.is_card(bytes.fromhex(knock["card"]), knock["rank"]):
+                # Members shall not even come together for it.
+                self.answer(i, {"refused": "TRIGRAM_SECRET, or the version of trigram, is not the job's"})
+            elif self._off.get(knock["rank"], (0, 0.0))[1] < time.monotonic():
+                waiting[i] = knock
+        self.waiting, self._heard = waiting, heard
 
     def answer(self, knock: int, value: dict[str, Any]) -> None:
         """Lets one in, or tells it more; each knock is answered once."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -73,7 +74,7 @@ class Part:
         self.title, self.states, self.channels = title, list(states), channels
         self.carrier = carrier
         self.in_step = carrier.in_step
-        channels.interrupted = membership.asked
+        channels.interrupted = lambda: is_called(self)
         portable.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
         self.sending: list[collectives.Work] = []
         self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
@@ -108,6 +109,11 @@ class Part:
         self.is_new = side.ranks[side.rank] in out.newcomers
         self._send(out, side)
         self.carrier.follow(meta, self)
+
+    def first_with_state(self) -> int:
+        """The first place of the group whose rank is no newcomer."""
+        ranks = self.channels.side.ranks
+        return next(i for i, rank in enumerate(ranks) if rank not in self.alone)
 
     def _layout(self) -> str:
         model = self.model()
@@ -150,8 +156,8 @@ class Part:
 
     def let_go(self) -> None:
         """Calls that others may wait in for this rank are given up: they shall come too."""
-        for group in (self.channels.first, self.channels.second):
-            group.core.abort(group.core.next() + 2, "elastic: a rank is let in")
+        for group in (self.channels.first, self.channels.second, self.channels.side):
+            group.core.abort(group.core.next() + 2, "elastic: the ranks come together")
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -275,6 +281,7 @@ def recover(boundary: bool = True, complete: bool = False) -> Reformed:
             print(
                 f"trigram: rank {now.rank}: goes on with ranks {', '.join(map(str, now.group.ranks))}"
                 + (f"; {', '.join(map(str, out.newcomers))} entered" if out.newcomers else ""),
+                file=sys.stderr,
                 flush=True,
             )
             return out
@@ -339,7 +346,7 @@ def through(a_pass: Pass, part: Part) -> None:
             due = False
         _, mine = current()
         mine.commits += 1
-        mine.newcomer, mine.due = False, due
+        mine.newcomer, mine.due, mine.fresh = False, due, frozenset()
         part.alone = []
         part.sent()
         return
@@ -388,26 +395,35 @@ def boundary(part: Part, meets: Callable[[], bool]) -> None:
     A round that a rank was lost in is not made again: in the new world all have the mean.
     """
     _, mine = current()
-    with forgiving():
-        if membership.disturbed():
-            recover()
-        elif not part.in_step and membership.asked():
-            part.let_go()
-            recover()
+    with forgiving(part):
+        if mine.due or is_called(part):
+            regroup(part)
         elif meets():
             mine.due = _waits(part.channels.side)
     mine = current()[1]
-    mine.newcomer = False
+    mine.newcomer, mine.fresh = False, frozenset()
     part.alone, part.is_new = [], False
     part.sent()
 
 
+def is_called(part: Part) -> bool:
+    """Whether this rank is to meet the others: one is lost, or, where ranks are not in step, one waits."""
+    return membership.has_lost() or (not part.in_step and membership.asked())
+
+
+def regroup(part: Part, boundary: bool = True) -> None:
+    """Meets the others. Those who wait for this rank in a call hear that it does not come."""
+    if is_called(part):
+        part.let_go()
+    recover(boundary)
+
+
 @contextlib.contextmanager
-def forgiving() -> Iterator[None]:
+def forgiving(part: Part) -> Iterator[None]:
     """What was lost in here is not done again: all ranks go on without it."""
     try:
         yield
     except TrigramError as e:
         if not is_loss(e):
             raise
-        recover(boundary=False)
+        regroup(part, boundary=False)

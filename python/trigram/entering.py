@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import time
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from trigram import _core, membership, world
 from trigram.door import FRESH, Door, Knock, Store, Watch
-from trigram.errors import ConfigError, MisuseError, TimeoutError, TrigramError
+from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.membership import Membership
 from trigram.rendezvous import Exchange, LateError, reopen
 from trigram.world import Group, World
@@ -24,6 +24,8 @@ Settings = tuple[str | None, str | None, str]
 
 _STEP = 15.0
 """Seconds that a step of entering may take; then this rank knocks again."""
+_MISFITS = 3
+"""Times in a row that this rank's settings do not fit before it gives up."""
 
 
 class Lasting:
@@ -55,14 +57,8 @@ def store_of(store: Any, rank: int) -> Lasting:
             own: Any = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
         except (dist.DistError, OSError, RuntimeError):
             own = base
-        return Lasting(Store(dist.PrefixStore("trigram", own), _again), store)
+        return Lasting(Store(dist.PrefixStore("trigram", own), lambda: reopen(host, port)), store)
     return Lasting(Store(dist.PrefixStore("trigram", base), None), store)
-
-
-def _again() -> Any:
-    import os
-
-    return reopen() if "MASTER_PORT" in os.environ else None
 
 
 def member(lasting: Lasting | None, rank: int, size: int, settings: Settings) -> Membership:
@@ -89,14 +85,27 @@ def outside(
         exchange("here", b"yes")
         return None
     except LateError:
-        exchange.close()
+        exchange.retract()
     group = Group(
         "world, which this late rank has not entered; with_bagua does", range(size), None, op_timeout
     )
     door = Door(lasting.store, rank)
     door.offered = lasting
     mine = Membership([], size, settings, door, newcomer=True)
-    return World(None, group, rank, size, op_timeout, elastic=mine)  # type: ignore[arg-type]
+    return World(cast(_core.Engine, NoEngine()), group, rank, size, op_timeout, elastic=mine)
+
+
+class NoEngine:
+    """The engine of a rank that has not entered: it says what to do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise MisuseError(
+            "this rank came late to an elastic job and has not entered it: call with_bagua(elastic=True), or "
+            "trigram.recover() where there is no model"
+        )
+
+    def shutdown(self, linger: bool) -> None:
+        """There is nothing to leave."""
 
 
 def is_outside() -> bool:
@@ -109,23 +118,27 @@ def enter(timeout: float = 300.0) -> None:
 
     Raises:
         TimeoutError: The job does not let it in, or has ended.
-        ConfigError: This rank's settings differ from the job's.
+        AuthError, ConfigError: This rank's secret or settings differ from the job's.
     """
     now, mine = membership.current()
     assert mine.door is not None
     store, watch, end = mine.door.store, Watch(mine.door.store), time.monotonic() + timeout
-    why, rest = "no member shows that the job lives", 0.1
+    why, rest, misfits = "no member shows that the job lives", 0.1, 0
     while time.monotonic() < end:
         live = watch.look()
         if live is None:
             time.sleep(0.05)
             continue
         try:
-            new = _once(now, mine, store, watch, int(live["slots"]), end)
-        except ConfigError:
+            new = _once(now, mine, store, watch, live, end)
+        except AuthError:
             raise
         except (TrigramError, json.JSONDecodeError, KeyError) as e:
             why = str(e)
+            # Once it may have been another's: of one who entered beside this rank, or who died meanwhile.
+            misfits = misfits + 1 if isinstance(e, ConfigError) else 0
+            if misfits == _MISFITS:
+                raise
             time.sleep(rest)  # each knock makes the members stop for a moment
             rest = min(2 * rest, 5.0)
             continue
@@ -139,16 +152,27 @@ def enter(timeout: float = 300.0) -> None:
     raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
 
 
-def _once(now: World, mine: Membership, store: Store, watch: Watch, slots: int, end: float) -> World:
-    rendezvous = _core.Rendezvous(now.rank, max(slots, now.rank + 1), *mine.settings)
+def _once(
+    now: World, mine: Membership, store: Store, watch: Watch, live: dict[str, Any] | None, end: float
+) -> World:
+    assert live is not None
+    own, theirs = mine.settings[2], live["transport"]
+    if own != theirs and "shm" in (own, theirs):
+        raise ConfigError(f"elastic: TRIGRAM_TRANSPORT={own} here, and {theirs} in the job")
+    rendezvous = _core.Rendezvous(now.rank, max(int(live["slots"]), now.rank + 1), *mine.settings)
     knock = Knock(store, now.rank, rendezvous.card())
     while (answer := knock.answer()) is None:
-        if watch.look() is None or time.monotonic() > end:
+        live = watch.look()
+        if live is None:
             raise TimeoutError("elastic: nobody answers at the door")
+        if time.monotonic() > end:
+            if now.rank in live["ranks"]:
+                raise TimeoutError("elastic: a process that has this rank's number is a member, and lives")
+            raise TimeoutError("elastic: the members do not come together")
         time.sleep(0.02)
+    if "refused" in answer:
+        raise AuthError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
     cards = [bytes.fromhex(c) for c in answer["cards"]]
-    if cards[now.rank] != rendezvous.card():
-        raise MisuseError(f"elastic: another process is rank {now.rank} too; give each a rank of its own")
     met = rendezvous.meet(cards)
     store.put(f"elastic/met/{knock.id}", "yes" if met else "no")
     verdicts = store.wait(f"elastic/verdicts/{knock.id}", _STEP)
@@ -165,7 +189,7 @@ def _once(now: World, mine: Membership, store: Store, watch: Watch, slots: int, 
             True,
             answer["commits"],
         )
-        new = membership.build(engine, now, before, answer["ranks"], len(cards))
+        new = membership.build(engine, now, before, answer["ranks"], len(cards), answer["fresh"])
         gone = lambda: bool(engine.losses())  # noqa: E731
         if store.wait(f"elastic/go/{knock.id}", _STEP, gone) is None:
             raise TimeoutError("elastic: the members did not all come to let this rank in")

@@ -120,11 +120,12 @@ class Gradients(Carrier):
 
     def before_step(self, model: nn.Module, src: int) -> None:
         """What all ranks do together before a forward pass that trains."""
-        if self.elastic is not None:
-            elastic.before_step(self.elastic)
-            elastic.together(lambda: self._before_step(model, 0))
-            return
-        self._before_step(model, src)
+        part = self.elastic
+        if part is None:
+            self._before_step(model, src)
+        else:
+            elastic.before_step(part)
+            elastic.together(lambda: self._before_step(model, part.first_with_state()))
 
     def _before_step(self, model: nn.Module, src: int) -> None:
         every = self.channels.check_replicas

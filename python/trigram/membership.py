@@ -32,6 +32,8 @@ _PATIENCE = 10.0
 _ANSWER = 3.0
 """Seconds that a newcomer may take, once the members are done, to tell whom it has met."""
 _KINDS = ("", "left", "dead", "silent", "refused")
+_FRESH = 8
+"""Added to how a rank was lost, if it has no state yet."""
 _BARRIER, _NOTHING = (codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
 
 
@@ -49,6 +51,7 @@ class Membership:
         commits: Passes that all ranks have completed.
         due: Somebody waits at the door, as all ranks know alike.
         refused: How often in this generation all members came together and let nobody in: it had gone.
+        fresh: Members that have no state before a step in which all have it: they have no voice in a quorum.
     """
 
     ranks: list[int]
@@ -60,12 +63,13 @@ class Membership:
     commits: int = 0
     due: bool = False
     refused: int = 0
+    fresh: frozenset[int] = frozenset()
     rolls: dict[tuple[int, ...], Group] = field(default_factory=dict)
 
     def says(self) -> dict[str, Any]:
         """What newcomers must know before they knock."""
         said = {"generation": self.generation, "slots": self.slots, "ranks": self.ranks}
-        return said | {"refused": self.refused}
+        return said | {"refused": self.refused, "transport": self.settings[2]}
 
 
 @dataclass(frozen=True)
@@ -117,10 +121,9 @@ def asked() -> bool:
     return mine.door is not None and mine.door.asked == [mine.generation, mine.refused]
 
 
-def disturbed() -> bool:
-    """Whether a rank is lost, or all know alike that one waits at the door."""
-    now, mine = current()
-    return mine.due or bool(now.engine.losses())
+def has_lost() -> bool:
+    """Whether this rank knows of one that is lost."""
+    return bool(current()[0].engine.losses())
 
 
 def reform(boundary: bool, complete: bool, anew: bool = False) -> Reformed:
@@ -134,30 +137,28 @@ def reform(boundary: bool, complete: bool, anew: bool = False) -> Reformed:
     Raises:
         PeerLostError: These ranks are not the quorum: they must not go on as the whole.
     """
-    pending: World | None = None
+    made: Made | None = None
     tries = 0
     while True:
         now, mine = current()
-        lost = dict(now.engine.losses())
-        if pending is not None and any(lost.get(r) == "left" for r in pending.group.ranks):
-            _adopt(pending)  # somebody has passed the barrier: it stands
-            pending, tries = None, 0
-            continue
+        lost, plan = dict(now.engine.losses()), None
+        if made is not None and made.stands(lost):
+            return _adopt(made)
         here = [r for r in mine.ranks if r not in lost]
         try:
             roll = _roll(now, mine, here)
             told = _tell(roll, now, mine, lost, (boundary, complete, anew))
-            plan = _plan(roll, now, mine, told)
+            plan = _plan(roll, mine, told, tries == 0)
+            if made is not None:
+                failed, made = made, None
+                failed.world.engine.shutdown(False)
             if not plan["renew"]:
                 mine.refused += 1
                 if mine.door is not None:
                     mine.door.says = mine.says()
                 return _outcome(told, here, renewed=False)
-            _check_quorum(mine.ranks, here, told)
-            if pending is not None:
-                failed, pending = pending, None
-                failed.engine.shutdown(False)
-            pending = _meet(roll, now, mine, plan, told)
+            _check_quorum(mine, here, told)
+            made = Made(_meet(roll, now, mine, plan, told), told, here, plan)
             roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
         except NoQuorumError:
             raise
@@ -165,12 +166,10 @@ def reform(boundary: bool, complete: bool, anew: bool = False) -> Reformed:
             tries += 1
             if tries > _TRIES:
                 raise
+            if plan is not None and mine.door is not None:
+                mine.door.put_off([k["rank"] for k in plan["knocks"]])
             continue
-        _adopt(pending)
-        if now.rank == here[0] and mine.door is not None:
-            for knock in plan["knocks"]:
-                mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
-        return _outcome(told, here, renewed=True, entered=[k["rank"] for k in plan["knocks"]])
+        return _adopt(made)
 
 
 class NoQuorumError(PeerLostError):
@@ -193,23 +192,23 @@ def _tell(
     roll: Group, now: World, mine: Membership, lost: dict[int, str], stands: tuple[bool, bool, bool]
 ) -> torch.Tensor:
     """What all know, a row for each: newcomer, commits, where it stands, and how each rank was lost."""
-    kinds = [_KINDS.index(lost.get(r, "")) for r in range(mine.slots)]
+    kinds = [_KINDS.index(lost.get(r, "")) + _FRESH * (r in mine.fresh) for r in range(mine.slots)]
     own = torch.tensor([mine.newcomer, mine.commits, *stands, *kinds], dtype=torch.int64)
     everyone = torch.empty(roll.size, own.numel(), dtype=torch.int64)
     collectives.all_gather(everyone, own, roll)
     return everyone
 
 
-def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict[str, Any]:
+def _plan(roll: Group, mine: Membership, told: torch.Tensor, lets_in: bool) -> dict[str, Any]:
     """What the lowest rank decides: whether there is to be a new world, and who enters it."""
     data = torch.zeros(1 << 16, dtype=torch.uint8)
     if roll.rank == 0:
         commits, boundary, complete, anew = (told[:, column] for column in range(1, 5))
         calm = bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
-        knocks = mine.door.knocks() if calm and mine.door else []
+        knocks = mine.door.knocks() if lets_in and calm and mine.door else []
         entering: dict[int, dict[str, Any]] = {}
         for knock in knocks:
-            if knock["rank"] not in roll.ranks:
+            if knock["rank"] not in roll.ranks:  # as it was when it knocked
                 entering[knock["rank"]] = knock
         chosen = list(entering.values())[:16]
         renew = bool(chosen) or len(roll.ranks) < len(mine.ranks) or bool(anew.any())
@@ -222,12 +221,16 @@ def _plan(roll: Group, now: World, mine: Membership, told: torch.Tensor) -> dict
     return plan
 
 
-def _check_quorum(members: list[int], here: list[int], told: torch.Tensor) -> None:
-    gone = {r for r in members if any(_KINDS[int(k)] in ("left", "dead") for k in told[:, 5 + r])}
-    away = [r for r in members if r not in here and r not in gone]
-    if not quorum(members, here, away):
+def _check_quorum(mine: Membership, here: list[int], told: torch.Tensor) -> None:
+    kinds = told[:, 5:]
+    gone = {r for r in mine.ranks if any(_KINDS[int(k) % _FRESH] in ("left", "dead") for k in kinds[:, r])}
+    # Who has no state yet has no voice. That it has is known once any rank knows it.
+    fresh = {r for r in mine.ranks if bool((kinds[:, r] >= _FRESH).all())}
+    voices = [r for r in here if r not in fresh]
+    away = [r for r in mine.ranks if r not in here and r not in gone | fresh]
+    if away and not (voices and quorum(mine.ranks, voices, away)):
         raise NoQuorumError(
-            f"elastic: ranks {', '.join(map(str, here))} of {len(members)} cannot reach ranks "
+            f"elastic: ranks {', '.join(map(str, here))} of {len(mine.ranks)} cannot reach ranks "
             f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart "
             "them when the network is whole",
             away[0],
@@ -252,10 +255,12 @@ def _meet(roll: Group, now: World, mine: Membership, plan: dict[str, Any], told:
     for rank, knock in entering.items():
         cards[rank] = bytes.fromhex(knock["card"])
     ranks = sorted([*roll.ranks, *entering])
+    fresh = sorted([*entering, *(r for r, row in zip(roll.ranks, told, strict=True) if row[0])])
     if keeps and mine.door:
         answer = {
             "generation": mine.generation + 1,
             "ranks": ranks,
+            "fresh": fresh,
             "commits": int(told[:, 1].max()),
             "cards": [c.hex() for c in cards],
         }
@@ -273,10 +278,12 @@ def _meet(roll: Group, now: World, mine: Membership, plan: dict[str, Any], told:
         for knock in entering.values():
             mine.door.store.put(f"elastic/verdicts/{knock['id']}", json.dumps(verdicts))
     engine = rendezvous.connect(verdicts, _PATIENCE, now.engine)
-    return build(engine, now, mine, ranks, slots)
+    return build(engine, now, mine, ranks, slots, fresh)
 
 
-def build(engine: _core.Engine, now: World, mine: Membership, ranks: list[int], slots: int) -> World:
+def build(
+    engine: _core.Engine, now: World, mine: Membership, ranks: list[int], slots: int, fresh: Sequence[int]
+) -> World:
     """The world of an engine; returns when all of its ranks have made theirs."""
     name = f"world, generation {mine.generation + 1}"
     core = engine.group(name, ranks, mine.generation + 1, 0)
@@ -290,13 +297,31 @@ def build(engine: _core.Engine, now: World, mine: Membership, ranks: list[int], 
         mine.generation + 1,
         mine.newcomer,
         mine.commits,
+        fresh=frozenset(fresh),
     )
     return World(engine, group, now.rank, slots, now.op_timeout, elastic=after)
 
 
-def _adopt(new: World) -> None:
+@dataclass
+class Made:
+    """A world that has been made, and from what; it stands if all have made it."""
+
+    world: World
+    told: torch.Tensor
+    here: list[int]
+    plan: dict[str, Any]
+
+    def stands(self, lost: dict[int, str]) -> bool:
+        """Whether somebody has left the old world for it, as only they do who know that all have made it."""
+        left = [r for r in self.world.group.ranks if lost.get(r) == "left"]
+        if left:
+            time.sleep(0.2)  # who has ended its script leaves both
+        return any(r not in self.world.engine.losses() for r in left)
+
+
+def _adopt(made: Made) -> Reformed:
     """From now on this is the world. The old one's calls have failed, and end here."""
-    old, mine = current()
+    new, (old, mine) = made.world, current()
     old.engine.shutdown(False)
     # Whoever holds the group of all ranks goes on with it.
     old.group.become(new.group)
@@ -304,8 +329,12 @@ def _adopt(new: World) -> None:
     world.replace(new)
     after = new.elastic
     assert after is not None
+    knocks = made.plan["knocks"]
     if mine.door is not None:
         mine.door.keep(new.rank == after.ranks[0], after.says())
+        for knock in knocks if new.rank == made.here[0] else ():
+            mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
+    return _outcome(made.told, made.here, renewed=True, entered=[k["rank"] for k in knocks])
 
 
 def _outcome(told: torch.Tensor, here: list[int], renewed: bool, entered: Sequence[int] = ()) -> Reformed:

@@ -150,7 +150,7 @@ class Pairs:
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
                 if self.channels.interrupted():
-                    raise AbortedError("an exchange: the ranks let another one in")
+                    raise AbortedError("an exchange: the ranks come together")
                 self._listen()  # others must not wait for what this rank waits for
                 time.sleep(0.0005)
             self.waited += time.perf_counter() - since

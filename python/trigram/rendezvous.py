@@ -66,9 +66,8 @@ def _from_environment(rank: int, deadline: float) -> dist.Store:
     return dist.PrefixStore(f"trigram/attempt_{attempt}", store)
 
 
-def reopen() -> dist.Store:
-    """Another way to the store that the environment names, if somebody offers it now."""
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+def reopen(host: str, port: int) -> dist.Store:
+    """Another way to the store at this address, if somebody offers it now."""
     with socket.create_connection((host, port), timeout=1):
         pass
     store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -169,6 +168,11 @@ class Exchange:
             f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} of "
             f"{self.size}{more}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
         )
+
+    def retract(self) -> None:
+        """This rank did not take part after all: its next init is in the round of the others' next."""
+        self.store.add(f"inits/{self.rank}", -1)
+        self.close()
 
     def close(self) -> None:
         """Lets the store go."""

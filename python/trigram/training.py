@@ -21,6 +21,7 @@ from trigram.compose import check, compose, warm
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.exchange import mean_of, same_everywhere
 from trigram.gradients import Gradients
+from trigram.sparse import sparse_parameters
 from trigram.terms import Terms
 from trigram.weights import Weights, running
 from trigram.world import Group, current, resolve
@@ -176,7 +177,7 @@ def with_bagua(
         raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
     states = None
     if elastic is not False:
-        states = _states(plan, optimizer, group, elastic)
+        states = _states(model, plan, optimizer, group, elastic)
         optimizer = None
     check(plan, optimizer)
     terms, ranks = Terms(sample_weight, check_finite, check_replicas), resolve(group)
@@ -185,7 +186,9 @@ def with_bagua(
     return model
 
 
-def _states(plan: Plan, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]) -> list[Any]:
+def _states(
+    model: nn.Module, plan: Plan, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
+) -> list[Any]:
     """What a newcomer of an elastic job gets beside the weights."""
     if optimizer is None:
         raise MisuseError("with_bagua: elastic=True needs optimizer=, whose state a rank that enters gets")
@@ -193,6 +196,8 @@ def _states(plan: Plan, optimizer: Any, group: AnyGroup, wanted: bool | Sequence
         raise UnsupportedError("with_bagua: elastic models are trained by all ranks; leave group= out")
     if plan.value.carry == "momentum" or plan.options.get("warmup_steps"):
         raise UnsupportedError(f"with_bagua: {plan.name} cannot be elastic yet; choose one without warm-up")
+    if list(sparse_parameters(model)):
+        raise UnsupportedError("with_bagua: modules that say sparse=True cannot be elastic yet")
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
     for s in states:
         if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):

@@ -229,6 +229,7 @@ class Weights(Carrier):
         self.make = make
         self.in_step = in_step
         self.seen = 0
+        self.skip = -1
         super().__init__(model, channels)
         if not channels.entering:
             self._prepare()
@@ -259,6 +260,8 @@ class Weights(Carrier):
 
     def _boundary(self) -> bool:
         """A boundary; whether all ranks are at the same."""
+        if isinstance(self.rounds, InStep) and self.steps <= self.skip:
+            return False
         self.rounds.boundary(self.steps)
         return isinstance(self.rounds, InStep) and self.steps % self.rounds.every == 0
 
@@ -271,14 +274,22 @@ class Weights(Carrier):
     def end(self) -> None:
         """Backward is over: what went on beside it is applied, before the optimizer acts."""
         self.active = False
-        with elastic.forgiving() if self.elastic is not None else contextlib.nullcontext():
+        with elastic.forgiving(self.elastic) if self.elastic is not None else contextlib.nullcontext():
             self.rounds.backward_over()
         self.steps += 1
 
     def follow(self, meta: dict[str, Any], part: elastic.Part) -> None:
-        """Goes on in a new world, where all begin with the mean of the weights of those who have any."""
+        """Goes on in a new world, where all begin with the mean of the weights of those who have any.
+
+        A boundary at which anybody was, in a round that was lost perhaps, is not made by who was not yet
+        there: the next round is one of all. Who enters is where the slowest is, so that no call of the script
+        lies behind it.
+        """
+        stands = torch.tensor([-1, -(1 << 62)] if part.newcomer else [self.seen, -self.steps])
+        collectives.all_reduce(stands, "max", None, self.channels.side)
+        self.skip = int(stands[0])
         if part.newcomer:
-            self.steps, self.seen = meta["steps"], meta["steps"] - 1
+            self.steps = self.seen = -int(stands[1])
             part.receive()
         model = part.model()
         assert model is not None
@@ -316,13 +327,13 @@ class Weights(Carrier):
             except TrigramError as e:
                 if self.elastic is None or not membership.is_loss(e):
                     raise
-                elastic.recover()
+                elastic.regroup(self.elastic)
 
     def _meet(self, timeout: float | None, end: float | None) -> bool:
-        """Waits for all ranks; false if a rank was let in meanwhile."""
+        """Waits for all ranks; false if the world was made anew meanwhile."""
         settle = getattr(self.rounds, "settle", None)
         while settle is not None and not settle():
-            if self._lets_in():
+            if self._regroups():
                 return False
             self._serve()
             if end is not None and time.monotonic() > end:
@@ -338,19 +349,23 @@ class Weights(Carrier):
             side.timeout = before
         assert here is not None
         while running and not here.is_completed():
-            if self._lets_in():
+            if self._regroups(here):
                 return False
             if not self._serve():
                 time.sleep(0.001)
         here.wait()
         return True
 
-    def _lets_in(self) -> bool:
-        """Lets a rank in that the others, who still train, have come together for."""
-        if self.elastic is None or self.elastic.in_step or not membership.asked():
+    def _regroups(self, here: collectives.Work | None = None) -> bool:
+        """Comes together with the others: to let a rank in, or to go on without one.
+
+        Not if all have come ``here`` before that one left.
+        """
+        if self.elastic is None or not elastic.is_called(self.elastic):
             return False
-        self.elastic.let_go()
-        elastic.recover()
+        if here is not None and here.is_completed():
+            return False
+        elastic.regroup(self.elastic)
         return True
 
     def _serve(self) -> bool:

@@ -162,7 +162,8 @@ def replace(new: World) -> None:
 
 
 def rank() -> int:
-    """This rank's number in the world, from 0; in an elastic job, its place among the living."""
+    """This rank's number in the world, from 0; in an elastic job, its place among the living, -1 if it came
+    late and has not entered yet."""
     now = current()
     return now.rank if now.elastic is None else now.group.rank
 
@@ -198,9 +199,16 @@ def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
     world = current()
     ranks, helpers = [int(r) for r in ranks], [int(r) for r in helpers]
     members = [*ranks, *helpers]
-    if not ranks or len(set(members)) != len(members) or not all(0 <= r < world.size for r in members):
-        raise MisuseError(f"new_group: {members} are not different ranks of a world of {world.size}")
+    there = range(world.size) if world.elastic is None else world.elastic.ranks
+    if not ranks or len(set(members)) != len(members) or not set(members) <= set(there):
+        raise MisuseError(f"new_group: {members} are not different ranks of a world of {_listed(there)}")
     return world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    if isinstance(ranks, range):
+        return str(len(ranks))
+    return f"the ranks {list(ranks)}" if ranks else "others: this rank came late, and has not entered it"
 
 
 def internal_group(group: Group, name: str) -> Group:
@@ -369,8 +377,7 @@ def shutdown() -> None:
     if world is not None:
         if world.elastic is not None and world.elastic.door is not None:
             world.elastic.door.close()
-        if world.engine is not None:  # a late rank that was not let in has none
-            world.engine.shutdown(False)
+        world.engine.shutdown(False)
 
 
 @atexit.register
@@ -380,5 +387,4 @@ def _exit() -> None:
             finish()
         if _world.elastic is not None and _world.elastic.door is not None:
             _world.elastic.door.close()
-        if _world.engine is not None:
-            _world.engine.shutdown(True)
+        _world.engine.shutdown(True)

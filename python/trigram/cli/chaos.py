@@ -88,8 +88,8 @@ class Report:
 
     @property
     def survived(self) -> bool:
-        """Whether scripts came to their end, none hangs, and none failed but by what it does not survive."""
-        return bool(self.finished) and not self.hung and not self.unexpected
+        """Whether harm was done, scripts came to their end, none hangs, and none failed but by that harm."""
+        return bool(self.faults and self.finished) and not self.hung and not self.unexpected
 
     def __str__(self) -> str:
         done = ", ".join(f"{n} x {name}" for name, n in sorted(self.faults.items())) or "none"
@@ -99,7 +99,10 @@ class Report:
             lines.append(f"FAILED    rank {rank}, exit code {code}: {_last(self.logs[rank])}")
         for rank in self.hung:
             lines.append(f"HUNG      rank {rank}: {_last(self.logs[rank])}")
-        lines.append("the job survived" if self.survived else "the job did NOT survive")
+        if not self.faults:
+            lines.append("nothing was done to the job: it ended before its ranks had settled (--settle)")
+        else:
+            lines.append("the job survived" if self.survived else "the job did NOT survive")
         return "\n".join(lines)
 
 
@@ -165,7 +168,7 @@ class Chaos:
         began = time.monotonic()
         next_fault = began + self._pause()
         while time.monotonic() < began + self.settings.seconds and not self._over():
-            if time.monotonic() >= next_fault:
+            if time.monotonic() >= next_fault and not self.finished:
                 self._strike()
                 next_fault = time.monotonic() + self._pause()
             self._tend()
@@ -177,7 +180,7 @@ class Chaos:
         self._tend()
         hung = [r for r, rank in self.ranks.items() if rank.process.poll() is None]
         logs = {r: rank.log.read_text(errors="replace") for r, rank in self.ranks.items()}
-        return Report(self.faults, self.restarts, self.unexpected, sorted(self.finished), hung, logs)
+        return Report(+self.faults, self.restarts, self.unexpected, sorted(self.finished), hung, logs)
 
     def _pause(self) -> float:
         return self.settings.every * self.random.uniform(0.5, 1.5)
@@ -247,7 +250,9 @@ class Chaos:
             if code == 0:
                 self.finished.add(r)
             elif self.struck.get(r) in (*LASTING, "corrupt"):
-                if self.settings.restart:
+                if (
+                    self.settings.restart and not self.finished
+                ):  # else the job is over: nobody would let it in
                     self.agenda = [a for a in self.agenda if a[1] != r]
                     self.restarts += 1
                     self._start(r)
@@ -261,8 +266,10 @@ def run(settings: Settings) -> Report:
     unknown = [f for f in settings.faults if f not in FAULTS]
     if unknown:
         sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
-    over_tcp = sorted({"cut", "corrupt"} & set(settings.faults))
-    if over_tcp and {**os.environ, **settings.environment}.get("TRIGRAM_TRANSPORT") != "tcp":
+    over_tcp, env = sorted({"cut", "corrupt"} & set(settings.faults)), os.environ | settings.environment
+    if over_tcp and env.get("TRIGRAM_TRANSPORT") != "tcp":
         sys.exit(f"trigram chaos: {', '.join(over_tcp)} happen to TCP connections: set TRIGRAM_TRANSPORT=tcp")
+    if "corrupt" in over_tcp and (env.get("TRIGRAM_TLS") == "1" or env.get("TRIGRAM_CHECKSUM") == "off"):
+        sys.exit("trigram chaos: corrupt needs checksums: leave TRIGRAM_TLS and TRIGRAM_CHECKSUM out")
     with Chaos(settings) as chaos:
         return chaos.run()

@@ -151,7 +151,7 @@ impl Hub {
     pub(crate) fn stop(&mut self, i: usize, error: Error) {
         let error = match error {
             Error::PeerLost { rank, .. } if self.lost.contains_key(&rank) => {
-                self.loss(rank, &self.jobs[i].body.signature)
+                self.loss(rank, self.jobs[i].body.members.id, &self.jobs[i].body.signature)
             }
             error => error,
         };
@@ -230,7 +230,7 @@ impl Hub {
             let id = self.jobs[i].body.id;
             if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {
                 tx.take_back(id);
-                let error = self.loss(rank, &self.jobs[i].body.signature);
+                let error = self.loss(rank, self.jobs[i].body.members.id, &self.jobs[i].body.signature);
                 self.fail(i, error, true);
             }
         }
@@ -254,8 +254,13 @@ impl Hub {
         self.beaten = Instant::now();
     }
 
-    pub(crate) fn loss(&self, rank: u32, signature: &Signature) -> Error {
-        loss(rank, self.lost.get(&rank), signature)
+    pub(crate) fn loss(&self, rank: u32, group: u64, signature: &Signature) -> Error {
+        // Who leaves for another's death has told of the call that it failed. That death is the reason here too,
+        // even where it is not known yet: the kernel closes a dead rank's connections one after another.
+        let said = self.failures.iter().filter(|f| f.peer == rank && f.group == group).map(|f| &f.error);
+        let mut deaths =
+            said.filter(|e| matches!(e, Error::PeerLost { rank, .. } if *rank != self.world.rank));
+        deaths.next().cloned().unwrap_or_else(|| loss(rank, self.lost.get(&rank), signature))
     }
 
     /// Fails jobs that need a lost peer.
@@ -272,7 +277,7 @@ impl Hub {
             if let Some(rank) = self.first_lost(&ranks) {
                 // A helper need not say so then: who has left may have had its result without it.
                 let tell = !all || members.me < members.layout.workers();
-                let error = self.loss(rank, &job.body.signature);
+                let error = self.loss(rank, job.body.members.id, &job.body.signature);
                 self.fail(i, error, tell);
             }
         }
@@ -294,7 +299,7 @@ impl Hub {
                 });
             if let Some(&rank) = broken {
                 // It waits for the living, who have heard of the loss in another call and will not come.
-                let error = self.loss(rank, &self.jobs[i].body.signature);
+                let error = self.loss(rank, self.jobs[i].body.members.id, &self.jobs[i].body.signature);
                 self.fail(i, error, true);
                 continue;
             }

@@ -186,7 +186,7 @@ impl Hub {
                 }
                 Some((failure.error, false))
             }
-            (None, Some(rank)) => Some((self.loss(rank, &signature(&request)), true)),
+            (None, Some(rank)) => Some((self.loss(rank, members.id, &signature(&request)), true)),
             _ => None,
         };
         let i = self.enter(members, call_id, request, ticket);

@@ -20,7 +20,7 @@ use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
 use trigram_engine::failing::How;
 use trigram_engine::job::{Message, Request, Tensors};
-use trigram_engine::secret::{PROOF, Security};
+use trigram_engine::secret::Security;
 use trigram_engine::ticket::Ticket;
 use trigram_engine::{address, engine, group, memory, rendezvous};
 
@@ -419,12 +419,10 @@ fn interfaces() -> Vec<(String, String)> {
     address::interfaces()
 }
 
-/// Whether a rank's card has the seal of this job's secret; any has where there is none.
+/// Whether this is a card of that rank, with the seal of this job's secret if there is one.
 #[pyfunction]
-fn is_sealed(py: Python<'_>, card: &[u8]) -> PyResult<bool> {
-    let (body, seal) = card.split_at(card.len().saturating_sub(PROOF));
-    let security = Security::from_env().raise(py)?;
-    Ok(security.secret.is_none() || security.is_sealed(body, seal))
+fn is_card(py: Python<'_>, card: &[u8], rank: u32) -> PyResult<bool> {
+    Ok(rendezvous::is_card(&Security::from_env().raise(py)?, card, rank))
 }
 
 #[pymodule]
@@ -440,6 +438,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<device::DeviceGroup>()?;
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
-    m.add_function(wrap_pyfunction!(is_sealed, m)?)?;
+    m.add_function(wrap_pyfunction!(is_card, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

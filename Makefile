@@ -68,8 +68,8 @@ test-hostile: export CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS = true
 test-hostile: export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS = true
 test-hostile: export TRIGRAM_FUZZ = 10000000
 test-hostile:
-	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --nocapture --test-threads=1
-	cargo test -p trigram-net-plugin --release --locked --lib hostile -- --nocapture
+	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --test-threads=1
+	cargo test -p trigram-net-plugin --release --locked --lib hostile
 
 # Needs a nightly toolchain with miri and rust-src.
 test-sanitize:

@@ -1,6 +1,6 @@
 """Training that goes on when ranks are killed, and lets them in again: handwritten digits, an MLP.
 
-    trigram chaos --ranks 4 --seconds 50 --every 4 --faults kill -- examples/elastic.py --pause 0.02
+    trigram chaos --ready "has made step" --settle 1 --seconds 50 -- examples/elastic.py --pause 0.02
 
 Every step's batch depends on the step and on this rank's place among the living, so whoever lives covers the
 data. The last line of each rank has the loss over all training data.
@@ -39,7 +39,8 @@ def main() -> None:
     trigram.init(elastic=True)
     model = trigram.with_bagua(model, optimizer=optimizer, elastic=[schedule])
 
-    for step in range(trigram.stats(model)["steps"], args.steps):
+    first = trigram.stats(model)["steps"]
+    for step in range(first, args.steps):
         draw = torch.Generator().manual_seed(step * 64 + trigram.rank())
         batch = torch.randint(len(x), (64,), generator=draw)
         loss = functional.cross_entropy(model(x[batch]), y[batch])
@@ -47,6 +48,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         schedule.step()
+        if step == first:
+            print(f"has made step {step}", flush=True)
         time.sleep(args.pause)
 
     with torch.no_grad():

@@ -419,6 +419,7 @@ def bare(rank: int, world: int) -> list[int]:
 def test_recover(transport: str) -> None:
     with Ranks(4, bare, transport=transport) as ranks:
         results = ranks.results(60, dies=[1])
+        assert all("goes on with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
     assert [r for r in results if not isinstance(r, Died)] == [[0, 2, 3]] * 3
 
 
@@ -539,6 +540,33 @@ def test_who_comes_late_without_a_model() -> None:
         ranks.extra = {"WORLD_SIZE": "3"}
         ranks.restart(2, without_a_model)
         assert ranks.results(60) == [[0, 1, 2]] * 3
+
+
+def by_a_store(rank: int, world: int, port: int) -> int:
+    """Rank 2 comes when the store that the others met in has gone and come back."""
+    import torch.distributed as dist
+
+    trigram.init(dist.TCPStore("127.0.0.1", port, is_master=False), rank, world, elastic=True)
+    if rank == 2:
+        return trigram.recover().size
+    say("in")
+    return int(until(lambda: trigram.recover().size == 3 and 3, 60))
+
+
+def test_a_store_may_go_and_come_back() -> None:
+    import torch.distributed as dist
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with Ranks(2, by_a_store, port) as ranks:
+        for r in range(2):
+            ranks.await_said(r, "in")
+        del store
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        ranks.extra = {"WORLD_SIZE": "3"}
+        ranks.restart(2, by_a_store, port)
+        assert ranks.results(60) == [3, 3, 3]
+    del store
 
 
 def two_jobs(rank: int, world: int, port: int, again: bool = False) -> int:

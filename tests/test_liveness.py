@@ -28,7 +28,7 @@ def gave_up(text: str) -> bool:
     return "given up this rank" in text
 
 
-def loop(rank: int, world: int, through: bool = False) -> tuple[int, str, float, float]:
+def loop(rank: int, world: int) -> tuple[int, str, float, float]:
     """all_reduce until a peer is lost: who, the text, when; and the largest wrong number before."""
     trigram.init()
     t = torch.empty(SIZE)

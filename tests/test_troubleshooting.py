@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 import torch
 
 import trigram
-from tests.harness import ROOT, Ranks, await_flag, flag, say
+from tests.harness import ROOT, Ranks, await_flag, flag, say, scratch
 
 pytestmark = pytest.mark.waits
 
@@ -222,21 +221,23 @@ CASES: dict[tuple[str, str], Case] = {
 }
 
 
-def outcome(rank: int, world: int, key: tuple[str, str]) -> tuple[str, str]:
-    """The error that a case ends in, on this rank."""
+def outcome(rank: int, world: int, key: tuple[str, str]) -> tuple[str, str, int | None]:
+    """The error that a case ends in, on this rank: its name, what it says, and whom it is about."""
     case = CASES.get(key, _loop)
+    os.environ["TRIGRAM_CHAOS"] = str(scratch() / f"word{rank}")
+    (scratch() / f"word{rank}").write_bytes(bytes(4))
     try:
         case(rank)
     except trigram.TrigramError as e:
-        return type(e).__name__, str(e)
-    return "", ""
+        return type(e).__name__, str(e), getattr(e, "rank", None)
+    return "", "", None
 
 
 @pytest.mark.parametrize("key", list(CASES), ids=lambda key: key[1].replace(" ", "-"))
 def test_what_ranks_do(key: tuple[str, str]) -> None:
     with Ranks(WORLD, outcome, key) as ranks:
         results = ranks.results(60)
-    name, text = results[0]
+    name, text, _ = results[0]
     assert name == key[0] and key[1] in text, results
     assert name not in ("MismatchError", "CorruptError", "AuthError") or {r[0] for r in results} == {name}
 
@@ -251,17 +252,14 @@ DONE_TO = {
 
 
 @pytest.mark.parametrize("key", list(DONE_TO), ids=lambda key: key[1].replace(" ", "-"))
-def test_what_is_done_to_ranks(key: tuple[str, str], tmp_path: Path) -> None:
+def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
     transport, number = DONE_TO[key]
-    word = tmp_path / "word"
-    word.write_bytes(bytes(4))
-    env = {"TRIGRAM_CHAOS": str(word)} if number is None else {}
-    with Ranks(WORLD, outcome, key, transport=transport, env=env) as ranks:
+    with Ranks(WORLD, outcome, key, transport=transport) as ranks:
         for r in range(WORLD):
             ranks.await_said(r, "in the loop")
         time.sleep(0.3)
         if number is None:
-            with word.open("r+b") as f:
+            with (ranks.dir / "word2").open("r+b") as f:
                 f.write(b"\1")
         else:
             ranks.signal(2, number)
@@ -269,8 +267,10 @@ def test_what_is_done_to_ranks(key: tuple[str, str], tmp_path: Path) -> None:
             wakes = threading.Timer(2.5, lambda: ranks.signal(2, signal.SIGCONT))
             wakes.start()
         results = ranks.results(60, dies=[2] if number == signal.SIGKILL else [])
-    said = [r for r in results if isinstance(r, tuple)]
-    assert any(name == key[0] and key[1] in text for name, text in said), said
+    itself = key[1] == "it has given up this rank"
+    for name, text, about in results[2:] if itself else results[:2]:
+        assert name == key[0] and key[1] in text, results
+        assert about in (0, 1) if itself else about == 2, results
 
 
 def test_every_row_is_made_to_happen() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
+from torch import nn
 
 from trigram import collectives
 from trigram.world import Group
@@ -94,3 +95,8 @@ def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_byt
                 size += t.nbytes
         if chunk:
             Flat(chunk).broadcast(src, group)
+
+
+def of_buffers(model: nn.Module) -> list[Flat]:
+    """A model's buffers that have anything in them, in one for each dtype."""
+    return [Flat(b) for b in alike(b for b in model.buffers() if b.numel())]

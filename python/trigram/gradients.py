@@ -114,7 +114,7 @@ class Gradients(Carrier):
             self.params[i].register_post_accumulate_grad_hook(Hook(self, "_on_gradient", i))
             for i in (*self.dense, *self.rows)
         ]
-        self.buffers = _buffers(model)
+        self.buffers = flat.of_buffers(model)
 
     # Forward.
 
@@ -147,7 +147,7 @@ class Gradients(Carrier):
         with torch.no_grad():
             current = [b for b in model.buffers() if b.numel()]
             if [id(b) for b in current] != [id(t) for f in self.buffers for t in f.tensors]:
-                self.buffers = _buffers(model)
+                self.buffers = flat.of_buffers(model)
             for buffers in self.buffers:
                 buffers.broadcast(src, self.channels.side)
 
@@ -447,7 +447,3 @@ class Gradients(Carrier):
                 for b in self.buckets
             ],
         }
-
-
-def _buffers(model: nn.Module) -> list[flat.Flat]:
-    return [flat.Flat(b) for b in flat.alike(b for b in model.buffers() if b.numel())]

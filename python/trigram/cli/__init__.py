@@ -61,6 +61,9 @@ def chaos_command(
     ] = "kill,stop,pause,slow",
     restart: Annotated[bool, typer.Option(help="Start a rank again that has ended.")] = True,
     settle: Annotated[float, typer.Option(help="Seconds that a rank has to come up unharmed.")] = 8.0,
+    ready: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="These seconds begin when the rank has written this.")
+    ] = None,
     patience: Annotated[float, typer.Option(help="Seconds that the job has to end by itself after.")] = 120.0,
     logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what ranks write here.")] = None,
 ) -> None:
@@ -80,9 +83,10 @@ def chaos_command(
         every,
         faults.split(","),
         restart,
-        settle,
-        patience,
-        logs,
+        settle=settle,
+        ready=ready,
+        patience=patience,
+        logs=logs,
     )
     report = chaos.run(settings)
     sys.stdout.write(f"{report}\n")

@@ -50,6 +50,7 @@ class Settings:
     faults: Sequence[str] = FAULTS
     restart: bool = True
     settle: float = 8.0
+    ready: str | None = None
     patience: float = 120.0
     logs: Path | None = None
     environment: dict[str, str] = field(default_factory=dict)
@@ -63,7 +64,8 @@ class Rank:
     log: Path
     control: mmap.mmap
     starts: int = 1
-    began: float = field(default_factory=time.monotonic)
+    old_log: int = 0  # characters that earlier lives have written
+    settling: float | None = field(default_factory=time.monotonic)  # since then; None: not yet ready
 
 
 @dataclass
@@ -151,6 +153,7 @@ class Chaos:
         with word.open("r+b") as f:
             control = mmap.mmap(f.fileno(), 4)
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIGRAM_CHAOS": str(word)}
+        old = len(log.read_text(errors="replace")) if log.exists() else 0
         with log.open("ab") as out:
             process = subprocess.Popen(
                 list(self.settings.command),
@@ -160,11 +163,16 @@ class Chaos:
                 stderr=subprocess.STDOUT,
             )
         starts = self.ranks[rank].starts + 1 if rank in self.ranks else 1
-        self.ranks[rank] = Rank(process, log, control, starts)
+        self.ranks[rank] = Rank(process, log, control, starts, old)
+        if self.settings.ready is not None:
+            self.ranks[rank].settling = None
         self.struck.pop(rank, None)
 
     def run(self) -> Report:
         """Lets the job run under fire, then to its end."""
+        while not self._all_ready() and not self._over():
+            self._tend()
+            time.sleep(0.05)
         began = time.monotonic()
         next_fault = began + self._pause()
         while time.monotonic() < began + self.settings.seconds and not self._over():
@@ -182,6 +190,14 @@ class Chaos:
         logs = {r: rank.log.read_text(errors="replace") for r, rank in self.ranks.items()}
         return Report(+self.faults, self.restarts, self.unexpected, sorted(self.finished), hung, logs)
 
+    def _all_ready(self) -> bool:
+        """Looks who has said that it is ready, in this life."""
+        for rank in self.ranks.values():
+            if rank.settling is None and self.settings.ready is not None:
+                said = rank.log.read_text(errors="replace")[rank.old_log :]
+                rank.settling = time.monotonic() if self.settings.ready in said else None
+        return all(rank.settling is not None for rank in self.ranks.values())
+
     def _pause(self) -> float:
         return self.settings.every * self.random.uniform(0.5, 1.5)
 
@@ -190,11 +206,15 @@ class Chaos:
 
     def _strike(self) -> None:
         """One fault, to one rank that nothing is being done to."""
+        self._all_ready()
         settled = time.monotonic() - self.settings.settle
         whole = [
             r
             for r, rank in self.ranks.items()
-            if rank.process.poll() is None and r not in self.struck and rank.began < settled
+            if rank.process.poll() is None
+            and r not in self.struck
+            and rank.settling is not None
+            and rank.settling < settled
         ]
         # Enough must be left whole to go on: more than half.
         few = len(whole) <= self.settings.ranks // 2 + 1

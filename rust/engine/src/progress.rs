@@ -1,6 +1,6 @@
 //! One round of everything that moves: what arrived, the calls under way, what waits to be sent.
 //!
-//! Whoever holds the progress lock ([`crate::engine`]) calls `Progress::poll` until nothing moves.
+//! Whoever holds the progress lock (`crate::driver`) calls `Progress::poll` until nothing moves.
 
 use std::time::{Duration, Instant};
 
@@ -17,9 +17,11 @@ use crate::ticket::GLANCE;
 const FAREWELL: Duration = Duration::from_millis(100);
 
 /// Everything that moves, under the progress lock.
-pub(crate) struct Progress {
-    pub(crate) hub: Hub,
-    pub(crate) rx: Vec<Option<Rx>>,
+pub struct Progress {
+    /// The calls under way, and what waits to be sent.
+    pub hub: Hub,
+    /// By rank: what arrives from it; None for this rank, and for those that are lost.
+    pub rx: Vec<Option<Rx>>,
     /// Neighbours whose control connection has ended.
     pub(crate) gone: Vec<u32>,
     parting: Vec<Parting>,
@@ -29,13 +31,13 @@ pub(crate) struct Progress {
 
 impl Progress {
     /// Nothing has moved yet.
-    pub(crate) fn new(hub: Hub, rx: Vec<Option<Rx>>) -> Self {
+    pub fn new(hub: Hub, rx: Vec<Option<Rx>>) -> Self {
         let pulse = Pulse::new(rx.len());
         Self { hub, rx, gone: Vec::new(), parting: Vec::new(), pulse, ticked: Instant::now() }
     }
 
     /// Moves everything once; true if anything moved.
-    pub(crate) fn poll(&mut self) -> bool {
+    pub fn poll(&mut self) -> bool {
         let mut moved = self.read();
         // Only now: what a peer said before its connection closed is acted on before that.
         for told in std::mem::take(&mut self.hub.told) {

@@ -13,6 +13,7 @@ use trigram_engine::hub::{Hub, Submission};
 use trigram_engine::link::{AHEAD, Rx, Tx};
 use trigram_engine::members::Members;
 use trigram_engine::memory::{Place, Segment};
+use trigram_engine::progress::Progress;
 use trigram_engine::transport::{Read, shm};
 use trigram_engine::unix;
 use trigram_engine::world::{Neighbour, World};
@@ -111,20 +112,20 @@ fn boards() {
             .map(|len| (Fenced::new(len * 4), len))
             .collect();
         let held: usize = memory.iter().map(|m| m.1 * 16).sum();
-        let mut hub = Hub::new(world.clone(), vec![None, Some(tx)]);
-        let mut rx = [None, Some(rx)];
+        let hub = Hub::new(world.clone(), vec![None, Some(tx)]);
+        let mut progress = Progress::new(hub, vec![None, Some(rx)]);
         group += 1;
         let Ok(members) = Members::new(group, "here".into(), vec![0, 1], 0, &world) else { continue };
         let members = Arc::new(members);
         let place = hostile.board.enter_group(group).unwrap();
         let (mut tickets, mut bytes, mut fed, mut jobs) = (Vec::new(), Vec::new(), 0, 0);
         for _ in 0..400 {
-            if jobs < memory.len() && hub.jobs.len() < LANES && rng.one_in(3) {
+            if jobs < memory.len() && progress.hub.jobs.len() < LANES && rng.one_in(3) {
                 let (memory, len) = &mut memory[jobs];
                 let request = some_request(&mut rng, memory.at(), *len, 2);
                 let ticket = Arc::default();
                 tickets.push(Arc::clone(&ticket));
-                hub.admit(Submission { members: members.clone(), request, ticket, deadline: None });
+                progress.hub.admit(Submission { members: members.clone(), request, ticket, deadline: None });
                 jobs += 1;
             }
             match rng.below(40) {
@@ -132,29 +133,29 @@ fn boards() {
                 1 => scribble(&mut rng, &mine),
                 2..8 => {
                     bytes.clear();
-                    some_frame(&mut rng, &hub, 1, &mut bytes);
+                    some_frame(&mut rng, &progress.hub, 1, &mut bytes);
                     fed += hostile.tx.write(&bytes, &[]).unwrap();
                 }
-                8 => show(&mut rng, &mine, place, &hub), // not its own, but it can
+                8 => show(&mut rng, &mine, place, &progress.hub), // not its own, but it can
                 9 => drop(unix::send(
                     &hostile.control,
                     &bytes[..bytes.len().min(9)],
                     &[hostile.board.bell().fd()],
                 )),
-                _ => show(&mut rng, &hostile.board, place, &hub),
+                _ => show(&mut rng, &hostile.board, place, &progress.hub),
             }
             done += 1;
-            round(&mut hub, &mut rx);
+            round(&mut progress);
             members.ring();
         }
         let took = ACCOUNT.peak() - before;
         // A pipe whose counters lie gives what its ring holds, again and again: at most a turn in each round.
         let most = (4 << 20) + held + 6 * fed + 2 * AHEAD + 400 * PIPE;
         assert!(took < most, "{took} bytes for {fed} that came, at most {most}");
-        ended += hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
+        ended += progress.hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
         failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
-        hub.fail_all(&Error::Aborted("the end".into()), false);
-        drop((rx, hub));
+        progress.hub.fail_all(&Error::Aborted("the end".into()), false);
+        drop(progress);
         memory.iter().for_each(|m| m.0.check());
     }
     assert!(ended > 0 && failed > 0);

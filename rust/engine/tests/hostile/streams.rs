@@ -8,13 +8,13 @@ use trigram_core::schedule::Step;
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::failing::How;
 use trigram_engine::group::{call, in_place};
 use trigram_engine::host::board::Board;
 use trigram_engine::hub::{Hub, Submission};
 use trigram_engine::job::{Message, Request};
-use trigram_engine::link::{AHEAD, Pumped, Rx, Tx};
+use trigram_engine::link::{AHEAD, Rx, Tx};
 use trigram_engine::members::Members;
+use trigram_engine::progress::Progress;
 use trigram_engine::transport::{Read, Receiver, Sender};
 use trigram_engine::world::World;
 
@@ -149,8 +149,11 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
     }
     let start = into.len();
     let mut payload = vec![0; frame.len as usize];
-    if frame.kind == Kind::Fail && rng.one_in(2) {
+    if matches!(frame.kind, Kind::Fail | Kind::Lost) && rng.one_in(2) {
         payload = postcard::to_stdvec(&Error::Aborted("as it may be".into())).unwrap();
+        if frame.kind == Kind::Lost {
+            frame.tag = rng.below(5) as u32; // of a rank that there is, or nearly
+        }
         frame.len = payload.len() as u32;
     } else {
         rng.fill(&mut payload);
@@ -173,34 +176,11 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
     }
 }
 
-/// One round of what the engine does, see `Progress::poll`.
-pub(crate) fn round(hub: &mut Hub, rx: &mut [Option<Rx>]) {
-    for (rank, slot) in rx.iter_mut().enumerate() {
-        let Some(way) = slot else { continue };
-        let gone = loop {
-            match way.pump(hub) {
-                Ok(Pumped::Moved) => {}
-                Ok(Pumped::Nothing) => break None,
-                Ok(Pumped::Closed) => break Some(Error::Aborted("closed".into())),
-                Err(e) => break Some(e),
-            }
-        };
-        if let Some(why) = gone {
-            *slot = None;
-            hub.lose(rank as u32, why, How::Dead);
-        }
-    }
-    hub.check_losses();
-    hub.help();
-    hub.finish_sends();
-    for i in 0..hub.jobs.len() {
-        hub.advance(i);
-    }
-    hub.pump_out();
-    for job in std::mem::take(&mut hub.dead) {
-        rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
-    }
-    hub.reap(Instant::now() + Duration::from_secs(60));
+/// What the engine does with it.
+pub(crate) fn round(progress: &mut Progress) {
+    while progress.poll() {}
+    // Calls that failed wait for those who may still write to their memory; here nobody does.
+    progress.hub.reap(Instant::now() + Duration::from_secs(60));
 }
 
 #[test]
@@ -231,10 +211,10 @@ fn streams() {
         );
         let feeds: Vec<Arc<Mutex<Feed>>> = (0..3).map(|_| Arc::default()).collect();
         let way = |r: u32| (r > 0).then(|| Rx::new(r, Box::new(Fed(feeds[r as usize].clone()))));
-        let mut rx: Vec<Option<Rx>> = (0..3).map(way).collect();
         if helps {
             hub.helped = Some(helped.clone());
         }
+        let mut progress = Progress::new(hub, (0..3).map(way).collect());
         let (mut tickets, mut fed, mut jobs) = (Vec::new(), 0, 0);
         for i in 0..48 {
             if jobs < memory.len() && (i == 0 || rng.one_in(6)) {
@@ -243,23 +223,23 @@ fn streams() {
                 let request = some_request(&mut rng, at, len, 3);
                 let ticket = Arc::default();
                 tickets.push(Arc::clone(&ticket));
-                hub.admit(Submission { members: all.clone(), request, ticket, deadline: None });
+                progress.hub.admit(Submission { members: all.clone(), request, ticket, deadline: None });
                 jobs += 1;
             }
             let from = 1 + rng.below(2);
             {
                 let mut feed = feeds[from].lock().unwrap();
                 let start = feed.bytes.len();
-                some_frame(&mut rng, &hub, from as u32, &mut feed.bytes);
+                some_frame(&mut rng, &progress.hub, from as u32, &mut feed.bytes);
                 feed.chunk = 1 + rng.below(8000);
                 fed += feed.bytes.len() - start;
             }
             done += 1;
-            round(&mut hub, &mut rx);
+            round(&mut progress);
             if rng.one_in(16) {
-                hub.tick(Instant::now() + Duration::from_secs(1));
+                progress.hub.tick(Instant::now() + Duration::from_secs(1));
             }
-            if rx.iter().flatten().count() == 0 {
+            if progress.rx.iter().flatten().count() == 0 {
                 break;
             }
         }
@@ -270,11 +250,11 @@ fn streams() {
         let most = (4 << 20) + own + 6 * fed + 2 * 2 * AHEAD;
         assert!(helps || took < most, "{took} bytes for {fed} that came, at most {most}");
         worst = if helps { worst } else { worst.max(took as f64 / most as f64) };
-        lost += 2 - rx.iter().flatten().count();
-        ended += hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
+        lost += 2 - progress.rx.iter().flatten().count();
+        ended += progress.hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
         failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
-        hub.fail_all(&Error::Aborted("the end".into()), false);
-        drop((rx, hub));
+        progress.hub.fail_all(&Error::Aborted("the end".into()), false);
+        drop(progress);
         memory.iter().for_each(|m| m.0.check());
     }
     assert!(ended > 0 && failed > 0 && lost > 0);

@@ -1,5 +1,5 @@
 //! How callers hand work to the thread that drives it: a model of `Engine::{run, command, wake_background}` and
-//! `Shared::{background, drive, take_inbox}`. The bell and the tickets are real.
+//! `Driver::{background, drive, take_inbox}` (`driver.rs`). The bell and the tickets are real.
 
 use std::time::Duration;
 

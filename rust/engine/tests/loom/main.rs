@@ -2,7 +2,7 @@
 //!
 //! `src/host/{pipe,lane,words}.rs` and `src/ticket.rs` are compiled here as they are, over loom's atomics (see
 //! `src/sync.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
-//! and how `engine.rs` passes on what it is asked for. `make test-loom` runs it.
+//! and how `driver.rs` passes on what it is asked for. `make test-loom` runs it.
 #![cfg(trigram_loom)]
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
@@ -45,7 +45,7 @@ fn check(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
     builder.check(model);
 }
 
-/// Polls until it is over, and sleeps where nothing has moved, as `Shared::drive` and `Shared::sleep` in `engine.rs` do.
+/// Polls until it is over, and sleeps where nothing has moved, as `Driver::drive` and `Driver::sleep` do.
 fn drive(bell: &Words, poll: impl Fn() -> Polled) {
     loop {
         match poll() {

@@ -153,3 +153,21 @@ def _meet_at_commit(world: int, dies: bool) -> None:
         return commit(side)
 
     elastic._commit = met
+
+
+# In the test.
+
+
+def await_step(ranks: Ranks, rank: int, step: int, timeout: float = 60.0) -> None:
+    """Waits until a rank has done a step."""
+    ranks.await_said(rank, ("did", step), timeout)
+
+
+def the_same(results: list[Any], living: list[int]) -> dict[str, Any]:
+    """All living ranks hold the same bits after the same number of steps."""
+    first: dict[str, Any] = results[living[0]]
+    for r in living:
+        assert torch.equal(results[r]["weights"], first["weights"]), f"rank {r} differs"
+        assert results[r]["steps"] == first["steps"]
+        assert torch.equal(results[r]["count"], torch.full((3,), float(first["steps"]))), f"rank {r}"
+    return first

@@ -170,7 +170,8 @@ class Chaos:
 
     def run(self) -> Report:
         """Lets the job run under fire, then to its end."""
-        while not self._all_ready() and not self._over():
+        end = time.monotonic() + self.settings.patience
+        while not self._all_ready() and not self._over() and time.monotonic() < end:
             self._tend()
             time.sleep(0.05)
         began = time.monotonic()

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from trigram import collectives, device, flat
-from trigram.errors import MismatchError, UnsupportedError
+from trigram.errors import AbortedError, MismatchError, UnsupportedError
 from trigram.finite import Suspects
 from trigram.hooks import Hook
 from trigram.world import Group, aided_group, internal_group
@@ -45,7 +45,7 @@ class Channels:
     def __init__(self, group: Group) -> None:
         self._aided: Group | None = None
         self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
-        self.interrupted: Callable[[], bool] = lambda: False  # whether waiting for neighbours is in vain
+        self.interrupted: Callable[[], bool] | None = None  # whether waiting for neighbours is in vain
         self.entering = False  # this rank takes the weights from an elastic job that it enters
         self.rule: Any = None
         self.share: Any = None
@@ -72,6 +72,21 @@ class Channels:
         if wanted and self._aided is None:
             self._aided = aided_group(self.group)
         self.first = self._aided if wanted and self._aided is not None else self._plain
+
+    def wait(self, work: collectives.Work) -> None:
+        """Waits for a message; in an elastic job its sender may have gone to meet the others instead.
+
+        Raises:
+            AbortedError: This rank is to meet them too.
+        """
+        while self.interrupted is not None:
+            try:
+                work.wait(0.05)
+                return
+            except TimeoutError:
+                if self.interrupted():
+                    raise AbortedError(f"{self.name}: a message: the ranks come together") from None
+        work.wait()
 
     @property
     def name(self) -> str:

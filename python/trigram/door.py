@@ -152,14 +152,22 @@ class Door:
             self._thread.join(0.5)
 
     def knocks(self) -> list[dict[str, Any]]:
-        """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``."""
-        return [{"id": i, **knock} for i, knock in sorted(self.waiting.items())]
+        """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``.
+
+        Who could not be let in before comes alone, that nobody else is kept out for its sake.
+        """
+        waiting = [{"id": i, **knock} for i, knock in sorted(self.waiting.items())]
+        return [knock for knock in waiting if knock["rank"] not in self._off] or waiting[:1]
 
     def put_off(self, ranks: Sequence[int]) -> None:
         """These could not be let in. Members stand still for each attempt, so the next is later each time."""
         for rank in ranks:
             failures = self._off.get(rank, (0, 0.0))[0] + 1
             self._off[rank] = failures, time.monotonic() + min(2.0 ** (failures - 1), _LONGEST_OFF)
+
+    def forgive(self, rank: int) -> None:
+        """It has been let in."""
+        self._off.pop(rank, None)
 
     def _run(self) -> None:
         beat = 0
@@ -196,7 +204,8 @@ class Door:
                 continue  # a member's number: its end is not known yet, or somebody else took it
             if not _core.is_card(bytes.fromhex(knock["card"]), knock["rank"]):
                 # Members shall not even come together for it.
-                self.answer(i, {"refused": "TRIGRAM_SECRET, or the version of trigram, is not the job's"})
+                why = "TRIGRAM_SECRET, TRIGRAM_TLS or the version of trigram is not the job's"
+                self.answer(i, {"refused": why})
             elif self._off.get(knock["rank"], (0, 0.0))[1] < time.monotonic():
                 waiting[i] = knock
         self.waiting, self._heard = waiting, heard

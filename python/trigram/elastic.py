@@ -193,8 +193,9 @@ def add(part: Part) -> None:
         )
     _parts.append(part)
     if mine.newcomer:
-        # It has come with the world; the members have renewed theirs already.
-        part.renew(now.group, _entered, fresh=True)
+        # It has come with the world; the members renew theirs at the end of `recover`.
+        with _entering():
+            part.renew(now.group, _entered, fresh=True)
 
 
 def _others(group: Group, part: Part) -> list[Part]:
@@ -247,7 +248,20 @@ def enter() -> None:
     entering.enter()
     now, _ = current()
     # The members make the same call at the end of `recover`: who is new, and who has the state.
-    _entered = _census(now.group, newcomer=True, commit=False)
+    with _entering():
+        _entered = _census(now.group, newcomer=True, commit=False)
+
+
+@contextlib.contextmanager
+def _entering() -> Iterator[None]:
+    """Lost in here, this rank goes on with the others like any of them."""
+    global _entered
+    try:
+        yield
+    except TrigramError as e:
+        if not is_loss(e):
+            raise
+        _entered = recover(boundary=False)
 
 
 def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> Reformed:

@@ -108,6 +108,10 @@ class NoEngine:
         """There is nothing to leave."""
 
 
+class RefusedError(AuthError):
+    """The members do not let this rank in."""
+
+
 def is_outside() -> bool:
     """Whether this rank has yet to enter."""
     return not membership.current()[1].ranks
@@ -131,12 +135,12 @@ def enter(timeout: float = 300.0) -> None:
             continue
         try:
             new = _once(now, mine, store, watch, live, end)
-        except AuthError:
-            raise
+        except RefusedError as e:
+            raise AuthError(str(e)) from None
         except (TrigramError, json.JSONDecodeError, KeyError) as e:
             why = str(e)
             # Once it may have been another's: of one who entered beside this rank, or who died meanwhile.
-            misfits = misfits + 1 if isinstance(e, ConfigError) else 0
+            misfits = misfits + 1 if isinstance(e, AuthError | ConfigError) else 0
             if misfits == _MISFITS:
                 raise
             time.sleep(rest)  # each knock makes the members stop for a moment
@@ -171,7 +175,7 @@ def _once(
             raise TimeoutError("elastic: the members do not come together")
         time.sleep(0.02)
     if "refused" in answer:
-        raise AuthError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
+        raise RefusedError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
     cards = [bytes.fromhex(c) for c in answer["cards"]]
     met = rendezvous.meet(cards)
     store.put(f"elastic/met/{knock.id}", "yes" if met else "no")

@@ -66,12 +66,12 @@ class Messages:
         return all(w.is_completed() for w in self.works)
 
     def wait(self) -> None:
-        """Waits for all; the first error is raised when all have ended."""
+        """Waits for all; the first error is raised when all have ended, or the ranks come together."""
         works, self.works = self.works, []
         error: Exception | None = None
         for work in works:
             try:
-                work.wait()
+                self.channels.wait(work)
             except Exception as e:
                 error = error or e
         if error is not None:

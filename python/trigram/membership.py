@@ -166,7 +166,7 @@ def reform(boundary: bool, complete: bool, anew: bool = False) -> Reformed:
             tries += 1
             if tries > _TRIES:
                 raise
-            if plan is not None and mine.door is not None:
+            if plan is not None and mine.door is not None and not set(now.engine.losses()) - set(lost):
                 mine.door.put_off([k["rank"] for k in plan["knocks"]])
             continue
         return _adopt(made)
@@ -334,6 +334,7 @@ def _adopt(made: Made) -> Reformed:
         mine.door.keep(new.rank == after.ranks[0], after.says())
         for knock in knocks if new.rank == made.here[0] else ():
             mine.door.store.put(f"elastic/go/{knock['id']}", "yes")
+            mine.door.forgive(knock["rank"])
     return _outcome(made.told, made.here, renewed=True, entered=[k["rank"] for k in knocks])
 
 
@@ -354,7 +355,7 @@ def is_loss(error: TrigramError) -> bool:
 
     They may have heard of it before this one.
     """
-    if not isinstance(error, PeerLostError | AbortedError | CorruptError):
+    if isinstance(error, NoQuorumError) or not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + 3.0
     while time.monotonic() < end:

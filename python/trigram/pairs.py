@@ -128,7 +128,7 @@ class Pairs:
         since = time.perf_counter()
         works, self.works = self.works, []
         for work in works:
-            work.wait()
+            self.channels.wait(work)
         self.waited += time.perf_counter() - since
         self.flat.out.copy_(self.flat.inp)
         self.references.meet(self.partner, self.mine, self.theirs, self.flat.out, 0.5)
@@ -149,7 +149,7 @@ class Pairs:
             self.waits += 1
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
-                if self.channels.interrupted():
+                if self.channels.interrupted is not None and self.channels.interrupted():
                     raise AbortedError("an exchange: the ranks come together")
                 self._listen()  # others must not wait for what this rank waits for
                 time.sleep(0.0005)

@@ -302,6 +302,8 @@ class Weights(Carrier):
                 collectives.all_reduce(all_.memory, "avg", None, self.channels.side)
                 all_.memory.mul_(self.channels.size / old)
                 all_.unpack()
+        _, mine = membership.current()
+        mine.newcomer, mine.fresh = False, frozenset()  # all hold the state now
         self._prepare()
 
     def abandon(self) -> None:

@@ -179,8 +179,13 @@ impl Group {
     /// Gives up all collectives of this group before the `through`-th, on all ranks: those under
     /// way fail with [`Error::Aborted`], those not yet made are skipped.
     pub fn abort(&self, through: u64, why: &str) -> Result<()> {
+        self.fail(through, Error::Aborted(why.to_string()))
+    }
+
+    /// The same, for a reason of another kind.
+    pub fn fail(&self, through: u64, why: Error) -> Result<()> {
         self.members.made.fetch_max(through, Ordering::Relaxed);
-        self.engine.abort(self.members.clone(), through, Error::Aborted(why.to_string()))
+        self.engine.abort(self.members.clone(), through, why)
     }
 }
 

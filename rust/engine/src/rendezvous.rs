@@ -60,10 +60,12 @@ struct Card {
 
 const VERSION: u32 = 2;
 
-/// Whether this is a card of that rank, of this version, with the seal of the job's secret if there is one.
+/// Whether this is a card of that rank, of this version, guarded as this one's and with the seal of the job's secret.
 pub fn is_card(security: &Security, bytes: &[u8], rank: u32) -> bool {
     let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
-    let reads = postcard::from_bytes::<Card>(body).is_ok_and(|c| c.rank == rank && c.version == VERSION);
+    let guarded = |c: &Card| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
+    let reads = postcard::from_bytes::<Card>(body)
+        .is_ok_and(|c| c.rank == rank && c.version == VERSION && guarded(&c));
     reads && (security.secret.is_none() || security.is_sealed(body, seal))
 }
 

@@ -64,8 +64,12 @@ impl Failure {
 /// Tells the other ranks that this one cannot go on.
 fn raise_alarm(error: &Error, alarm: &Group) {
     let members = alarm.members();
-    let why = format!("rank {}: {error}", members.ranks[members.me as usize]);
-    let _ = alarm.abort(alarm.next() + 1, &why);
+    let why = match error {
+        // It says of itself who differs, and is the same on all ranks, whoever sees it first.
+        Error::Mismatch { .. } => error.clone(),
+        _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
+    };
+    let _ = alarm.fail(alarm.next() + 1, why);
 }
 
 /// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.

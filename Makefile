@@ -67,9 +67,13 @@ test-hostile: export CARGO_TARGET_DIR = target/hostile
 test-hostile: export CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS = true
 test-hostile: export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS = true
 test-hostile: export TRIGRAM_FUZZ = 10000000
+test-hostile: said = target/hostile/said.log
 test-hostile:
-	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --test-threads=1
-	cargo test -p trigram-net-plugin --release --locked --lib hostile
+	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile --no-run
+	# Not captured, for that would count as memory; each rank that is given up is a line.
+	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --nocapture --test-threads=1 \
+		2> $(said) || { tail -n 30 $(said); exit 1; }
+	cargo test -p trigram-net-plugin --release --locked --lib hostile -- --nocapture
 
 # Needs a nightly toolchain with miri and rust-src.
 test-sanitize:

@@ -137,7 +137,7 @@ def enter(timeout: float = 300.0) -> None:
             new = _once(now, mine, store, watch, live, end)
         except RefusedError as e:
             raise AuthError(str(e)) from None
-        except (TrigramError, json.JSONDecodeError, KeyError) as e:
+        except (TrigramError, ValueError, KeyError, TypeError) as e:  # anybody may write to the store
             why = str(e)
             # Once it may have been another's: of one who entered beside this rank, or who died meanwhile.
             misfits = misfits + 1 if isinstance(e, AuthError | ConfigError) else 0

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from trigram import codecs, kernels
+from trigram.codecs import codec as codecs
+from trigram.codecs import triton as kernels
 
 CODECS = "bf16,f16,int8,int4,fp8,sign,topk:0.01,randomk:0.01"
 CALLS, REPEATS = 20, 7

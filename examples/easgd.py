@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trigram
-from trigram.exchange import Mean
+from trigram.mixing.step import Mean
 
 
 class Elastic(Mean):

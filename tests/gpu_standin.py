@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from trigram import codes, collectives, device, world
+from trigram.collectives import calls as collectives
+from trigram.gpu import device
+from trigram.runtime import engine_codes as codes
+from trigram.runtime import world
 
 SOURCE = Path(__file__).resolve().parent.parent / "rust/nccl/tests/standin"
 

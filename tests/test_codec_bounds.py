@@ -26,7 +26,7 @@ from tests.codec_cases import (
     tensor,
     through,
 )
-from trigram import codecs
+from trigram.codecs import codec as codecs
 
 # ---------------------------------------------------------------------- how near
 

@@ -20,7 +20,7 @@ from tests.codec_cases import (
     normal,
     tensor,
 )
-from trigram import codecs
+from trigram.codecs import codec as codecs
 
 REFUSED = (trigram.MisuseError, trigram.UnsupportedError)
 GUARD = 64

@@ -21,7 +21,7 @@ from tests.codec_cases import (
     tensor,
     through,
 )
-from trigram import codecs
+from trigram.codecs import codec as codecs
 
 
 @pytest.mark.parametrize("name", MORE)

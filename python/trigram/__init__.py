@@ -10,8 +10,8 @@ Start the ranks with torchrun, or anything that provides a ``torch.distributed.S
 """
 
 from trigram._core import __version__
-from trigram.algorithms import Trigram, algorithms, register
-from trigram.collectives import (
+from trigram.algorithms.names import Trigram, algorithms, register
+from trigram.collectives.calls import (
     Work,
     all_gather,
     all_reduce,
@@ -26,8 +26,7 @@ from trigram.collectives import (
     scatter,
     send,
 )
-from trigram.ddp import ddp_hook
-from trigram.elastic import public_recover as recover
+from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
     AbortedError,
     AuthError,
@@ -41,8 +40,10 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
-from trigram.qadam import QAdam
-from trigram.training import (
+from trigram.runtime.world import Group, init, is_initialized, new_group, rank, shutdown, world_size
+from trigram.training.ddp_hook import ddp_hook
+from trigram.training.qadam import QAdam
+from trigram.training.with_bagua import (
     algorithm_state,
     consensus,
     join,
@@ -51,15 +52,6 @@ from trigram.training import (
     stats,
     switch,
     with_bagua,
-)
-from trigram.world import (
-    Group,
-    init,
-    is_initialized,
-    new_group,
-    rank,
-    shutdown,
-    world_size,
 )
 
 __all__ = [

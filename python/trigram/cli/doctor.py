@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from trigram import device
 from trigram._core import interfaces
 from trigram.cli.trials import crossover, trial
 from trigram.errors import UnsupportedError
+from trigram.gpu import device
 
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -1,0 +1,58 @@
+"""The codecs of :mod:`trigram.codecs` for tensors on a GPU, in Triton: the same bytes, the same numbers.
+
+One file per codec, as in ``rust/core/src/codec``, whose bits these are; what block codecs share is in
+``blocks``, what codecs that drop values share in ``sparse``. Nothing here waits for the GPU. Triton is
+imported by :func:`find`, not before.
+
+Where a NaN is computed (not carried), its payload is the processor's. Bytes that are no code cannot
+raise without waiting, so they decode to NaN throughout.
+"""
+
+from __future__ import annotations
+
+from trigram.codecs.codec import find as _codec
+from trigram.codecs.triton.kernel import Kernel
+from trigram.errors import UnsupportedError
+
+__all__ = ["Kernel", "find"]
+
+
+def find(name: str, block: int | None = None) -> Kernel:
+    """The kernels of a codec, named as for :func:`trigram.codecs.find`.
+
+    Args:
+        name: As written in a trigram.
+        block: Values per block, for int8, int4, fp8 and sign.
+
+    Raises:
+        UnsupportedError: There is no such codec, or Triton is not installed.
+    """
+    codec = _codec(name, block)
+    try:
+        import triton  # noqa: F401
+    except ImportError as e:
+        raise UnsupportedError(
+            f"codec {name!r} on a GPU: triton is not installed; it comes with the CUDA and ROCm builds of "
+            "torch on Linux, or with: pip install triton"
+        ) from e
+    kind = name.partition(":")[0]
+    if kind == "topk":
+        from trigram.codecs.triton.topk import TopK
+
+        return TopK(codec)
+    if kind == "randomk":
+        from trigram.codecs.triton.randomk import RandomK
+
+        return RandomK(codec)
+    from trigram.codecs.triton import affine, fp8, halves, sign
+    from trigram.codecs.triton.blocks import Blocks
+
+    plans = {
+        "bf16": halves.BF16,
+        "f16": halves.F16,
+        "int8": affine.INT8,
+        "int4": affine.INT4,
+        "fp8": fp8.FP8,
+        "sign": sign.SIGN,
+    }
+    return Blocks(codec, plans[kind])

@@ -10,15 +10,14 @@ Start the ranks with torchrun, or anything that provides a ``torch.distributed.S
 """
 
 from trigram._core import __version__
-from trigram.algorithms.names import Trigram, algorithms, register
+from trigram.algorithms.names import algorithms, register
+from trigram.algorithms.trigram import Trigram
 from trigram.collectives.calls import (
-    Work,
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
-    empty,
     gather,
     recv,
     reduce,
@@ -26,6 +25,7 @@ from trigram.collectives.calls import (
     scatter,
     send,
 )
+from trigram.collectives.work import Work
 from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
     AbortedError,
@@ -40,7 +40,9 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
-from trigram.runtime.world import Group, init, is_initialized, new_group, rank, shutdown, world_size
+from trigram.runtime.group import Group
+from trigram.runtime.memory import empty
+from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
 from trigram.training.qadam import QAdam
 from trigram.training.with_bagua import (

@@ -17,7 +17,7 @@ CHUNK = 1 << 14
 
 
 @dataclass(frozen=True)
-class Rule:
+class RobustAggregation:
     """What stands in the place of the mean.
 
     Attributes:
@@ -34,26 +34,26 @@ class Rule:
         return self.kind if self.kind == "median" else f"{self.kind}:{self.parameter:g}"
 
     @staticmethod
-    def parse(text: str) -> Rule | None:
+    def parse(text: str) -> RobustAggregation | None:
         """The rule of ``median``, ``trimmed:F`` or ``clip:R``; None: it is none of them."""
         kind, _, number = text.partition(":")
         if text == "median":
-            return Rule(kind)
+            return RobustAggregation(kind)
         if kind == "trimmed" and number.isascii() and number.isdigit():
-            return Rule(kind, int(number))
+            return RobustAggregation(kind, int(number))
         if kind == "clip":
             try:
                 radius = float(number)
             except ValueError:
                 return None
-            return Rule(kind, radius) if 0 < radius < math.inf else None
+            return RobustAggregation(kind, radius) if 0 < radius < math.inf else None
         return None
 
     def least(self) -> int:
         """The fewest ranks that it has a value for."""
         return 2 * int(self.parameter) + 1 if self.kind == "trimmed" else 1
 
-    def alone(self) -> Rule:
+    def without_history(self) -> RobustAggregation:
         """The same where there is no earlier result to start from: the median for ``clip``."""
         return replace(self, kind="median", parameter=0.0) if self.kind == "clip" else self
 
@@ -74,7 +74,7 @@ class Rule:
 def ordered(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The rows, sorted in each column.
 
-    Compares and exchanges whole rows: for few ranks ten times as fast as sorting columns.
+    Compares and steps whole rows: for few ranks ten times as fast as sorting columns.
     """
     found = list(rows)
     for turn in range(len(found)):

@@ -7,17 +7,17 @@ gradients leave, and all raise an error that names the rank.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 import torch
 
-from trigram.collectives import calls as collectives
+from trigram.collectives.consistency import listed, ranks_that
 from trigram.errors import CorruptError
-from trigram.runtime.world import Group
+from trigram.runtime import logs
+from trigram.runtime.group import Group
 
 
-class Suspects:
+class NonFiniteSenders:
     """How often each rank sent what a robust rule left out.
 
     Attributes:
@@ -34,18 +34,16 @@ class Suspects:
         A negative round is none of those that are numbered."""
         for rank in ranks:
             if rank not in self.counts:
-                # One write: several ranks may share the terminal.
-                sys.stderr.write(
-                    f"trigram: rank {rank} sent values that are NaN, infinite or no code; central:{rule} "
-                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)\n'
+                logs.warning(
+                    f"rank {rank} sent values that are NaN, infinite or no code; central:{rule} "
+                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)'
                 )
-                sys.stderr.flush()
             if round < 0 or self._last.get(rank) != round:
                 self._last[rank] = round
                 self.counts[rank] = self.counts.get(rank, 0) + 1
 
 
-class Check:
+class NonFiniteCheck:
     """Looks at gradients before they leave.
 
     Args:
@@ -67,12 +65,10 @@ class Check:
 
     def agree(self) -> None:
         """Raises on all ranks if it was not well on one."""
-        everyone = torch.empty(self.group.size, dtype=torch.bool)
-        collectives.all_gather(everyone, torch.tensor([self.fine]), self.group)
-        ill = [rank for rank, fine in zip(self.group.ranks, everyone.tolist(), strict=True) if not fine]
+        ill = ranks_that(not self.fine, self.group)
         if ill:
             raise CorruptError(
-                f"the gradients of rank(s) {', '.join(map(str, ill))} are not finite in this step (NaN or "
+                f"the gradients of rank(s) {listed(ill)} are not finite in this step (NaN or "
                 "infinity); look at its loss and inputs, or train with a robust average, which leaves such "
                 "ranks out: central:median/full/sync",
                 ill[0],

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from trigram.collectives import calls as collectives
-from trigram.collectives import coalesced as flat
-from trigram.training.step_hooks import Channels
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
 
 
 class _Matrix:
@@ -36,16 +36,16 @@ class PowerAverage:
     Args:
         memory: The flat tensor.
         views: Its parts, with their shapes.
-        channels: Where to talk.
+        groups: Where to talk.
         rank: Columns of P and Q.
     """
 
     calls = 1
 
     def __init__(
-        self, memory: torch.Tensor, views: list[torch.Tensor], channels: Channels, rank: int
+        self, memory: torch.Tensor, views: list[torch.Tensor], groups: ModelGroups, rank: int
     ) -> None:
-        self.memory, self.channels = memory, channels
+        self.memory, self.groups = memory, groups
         self.matrices: list[_Matrix] = []
         self.rest: list[torch.Tensor] = []
         base = memory.storage_offset()
@@ -60,13 +60,13 @@ class PowerAverage:
                 self.rest.append(part)
         rest = [torch.empty_like(t, dtype=torch.float32) for t in self.rest]
         p = [torch.empty(m.values.shape[0], rank, device=memory.device) for m in self.matrices]
-        self.p = flat.Flat([*p, *rest])
-        self.q = flat.Flat([m.q for m in self.matrices]) if self.matrices else None
-        n = channels.size
+        self.p = coalesced.Coalesced([*p, *rest])
+        self.q = coalesced.Coalesced([m.q for m in self.matrices]) if self.matrices else None
+        n = groups.size
         numbers = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
         self.sent = 2 * (n - 1) * numbers // n
         self.work: collectives.Work | None = None
-        self.leg = 0
+        self.phase = 0
 
     def start(self, round: int) -> None:
         """See :class:`trigram.average.Average`."""
@@ -76,19 +76,19 @@ class PowerAverage:
             torch.matmul(m.residual, m.q, out=p)
         if self.rest:
             torch._foreach_copy_(self.p.views[k:], self.rest)
-        self.leg = 1
-        self.work = collectives.all_reduce(self.p.memory, "avg", None, self.channels.first, async_op=True)
+        self.phase = 1
+        self.work = collectives.all_reduce(self.p.memory, "avg", None, self.groups.main, async_op=True)
 
     def advance(self) -> bool:
         """See :class:`trigram.average.Average`."""
-        if self.leg == 1 and self.work is not None and self.work.is_completed():
+        if self.phase == 1 and self.work is not None and self.work.is_completed():
             self._project()
-        return self.leg != 1
+        return self.phase != 1
 
     def _project(self) -> None:
         assert self.work is not None
         self.work.wait()
-        self.leg, self.work = 2, None
+        self.phase, self.work = 2, None
         if self.q is None:
             return
         for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
@@ -96,22 +96,24 @@ class PowerAverage:
                 p.copy_(torch.linalg.qr(p)[0])
             m.mine = m.residual.T @ p
             q.copy_(m.mine)
-        self.work = collectives.all_reduce(self.q.memory, "avg", None, self.channels.second, async_op=True)
+        self.work = collectives.all_reduce(
+            self.q.memory, "avg", None, self.groups.second_phase, async_op=True
+        )
 
     def ready(self) -> bool:
         """See :class:`trigram.average.Average`."""
         self.advance()
-        return self.leg == 0 or (self.leg == 2 and (self.work is None or self.work.is_completed()))
+        return self.phase == 0 or (self.phase == 2 and (self.work is None or self.work.is_completed()))
 
     def wait(self) -> None:
         """See :class:`trigram.average.Average`."""
-        if self.leg == 1:
+        if self.phase == 1:
             self._project()
-        if self.leg != 2:
+        if self.phase != 2:
             return
         if self.work is not None:
             self.work.wait()
-        self.leg, self.work = 0, None
+        self.phase, self.work = 0, None
         k = len(self.matrices)
         if self.rest:
             torch._foreach_copy_(self.rest, self.p.views[k:])
@@ -125,7 +127,7 @@ class PowerAverage:
 
     def forget(self) -> None:
         """See :class:`trigram.average.Average`."""
-        self.leg, work, self.work = 0, self.work, None
+        self.phase, work, self.work = 0, self.work, None
         if work is not None:
             work.wait()
 

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 
 import torch
 
-from trigram.algorithms import robust as rules
-from trigram.algorithms.robust import Rule
-from trigram.averaging.average import CodedAverage
+from trigram import collectives
+from trigram.algorithms import robust
+from trigram.algorithms.robust import RobustAggregation
+from trigram.averaging.coded import CodedAverage
+from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
-from trigram.collectives import calls as collectives
 from trigram.errors import CorruptError
-from trigram.training.step_hooks import Channels
+from trigram.runtime.memory import empty
 
 _LINE = 64
 _SHARES, _RESULTS, _PRODUCTS = 1, 2, 3
@@ -63,7 +64,7 @@ class RobustAverage(CodedAverage):
 
     Args:
         memory: ``padded`` many values; float64 only without codecs.
-        channels: Where to talk.
+        groups: Where to talk.
         rule: What stands in the place of the mean.
         codecs: Of the two legs; None: the numbers themselves.
         feedback: See :class:`CodedAverage`.
@@ -74,8 +75,8 @@ class RobustAverage(CodedAverage):
     def __init__(
         self,
         memory: torch.Tensor,
-        channels: Channels,
-        rule: Rule,
+        groups: ModelGroups,
+        rule: RobustAggregation,
         codecs: tuple[Codec, Codec] | None = None,
         feedback: tuple[bool, bool] = (False, False),
         remainder: torch.Tensor | None = None,
@@ -83,9 +84,9 @@ class RobustAverage(CodedAverage):
     ) -> None:
         plain = Plain(memory.dtype)
         first, second = codecs or (plain, plain)
-        super().__init__(memory, channels, first, second, feedback, remainder)
-        n, shard = channels.size, memory.numel() // channels.size
-        self.memory, self.rule = memory, rule
+        super().__init__(memory, groups, first, second, feedback, remainder)
+        n, shard = groups.size, memory.numel() // groups.size
+        self.memory, self.aggregation = memory, rule
         # 16-bit numbers are combined in float32 and rounded once.
         wide = torch.float64 if memory.dtype == torch.float64 else torch.float32
         self.mean = self.mean.to(wide)
@@ -94,9 +95,9 @@ class RobustAverage(CodedAverage):
         # With an owner's result go n bytes, 1 where it left a rank out.
         self.two = second.size(shard)
         line = self.two + _LINE * -(-n // _LINE)
-        self.mine = collectives.empty(line, dtype=torch.uint8, device=memory.device)
+        self.mine = empty(line, dtype=torch.uint8, device=memory.device)
         self.mine.zero_()
-        self.all = collectives.empty(n, line, dtype=torch.uint8, device=memory.device)
+        self.all = empty(n, line, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (first.size(shard) + line)
         self.centre: torch.Tensor | None = None
         if rule.kind == "clip":
@@ -104,17 +105,17 @@ class RobustAverage(CodedAverage):
             self.centre = (
                 torch.zeros_like(memory, dtype=wide) if centre is None else centre.to(wide, copy=True)
             )
-            self.products = collectives.empty(n, n, dtype=torch.float64, device=memory.device)
-            self.all_products = collectives.empty(n, n, n, dtype=torch.float64, device=memory.device)
+            self.products = empty(n, n, dtype=torch.float64, device=memory.device)
+            self.all_products = empty(n, n, n, dtype=torch.float64, device=memory.device)
             self.sent += (n - 1) * self.products.nbytes
 
     def advance(self) -> bool:
         """See :class:`trigram.average.Average`."""
-        if self.leg == _SHARES and self.work is not None and self.work.is_completed():
+        if self.phase == _SHARES and self.work is not None and self.work.is_completed():
             self._reduce()
-        if self.leg == _PRODUCTS and self.work is not None and self.work.is_completed():
+        if self.phase == _PRODUCTS and self.work is not None and self.work.is_completed():
             self._clip()
-        return self.leg not in (_SHARES, _PRODUCTS)
+        return self.phase not in (_SHARES, _PRODUCTS)
 
     def _reduce(self) -> None:
         """The shares are here."""
@@ -122,7 +123,7 @@ class RobustAverage(CodedAverage):
         self.work.wait()
         for j, code in enumerate(self.inp if not self.direct else ()):
             try:
-                self.first.decode(code, self.rows[j], None, self.channels.first.ranks[j])
+                self.first.decode(code, self.rows[j], None, self.groups.main.ranks[j])
             except CorruptError:
                 self.rows[j].fill_(torch.nan)  # left out, and named
         if self.centre is None:
@@ -130,18 +131,18 @@ class RobustAverage(CodedAverage):
             fine = torch.linalg.vector_norm(self.rows, torch.inf, dim=1).isfinite()
             kept = [row for row, keep in zip(self.rows, fine.tolist(), strict=True) if keep]
             if kept:
-                self.rule.combine(kept, self.mean)
+                self.aggregation.combine(kept, self.mean)
             self._answer(fine)
             return
-        self.products.copy_(rules.products(self.rows, self._mine(self.centre)))
-        self.leg = _PRODUCTS
+        self.products.copy_(robust.products(self.rows, self._mine(self.centre)))
+        self.phase = _PRODUCTS
         self.work = collectives.all_gather(
-            self.all_products, self.products, self.channels.second, async_op=True
+            self.all_products, self.products, self.groups.second_phase, async_op=True
         )
 
     def _mine(self, whole: torch.Tensor) -> torch.Tensor:
         """The share that this rank owns."""
-        return whole.view(self.channels.size, -1)[self.channels.rank]
+        return whole.view(self.groups.size, -1)[self.groups.rank]
 
     def _clip(self) -> None:
         """Everybody's inner products are here: they add up to those of the whole."""
@@ -152,7 +153,7 @@ class RobustAverage(CodedAverage):
         kept = fine.nonzero().flatten().tolist()
         centre = self._mine(self.centre)
         self.mean.copy_(centre)
-        parts = rules.clipped(gram[kept][:, kept], self.rule.parameter, self.rule.iterations)
+        parts = robust.clipped(gram[kept][:, kept], self.aggregation.parameter, self.aggregation.iterations)
         for j, part in zip(kept, parts, strict=True):
             # Not (row - centre) * part: what is far away would overflow, or swallow the centre.
             self.mean.add_(self.rows[j], alpha=part).sub_(centre, alpha=part)
@@ -162,30 +163,32 @@ class RobustAverage(CodedAverage):
         """The result of this rank's share, to all; NaN, as a mean would be, where nobody's was finite."""
         if not bool(fine.any()):
             self.mean.fill_(torch.nan)
-        seed = self._seed(self.channels.size)
+        seed = self._seed(self.groups.size)
         self.second.encode(self.mean, self.mine[: self.two], self.owned, True, seed)
         self.mine[self.two : self.two + len(fine)] = ~fine
-        self.leg = _RESULTS
-        self.work = collectives.all_gather(self.all, self.mine, self.channels.second, async_op=True)
+        self.phase = _RESULTS
+        self.work = collectives.all_gather(self.all, self.mine, self.groups.second_phase, async_op=True)
 
     def wait(self) -> None:
         """See :class:`trigram.average.Average`."""
-        if self.leg == _SHARES:
+        if self.phase == _SHARES:
             self._reduce()
-        if self.leg == _PRODUCTS:
+        if self.phase == _PRODUCTS:
             self._clip()
-        if self.leg != _RESULTS or self.work is None:
+        if self.phase != _RESULTS or self.work is None:
             return
         self.work.wait()
-        self.leg, self.work = 0, None
-        ranks = self.channels.first.ranks
+        self.phase, self.work = 0, None
+        ranks = self.groups.main.ranks
         for j, (line, shard) in enumerate(zip(self.all, self.shards, strict=True)):
             self.second.decode(line[: self.two], shard, None, ranks[j])
         if self.centre is not None and bool(self.memory.isfinite().all()):
             self.centre.copy_(self.memory)
         left_out = self.all[:, self.two : self.two + len(ranks)].amax(0)
-        self.channels.suspects.note(
-            [r for r, out in zip(ranks, left_out.tolist(), strict=True) if out], self.round, str(self.rule)
+        self.groups.non_finite_senders.note(
+            [r for r, out in zip(ranks, left_out.tolist(), strict=True) if out],
+            self.round,
+            str(self.aggregation),
         )
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -12,12 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from trigram.collectives import calls as collectives
+from trigram import collectives
 from trigram.errors import MisuseError
-from trigram.runtime.world import Group, internal_group
+from trigram.runtime.group import Group
+from trigram.runtime.world import internal_group
 
 
-class Share:
+class SampleWeight:
     """The weight of this rank, step by step.
 
     A step's weight is taken by :meth:`step`; a round of several steps weighs what they weigh
@@ -35,7 +36,7 @@ class Share:
     def __init__(self, given: float | Callable[[], float], group: Group) -> None:
         self.given = given
         self.mine = self.pending = 0.0
-        self.own = torch.zeros(1, dtype=torch.float64)
+        self.backup = torch.zeros(1, dtype=torch.float64)
         self.work: collectives.Work | None = None
         self.renew(group)
 
@@ -52,10 +53,10 @@ class Share:
 
     def open(self) -> None:
         """A round begins. A weight that is none counts nothing here; :meth:`factor` tells all ranks."""
-        self.own[0], self.pending = self.pending, 0.0
-        weight = float(self.own[0])
+        self.backup[0], self.pending = self.pending, 0.0
+        weight = float(self.backup[0])
         self.mine = weight if 0 < weight < math.inf else 0.0
-        self.work = collectives.all_gather(self.everyone, self.own, self.group, async_op=True)
+        self.work = collectives.all_gather(self.everyone, self.backup, self.group, async_op=True)
 
     def weigh(self, values: torch.Tensor) -> None:
         """Multiplies what is sent; of a rank that weighs nothing it is 0, were it NaN before."""
@@ -96,13 +97,13 @@ class Share:
     def begin(self, idle: bool, again: bool = False) -> None:
         """A pass that is a round of its own; ``idle``: of a rank without inputs; ``again``: the last one's
         weight counts once more."""
-        self.pending = float(self.own[0]) if again else 0.0
+        self.pending = float(self.backup[0]) if again else 0.0
         self.through = self.group.core.next() + 1
         if not idle and not again:
             self.step()
         self.open()
 
-    def give_up(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """The pass has failed: its weights are nobody's any more. All ranks count alike afterwards."""
         self.group.core.abort(self.through, why)
 

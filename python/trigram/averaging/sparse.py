@@ -11,10 +11,11 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from trigram.averaging.sample_weight import Share
-from trigram.collectives import calls as collectives
+from trigram import collectives
+from trigram.averaging.sample_weight import SampleWeight
+from trigram.collectives.consistency import tell_all
 from trigram.errors import UnsupportedError
-from trigram.runtime.world import Group
+from trigram.runtime.group import Group
 
 
 def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -25,7 +26,7 @@ def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @torch.no_grad()
-def average(param: torch.Tensor, name: str, group: Group, share: Share | None = None) -> None:
+def average(param: torch.Tensor, name: str, group: Group, share: SampleWeight | None = None) -> None:
     """Replaces the sparse gradient of ``param`` by the average over the ranks, weighted by a share.
 
     Where no rank has a gradient, it stays as it is. The result is coalesced.
@@ -37,10 +38,7 @@ def average(param: torch.Tensor, name: str, group: Group, share: Share | None = 
     if mine is not None and share is not None:
         share.weigh(mine._values())
     # -1: no gradient at all, which is not the same as one without rows.
-    count = torch.tensor([mine._nnz() if mine is not None else -1])
-    counts = torch.empty(group.size, dtype=torch.int64)
-    collectives.all_gather(counts, count, group)
-    sizes = counts.tolist()
+    sizes = [count for (count,) in tell_all([mine._nnz() if mine is not None else -1], group)]
     most = max(sizes)
     if most < 0:
         return

@@ -8,7 +8,7 @@ from rich.table import Table
 
 import trigram
 from trigram.algorithms import graphs
-from trigram.algorithms.names import WHO
+from trigram.algorithms.trigram import WHO
 
 SIZES = (4, 5, 8, 16, 32)
 

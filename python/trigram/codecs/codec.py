@@ -6,33 +6,57 @@ docs/algorithms.md; the loops are in ``rust/core/src/codec``.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from trigram import _core
 from trigram.errors import MisuseError, UnsupportedError
 
-if TYPE_CHECKING:
-    from trigram.codecs.triton import Kernel
-
 _FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
+
+
+class GpuKernel(Protocol):
+    """A codec's counterpart for tensors on a GPU: the same bytes, the same numbers."""
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        feedback: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """As :meth:`Codec.encode`; the arguments have been checked."""
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
+        """As :meth:`Codec.decode`; bytes that are no code decode to NaN."""
 
 
 class Codec:
     """Turns n floats into exactly ``size(n)`` bytes, and back.
 
+    Args:
+        name: As :func:`trigram.codecs.find` knows it, ``topk:0.01``.
+        block: Values per block; None: the codec's default.
+        kernel: Makes the codec's GPU kernel, called with this codec when a tensor on a GPU first needs it.
+
     Attributes:
-        name: As :func:`find` knows it, ``topk:0.01``.
+        name: As given.
+        block: As given.
     """
 
-    __slots__ = ("_core", "_gpu", "block", "name")
+    __slots__ = ("_core", "_kernel", "_make_kernel", "block", "name")
 
-    def __init__(self, name: str, block: int | None = None) -> None:
+    def __init__(
+        self, name: str, block: int | None = None, kernel: Callable[[Codec], GpuKernel] | None = None
+    ) -> None:
         self.name = name
         self.block = block
         self._core = _core.Codec(name, block)
-        self._gpu: Kernel | None = None
+        self._make_kernel = kernel
+        self._kernel: GpuKernel | None = None
 
     def __repr__(self) -> str:
         return f"Codec({self.name!r}, block={self.block})"
@@ -76,7 +100,7 @@ class Codec:
         ):
             raise MisuseError(f"encode: the residual is not {n} contiguous values of float32 on {src.device}")
         if not src.is_cpu:
-            self._kernel().encode(src, out, residual, feedback, seed)
+            self._on_gpu().encode(src, out, residual, feedback, seed)
             return out
         at = 0 if residual is None else residual.data_ptr()
         seed &= (1 << 64) - 1
@@ -102,33 +126,18 @@ class Codec:
         if weight is not None and out.dtype != torch.float32:
             raise UnsupportedError(f"decode: adding takes float32, not {out.dtype}")
         if not out.is_cpu:
-            return self._kernel().decode(encoded, out, weight)
+            return self._on_gpu().decode(encoded, out, weight)
         self._core.decode(
             encoded.data_ptr(), encoded.numel(), out.data_ptr(), out.numel(), dtype, weight, sender
         )
 
-    def _kernel(self) -> Kernel:
+    def _on_gpu(self) -> GpuKernel:
         """The same on a GPU."""
-        if self._gpu is None:
-            from trigram.codecs import triton as kernels
-
-            self._gpu = kernels.find(self.name, self.block)
-        return self._gpu
-
-
-def find(name: str, block: int | None = None) -> Codec:
-    """The codec of a name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION``, ``randomk:FRACTION``.
-
-    Args:
-        name: As written in a trigram.
-        block: Values per block, for int8, int4, fp8 and sign; a multiple of 8 up to 2048.
-
-    Raises:
-        UnsupportedError: There is no such codec, or not with this parameter.
-    """
-    if block is not None and block <= 0:
-        raise UnsupportedError(f"codec {name!r}: block={block} is not positive")
-    return Codec(name, block)
+        if self._kernel is None:
+            if self._make_kernel is None:
+                raise UnsupportedError(f"codec {self.name!r} has no GPU kernel; move the tensor to the CPU")
+            self._kernel = self._make_kernel(self)
+        return self._kernel
 
 
 def _check(t: torch.Tensor, what: str) -> int:

@@ -11,83 +11,20 @@ current stream, as torch's: see docs/gpu.md.
 
 from __future__ import annotations
 
-import ctypes
-import math
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from trigram import _core
-from trigram.errors import MisuseError, TimeoutError, TrigramError, UnsupportedError
-from trigram.gpu import device
-from trigram.runtime import engine_codes as codes
-from trigram.runtime.world import Group, current, resolve
+from trigram.collectives.work import Work
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.gpu import device, routes
+from trigram.runtime import engine_codes
+from trigram.runtime.group import Group
+from trigram.runtime.world import AnyGroup, resolve
 
-AnyGroup = Group | dist.ProcessGroup | None
-
-_DTYPES = codes.DTYPES
+_DTYPES = engine_codes.DTYPES
 _STRIDED = torch.strided
-
-# Works whose tensors must live until the engine is done with them, even when the caller has let go.
-_in_flight: set[Work] = set()
-
-
-class Work:
-    """An asynchronous collective under way."""
-
-    __slots__ = ("__weakref__", "_core", "_tensors", "_what")
-
-    def __init__(
-        self, core: _core.Work | device.Call, tensors: tuple[torch.Tensor | None, ...], what: str
-    ) -> None:
-        self._core = core
-        self._tensors = tensors
-        self._what = what
-        if len(_in_flight) > 64 and not device.capturing():
-            for work in [w for w in _in_flight if w.is_completed()]:
-                _in_flight.discard(work)
-        _in_flight.add(self)
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._core.is_completed()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end.
-
-        Args:
-            timeout: Seconds; None waits as long as the peers are alive.
-
-        Raises:
-            TimeoutError: The timeout came first; the collective goes on.
-            TrigramError: The collective failed.
-        """
-        try:
-            if not self._core.wait(timeout):
-                raise TimeoutError(f"{self._what}: not done after {timeout} s; it goes on, wait again")
-        finally:
-            if self._core.is_completed():
-                _in_flight.discard(self)
-        return True
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors."""
-        devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
-
-        def finish() -> None:
-            try:
-                self.wait()
-            except Exception as e:
-                future.set_exception(e)  # type: ignore[arg-type]  # torch's stub is wrong
-            else:
-                future.set_result([t for t in self._tensors[-1:] if t is not None])
-
-        threading.Thread(target=finish, name="trigram-future", daemon=True).start()
-        return future
 
 
 def _check(t: torch.Tensor, what: str) -> int:
@@ -119,9 +56,9 @@ def _refuse(t: torch.Tensor, what: str) -> int:
 
 def _op(op: Any, what: str) -> int:
     try:
-        return codes.OPS[op]
+        return engine_codes.OPS[op]
     except (KeyError, TypeError):
-        names = ", ".join(codes.OP_NAMES)
+        names = ", ".join(engine_codes.OP_NAMES)
         raise MisuseError(f"{what}: unknown op {op!r}; there are {names}") from None
 
 
@@ -142,14 +79,14 @@ def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
         )
 
 
-def _go(
+def _dispatch(
     group: Group,
-    asked: codes.Asked,
+    asked: engine_codes.Asked,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
     async_op: bool,
     what: str,
-    splits: codes.Splits = None,
+    splits: engine_codes.Splits = None,
 ) -> Work | None:
     if (tensor := source if source is not None else target) is not None and not tensor.is_cpu:
         return _on_device(group, asked, source, target, async_op, what, splits)
@@ -163,26 +100,26 @@ def _go(
     try:
         group.core.run(asked, memory, group.timeout, splits)
     except TrigramError as e:
-        device.give_up(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
+        routes.abort(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
         raise
     return None
 
 
 def _on_device(
     group: Group,
-    asked: codes.Asked,
+    asked: engine_codes.Asked,
     source: torch.Tensor | None,
     target: torch.Tensor | None,
     async_op: bool,
     what: str,
-    splits: codes.Splits,
+    splits: engine_codes.Splits,
 ) -> Work | None:
     """The same on GPU memory: in the order of the current stream."""
     if asked[4]:
         raise UnsupportedError(f"{what}: via is for CPU tensors; TRIGRAM_GPU_TRANSPORT chooses for GPUs")
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
-    call = device.start(group, asked, source, target, splits)
+    call = routes.start(group, asked, source, target, splits)
     if async_op:
         return Work(call, (source, target), what)
     call.order()
@@ -207,12 +144,12 @@ def all_reduce(
         async_op: Return at once, with a :class:`Work`.
     """
     dtype = _check(t, "all_reduce")
-    if via not in codes.VIAS:
+    if via not in engine_codes.VIAS:
         raise UnsupportedError(
-            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in codes.VIAS if v)}"
+            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in engine_codes.VIAS if v)}"
         )
-    asked = (codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), codes.VIAS[via], 0)
-    return _go(resolve(group), asked, t, t, async_op, "all_reduce")
+    asked = (engine_codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), engine_codes.VIAS[via], 0)
+    return _dispatch(resolve(group), asked, t, t, async_op, "all_reduce")
 
 
 def reduce(
@@ -221,20 +158,20 @@ def reduce(
     """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
     g = resolve(group)
     root = g.place(dst, "reduce")
-    asked = (codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
-    return _go(g, asked, t, t if g.rank == root else None, async_op, "reduce")
+    asked = (engine_codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
+    return _dispatch(g, asked, t, t if g.rank == root else None, async_op, "reduce")
 
 
 def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
     """Copies ``t`` of rank ``src`` into ``t`` of all ranks."""
     g = resolve(group)
-    asked = (codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
-    return _go(g, asked, t, t, async_op, "broadcast")
+    asked = (engine_codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
+    return _dispatch(g, asked, t, t, async_op, "broadcast")
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Work | None:
     """Returns when every rank has called it."""
-    return _go(resolve(group), (codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
+    return _dispatch(resolve(group), (engine_codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
 
 
 def all_gather(
@@ -252,7 +189,7 @@ def all_gather(
     dtype = _check(t, "all_gather")
     _check(out, "all_gather")
     _same(out, t, g.size, "all_gather")
-    return _go(g, (codes.ALL_GATHER, dtype, t.numel(), 0, 0, 0), t, out, async_op, "all_gather")
+    return _dispatch(g, (engine_codes.ALL_GATHER, dtype, t.numel(), 0, 0, 0), t, out, async_op, "all_gather")
 
 
 def reduce_scatter(
@@ -271,8 +208,8 @@ def reduce_scatter(
     dtype = _check(t, "reduce_scatter")
     _check(out, "reduce_scatter")
     _same(t, out, g.size, "reduce_scatter")
-    asked = (codes.REDUCE_SCATTER, dtype, out.numel(), _op(op, "reduce_scatter"), 0, 0)
-    return _go(g, asked, t, out, async_op, "reduce_scatter")
+    asked = (engine_codes.REDUCE_SCATTER, dtype, out.numel(), _op(op, "reduce_scatter"), 0, 0)
+    return _dispatch(g, asked, t, out, async_op, "reduce_scatter")
 
 
 def gather(
@@ -291,8 +228,8 @@ def gather(
             raise MisuseError(f"gather: rank {dst} is dst and needs out")
         _check(out, "gather")
         _same(out, t, g.size, "gather")
-    asked = (codes.GATHER, dtype, t.numel(), 0, 0, root)
-    return _go(g, asked, t, out if g.rank == root else None, async_op, "gather")
+    asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
+    return _dispatch(g, asked, t, out if g.rank == root else None, async_op, "gather")
 
 
 def scatter(
@@ -311,8 +248,8 @@ def scatter(
             raise MisuseError(f"scatter: rank {src} is src and needs inp")
         _check(inp, "scatter")
         _same(inp, t, g.size, "scatter")
-    asked = (codes.SCATTER, dtype, t.numel(), 0, 0, root)
-    return _go(g, asked, inp if g.rank == root else None, t, async_op, "scatter")
+    asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
+    return _dispatch(g, asked, inp if g.rank == root else None, t, async_op, "scatter")
 
 
 def all_to_all(
@@ -343,15 +280,17 @@ def all_to_all(
         _same(out, inp, 1, "all_to_all")
         if inp.numel() % g.size:
             raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
-        asked = (codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
-        return _go(g, asked, inp, out, async_op, "all_to_all")
+        asked = (engine_codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
+        return _dispatch(g, asked, inp, out, async_op, "all_to_all")
     lengths = (
         _elements(inp, in_splits, g.size, "in_splits"),
         _elements(out, out_splits, g.size, "out_splits"),
     )
     if lengths[0][g.rank] != lengths[1][g.rank]:
         raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
-    return _go(g, (codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths)
+    return _dispatch(
+        g, (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths
+    )
 
 
 def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
@@ -392,7 +331,7 @@ def _message(
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)
     if not t.is_cpu:
-        call = device.message(g, sends, place, tag, t, dtype)
+        call = routes.message(g, sends, place, tag, t, dtype)
         if async_op:
             return Work(call, (t,), what)
         call.wait()
@@ -409,42 +348,4 @@ def exchange(parcels: Sequence[tuple[bool, int, torch.Tensor]], group: Group) ->
         group: The ranks, each of which calls this.
     """
     coded = [(sends, place, t, _check(t, "exchange")) for sends, place, t in parcels]
-    return Work(device.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")
-
-
-def empty(
-    *shape: int | Sequence[int],
-    dtype: torch.dtype | None = None,
-    device: torch.device | str | None = None,
-) -> torch.Tensor:
-    """An uninitialised tensor in registered memory: inside a host, collectives on it copy nothing.
-
-    The memory is shared with the ranks of this host, and given back when the tensor is collected.
-
-    Args:
-        *shape: As for ``torch.empty``.
-        dtype: None: torch's default.
-        device: On a GPU it is torch's own memory. None: the CPU.
-    """
-    dims = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    sizes = [int(d) for d in dims]  # type: ignore[arg-type]
-    dtype = dtype or torch.get_default_dtype()
-    count = math.prod(sizes)
-    if any(d < 0 for d in sizes):
-        raise MisuseError(f"empty: negative dimension in {sizes}")
-    if count == 0 or (device is not None and torch.device(device).type != "cpu"):
-        return torch.empty(sizes, dtype=dtype, device=device)
-    block = current().engine.allocate(count * dtype.itemsize)
-    # torch holds the array, the array holds the block.
-    array = _Owned.of(block)
-    return torch.frombuffer(array, dtype=dtype, count=count).view(sizes)
-
-
-class _Owned:
-    """Bytes at an address, with their owner."""
-
-    @staticmethod
-    def of(block: _core.Block) -> Any:
-        array = (ctypes.c_char * block.nbytes).from_address(block.address)
-        array._owner = block  # type: ignore[attr-defined]
-        return array
+    return Work(routes.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")

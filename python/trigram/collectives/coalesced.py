@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from trigram.collectives import calls as collectives
-from trigram.runtime.world import Group
+from trigram.collectives import calls
+from trigram.runtime.group import Group
+from trigram.runtime.memory import empty
 
 _ALIGN = 64
 """Bytes: tensors start on cache lines of their own."""
@@ -40,7 +41,7 @@ def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tens
     return part.view(like.shape)
 
 
-class Flat:
+class Coalesced:
     """Tensors with a place each in registered memory.
 
     Args:
@@ -59,7 +60,7 @@ class Flat:
         dtype = dtype or tensors[0].dtype
         at, self.total = offsets(tensors, dtype)
         total = self.total if length is None else length(self.total)
-        self.memory = collectives.empty(total, dtype=dtype, device=tensors[0].device)
+        self.memory = empty(total, dtype=dtype, device=tensors[0].device)
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
 
@@ -75,7 +76,7 @@ class Flat:
         """Gives all ranks the tensors of the rank at place ``src``."""
         if group.rank == src:
             self.pack()
-        collectives.broadcast(self.memory, group.ranks[src], group)
+        calls.broadcast(self.memory, group.ranks[src], group)
         if group.rank != src:
             self.unpack()
 
@@ -88,15 +89,15 @@ def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_byt
         size = 0
         for t in same:
             if chunk and size + t.nbytes > chunk_bytes:
-                Flat(chunk).broadcast(src, group)
+                Coalesced(chunk).broadcast(src, group)
                 chunk, size = [], 0
             if t.numel():
                 chunk.append(t)
                 size += t.nbytes
         if chunk:
-            Flat(chunk).broadcast(src, group)
+            Coalesced(chunk).broadcast(src, group)
 
 
-def of_buffers(model: nn.Module) -> list[Flat]:
+def of_buffers(model: nn.Module) -> list[Coalesced]:
     """A model's buffers that have anything in them, in one for each dtype."""
-    return [Flat(b) for b in alike(b for b in model.buffers() if b.numel())]
+    return [Coalesced(b) for b in alike(b for b in model.buffers() if b.numel())]

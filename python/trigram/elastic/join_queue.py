@@ -119,7 +119,7 @@ class Watch:
         return live if self.changed and now - self.since < FRESH else None
 
 
-class Door:
+class JoinQueue:
     """The members' side."""
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -129,7 +129,7 @@ class Door:
         self.answered: set[int] = set()
         self.offered: Any = None  # a store that this process offers must not go away
         self.keeps = False
-        self.asked: list[int] | None = None  # generation and turn in which members are asked to let one in
+        self.asked: list[int] | None = None  # epoch and turn in which members are asked to let one in
         self._heard: dict[int, bytes | None] | None = None
         self._off: dict[int, tuple[int, float]] = {}  # by rank: failures to let it in, and when to try again
         self._stop = threading.Event()
@@ -180,7 +180,7 @@ class Door:
             self._look()
             if self.waiting:
                 # Not withdrawn when it goes: some have heard it, and wait for the others.
-                self.asked = [says["generation"], says["refused"]]
+                self.asked = [says["epoch"], says["refused"]]
             live = {**says, "keeper": self.rank, "beat": beat, "asked": self.asked}
             if says is self.says:
                 self.store.put(_LIVE, json.dumps(live))
@@ -217,7 +217,7 @@ class Door:
         self.store.put(f"elastic/answer/{knock}", json.dumps(value))
 
 
-class Knock:
+class JoinRequest:
     """A newcomer's side: one knock, and what comes of it."""
 
     def __init__(self, store: Store, rank: int, card: bytes) -> None:

@@ -15,14 +15,13 @@ import torch.distributed as dist
 
 from trigram import _core
 from trigram.elastic import membership
-from trigram.elastic.join_queue import FRESH, Door, Knock, Store, Watch
+from trigram.elastic.join_queue import FRESH, JoinQueue, JoinRequest, Store, Watch
 from trigram.elastic.membership import Membership
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import world
-from trigram.runtime.rendezvous import Exchange, LateError, reopen
-from trigram.runtime.world import Group, World
-
-Settings = tuple[str | None, str | None, str]
+from trigram.runtime.group import Group
+from trigram.runtime.rendezvous import LateError, StoreGather, reopen
+from trigram.runtime.world import Settings, World, use_elastic
 
 _STEP = 15.0
 """Seconds that a step of entering may take; then this rank knocks again."""
@@ -30,24 +29,70 @@ _MISFITS = 3
 """Times in a row that this rank's settings do not fit before it gives up."""
 
 
-class Lasting:
-    """The store for as long as this rank lives, and what it says of the job."""
+class Start:
+    """How this process comes into an elastic job: from the job's beginning, or late.
 
-    def __init__(self, store: Store, offered: Any) -> None:
-        self.store, self.offered = store, offered
-        self.watch = Watch(store)
+    Args:
+        store: The store that the ranks meet in; None in a world of one.
+        rank: This rank.
+        size: The number of ranks at the job's beginning.
+        settings: How this rank is reached.
+        op_timeout: That of ``init``.
+    """
+
+    def __init__(
+        self, store: dist.Store | None, rank: int, size: int, settings: Settings, op_timeout: float | None
+    ) -> None:
+        self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
+        self.queue = None if store is None else JoinQueue(own_store(store), rank)
+        if self.queue is None:
+            return
+        self.queue.offered = store  # a store that this process offers lives as long as the job
+        self.watch = Watch(self.queue.store)
         self.looked = 0.0
 
-    def late(self) -> bool:
-        """Whether the job has begun without this rank, and lives."""
-        if time.monotonic() - self.looked < 0.1:
+    def is_late(self) -> bool:
+        """See :class:`trigram.runtime.world.ElasticStart`."""
+        if self.queue is None or time.monotonic() - self.looked < 0.1:
             return False
         self.looked = time.monotonic()
         return self.watch.look() is not None
 
+    def wait_outside(self, exchange: StoreGather) -> World | None:
+        """See :class:`trigram.runtime.world.ElasticStart`."""
+        if self.queue is None:
+            return None
+        try:
+            # What an earlier start has left in the store must not be taken for ranks of this one.
+            end = time.monotonic() + FRESH
+            while self.watch.known() and time.monotonic() < end:
+                if self.is_late():
+                    raise LateError
+                time.sleep(0.02)
+            exchange("here", b"yes")
+            return None
+        except LateError:
+            exchange.abort()
+        group = Group(
+            "world, which this late rank has not joined; with_bagua does",
+            range(self.size),
+            None,
+            self.op_timeout,
+        )
+        mine = Membership([], self.size, self.settings, self.queue, newcomer=True)
+        engine = cast(_core.Engine, NoEngine())
+        return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
-def store_of(store: Any, rank: int) -> Lasting:
-    """A way of its own to the store that ranks meet in."""
+    def member(self) -> Membership:
+        """See :class:`trigram.runtime.world.ElasticStart`."""
+        mine = Membership(list(range(self.size)), self.size, self.settings, self.queue)
+        if self.queue is not None:
+            self.queue.keep(self.rank == 0, mine.says())
+        return mine
+
+
+def own_store(store: dist.Store) -> Store:
+    """A connection of its own to the store that ranks meet in."""
     # Attempts of torchrun have keys of their own; the job that lives on is the same in all.
     base = store
     while isinstance(base, dist.PrefixStore):
@@ -56,45 +101,14 @@ def store_of(store: Any, rank: int) -> Lasting:
         host, port = base.host, base.port
         try:
             limit = timedelta(seconds=5)
-            own: Any = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
+            own: dist.Store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
         except (dist.DistError, OSError, RuntimeError):
             own = base
-        return Lasting(Store(dist.PrefixStore("trigram", own), lambda: reopen(host, port)), store)
-    return Lasting(Store(dist.PrefixStore("trigram", base), None), store)
+        return Store(dist.PrefixStore("trigram", own), lambda: reopen(host, port))
+    return Store(dist.PrefixStore("trigram", base), None)
 
 
-def member(lasting: Lasting | None, rank: int, size: int, settings: Settings) -> Membership:
-    """A member from the beginning."""
-    door = Door(lasting.store, rank) if lasting is not None else None
-    mine = Membership(list(range(size)), size, settings, door)
-    if door is not None:
-        door.offered = lasting
-        door.keep(rank == 0, mine.says())
-    return mine
-
-
-def outside(
-    exchange: Exchange, lasting: Lasting, rank: int, size: int, settings: Settings, op_timeout: float | None
-) -> World | None:
-    """Waits until all ranks are there (None) or the job is known to live without this one: its world then."""
-    try:
-        # What an earlier start has left in the store must not be taken for ranks of this one.
-        end = time.monotonic() + FRESH
-        while lasting.watch.known() and time.monotonic() < end:
-            if lasting.late():
-                raise LateError
-            time.sleep(0.02)
-        exchange("here", b"yes")
-        return None
-    except LateError:
-        exchange.retract()
-    group = Group(
-        "world, which this late rank has not entered; with_bagua does", range(size), None, op_timeout
-    )
-    door = Door(lasting.store, rank)
-    door.offered = lasting
-    mine = Membership([], size, settings, door, newcomer=True)
-    return World(cast(_core.Engine, NoEngine()), group, rank, size, op_timeout, elastic=mine)
+use_elastic(Start)
 
 
 class NoEngine:
@@ -127,8 +141,8 @@ def enter(timeout: float = 300.0) -> None:
         AuthError, ConfigError: This rank's secret or settings differ from the job's.
     """
     now, mine = membership.current()
-    assert mine.door is not None
-    store, watch, end = mine.door.store, Watch(mine.door.store), time.monotonic() + timeout
+    assert mine.queue is not None
+    store, watch, end = mine.queue.store, Watch(mine.queue.store), time.monotonic() + timeout
     why, rest, misfits = "no member shows that the job lives", 0.1, 0
     while time.monotonic() < end:
         live = watch.look()
@@ -152,8 +166,8 @@ def enter(timeout: float = 300.0) -> None:
         new.group.become(group)
         world.replace(new)
         entered = new.elastic
-        assert entered is not None
-        mine.door.keep(new.rank == entered.ranks[0], entered.says())
+        assert isinstance(entered, Membership)
+        mine.queue.keep(new.rank == entered.ranks[0], entered.says())
         return
     raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
 
@@ -166,7 +180,7 @@ def _once(
     if own != theirs and "shm" in (own, theirs):
         raise ConfigError(f"elastic: TRIGRAM_TRANSPORT={own} here, and {theirs} in the job")
     rendezvous = _core.Rendezvous(now.rank, max(int(live["slots"]), now.rank + 1), *mine.settings)
-    knock = Knock(store, now.rank, rendezvous.card())
+    knock = JoinRequest(store, now.rank, rendezvous.card())
     while (answer := knock.answer()) is None:
         live = watch.look()
         if live is None:
@@ -190,8 +204,8 @@ def _once(
             answer["ranks"],
             len(cards),
             mine.settings,
-            mine.door,
-            answer["generation"] - 1,
+            mine.queue,
+            answer["epoch"] - 1,
             True,
             answer["commits"],
         )

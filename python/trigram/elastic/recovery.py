@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -21,15 +20,16 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trigram.collectives import calls as collectives
-from trigram.collectives import serialization as portable
-from trigram.elastic import joining as entering
-from trigram.elastic import membership
-from trigram.elastic.membership import Reformed, current, is_loss
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import serialization
+from trigram.collectives.consistency import listed, ranks_that
+from trigram.elastic import joining, membership
+from trigram.elastic.membership import MembershipChange, current, is_loss
 from trigram.errors import MismatchError, MisuseError, TrigramError
-from trigram.runtime import world
-from trigram.runtime.world import Group
-from trigram.training.step_hooks import Channels
+from trigram.runtime import logs, world
+from trigram.runtime.group import Group
+from trigram.runtime.records import broadcast_bytes
 
 _STATE = 5
 
@@ -45,7 +45,7 @@ class Stateful(Protocol):
 
 
 class Follower(Protocol):
-    """What a carrier does in an elastic job.
+    """What a hooks does in an elastic job.
 
     Attributes:
         in_step: Whether all ranks make the same step at a time.
@@ -56,33 +56,43 @@ class Follower(Protocol):
     def meta(self) -> dict[str, Any]:
         """What all must know to go on alike, and a newcomer at once."""
 
-    def follow(self, meta: dict[str, Any], part: Part) -> None:
+    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Goes on among the members of a new world. All of them call it."""
 
 
-class Part:
+class Pass(Protocol):
+    """A backward pass that can be done again: what :meth:`ElasticModel.complete` asks of a gradient synchronisation."""
+
+    def send_rest(self) -> None:
+        """What has not left leaves, and everything is awaited."""
+
+    def again(self) -> None:
+        """Begins anew with the gradients that this rank had."""
+
+
+class ElasticModel:
     """A model's part in an elastic job.
 
     Args:
         model: The module.
         title: The algorithm, written out.
         states: What a newcomer needs beside the weights.
-        channels: Where it talks.
-        carrier: What hooks the model.
+        groups: Where it talks.
+        hooks: What hooks the model.
     """
 
     def __init__(
-        self, model: nn.Module, title: str, states: Sequence[Stateful], channels: Channels, carrier: Follower
+        self, model: nn.Module, title: str, states: Sequence[Stateful], groups: ModelGroups, hooks: Follower
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.states, self.channels = title, list(states), channels
-        self.carrier = carrier
-        self.in_step = carrier.in_step
-        channels.interrupted = lambda: is_called(self)
-        portable.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
+        self.title, self.states, self.groups = title, list(states), groups
+        self.hooks = hooks
+        self.in_step = hooks.in_step
+        groups.interrupted = lambda: self.is_called()
+        serialization.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
         self.sending: list[collectives.Work] = []
         self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
-        self.alone: list[int] = []
+        self.newcomers: list[int] = []
         self.is_new = False
 
     @property
@@ -90,34 +100,34 @@ class Part:
         """Whether this rank has yet to get the state."""
         return self.arriving is not None
 
-    def renew(self, group: Group, out: Reformed, fresh: bool = False) -> None:
+    def renew(self, group: Group, out: MembershipChange, fresh: bool = False) -> None:
         """In a new world: the algorithm goes on, and the state is on its way to newcomers.
 
-        ``fresh``: the channels are of this world already."""
+        ``fresh``: the groups are of this world already."""
         self.arriving = None
         if not fresh:
-            self.channels.renew(group)
-        side = self.channels.side
+            self.groups.renew(group)
+        side = self.groups.control
         mine = (
-            {"title": self.title, "layout": self._layout(), **self.carrier.meta()}
-            if side_is(side, out.donor)
+            {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
+            if side.ranks[side.rank] == out.source
             else None
         )
-        meta = share(mine, out.donor, side)
+        meta = share(mine, out.source, side)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
                 f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it has "
                 f"entered, which trains with {meta['title']}"
             )
-        self.alone = out.newcomers
+        self.newcomers = out.newcomers
         self.is_new = side.ranks[side.rank] in out.newcomers
         self._send(out, side)
-        self.carrier.follow(meta, self)
+        self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
         """The first place of the group whose rank is no newcomer."""
-        ranks = self.channels.side.ranks
-        return next(i for i, rank in enumerate(ranks) if rank not in self.alone)
+        ranks = self.groups.control.ranks
+        return next(i for i, rank in enumerate(ranks) if rank not in self.newcomers)
 
     def _layout(self) -> str:
         model = self.model()
@@ -126,11 +136,11 @@ class Part:
             f"{n}{tuple(t.shape)}{t.dtype}" for n, t in [*model.named_parameters(), *model.named_buffers()]
         )
 
-    def _send(self, out: Reformed, side: Group) -> None:
+    def _send(self, out: MembershipChange, side: Group) -> None:
         """Begins what brings the state to newcomers; it goes on beside the training."""
         me = side.ranks[side.rank]
-        if me == out.donor and out.newcomers:
-            state = portable.pack(self._state(), "elastic: the state for a rank that enters")
+        if me == out.source and out.newcomers:
+            state = serialization.pack(self._state(), "elastic: the state for a rank that enters")
             size = torch.tensor([state.numel()])
             for rank in out.newcomers:
                 for piece in (size.clone(), state):
@@ -139,11 +149,11 @@ class Part:
                     self.sending.append(work)
         elif me in out.newcomers:
             size = torch.zeros(1, dtype=torch.int64)
-            collectives.recv(size, out.donor, _STATE, side)
+            collectives.recv(size, out.source, _STATE, side)
             data = torch.empty(int(size), dtype=torch.uint8)
-            work = collectives.recv(data, out.donor, _STATE, side, async_op=True)
+            work = collectives.recv(data, out.source, _STATE, side, async_op=True)
             assert work is not None
-            self.arriving = data, work, out.donor
+            self.arriving = data, work, out.source
 
     def _state(self) -> dict[str, Any]:
         model = self.model()
@@ -158,9 +168,9 @@ class Part:
             with contextlib.suppress(TrigramError):  # one that has left again: the next pass shows it
                 work.wait()
 
-    def let_go(self) -> None:
+    def abort_calls(self) -> None:
         """Calls that others may wait in for this rank are given up: they shall come too."""
-        for group in (self.channels.first, self.channels.second, self.channels.side):
+        for group in (self.groups.main, self.groups.second_phase, self.groups.control):
             group.core.abort(group.core.next() + 2, "elastic: the ranks come together")
 
     @torch.no_grad()
@@ -168,9 +178,9 @@ class Part:
         """Waits for the state, if this rank is a newcomer, and takes it."""
         if self.arriving is None:
             return
-        data, work, donor = self.arriving
+        data, work, source = self.arriving
         work.wait()
-        state = portable.unpack(data, donor)
+        state = serialization.unpack(data, source)
         model = self.model()
         assert model is not None
         for mine, theirs in zip([*model.parameters(), *model.buffers()], state["tensors"], strict=True):
@@ -179,11 +189,113 @@ class Part:
             keeper.load_state_dict(theirs)
         self.arriving = None
 
+    # What training calls; trigram.training.elasticity has the same for jobs whose ranks are fixed.
 
-_parts: list[Part] = []
+    can_redo = True
+
+    def before_step(self, prepare: Callable[[int], None], src: int) -> None:
+        """Between two steps: ranks that wait join. Then all prepare the step together.
+
+        ``prepare`` gets the place of the first rank that has the job's state. If a rank is lost in it, it is
+        not done again, unless others are still on their way to it, in the end of the last step.
+        """
+        _, mine = current()
+        if mine.due:
+            recover(boundary=True)
+        while True:
+            try:
+                prepare(self.first_with_state())
+                return
+            except TrigramError as e:
+                if not is_loss(e):
+                    raise
+                if not recover(boundary=False).behind:
+                    return
+
+    def complete(self, a_pass: Pass) -> None:
+        """Brings a backward pass to its end on all ranks that live."""
+        complete = False
+        while True:
+            try:
+                if not complete:
+                    a_pass.send_rest()
+                    self.receive()
+                    complete = True
+                due = self._waits()  # ends when all ranks have everything of the pass
+            except TrigramError as e:
+                if not is_loss(e):
+                    raise
+                out = recover(boundary=False, complete=complete)
+                if not (complete and out.commit):
+                    a_pass.again()
+                    complete = False
+                    continue
+                due = False
+            _, mine = current()
+            mine.commits += 1
+            mine.newcomer, mine.due, mine.fresh = False, due, frozenset()
+            self.newcomers = []
+            self.sent()
+            return
+
+    def boundary(self, step: Callable[[], bool]) -> None:
+        """A boundary of weights; ``step`` tells whether all ranks are at the same one.
+
+        A step that a rank was lost in is not made again: in the new world all have the mean.
+        """
+        _, mine = current()
+        with self.forgiving():
+            if mine.due or self.is_called():
+                self.regroup()
+            elif step():
+                mine.due = self._waits()
+        mine = current()[1]
+        mine.newcomer, mine.fresh = False, frozenset()
+        self.newcomers, self.is_new = [], False
+        self.sent()
+
+    def has_state(self) -> None:
+        """All members hold the job's state now."""
+        _, mine = current()
+        mine.newcomer, mine.fresh = False, frozenset()
+
+    def is_called(self) -> bool:
+        """Whether this rank is to meet the others: one is lost, or, where ranks are not in step, one waits."""
+        return membership.has_lost() or (not self.in_step and membership.asked())
+
+    def is_loss(self, error: TrigramError) -> bool:
+        """Whether an error comes of a lost rank, so that the others go on."""
+        return is_loss(error)
+
+    def regroup(self, boundary: bool = True) -> None:
+        """Meets the others. Those who wait for this rank in a call hear that it does not come."""
+        if self.is_called():
+            self.abort_calls()
+        recover(boundary)
+
+    @contextlib.contextmanager
+    def forgiving(self) -> Iterator[None]:
+        """What was lost in here is not done again: all ranks go on without it."""
+        try:
+            yield
+        except TrigramError as e:
+            if not is_loss(e):
+                raise
+            self.regroup(boundary=False)
+
+    def _waits(self) -> bool:
+        """Whether a rank waits to join, as the leader knows; ends when all ranks have asked."""
+        _, mine = current()
+        waits = mine.queue is not None and bool(mine.queue.waiting)
+        word = torch.tensor([int(waits)])
+        collectives.all_reduce(word, "max", None, self.groups.control)
+        return bool(word)
 
 
-def add(part: Part) -> None:
+_parts: list[ElasticModel] = []
+
+
+def add(part: ElasticModel) -> None:
     """A model takes part; models are made in the same order on all ranks."""
     now, mine = current()
     _parts[:] = _others(now.group, part)
@@ -202,16 +314,16 @@ def add(part: Part) -> None:
             part.renew(now.group, _entered, fresh=True)
 
 
-def _others(group: Group, part: Part) -> list[Part]:
+def _others(group: Group, part: ElasticModel) -> list[ElasticModel]:
     return [p for p in _alive(group) if p.model() is not part.model()]
 
 
-def _alive(group: Group) -> list[Part]:
+def _alive(group: Group) -> list[ElasticModel]:
     """The models that are still there, of this job and not of one before."""
-    return [p for p in _parts if p.model() is not None and p.channels.group is group]
+    return [p for p in _parts if p.model() is not None and p.groups.group is group]
 
 
-_entered = Reformed([], 0, False, False)
+_entered = MembershipChange([], 0, False, False)
 
 
 def is_newcomer() -> bool:
@@ -228,28 +340,21 @@ def join_job() -> None:
     enter()
 
 
-def side_is(side: Group, rank: int) -> bool:
-    """Whether this is that rank."""
-    return side.ranks[side.rank] == rank
-
-
 def share(value: Any, src: int, group: Group) -> Any:
     """What rank ``src`` gives, on all ranks."""
-    data = portable.pack(value, "elastic") if side_is(group, src) else torch.empty(0, dtype=torch.uint8)
-    size = torch.tensor([data.numel()])
-    collectives.broadcast(size, src, group)
-    if data.numel() == 0:
-        data = torch.empty(int(size), dtype=torch.uint8)
-    collectives.broadcast(data, src, group)
-    return portable.unpack(data, src)
+    data = b""
+    if group.ranks[group.rank] == src:
+        data = serialization.pack(value, "elastic").numpy().tobytes()
+    data = broadcast_bytes(group, data, group.ranks.index(src))
+    return serialization.unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), src)
 
 
 def enter() -> None:
     """A late rank that has a model now becomes a member."""
     global _entered
-    if not entering.is_outside():
+    if not joining.is_outside():
         return
-    entering.enter()
+    joining.enter()
     now, _ = current()
     # The members make the same call at the end of `recover`: who is new, and who has the state.
     with _entering():
@@ -268,14 +373,12 @@ def _entering() -> Iterator[None]:
         _entered = recover(boundary=False)
 
 
-def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> Reformed:
-    everyone = torch.empty(group.size, dtype=torch.int64)
-    collectives.all_gather(everyone, torch.tensor([int(newcomer)]), group)
-    new = [r for r, flag in zip(group.ranks, everyone.tolist(), strict=True) if flag]
-    return Reformed(new, min(r for r in group.ranks if r not in new), commit, True, behind)
+def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
+    new = ranks_that(newcomer, group)
+    return MembershipChange(new, min(r for r in group.ranks if r not in new), commit, True, behind)
 
 
-def recover(boundary: bool = True, complete: bool = False) -> Reformed:
+def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
     """The living go on together, and let in who waits; all members call it, and all models follow.
 
     Where ranks are not in step, each is between two steps whenever it comes here, whether it has heard
@@ -283,7 +386,7 @@ def recover(boundary: bool = True, complete: bool = False) -> Reformed:
     """
     while True:
         loose = not all(part.in_step for part in _alive(current()[0].group))
-        out = membership.reform(boundary or loose, complete, loose)
+        out = membership.change_membership(boundary or loose, complete, loose)
         _, mine = current()
         mine.due = False
         if not out.renewed:
@@ -296,11 +399,9 @@ def recover(boundary: bool = True, complete: bool = False) -> Reformed:
             _parts[:] = _alive(now.group)
             for part in _parts:
                 part.renew(now.group, out)
-            print(
-                f"trigram: rank {now.rank}: goes on with ranks {', '.join(map(str, now.group.ranks))}"
-                + (f"; {', '.join(map(str, out.newcomers))} entered" if out.newcomers else ""),
-                file=sys.stderr,
-                flush=True,
+            logs.warning(
+                f"rank {now.rank}: goes on with ranks {listed(now.group.ranks)}"
+                + (f"; {listed(out.newcomers)} joined" if out.newcomers else "")
             )
             return out
         except TrigramError as e:
@@ -323,7 +424,7 @@ def public_recover() -> Group:
     now = world.current()
     if now.elastic is None:
         raise MisuseError("recover: the job is not elastic; call trigram.init(elastic=True) at its beginning")
-    if entering.is_outside():
+    if joining.is_outside():
         enter()
         _, mine = current()
         if not _parts:
@@ -331,117 +432,3 @@ def public_recover() -> Group:
     else:
         recover()
     return world.current().group
-
-
-class Pass(Protocol):
-    """A backward pass that can be done again: what :func:`through` asks of a carrier."""
-
-    def send_rest(self) -> None:
-        """What has not left leaves, and everything is awaited."""
-
-    def again(self) -> None:
-        """Begins anew with the gradients that this rank had."""
-
-
-def through(a_pass: Pass, part: Part) -> None:
-    """Brings a pass to its end on all who live."""
-    complete = False
-    while True:
-        try:
-            if not complete:
-                a_pass.send_rest()
-                part.receive()
-                complete = True
-            due = _commit(part.channels.side)
-        except TrigramError as e:
-            if not is_loss(e):
-                raise
-            out = recover(boundary=False, complete=complete)
-            if not (complete and out.commit):
-                a_pass.again()
-                complete = False
-                continue
-            due = False
-        _, mine = current()
-        mine.commits += 1
-        mine.newcomer, mine.due, mine.fresh = False, due, frozenset()
-        part.alone = []
-        part.sent()
-        return
-
-
-def _commit(side: Group) -> bool:
-    """Ends when all ranks have everything of the pass; whether somebody waits at the door."""
-    return _waits(side)
-
-
-def _waits(side: Group) -> bool:
-    """Whether somebody waits at the door, as the keeper knows; ends when all ranks have asked."""
-    _, mine = current()
-    waits = mine.door is not None and bool(mine.door.waiting)
-    word = torch.tensor([int(waits)])
-    collectives.all_reduce(word, "max", None, side)
-    return bool(word)
-
-
-def before_step(part: Part) -> None:
-    """Between two steps: those who wait are let in."""
-    _, mine = current()
-    if mine.due:
-        recover(boundary=True)
-
-
-def together(do: Callable[[], None]) -> None:
-    """What all ranks do together before a step.
-
-    Lost in here it is not done again, unless others are still on their way to it: in the last step's end.
-    """
-    while True:
-        try:
-            do()
-            return
-        except TrigramError as e:
-            if not is_loss(e):
-                raise
-            if not recover(boundary=False).behind:
-                return
-
-
-def boundary(part: Part, meets: Callable[[], bool]) -> None:
-    """A boundary of weights; ``meets`` tells whether all ranks are at the same one.
-
-    A round that a rank was lost in is not made again: in the new world all have the mean.
-    """
-    _, mine = current()
-    with forgiving(part):
-        if mine.due or is_called(part):
-            regroup(part)
-        elif meets():
-            mine.due = _waits(part.channels.side)
-    mine = current()[1]
-    mine.newcomer, mine.fresh = False, frozenset()
-    part.alone, part.is_new = [], False
-    part.sent()
-
-
-def is_called(part: Part) -> bool:
-    """Whether this rank is to meet the others: one is lost, or, where ranks are not in step, one waits."""
-    return membership.has_lost() or (not part.in_step and membership.asked())
-
-
-def regroup(part: Part, boundary: bool = True) -> None:
-    """Meets the others. Those who wait for this rank in a call hear that it does not come."""
-    if is_called(part):
-        part.let_go()
-    recover(boundary)
-
-
-@contextlib.contextmanager
-def forgiving(part: Part) -> Iterator[None]:
-    """What was lost in here is not done again: all ranks go on without it."""
-    try:
-        yield
-    except TrigramError as e:
-        if not is_loss(e):
-            raise
-        regroup(part, boundary=False)

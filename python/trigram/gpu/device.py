@@ -1,54 +1,29 @@
-"""Collectives on GPU tensors: which way they take.
-
-Three ways, chosen once for a group, by all of its ranks together:
-
-* ``nccl``: NCCL carries the data. The engine compares what ranks call and watches who is alive, so
-  errors are those of CPU tensors (``rust/engine/src/device``).
-* ``host``: through pinned host memory and the engine, for GPUs with no NCCL between them.
-* ``hierarchical``: as ``host``, but for AllReduce, which NCCL does inside each host, so that only a
-  share of the data leaves each GPU (``trigram/staging.py``).
-
-``TRIGRAM_GPU_TRANSPORT`` names one. ``auto``: NCCL inside one host, and between hosts that all have
-InfiniBand; else hierarchical, since on Ethernet balanced rates are worth more; ``host`` where a rank
-finds no NCCL.
-"""
+"""What a GPU has to offer: streams, events, pinned memory. And what a call on it looks like."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import site
-import sys
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from trigram import _core
-from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
-from trigram.runtime import engine_codes as codes
-from trigram.runtime import world
+from trigram.runtime import logs
 from trigram.runtime.engine_codes import Asked, Splits
-from trigram.runtime.world import Group, current
+from trigram.runtime.group import Group
+from trigram.runtime.memory import empty
+from trigram.runtime.world import current
 
-if TYPE_CHECKING:
-    from trigram.gpu.host import Staged
-
-_WAYS = ("auto", "nccl", "hierarchical", "host")
-_RECORD = 512
-"""Bytes by which ranks agree on a way: flags, and what is wrong; or NCCL's id."""
-_WRONG = 255
-_PRIORITY = -1
-"""Communication goes before the computation that it runs beside."""
+PRIORITY = -1
+"""Of streams: communication goes before the computation that it runs beside."""
 
 Parcel = tuple[bool, int, torch.Tensor, int]
 """Whether it is sent, the peer's place, the tensor, its dtype's code."""
 
 
 class Call(Protocol):
-    """Something under way, as a :class:`trigram.Work` holds it."""
+    """Something under route, as a :class:`trigram.Work` holds it."""
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
@@ -93,7 +68,7 @@ class Cuda:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
-        self.side = torch.cuda.Stream(device, priority=_PRIORITY)
+        self.side = torch.cuda.Stream(device, priority=PRIORITY)
 
     def stream(self) -> int:
         """See :class:`Device`."""
@@ -109,14 +84,15 @@ class Cuda:
 
     def pinned(self, nbytes: int) -> torch.Tensor:
         """See :class:`Device`."""
-        from trigram.collectives import calls as collectives
-
-        host = collectives.empty(nbytes, dtype=torch.uint8)
+        host = empty(nbytes, dtype=torch.uint8)
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             code = int(runtime.cudaHostRegister(host.data_ptr(), nbytes, 0))
         if code != 0:  # Copies work all the same, through a buffer of the driver's.
-            print(f"trigram: {nbytes} bytes could not be pinned (CUDA error {code})", file=sys.stderr)
+            logs.warning(
+                f"rank {current().rank}: {nbytes} bytes of host memory for GPU copies could not be pinned (CUDA "
+                f"error {code}); copies go on, slower"
+            )
             with contextlib.suppress(RuntimeError):  # or the next to ask would be told of this error
                 torch.zeros(1, device=self.device)
         else:
@@ -158,7 +134,7 @@ def capturing() -> bool:
 
 
 def handles(t: torch.Tensor) -> bool:
-    """Whether a tensor goes this way, and not the engine's."""
+    """Whether a tensor is on a GPU, so that its calls take a route of this room."""
     return t.device.type in kinds
 
 
@@ -169,121 +145,27 @@ def find(device: torch.device) -> Device:
     return _devices[device]
 
 
-class _OnStream:
-    """A call of NCCL's, and the device that it is on."""
+class StartCall(Protocol):
+    """Begins a collective on GPU tensors of a group; see ``routes.start``."""
 
-    __slots__ = ("_call", "_captured", "_device", "_way")
-
-    def __init__(self, call: _core.DeviceCall, device: Device, way: ByNccl) -> None:
-        self._call, self._device, self._way = call, device, way
-        # In a graph there is only an order: nothing has happened yet.
-        self._captured = device.capturing()
-
-    def is_completed(self) -> bool:
-        """See :class:`Call`."""
-        return self._captured or self._call.is_completed()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """See :class:`Call`."""
-        if self._captured or (timeout is None and os.environ.get("TRIGRAM_GPU_WAIT") == "stream"):
-            self.order()
-            return True
-        try:
-            return self._call.wait(timeout)
-        except TrigramError:
-            self._way.broken = True
-            raise
-
-    def order(self) -> None:
-        """See :class:`Call`."""
-        try:
-            self._call.order(self._device.stream())
-        except TrigramError:
-            self._way.broken = True
-            raise
-
-
-class _Failed:
-    """A call that failed before it began, as its group had: the error is told where it is waited for."""
-
-    def __init__(self, error: TrigramError, way: ByNccl) -> None:
-        self._error, self._way = error, way
-
-    def is_completed(self) -> bool:
-        """See :class:`Call`."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """See :class:`Call`."""
-        self._way.broken = True
-        raise self._error
-
-    def order(self) -> None:
-        """See :class:`Call`."""
-        self.wait()
-
-
-class ByNccl:
-    """NCCL carries the data, between hosts too.
-
-    Args:
-        group: The ranks.
-        alarm: The same ranks; nobody calls it any more.
-        device: This rank's.
-        nccl: The library.
-        id: What the communicator's ranks meet by.
-    """
-
-    two_levels = False
-
-    def __init__(self, group: Group, alarm: Group, device: Device, nccl: _core.Nccl, id: bytes) -> None:
-        self.device = device
-        self.broken = False
-        self.core = _core.DeviceGroup(
-            group.core, alarm.core, nccl, device.index, id, _PRIORITY, group.timeout
-        )
-
-    def start(
+    def __call__(
         self,
+        group: Group,
         asked: Asked,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         splits: Splits,
-        timeout: float | None,
     ) -> Call:
-        """Begins a collective, after what the current stream was given."""
-        given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
-        wanted = (0, 0) if target is None else (target.data_ptr(), target.nbytes)
-        witnessed = not self.device.capturing()
-        return self._begin(
-            lambda caller: self.core.start(asked, given + wanted, caller, witnessed, timeout, splits),
-            [t for t in (source, target) if t is not None],
-        )
-
-    def exchange(self, parcels: Sequence[Parcel]) -> Call:
-        """Begins messages that travel together."""
-        flat = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in parcels]
-        return self._begin(lambda caller: self.core.exchange(flat, caller), [t for _, _, t, _ in parcels])
-
-    def give_up(self, why: str) -> None:
-        """What is under way ends, here; the next call begins anew."""
-        self.broken = True
-        self.core.abort(why)
-
-    def _begin(self, make: Callable[[int], _core.DeviceCall], tensors: list[torch.Tensor]) -> Call:
-        try:
-            call = make(self.device.stream())
-        except (UnsupportedError, MisuseError):
-            raise  # nothing was begun
-        except TrigramError as e:
-            return _Failed(e, self)
-        for t in tensors:
-            self.device.keep(t, self.core.stream)
-        return _OnStream(call, self.device, self)
+        """From what was asked, and what is read and written."""
 
 
-class Way(Protocol):
-    """How a group's GPU tensors travel."""
+class Route(Protocol):
+    """How a group's GPU tensors travel.
+
+    Attributes:
+        broken: A call has failed: the group agrees on a route anew.
+        two_levels: AllReduce sums inside of hosts first.
+    """
 
     broken: bool
     two_levels: bool
@@ -301,149 +183,5 @@ class Way(Protocol):
     def exchange(self, parcels: Sequence[Parcel]) -> Call:
         """Begins messages that travel together."""
 
-    def give_up(self, why: str) -> None:
-        """What is under way ends, well or not; the next call begins anew, on all ranks."""
-
-
-_mail: dict[torch.device, Staged] = {}
-_agreed: weakref.WeakSet[Group] = weakref.WeakSet()
-"""Groups that have a way."""
-
-
-def way(group: Group, device: torch.device) -> Way:
-    """How tensors of a device travel in a group: agreed on the first time, and after a failure."""
-    found: Way | None = group.ways.get(device)
-    if found is None or found.broken:
-        found = group.ways[device] = _agree(group, find(device))
-        _agreed.add(group)
-    return found
-
-
-def is_hierarchical(group: Group, device: torch.device) -> bool:
-    """Whether tensors of a device are combined inside of hosts first."""
-    return bool(way(group, device).two_levels)
-
-
-def give_up(group: Group, why: str) -> None:
-    """All ranks give up what is under way on GPUs in a group; all call it, after their calls were aborted."""
-    for way in group.ways.values():
-        way.give_up(why)
-
-
-def start(
-    group: Group, asked: Asked, source: torch.Tensor | None, target: torch.Tensor | None, splits: Splits
-) -> Call:
-    """Begins a collective on tensors of one device."""
-    t = source if source is not None else target
-    assert t is not None
-    return way(group, t.device).start(asked, source, target, splits, group.timeout)
-
-
-def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
-    """Begins a message: through the host, where tags are known."""
-    if t.device not in _mail:
-        from trigram.gpu.host import Staged
-
-        _mail[t.device] = Staged(group, group, find(t.device), inside=False)
-    return _mail[t.device].message(group, sends, peer, tag, t, code)
-
-
-def exchange(group: Group, parcels: Sequence[Parcel]) -> Call:
-    """Begins messages that travel together, of tensors on one device, among those that they are between."""
-    return way(group, parcels[0][2].device).exchange(parcels)
-
-
-def library() -> _core.Nccl:
-    """NCCL: the copy that torch has loaded, or whatever is installed.
-
-    Raises:
-        UnsupportedError: There is none; the message says where it was looked for.
-    """
-    return _core.Nccl([*site.getsitepackages(), site.getusersitepackages(), *sys.path])
-
-
-def _agree(group: Group, device: Device) -> Way:
-    """Ranks tell each other what they have, and take one way.
-
-    Raises:
-        UnsupportedError: A rank lacks what was asked for; the message names it, on all ranks.
-        ConfigError: Ranks ask for different ways, or for one that there is not.
-    """
-    asked = os.environ.get("TRIGRAM_GPU_TRANSPORT", "auto")
-    wrong = "" if asked in _WAYS else f"TRIGRAM_GPU_TRANSPORT={asked}: there are {', '.join(_WAYS)}"
-    alarm = _derive(group, "on GPUs")
-    nccl = None
-    try:
-        nccl = library() if asked != "host" and not wrong else None
-    except TrigramError as e:
-        wrong = str(e) if asked == "nccl" else ""
-    fabric = any(Path("/sys/class/infiniband").glob("*"))
-    flags = bytes([_WAYS.index(asked) if not wrong else _WRONG, nccl is not None, fabric])
-    records = _gather(alarm, flags + wrong.encode())
-    for place, record in enumerate(records):
-        if record[0] == _WRONG:
-            raise _error(group.ranks[place], record[3:])
-        if record[0] != records[0][0]:
-            raise ConfigError(
-                f"TRIGRAM_GPU_TRANSPORT is {_WAYS[records[0][0]]} on rank {group.ranks[0]} and "
-                f"{_WAYS[record[0]]} on rank {group.ranks[place]}; set it alike everywhere"
-            )
-    hosts = group.hosts()
-    if asked in ("auto", "hierarchical"):
-        fast = len(hosts) == 1 or (asked == "auto" and all(r[2] for r in records))
-        asked = "hierarchical" if not fast else "nccl" if all(r[1] for r in records) else "host"
-    if asked == "nccl":
-        assert nccl is not None
-        return ByNccl(group, alarm, device, nccl, _meeting(group, alarm, nccl))
-    from trigram.gpu.host import Staged
-
-    return Staged(group, _derive(group, "through the host"), device, inside=asked == "hierarchical")
-
-
-def _meeting(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
-    """The id by which NCCL's ranks meet: the first rank's, told to all."""
-    mine = b"\0"
-    if group.rank == 0:
-        try:
-            mine += nccl.unique_id()
-        except TrigramError as e:  # no network interface, say
-            mine = bytes([_WRONG]) + str(e).encode()
-    first = _gather(alarm, mine)[0]
-    if first[0] == _WRONG:
-        raise _error(group.ranks[0], first[1:])
-    return first[1:129]
-
-
-def _error(rank: int, text: bytes) -> TrigramError:
-    said = text.rstrip(b"\0").decode(errors="replace")
-    kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in said else UnsupportedError
-    return kind(f"rank {rank}: {said}")
-
-
-def _derive(group: Group, name: str) -> Group:
-    return current().derive(group, f"{group.name}, {name}", group.ranks)
-
-
-def _gather(group: Group, mine: bytes) -> list[bytes]:
-    """Everybody's record, filled up with zeros."""
-    mine = mine[:_RECORD].ljust(_RECORD, b"\0")
-    inp = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    out = torch.empty(group.size * len(mine), dtype=torch.uint8)
-    memory = (inp.data_ptr(), inp.nbytes, out.data_ptr(), out.nbytes)
-    group.core.run((codes.ALL_GATHER, codes.DTYPES[torch.uint8], len(mine), 0, 0, 0), memory, group.timeout)
-    data = bytes(out.tolist())
-    return [data[i : i + len(mine)] for i in range(0, len(data), len(mine))]
-
-
-def _forget() -> None:
-    """Communicators and pinned memory do not outlive the world; while it lasts, NCCL's end well."""
-    from trigram.collectives import calls as collectives
-
-    for work in [w for w in collectives._in_flight if w.is_completed()]:
-        collectives._in_flight.discard(work)
-    _mail.clear()
-    for group in list(_agreed):
-        group.ways.clear()
-
-
-world.at_exit.append(_forget)
+    def abort(self, why: str) -> None:
+        """What is under route ends, well or not; the next call begins anew, on all ranks."""

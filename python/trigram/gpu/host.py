@@ -2,10 +2,10 @@
 
 A collective is copied to pinned memory in chunks, each chunk leaves as soon as it is there, and
 comes back as soon as it has arrived. With ``inside``, AllReduce first sums among the GPUs of a host
-(NCCL), and only shares travel between hosts (:mod:`trigram.rails`).
+(NCCL), and only shards travel between hosts (:mod:`trigram.gpu.two_level`).
 
 Calls begin when copies are done, in a group of their own. That all ranks make the same ones is for a
-*witness* to say, an empty call of the caller's group: where it fails, what is under way is given up.
+*witness* to say, an empty call of the caller's group: where it fails, what is under route is given up.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
+from trigram import _core
 from trigram.errors import UnsupportedError
-from trigram.gpu.two_level import Rails
-from trigram.runtime import engine_codes as codes
-from trigram.runtime.world import Group, current
-
-if TYPE_CHECKING:
-    from trigram import _core
-    from trigram.gpu.device import Call, Device, Parcel
-    from trigram.runtime.engine_codes import Asked, Splits
+from trigram.gpu.device import Call, Device, Parcel, StartCall
+from trigram.gpu.two_level import TwoLevelGroups
+from trigram.runtime import engine_codes
+from trigram.runtime.engine_codes import Asked, Splits
+from trigram.runtime.group import Group
+from trigram.runtime.world import current
 
 CHUNK = 4 << 20
 """Bytes copied at a time: long enough for full speed, short enough to overlap with what is sent."""
 _LEAST = 1 << 16
 
-_SUM, _AVG = codes.OPS["sum"], codes.OPS["avg"]
+_SUM, _AVG = engine_codes.OPS["sum"], engine_codes.OPS["avg"]
 
 
-class Staged:
+class HostRoute:
     """How a group's tensors travel through the host.
 
     Args:
         asked: The group whose calls these are.
         group: The same ranks; nobody else calls it.
         device: This rank's.
-        inside: AllReduce sums inside of hosts first, if any has several ranks.
+        inside: Begins a collective inside a host: AllReduce sums there first, if any host has several
+            ranks. None: it does not.
     """
 
-    def __init__(self, asked: Group, group: Group, device: Device, inside: bool) -> None:
+    def __init__(self, asked: Group, group: Group, device: Device, inside: StartCall | None) -> None:
         self.asked = asked.core  # not the group itself, which holds what is made here
         self.group, self.device = group, device
         self.broken = False
@@ -56,8 +55,8 @@ class Staged:
         weakref.finalize(self, self.starter.queue.put, None).atexit = False
         self.lock = threading.Lock()
         self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
-        self.two_levels = inside
-        self.rails = Rails(group) if inside and Rails.help(group) else None
+        self.two_levels = inside is not None
+        self.levels = TwoLevelGroups(group, inside) if inside and TwoLevelGroups.help(group) else None
 
     def start(
         self,
@@ -72,16 +71,16 @@ class Staged:
         same = target is source
         source = None if source is None else source.detach()
         target = source if same else None if target is None else target.detach()
-        if asked[0] == codes.ALL_REDUCE:
+        if asked[0] == engine_codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
-        job = _Job(self, self.asked.witness(asked, timeout))
-        host = None if source is None else job.fetch(source.view(-1))
-        wanted = host if target is source else None if target is None else job.room(target.view(-1))
+        transfer = _Transfer(self, self.asked.witness(asked, timeout))
+        host = None if source is None else transfer.fetch(source.view(-1))
+        wanted = host if target is source else None if target is None else transfer.room(target.view(-1))
         memory = _address(host) + _address(wanted)
         core = self.group.core
-        job.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
-        return job.go()
+        transfer.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
+        return transfer.go()
 
     def _check(self) -> None:
         if self.device.capturing():
@@ -92,23 +91,23 @@ class Staged:
     def exchange(self, parcels: Sequence[Parcel]) -> Call:
         """Begins messages that travel together."""
         self._check()
-        job = _Job(self)
+        transfer = _Transfer(self)
         for sends, peer, t, code in parcels:
-            self._message(job, self.group, sends, peer, 0, t, code)
-        return job.go()
+            self._message(transfer, self.group, sends, peer, 0, t, code)
+        return transfer.go()
 
     def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
         """Begins one message in any group, which finds its receiver by the tag."""
         self._check()
-        job = _Job(self)
-        self._message(job, group, sends, peer, tag, t, code)
-        return job.go()
+        transfer = _Transfer(self)
+        self._message(transfer, group, sends, peer, tag, t, code)
+        return transfer.go()
 
     def _message(
-        self, job: _Job, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
+        self, transfer: _Transfer, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
     ) -> None:
         t = t.detach()
-        host = job.fetch(t.view(-1)) if sends else job.room(t.view(-1))
+        host = transfer.fetch(t.view(-1)) if sends else transfer.room(t.view(-1))
         core, timeout = group.core, group.timeout
 
         def send() -> _core.Work:
@@ -116,41 +115,41 @@ class Staged:
             assert work is not None
             return work
 
-        job.begin(send, None if sends else host, None if sends else t)
+        transfer.begin(send, None if sends else host, None if sends else t)
 
     def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
         what, code, count, op, via, root = asked
-        job = _Job(self, self.asked.witness(asked, timeout))
+        transfer = _Transfer(self, self.asked.witness(asked, timeout))
         group = self.group
-        if self.rails is not None and op < codes.OPS["band"]:  # NCCL has no bitwise operators
-            shares = self.rails.shares(count)
+        if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
+            shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
-            self.rails.combine(t, shares, inside)
-            job.last = partial(self._spread, t, shares, op)
-            if self.rails.rail is None:
-                return job.go()
-            group, op = self.rails.rail, inside
-            t = self.rails.mine(t, shares)
+            self.levels.combine(t, shards, inside)
+            transfer.last = partial(self._spread, t, shards, op)
+            if self.levels.across is None:
+                return transfer.go()
+            group, op = self.levels.across, inside
+            t = self.levels.owned(t, shards)
         step = CHUNK // t.itemsize
         for part in t.split(step) if t.numel() else ():
-            host = job.fetch(part)
+            host = transfer.fetch(part)
             chunk = (what, code, part.numel(), op, via, root)
-            job.begin(partial(group.core.start, chunk, _address(host) * 2, timeout), host, part)
-        return job.go()
+            transfer.begin(partial(group.core.start, chunk, _address(host) * 2, timeout), host, part)
+        return transfer.go()
 
-    def _spread(self, t: torch.Tensor, shares: list[int], op: int) -> None:
-        """The shares are there: all ranks of the host get them."""
-        assert self.rails is not None
-        self.rails.spread(t, shares)
+    def _spread(self, t: torch.Tensor, shards: list[int], op: int) -> None:
+        """The shards are there: all ranks of the host get them."""
+        assert self.levels is not None
+        self.levels.spread(t, shards)
         if op == _AVG:
             t.div_(self.group.size)
 
-    def give_up(self, why: str) -> None:
-        """What is under way fails, here and where it waits for this rank; the next call begins anew."""
+    def abort(self, why: str) -> None:
+        """What is under route fails, here and where it waits for this rank; the next call begins anew."""
         self.broken = True
         self.group.core.abort(self.group.core.next(), why)
-        if self.rails is not None:
-            self.rails.give_up(why)
+        if self.levels is not None:
+            self.levels.abort(why)
 
     # Pinned memory.
 
@@ -185,7 +184,7 @@ class _Starter:
         """Next."""
         with self.lock:
             if self.thread is None:
-                self.thread = threading.Thread(target=self._serve, name="trigram-stage", daemon=True)
+                self.thread = threading.Thread(target=self._serve, name="trigram-gpu-copies", daemon=True)
                 self.thread.start()
         self.queue.put(begin)
 
@@ -195,11 +194,11 @@ class _Starter:
             del begin
 
 
-class _Job:
+class _Transfer:
     """Copies out, calls of the engine, copies back."""
 
-    def __init__(self, stage: Staged, witness: _core.Work | None = None) -> None:
-        self.stage, self.witness = stage, witness
+    def __init__(self, route: HostRoute, witness: _core.Work | None = None) -> None:
+        self.route, self.witness = route, witness
         self.arrivals: list[Callable[[], None]] = []
         self.parts: list[tuple[list[Callable[[], None]], Callable[[], _core.Work]]] = []
         self.backs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
@@ -215,14 +214,14 @@ class _Job:
 
     def room(self, t: torch.Tensor) -> torch.Tensor:
         """Pinned memory like a tensor."""
-        memory = self.stage.take(t.nbytes)
+        memory = self.route.take(t.nbytes)
         self.memory.append(memory)
         return memory[: t.nbytes].view(t.dtype)
 
     def fetch(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, under way."""
+        """A copy of a tensor, under route."""
         host = self.room(t)
-        self.arrivals.append(self.stage.device.fetch(host, t))
+        self.arrivals.append(self.route.device.fetch(host, t))
         return host
 
     def begin(
@@ -233,10 +232,10 @@ class _Job:
         self.backs.append((host, target))
         self.arrivals = []
 
-    def go(self) -> _Job:
+    def go(self) -> _Transfer:
         """All is said: it begins."""
-        self.after = self.stage.device.here()
-        self.stage.starter.put(self._start)
+        self.after = self.route.device.here()
+        self.route.starter.put(self._start)
         return self
 
     def _start(self) -> None:
@@ -252,13 +251,13 @@ class _Job:
     # What becomes of it.
 
     def is_completed(self) -> bool:
-        """See :class:`trigram.device.Call`."""
+        """See :class:`trigram.gpu.device.Call`."""
         if not self.begun.is_set():
             return False
         return all(w.is_completed() for w in self.works) and (not self.witness or self.witness.is_completed())
 
     def wait(self, timeout: float | None = None) -> bool:
-        """See :class:`trigram.device.Call`."""
+        """See :class:`trigram.gpu.device.Call`."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.begun.wait(timeout):
             return False
@@ -284,7 +283,7 @@ class _Job:
         except Exception as e:
             self.error = e
             if self.witness is not None:
-                self.stage.give_up(f"rank {current().rank}: {e}")
+                self.route.abort(f"rank {current().rank}: {e}")
             self._let_go()
             raise
         self._end()
@@ -300,13 +299,13 @@ class _Job:
         self.over = True
 
     def order(self) -> None:
-        """See :class:`trigram.device.Call`."""
+        """See :class:`trigram.gpu.device.Call`."""
         self.wait()
 
     def _end(self) -> None:
         """The memory is free again once the copies back have been made."""
         self.over = True
-        self.stage.give(self.memory)
+        self.route.give(self.memory)
 
 
 def _left(deadline: float | None) -> float | None:

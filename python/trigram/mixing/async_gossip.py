@@ -1,4 +1,4 @@
-"""Pairs that average when both are free: AD-PSGD (arXiv 1710.06952), with no global round at all.
+"""AsyncGossip that average when both are free: AD-PSGD (arXiv 1710.06952), with no global round at all.
 
 A rank that is free offers an exchange to a neighbour. Who accepts, and who offered, then each send
 a snapshot, and each adds half the difference of the same two snapshots when both are there. Nobody
@@ -19,13 +19,14 @@ from typing import Any
 
 import torch
 
+from trigram import collectives
 from trigram.algorithms.graphs import Graph
+from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
-from trigram.collectives import calls as collectives
 from trigram.errors import AbortedError
 from trigram.mixing.gossip import References, seed
-from trigram.mixing.step import Exchange
-from trigram.training.step_hooks import Channels
+from trigram.mixing.step import AveragingStep
+from trigram.runtime.memory import empty
 
 _OFFER, _ACCEPT, _DECLINE, _BYE = 1, 2, 3, 4
 _CONTROL, _DATA = 2, 3
@@ -36,8 +37,8 @@ _PATIENCE = 8
 class _Neighbour:
     """The way to a neighbour and back, for few bytes."""
 
-    def __init__(self, channels: Channels, place: int) -> None:
-        self.group, self.rank = channels.first, channels.first.ranks[place]
+    def __init__(self, groups: ModelGroups, place: int) -> None:
+        self.group, self.rank = groups.main, groups.main.ranks[place]
         self.word = torch.zeros(1, dtype=torch.int32)
         self.gone = False
         self.listen()
@@ -64,38 +65,38 @@ class _Neighbour:
         return word
 
 
-class Pairs:
+class AsyncGossip:
     """Exchanges between two, whenever both are free.
 
     Args:
         flat: The parameters, all in one.
-        channels: Where to talk.
+        groups: Where to talk.
         graph: Who may talk to whom.
         codec: Of the differences; None: full.
         staleness: Boundaries after which an exchange under way is waited for; None: never.
-        script: See :class:`trigram.weights.Background`; exchanges then follow the graph's matchings.
+        script: See :class:`trigram.weights.BackgroundSteps`; steps then follow the graph's matchings.
     """
 
     def __init__(
         self,
-        flat: Exchange,
-        channels: Channels,
+        flat: AveragingStep,
+        groups: ModelGroups,
         graph: Graph,
         codec: Codec | None,
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        self.flat, self.channels, self.graph = flat, channels, graph.closure()
+        self.flat, self.groups, self.graph = flat, groups, graph.closure()
         self.staleness, self.script = staleness, script
         self.rounds = self.waits = self.bytes = self.drawn = self.landed = 0
         self.waited = 0.0
         self.since = 0
         self.step = 0
         flat.take()
-        self.references = References(flat.inp, codec, channels)
+        self.references = References(flat.inp, codec, groups)
         like = self.references.code
-        self.mine = collectives.empty(like.numel(), dtype=like.dtype, device=like.device)
-        self.theirs = collectives.empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.mine = empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.theirs = empty(like.numel(), dtype=like.dtype, device=like.device)
         self.partner: int | None = None
         self.works: list[Any] = []
         self.queue: list[int] = []
@@ -103,17 +104,17 @@ class Pairs:
         self.closing = False
         self.neighbours: dict[int, _Neighbour] = {}
         if script is None:
-            places = self.graph.ever(channels.rank)
-            self.neighbours = {j: _Neighbour(channels, j) for j in sorted(places)}
-        self.random = random.Random(channels.rank)
+            places = self.graph.ever(groups.rank)
+            self.neighbours = {j: _Neighbour(groups, j) for j in sorted(places)}
+        self.random = random.Random(groups.rank)
 
     # An exchange.
 
     def _begin(self, j: int) -> None:
-        group = self.channels.first
+        group = self.groups.main
         self.partner, self.since = j, self.step
         self.flat.take()
-        self.references.tell(j, self.flat.inp, self.mine, seed(self.rounds, self.channels.rank))
+        self.references.tell(j, self.flat.inp, self.mine, seed(self.rounds, self.groups.rank))
         self.works = [
             collectives.recv(self.theirs, group.ranks[j], _DATA, group, async_op=True),
             collectives.send(self.mine, group.ranks[j], _DATA, group, async_op=True),
@@ -128,7 +129,7 @@ class Pairs:
         since = time.perf_counter()
         works, self.works = self.works, []
         for work in works:
-            self.channels.wait(work)
+            self.groups.wait(work)
         self.waited += time.perf_counter() - since
         self.flat.out.copy_(self.flat.inp)
         self.references.meet(self.partner, self.mine, self.theirs, self.flat.out, 0.5)
@@ -149,7 +150,7 @@ class Pairs:
             self.waits += 1
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
-                if self.channels.interrupted is not None and self.channels.interrupted():
+                if self.groups.interrupted is not None and self.groups.interrupted():
                     raise AbortedError("an exchange: the ranks come together")
                 self._listen()  # others must not wait for what this rank waits for
                 time.sleep(0.0005)
@@ -178,7 +179,7 @@ class Pairs:
             self.landed = self.drawn
         if self.drawn == self.landed:
             matching, self.drawn = self.drawn, self.drawn + 1
-            for j in self.graph.neighbours(self.channels.rank, matching)[0]:
+            for j in self.graph.neighbours(self.groups.rank, matching)[0]:
                 self._begin(j)
 
     def _listen(self) -> None:
@@ -195,11 +196,11 @@ class Pairs:
     def _consider(self, j: int) -> None:
         """An offer has come."""
         if j in self.offered:  # both have offered: the higher rank's offer stands
-            if j < self.channels.rank:
+            if j < self.groups.rank:
                 return
             del self.offered[j]
         free = self.partner is None and not self.queue and not self.closing
-        if free and (not self.offered or j > self.channels.rank):
+        if free and (not self.offered or j > self.groups.rank):
             self.neighbours[j].say(_ACCEPT)
             self.queue.append(j)
         else:
@@ -234,9 +235,9 @@ class Pairs:
         return self.partner is None and not self.queue and not self.offered
 
     def drain(self, timeout: float | None) -> None:
-        """All ranks are here, and have settled: only scripted exchanges may be under way."""
-        counts = torch.empty(self.channels.size, dtype=torch.int64)
-        collectives.all_gather(counts, torch.tensor([self.drawn]), self.channels.side)
+        """All ranks are here, and have settled: only scripted steps may be under way."""
+        counts = torch.empty(self.groups.size, dtype=torch.int64)
+        collectives.all_gather(counts, torch.tensor([self.drawn]), self.groups.control)
         while self.script is not None and self.landed < int(counts.max()):
             if self.drawn == self.landed:
                 self._follow(self.step, lambda _: False)

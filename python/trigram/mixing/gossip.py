@@ -1,4 +1,4 @@
-"""Rounds of weights among neighbours of a graph, all ranks in step.
+"""StepSchedule of weights among neighbours of a graph, all ranks in step.
 
 Full weights (D-PSGD, arXiv 1705.09056), coded differences on a fixed graph (CHOCO, 1902.00340),
 coded differences over edges that come and go, and shares pushed along directed edges (SGP,
@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from trigram import collectives
 from trigram.algorithms.graphs import Graph
+from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
-from trigram.collectives import calls as collectives
-from trigram.gpu import device
-from trigram.mixing.step import Exchange
-from trigram.training.step_hooks import Channels
+from trigram.gpu import device, routes
+from trigram.mixing.step import AveragingStep
+from trigram.runtime.memory import empty
 
 _TAG = 1
 
@@ -26,8 +27,8 @@ class Messages:
     """What a round sends and awaits. On the CPU each message begins at once; on a GPU all begin
     together when :meth:`go` is called, as NCCL wants it."""
 
-    def __init__(self, channels: Channels) -> None:
-        self.channels = channels
+    def __init__(self, groups: ModelGroups) -> None:
+        self.groups = groups
         self.works: list[collectives.Work] = []
         self.parcels: list[tuple[bool, int, torch.Tensor]] = []
         self.buffers: list[torch.Tensor] = []
@@ -35,7 +36,7 @@ class Messages:
     def buffer(self, k: int, like: torch.Tensor) -> torch.Tensor:
         """The k-th buffer; kept from round to round."""
         while len(self.buffers) <= k:
-            self.buffers.append(collectives.empty(like.numel(), dtype=like.dtype, device=like.device))
+            self.buffers.append(empty(like.numel(), dtype=like.dtype, device=like.device))
         return self.buffers[k]
 
     def send(self, t: torch.Tensor, place: int) -> int:
@@ -51,7 +52,7 @@ class Messages:
     def _begin(self, sends: bool, t: torch.Tensor, place: int) -> None:
         if device.handles(t):
             return self.parcels.append((sends, place, t))
-        move, group = collectives.send if sends else collectives.recv, self.channels.first
+        move, group = collectives.send if sends else collectives.recv, self.groups.main
         work = move(t, group.ranks[place], _TAG, group, async_op=True)
         assert work is not None
         self.works.append(work)
@@ -60,7 +61,7 @@ class Messages:
         """All messages of the round have been named."""
         parcels, self.parcels = self.parcels, []
         if parcels:
-            self.works.append(collectives.exchange(parcels, self.channels.first))
+            self.works.append(collectives.exchange(parcels, self.groups.main))
 
     def ready(self) -> bool:
         """Whether all have ended."""
@@ -72,42 +73,42 @@ class Messages:
         error: Exception | None = None
         for work in works:
             try:
-                self.channels.wait(work)
+                self.groups.wait(work)
             except Exception as e:
                 error = error or e
         if error is not None:
             raise error
 
 
-class Gossip(Exchange):
+class Gossip(AveragingStep):
     """What the rounds of neighbours have in common.
 
     Args:
         tensors: The parameters.
-        channels: Where to talk.
+        groups: Where to talk.
         graph: Who talks to whom.
         dtype: Of what travels.
-        length: See :class:`Exchange`.
+        length: See :class:`AveragingStep`.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        channels: Channels,
+        groups: ModelGroups,
         graph: Graph,
         dtype: torch.dtype | None = None,
         length: Any = None,
     ) -> None:
-        super().__init__(tensors, channels, dtype, length)
+        super().__init__(tensors, groups, dtype, length)
         self.graph = graph
-        self.place = channels.rank
-        self.messages = Messages(channels)
+        self.place = groups.rank
+        self.messages = Messages(groups)
         if device.handles(self.inp):
             # All agree on a way now: in a round a rank may have nothing to say.
-            device.way(channels.first, self.inp.device)
+            routes.route(groups.main, self.inp.device)
 
     def ready(self) -> bool:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         return self.messages.ready()
 
 
@@ -117,7 +118,7 @@ class Mix(Gossip):
     exact = True
 
     def start(self, round: int) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         to, received = self.graph.neighbours(self.place, round)
         self.heard = [
             (self.messages.receive(self.messages.buffer(k, self.inp), j), weight)
@@ -128,7 +129,7 @@ class Mix(Gossip):
         self.messages.go()
 
     def wait(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         self.messages.wait()
         half = self.inp.dtype in (torch.float16, torch.bfloat16)
         mixed = self.inp.float() if half else self.out
@@ -141,7 +142,7 @@ class Mix(Gossip):
 
 
 class Choco(Gossip):
-    """Coded differences on a fixed graph, to replicas that every neighbour holds alike.
+    """CodecCompressor differences on a fixed graph, to replicas that every neighbour holds alike.
 
     ``q = Q(inp - xhat)``, everybody adds it to its copy of this rank's xhat, and
     ``out = inp + gamma sum_j W_ij (xhat_j - xhat_i)``. Of the neighbours' replicas only the weighted
@@ -149,16 +150,16 @@ class Choco(Gossip):
 
     Args:
         tensors: The parameters.
-        channels: Where to talk.
+        groups: Where to talk.
         graph: Undirected, always the same.
         codec: Of the differences.
         gamma: How much of the difference is taken; too much for a coarse codec diverges.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], channels: Channels, graph: Graph, codec: Codec, gamma: float
+        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
-        super().__init__(tensors, channels, graph, torch.float32)
+        super().__init__(tensors, groups, graph, torch.float32)
         self.codec, self.gamma = codec, gamma
         self.weight = sum(w for _, w in graph.neighbours(self.place)[1])
         self.take()
@@ -166,10 +167,10 @@ class Choco(Gossip):
         self.replica = self.inp.clone()
         self.theirs = self.inp * self.weight
         size = codec.size(self.inp.numel())
-        self.code = collectives.empty(size, dtype=torch.uint8, device=self.inp.device)
+        self.code = empty(size, dtype=torch.uint8, device=self.inp.device)
 
     def start(self, round: int) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         to, received = self.graph.neighbours(self.place)
         self.heard = [
             (self.messages.receive(self.messages.buffer(k, self.code), j), j, weight)
@@ -183,10 +184,10 @@ class Choco(Gossip):
         self.codec.decode(self.code, self.replica, 1.0)
 
     def wait(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         self.messages.wait()
         for code, j, weight in self.heard:
-            self.codec.decode(code, self.theirs, weight, self.channels.first.ranks[j])
+            self.codec.decode(code, self.theirs, weight, self.groups.main.ranks[j])
         torch.sub(self.theirs, self.replica, alpha=self.weight, out=self.out)
         self.out.mul_(self.gamma).add_(self.inp)
 
@@ -207,11 +208,11 @@ class References:
     Args:
         start: The weights that all ranks have; references begin there.
         codec: None: full; no reference is needed.
-        channels: Where to talk.
+        groups: Where to talk.
     """
 
-    def __init__(self, start: torch.Tensor, codec: Codec | None, channels: Channels) -> None:
-        self.codec, self.channels = codec, channels
+    def __init__(self, start: torch.Tensor, codec: Codec | None, groups: ModelGroups) -> None:
+        self.codec, self.groups = codec, groups
         self.start = start.clone() if codec is not None else start
         self.edges: dict[int, torch.Tensor] = {}
         self.code = start
@@ -237,10 +238,10 @@ class References:
         if self.codec is None:
             out.add_(theirs, alpha=weight).sub_(mine, alpha=weight)
             return
-        edge, sender = self._edge(j), self.channels.first.ranks[j]
+        edge, sender = self._edge(j), self.groups.main.ranks[j]
         # In the same order at both ends, so that their references stay the same bits.
         pair = [(theirs, weight), (mine, -weight)]
-        for code, w in pair if j < self.channels.rank else pair[::-1]:
+        for code, w in pair if j < self.groups.rank else pair[::-1]:
             self.codec.decode(code, out, w, sender)
             self.codec.decode(code, edge, 0.5, sender)
 
@@ -258,22 +259,22 @@ class References:
 
 
 class Edges(Gossip):
-    """Coded differences on a graph that changes: :class:`References`.
+    """CodecCompressor differences on a graph that changes: :class:`References`.
 
     Args: see :class:`Choco`.
     """
 
     def __init__(
-        self, tensors: Sequence[torch.Tensor], channels: Channels, graph: Graph, codec: Codec, gamma: float
+        self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph, codec: Codec, gamma: float
     ) -> None:
-        super().__init__(tensors, channels, graph, torch.float32)
+        super().__init__(tensors, groups, graph, torch.float32)
         self.gamma = gamma
         self.take()
-        self.references = References(self.inp, codec, channels)
-        self.told = Messages(channels)
+        self.references = References(self.inp, codec, groups)
+        self.told = Messages(groups)
 
     def start(self, round: int) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         _, received = self.graph.neighbours(self.place, round)
         code = self.references.code
         self.heard = []
@@ -286,7 +287,7 @@ class Edges(Gossip):
         self.messages.go()
 
     def wait(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         self.messages.wait()
         self.out.copy_(self.inp)
         for j, mine, theirs, weight in self.heard:
@@ -311,32 +312,33 @@ class PushSum(Gossip):
 
     exact = True
 
-    def __init__(self, tensors: Sequence[torch.Tensor], channels: Channels, graph: Graph) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
         # One more value: the weight of the weights.
-        super().__init__(tensors, channels, graph, torch.float32, lambda total: total + 1)
+        super().__init__(tensors, groups, graph, torch.float32, lambda total: total + 1)
         self.exact = all(t.dtype == torch.float32 for t in tensors)
         self.take()
-        self.share = collectives.empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
+        self.sample_weight = empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
         self.numerator = self.inp.clone()
         self.numerator[-1] = 1.0
         self.left = self.inp.clone()
 
     def start(self, round: int) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         to, received = self.graph.neighbours(self.place, round)
         self.heard = [
-            self.messages.receive(self.messages.buffer(k, self.share), j) for k, (j, _) in enumerate(received)
+            self.messages.receive(self.messages.buffer(k, self.sample_weight), j)
+            for k, (j, _) in enumerate(received)
         ]
         self.inp[-1] = self.left[-1] = 0.0
         self.numerator += torch.sub(self.inp, self.left, out=self.out)
         self.numerator /= 1 + len(to)
-        self.share.copy_(self.numerator)
+        self.sample_weight.copy_(self.numerator)
         for j in to:
-            self.sent += self.messages.send(self.share, j)
+            self.sent += self.messages.send(self.sample_weight, j)
         self.messages.go()
 
     def wait(self) -> None:
-        """See :class:`Exchange`."""
+        """See :class:`AveragingStep`."""
         self.messages.wait()
         for theirs in self.heard:
             self.numerator += theirs

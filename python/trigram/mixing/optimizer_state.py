@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import torch
 
-from trigram.mixing.step import Exchange, mean_of
-from trigram.training.step_hooks import Channels
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.mean import mean_of
+from trigram.mixing.step import AveragingStep
 
 
-class OptimizerState(Exchange):
+class OptimizerState(AveragingStep):
     """Averages every tensor of an optimizer's state that is shaped as its parameter.
 
     It goes with the rounds of weights, but has no flat tensors and is over at once: optimizers make
     their state in their first step, so there is no place for it before.
     """
 
-    def __init__(self, channels: Channels, optimizer: torch.optim.Optimizer) -> None:
-        self.channels, self.optimizer = channels, optimizer
+    def __init__(self, groups: ModelGroups, optimizer: torch.optim.Optimizer) -> None:
+        self.groups, self.optimizer = groups, optimizer
         self.sent = 0
 
     def _state(self) -> list[torch.Tensor]:
@@ -41,8 +42,8 @@ class OptimizerState(Exchange):
     def wait(self) -> None:
         """Averages the state."""
         state = self._state()
-        mean_of(state, self.channels, self.channels.share)
-        n = self.channels.size
+        mean_of(state, self.groups, self.groups.sample_weight)
+        n = self.groups.size
         self.sent += 2 * (n - 1) * sum(t.nbytes for t in state) // n
 
     def apply(self, moved: bool) -> None:

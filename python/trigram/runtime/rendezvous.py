@@ -101,7 +101,7 @@ class LateError(Exception):
     """The job has begun without this rank."""
 
 
-class Exchange:
+class StoreGather:
     """Every rank's bytes to every rank, through a store."""
 
     def __init__(
@@ -169,7 +169,7 @@ class Exchange:
             f"{self.size}{more}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
         )
 
-    def retract(self) -> None:
+    def abort(self) -> None:
         """This rank did not take part after all: its next init is in the round of the others' next."""
         self.store.add(f"inits/{self.rank}", -1)
         self.close()

@@ -11,23 +11,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch.distributed as dist
 
 from trigram import _core
 from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
-from trigram.runtime import engine_codes as codes
-from trigram.runtime.rendezvous import Exchange, find_store
-
-if TYPE_CHECKING:
-    from trigram.elastic.membership import Membership
-
-_HELPER_LOOKS = 0.02
-"""Seconds between two looks of a helper at whether it is still needed."""
+from trigram.runtime import engine_codes, logs
+from trigram.runtime.group import Group
+from trigram.runtime.rendezvous import StoreGather, find_store
 
 _TRANSPORTS = ("auto", "shm", "tcp")
-_BARRIER = (codes.BARRIER, 5, 0, 0, 0, 0)
+_BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
 # Groups of the same ranks are told apart by an ordinal that all members count alike. Groups made
@@ -36,82 +31,47 @@ _USER, _BORROWED, _INTERNAL, _AIDED = 0, 1 << 32, 2 << 32, 3 << 32
 _DERIVED = 1 << 62
 
 
-class Group:
-    """Ranks that communicate with each other.
+Settings = tuple[str | None, str | None, str]
+"""Interface, an address that all ranks can reach, and transport: how this rank is reached."""
+
+
+class Membership(Protocol):
+    """What the runtime knows of an elastic job's membership; :mod:`trigram.elastic` implements it.
 
     Attributes:
-        ranks: World ranks, by place in the group.
-        rank: This rank's place, -1 if it is not in the group.
-        size: Number of ranks.
-        helpers: World ranks without data of their own that reduce for the group; they are not in ``ranks``.
-        name: What error messages call it.
+        ranks: World ranks of the present members.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_core",
-        "derived",
-        "helpers",
-        "name",
-        "ordinal",
-        "rank",
-        "ranks",
-        "size",
-        "timeout",
-        "ways",
-    )
+    ranks: list[int]
 
-    def __init__(
-        self,
-        name: str,
-        ranks: Sequence[int],
-        core: _core.Group | None,
-        timeout: float | None,
-        helpers: Sequence[int] = (),
-        ordinal: int = 0,
-    ) -> None:
-        self.name = name
-        self.ordinal = ordinal
-        self.derived = 0
-        self.ways: dict[Any, Any] = {}  # how tensors of a device travel: trigram/device.py
-        self.ranks = list(ranks)
-        self.helpers = list(helpers)
-        self.size = len(self.ranks)
-        self.rank = core.rank if core is not None else -1
-        self.timeout = timeout
-        self._core = core
+    def leave(self) -> None:
+        """This rank leaves the job: it no longer serves join requests."""
 
-    def __repr__(self) -> str:
-        return f"Group({self.name!r}, ranks={self.ranks}, rank={self.rank})"
 
-    @property
-    def core(self) -> _core.Group:
-        """The engine's side; an error where this rank is not a member."""
-        if self._core is None:
-            raise MisuseError(f"this rank is not in group {self.name} {self.ranks}")
-        return self._core
+class ElasticStart(Protocol):
+    """The start of one elastic ``init``; :mod:`trigram.elastic` implements it."""
 
-    def place(self, rank: int, what: str) -> int:
-        """The place of a world rank, as torch's ``src`` and ``dst`` name ranks."""
-        try:
-            return self.ranks.index(rank)
-        except ValueError:
-            raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
+    def is_late(self) -> bool:
+        """Whether the job runs already, without this rank."""
 
-    def become(self, other: Group) -> None:
-        """Takes the place of another group: an elastic job has made itself anew."""
-        self.name, self.ordinal, self.derived, self.ways = other.name, other.ordinal, 0, {}
-        self.ranks, self.size, self.rank, self._core = other.ranks, other.size, other.rank, other._core
+    def wait_outside(self, exchange: StoreGather) -> World | None:
+        """Waits until all ranks are here (None), or until the job is known to run without this one: then
+        a world without connections, which this rank leaves by joining."""
 
-    def help(self) -> None:
-        """This rank, one of the ``helpers``, takes part in all calls of the group until a member leaves."""
-        self.core.help()
-        while self.core.is_helping():
-            time.sleep(_HELPER_LOOKS)
+    def member(self) -> Membership:
+        """The membership of a rank that is here from the beginning."""
 
-    def hosts(self) -> list[list[int]]:
-        """Places by host: those in one list share memory."""
-        return self.core.hosts
+
+StartElastic = Callable[[dist.Store, int, int, Settings, float | None], ElasticStart]
+"""From the store, rank, world size, settings and op_timeout to the start of an elastic job."""
+
+_start_elastic: StartElastic | None = None
+
+
+def use_elastic(start: StartElastic) -> None:
+    """Says what ``init(elastic=True)`` starts with: the runtime does not import the room above it."""
+    global _start_elastic
+    _start_elastic = start
 
 
 @dataclass
@@ -224,7 +184,11 @@ def aided_group(group: Group) -> Group | None:
     return aided
 
 
-def resolve(group: Group | dist.ProcessGroup | None) -> Group:
+AnyGroup = Group | dist.ProcessGroup | None
+"""What names a group: ours, torch's, or None for the world."""
+
+
+def resolve(group: AnyGroup) -> Group:
     """Ours, for whatever names a group: ours, torch's, or none for the world."""
     if isinstance(group, Group):
         return group
@@ -289,20 +253,20 @@ def init(
     if transport not in _TRANSPORTS:
         raise ConfigError(f"TRIGRAM_TRANSPORT={transport!r}: it is {', '.join(_TRANSPORTS)}")
     _check_settings()
+    logs.start()
     deadline = time.monotonic() + init_timeout
     found = find_store(store, rank, world_size, deadline)
     store, rank, world_size, toward = found
     iface = iface or os.environ.get("TRIGRAM_IFACE") or None
     rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
-    lasting = None
-    if elastic and store is not None:
-        from trigram.elastic import joining as entering
-
-        lasting = entering.store_of(store, rank)
-    exchange = Exchange(store, rank, world_size, deadline, lasting.late if lasting else None)
+    start = None
+    if elastic:
+        assert _start_elastic is not None
+        start = _start_elastic(store, rank, world_size, (iface, toward, transport), op_timeout)
+    exchange = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
     del store, found
-    if lasting is not None:
-        late = entering.outside(exchange, lasting, rank, world_size, (iface, toward, transport), op_timeout)
+    if start is not None:
+        late = start.wait_outside(exchange)
         if late is not None:
             _world = late
             return late.group
@@ -333,10 +297,8 @@ def init(
         _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
         if helper:
             _world.aided.help()
-    if elastic:
-        from trigram.elastic import joining as entering
-
-        _world.elastic = entering.member(lasting, rank, world_size, (iface, toward, transport))
+    if start is not None:
+        _world.elastic = start.member()
     return group
 
 
@@ -376,9 +338,10 @@ def shutdown() -> None:
             finish()
     world, _world = _world, None
     if world is not None:
-        if world.elastic is not None and world.elastic.door is not None:
-            world.elastic.door.close()
+        if world.elastic is not None:
+            world.elastic.leave()
         world.engine.shutdown(False)
+        logs.flush()
 
 
 @atexit.register
@@ -386,6 +349,7 @@ def _exit() -> None:
     if _world is not None:
         for finish in at_exit:
             finish()
-        if _world.elastic is not None and _world.elastic.door is not None:
-            _world.elastic.door.close()
+        if _world.elastic is not None:
+            _world.elastic.leave()
         _world.engine.shutdown(True)
+        logs.flush()

@@ -1,4 +1,4 @@
-"""Gradients in buckets: flat registered memory, and the gradients views into it.
+"""GradientSync in buckets: flat registered memory, and the gradients views into it.
 
 Where gradients travel in full, a bucket ends with one flag per parameter: 1 where this rank has a
 gradient, 0 where backward did not reach the parameter. The flags are averaged with the gradients,
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from trigram.averaging.average import Average
-from trigram.collectives import calls as collectives
-from trigram.collectives import coalesced as flat
+from trigram.collectives import coalesced
+from trigram.runtime.memory import empty
 
 FIRST_BUCKET = 1 << 20
 """Bytes of the first bucket: small, so that communication starts early (as DDP does)."""
@@ -50,12 +50,12 @@ class Bucket:
     ) -> None:
         self.params = list(indices)
         chosen = [params[i] for i in indices]
-        at, total = flat.offsets(chosen)
+        at, total = coalesced.offsets(chosen)
         whole = total + len(chosen) if length is None else length(total)
         device = chosen[0].device
-        self.memory = collectives.empty(whole, dtype=chosen[0].dtype, device=device)
+        self.memory = empty(whole, dtype=chosen[0].dtype, device=device)
         self.memory.zero_()
-        self.views = [flat.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
+        self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
         self.nbytes = self.memory.nbytes

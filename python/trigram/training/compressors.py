@@ -7,24 +7,52 @@ from typing import Any
 
 import torch
 
-from trigram.algorithms.robust import Rule
-from trigram.averaging.average import Average, CodedAverage, padded
-from trigram.averaging.hierarchical import Hierarchical, TwoLevels
+from trigram.algorithms.robust import RobustAggregation
+from trigram.averaging.average import Average, padded
+from trigram.averaging.coded import CodedAverage
+from trigram.averaging.full import FullAverage
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
-from trigram.codecs.codec import Codec, find
+from trigram.codecs import Codec, find
 from trigram.training.buckets import Bucket
-from trigram.training.coding import Coding
 from trigram.training.qadam import QAdam
-from trigram.training.step_hooks import Channels
 
 FED_BACK = ("sign", "topk", "randomk")
 """Codecs that need error feedback: what they drop is not small."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class Coded(Coding):
-    """Gradients through a codec.
+class GradientCompressor:
+    """What travels for a bucket, and what is done to it before and after: by default, the gradients.
+
+    One per model; it may remember things by bucket.
+    """
+
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
+        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full.
+
+        ``like`` is one of the parameters."""
+        return None
+
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
+        """How a bucket becomes its mean."""
+        return FullAverage(bucket.memory, groups)
+
+    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """The gradients are in the bucket, and about to leave."""
+
+    def departed(self, bucket: Bucket) -> None:
+        """They have left, encoded."""
+
+    def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+        """What it remembers of each parameter in a bucket."""
+        return [{} for _ in bucket.params]
+
+
+class CodecCompressor(GradientCompressor):
+    """GradientSync through a codec.
 
     Args:
         codec: Of the first leg.
@@ -35,28 +63,28 @@ class Coded(Coding):
     def __init__(self, codec: Codec, second: Codec, feedback: tuple[bool, bool]) -> None:
         self.codec, self.second, self.feedback = codec, second, feedback
 
-    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """Whole shards; float64 travels full."""
         if like.dtype not in _FLOATS:
             return None
-        levels = self._levels(channels, like)
-        return levels.length if levels is not None else lambda total: padded(total, channels.size)
+        levels = self._levels(groups, like)
+        return levels.length if levels is not None else lambda total: padded(total, groups.size)
 
-    def average(self, bucket: Bucket, channels: Channels) -> Average:
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
         """In two legs; between hosts only, where GPUs have two levels."""
-        levels = self._levels(channels, bucket.memory)
+        levels = self._levels(groups, bucket.memory)
         if levels is None:
-            return self._coded(bucket.memory, channels)
-        return Hierarchical(bucket.memory, levels, self._coded)
+            return self._coded(bucket.memory, groups)
+        return HierarchicalAverage(bucket.memory, levels, self._coded)
 
-    def _levels(self, channels: Channels, like: torch.Tensor) -> TwoLevels | None:
-        return TwoLevels.of(channels, like)
+    def _levels(self, groups: ModelGroups, like: torch.Tensor) -> HostLevels | None:
+        return HostLevels.of(groups, like)
 
-    def _coded(self, memory: torch.Tensor, channels: Channels) -> Average:
-        return CodedAverage(memory, channels, self.codec, self.second, self.feedback)
+    def _coded(self, memory: torch.Tensor, groups: ModelGroups) -> Average:
+        return CodedAverage(memory, groups, self.codec, self.second, self.feedback)
 
 
-class Corrected(Coded):
+class MomentumCorrectedCompressor(CodecCompressor):
     """The largest of a momentum that is kept before coding: DGC's momentum correction.
 
     Args:
@@ -69,7 +97,7 @@ class Corrected(Coded):
         self.momentum = momentum
         self.velocity: dict[int, torch.Tensor] = {}
 
-    def _levels(self, channels: Channels, like: torch.Tensor) -> TwoLevels | None:
+    def _levels(self, groups: ModelGroups, like: torch.Tensor) -> HostLevels | None:
         """None: what was sent is known from this rank's own residual of all gradients."""
         return None
 
@@ -98,22 +126,22 @@ class Corrected(Coded):
         return [{"velocity": u[a : a + v.numel()]} for a, v in zip(at, bucket.views, strict=True)]
 
 
-class Power(Coding):
+class PowerSGDCompressor(GradientCompressor):
     """PowerSGD of some rank."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
-    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """The gradients; float64 travels full."""
         return (lambda total: total) if like.dtype in _FLOATS else None
 
-    def average(self, bucket: Bucket, channels: Channels) -> Average:
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
         """As products of thin matrices."""
-        return PowerAverage(bucket.memory, bucket.views, channels, self.rank)
+        return PowerAverage(bucket.memory, bucket.views, groups, self.rank)
 
 
-class Momenta(Coded):
+class MomentumCompressor(CodecCompressor):
     """Adam's first moments in the gradients' place, once the variance is frozen: 1-bit Adam (arXiv
     2102.02888), and the same with 8 bits.
 
@@ -135,8 +163,8 @@ class Momenta(Coded):
             self.optimizer.to_momentum(params[i], view)
 
 
-class Robust(Coding):
-    """Gradients combined by a robust rule, in full or through codecs.
+class RobustCompressor(GradientCompressor):
+    """GradientSync combined by a robust rule, in full or through codecs.
 
     Args:
         rule: What stands in the place of the mean.
@@ -146,24 +174,26 @@ class Robust(Coding):
 
     def __init__(
         self,
-        rule: Rule,
+        rule: RobustAggregation,
         codecs: tuple[Codec, Codec] | None = None,
         feedback: tuple[bool, bool] = (False, False),
     ) -> None:
-        self.rule, self.codecs, self.feedback = rule, codecs, feedback
+        self.aggregation, self.codecs, self.feedback = rule, codecs, feedback
 
-    def layout(self, like: torch.Tensor, channels: Channels) -> Callable[[int], int] | None:
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """Whole shards."""
-        return lambda total: padded(total, channels.size)
+        return lambda total: padded(total, groups.size)
 
-    def average(self, bucket: Bucket, channels: Channels) -> Average:
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
         """In two legs, without levels: a host's sum would hide the rank that is broken."""
         if self.codecs is None or bucket.memory.dtype not in _FLOATS:
-            return RobustAverage(bucket.memory, channels, self.rule)
-        return RobustAverage(bucket.memory, channels, self.rule, self.codecs, self.feedback)
+            return RobustAverage(bucket.memory, groups, self.aggregation)
+        return RobustAverage(bucket.memory, groups, self.aggregation, self.codecs, self.feedback)
 
 
-def make(what: str, block: int | None, options: dict[str, Any], rule: Rule | None = None) -> Coding:
+def make(
+    what: str, block: int | None, options: dict[str, Any], rule: RobustAggregation | None = None
+) -> GradientCompressor:
     """The coding of a trigram's WHAT for gradients.
 
     Args:
@@ -174,13 +204,17 @@ def make(what: str, block: int | None, options: dict[str, Any], rule: Rule | Non
     """
     kind, _, parameter = what.partition(":")
     if kind == "full":
-        return Coding() if rule is None else Robust(rule)
+        return GradientCompressor() if rule is None else RobustCompressor(rule)
     if kind == "powersgd":
-        return Power(int(parameter))
+        return PowerSGDCompressor(int(parameter))
     codec = find(what, block)
     if options.get("momentum"):
-        return Corrected(codec, options["momentum"])
+        return MomentumCorrectedCompressor(codec, options["momentum"])
     fed = kind in FED_BACK
     second = find("int8") if kind == "sign" else codec
     feedback = (fed, fed and kind != "sign")
-    return Coded(codec, second, feedback) if rule is None else Robust(rule, (codec, second), feedback)
+    return (
+        CodecCompressor(codec, second, feedback)
+        if rule is None
+        else RobustCompressor(rule, (codec, second), feedback)
+    )

@@ -8,22 +8,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trigram.algorithms.names import find
-from trigram.averaging.average import FullAverage
-from trigram.collectives.calls import AnyGroup
+from trigram.algorithms.parse import find
+from trigram.averaging.full import FullAverage
+from trigram.averaging.groups import ModelGroups
 from trigram.errors import UnsupportedError
-from trigram.runtime.world import resolve
-from trigram.training import compressors as codings
+from trigram.runtime.world import AnyGroup, resolve
+from trigram.training import compressors
 from trigram.training.buckets import Bucket
-from trigram.training.options import Terms
-from trigram.training.step_hooks import Channels
+from trigram.training.options import Options
 
 
 class HookState:
     """What a hook remembers: an average for each bucket, with its residuals."""
 
-    def __init__(self, coding: codings.Coding, channels: Channels) -> None:
-        self.coding, self.channels = coding, channels
+    def __init__(self, coding: compressors.GradientCompressor, groups: ModelGroups) -> None:
+        self.compressor, self.groups = coding, groups
         self.steps = 0
         self.buckets: dict[int, tuple[list[int], Bucket]] = {}
         self.kept: dict[int, dict[str, torch.Tensor]] = {}
@@ -42,12 +41,12 @@ class HookState:
                 self.kept |= dict(zip(old_ids, old.average.parts(old.views), strict=True))
             self.buckets.clear()
         grads = [g.detach() for g in bucket.gradients()]
-        layout = self.coding.layout(grads[0], self.channels)
+        layout = self.compressor.layout(grads[0], self.groups)
         made = Bucket(range(len(grads)), grads, layout)
         made.average = (
-            FullAverage(made.memory, self.channels)
+            FullAverage(made.memory, self.groups)
             if layout is None
-            else self.coding.average(made, self.channels)
+            else self.compressor.average(made, self.groups)
         )
         for key, parts in zip(ids, made.average.parts(made.views), strict=True):
             for name, part in self.kept.get(key, {}).items():
@@ -95,16 +94,16 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
     options.setdefault("warmup_steps", 0)
     if algorithm == "gradient_allreduce":
         options.pop("warmup_steps")
-    plan = find(algorithm, options)
-    if plan.value.carry != "gradients" or plan.options.get("momentum"):
+    chosen = find(algorithm, options)
+    if chosen.value.carry != "gradients" or chosen.options.get("momentum"):
         raise UnsupportedError(
-            f"ddp_hook: {algorithm} carries {plan.value.carry}, and a hook of DistributedDataParallel sees "
+            f"ddp_hook: {algorithm} carries {chosen.value.carry}, and a hook of DistributedDataParallel sees "
             "gradients alone; use trigram.with_bagua"
         )
-    if plan.options.get("warmup_steps"):
+    if chosen.options.get("warmup_steps"):
         raise UnsupportedError("ddp_hook: has no warm-up; register the hook when it is over")
     ranks = resolve(group)
-    Terms().check(plan, ranks.size)
-    channels = Channels(ranks)
-    coding = codings.make(plan.value.what, plan.options.get("block"), plan.options, plan.rule)
-    return HookState(coding, channels), _hook
+    Options().check(chosen, ranks.size)
+    groups = ModelGroups(ranks)
+    coding = compressors.make(chosen.value.what, chosen.options.get("block"), chosen.options, chosen.rule)
+    return HookState(coding, groups), _hook

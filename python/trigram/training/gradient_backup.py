@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from trigram.collectives import coalesced as flat
+from trigram.collectives import coalesced
 from trigram.training.buckets import Bucket
 
 
-class Own:
+class GradientBackup:
     """Copies of a rank's gradients of one pass; the buckets' own memory comes to hold averages."""
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class Own:
         for k, i in enumerate(bucket.params):
             view = bucket.views[k]
             at = int(view.storage_offset() - bucket.memory.storage_offset())
-            self.gradients[i] = None if params[i].grad is None else flat.view_like(kept, at, view)
+            self.gradients[i] = None if params[i].grad is None else coalesced.view_like(kept, at, view)
 
     def restore(self, params: Sequence[torch.Tensor]) -> None:
         """Gives the parameters back what they had before their buckets left, and forgets it."""

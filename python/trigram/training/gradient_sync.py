@@ -1,4 +1,4 @@
-"""Gradients averaged over all ranks, beside backward.
+"""GradientSync averaged over all ranks, beside backward.
 
 One backward pass: autograd hooks tell when a gradient is here; a bucket whose gradients are all
 here, and whose predecessors have left, starts to be averaged in the background; at the end of
@@ -9,7 +9,7 @@ All ranks start the same collectives in the same order: the order of the buckets
 0's first backward pass. A pass that fails on one rank is given up on all (``AbortedError``), so
 that the next step starts clean everywhere. *How* a bucket becomes its mean is an
 :class:`trigram.average.Average`; what is done to it before is the ``prepare`` of a
-:class:`trigram.coding.Coding`.
+:class:`trigram.coding.GradientCompressor`.
 """
 
 from __future__ import annotations
@@ -22,46 +22,51 @@ from typing import Any
 import torch
 from torch import nn
 
+from trigram import collectives
 from trigram.averaging import sparse
-from trigram.averaging.average import FullAverage
-from trigram.collectives import calls as collectives
-from trigram.collectives import coalesced as flat
-from trigram.collectives import consistency as replicas
-from trigram.elastic import recovery as elastic
+from trigram.averaging.full import FullAverage
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
+from trigram.collectives.consistency import check_replicas
+from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.gpu import device
+from trigram.gpu import routes
 from trigram.training.buckets import Bucket, assign
-from trigram.training.coding import Coding
-from trigram.training.gradient_backup import Own
-from trigram.training.step_hooks import Carrier, Channels
-from trigram.training.weak_hook import Hook
+from trigram.training.compressors import GradientCompressor
+from trigram.training.gradient_backup import GradientBackup
+from trigram.training.step_hooks import StepHooks
+from trigram.training.weak_hook import WeakHook
 
 
-class Gradients(Carrier):
+class GradientSync(StepHooks):
     """Averages the gradients of one model.
 
     Args:
         model: The module.
-        channels: Where to talk.
+        groups: Where to talk.
         bucket_bytes: Size of a bucket.
         coding: What travels; None: the gradients in full.
     """
 
     def __init__(
-        self, model: nn.Module, channels: Channels, bucket_bytes: int, coding: Coding | None = None
+        self,
+        model: nn.Module,
+        groups: ModelGroups,
+        bucket_bytes: int,
+        coding: GradientCompressor | None = None,
     ) -> None:
-        self.coding = coding or Coding()
+        self.compressor = coding or GradientCompressor()
         self.bucket_bytes = bucket_bytes
         self.sync_buffers = True
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
-        self.own = Own()
+        self.backup = GradientBackup()
         self.broken: TrigramError | None = None
         self.kept_parts = True
         self.redoing = False
-        super().__init__(model, channels)
+        super().__init__(model, groups)
 
     # The parameters, and what is done with each.
 
@@ -85,12 +90,12 @@ class Gradients(Carrier):
         kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.kept_parts else {}
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
-            layout = self.coding.layout(self.params[indices[0]], self.channels)
+            layout = self.compressor.layout(self.params[indices[0]], self.groups)
             bucket = Bucket(indices, self.params, layout)
             if layout is None:
-                bucket.average = FullAverage(bucket.memory, self.channels)
+                bucket.average = FullAverage(bucket.memory, self.groups)
             else:
-                bucket.average = self.coding.average(bucket, self.channels)
+                bucket.average = self.compressor.average(bucket, self.groups)
             for i, parts in self._parts(bucket):
                 for name, part in kept.get(i, {}).items():
                     parts[name].copy_(part)
@@ -108,7 +113,7 @@ class Gradients(Carrier):
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """What is remembered of each parameter: it moves with the parameter."""
-        of_average, of_coding = bucket.average.parts(bucket.views), self._coding_parts(bucket)
+        of_average, of_coding = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
         for i, a, b in zip(bucket.params, of_average, of_coding, strict=True):
             yield i, {**a, **b}
 
@@ -116,27 +121,22 @@ class Gradients(Carrier):
         """Hooks the model and its parameters."""
         super().watch(model)
         self.handles += [
-            self.params[i].register_post_accumulate_grad_hook(Hook(self, "_on_gradient", i))
+            self.params[i].register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i))
             for i in (*self.dense, *self.rows)
         ]
-        self.buffers = flat.of_buffers(model)
+        self.buffers = coalesced.of_buffers(model)
 
     # Forward.
 
     def before_step(self, model: nn.Module, src: int) -> None:
         """What all ranks do together before a forward pass that trains."""
-        part = self.elastic
-        if part is None:
-            self._before_step(model, src)
-        else:
-            elastic.before_step(part)
-            elastic.together(lambda: self._before_step(model, part.first_with_state()))
+        self.elastic.before_step(lambda first: self._before_step(model, first), src)
 
     def _before_step(self, model: nn.Module, src: int) -> None:
-        every = self.channels.check_replicas
-        entering = self.elastic is not None and self.elastic.alone  # their weights are on their way
-        if every and self.steps % every == 0 and self.sync_buffers and self.steps and not entering:
-            replicas.agree(model.parameters(), self.channels.side, self.steps)
+        every = self.groups.check_replicas
+        joining = self.elastic.newcomers  # their weights are on their way
+        if every and self.steps % every == 0 and self.sync_buffers and self.steps and not joining:
+            check_replicas(model.parameters(), self.groups.control, self.steps)
         if self.has_changed(model):
             self.find_parameters(model)  # a layer was frozen, thawed or added
             self.watch(model)
@@ -152,16 +152,16 @@ class Gradients(Carrier):
         with torch.no_grad():
             current = [b for b in model.buffers() if b.numel()]
             if [id(b) for b in current] != [id(t) for f in self.buffers for t in f.tensors]:
-                self.buffers = flat.of_buffers(model)
+                self.buffers = coalesced.of_buffers(model)
             for buffers in self.buffers:
-                buffers.broadcast(src, self.channels.side)
+                buffers.broadcast(src, self.groups.control)
 
     def _reorder(self) -> None:
         """Deals the buckets anew, in the order of rank 0's first backward pass."""
         assert self.order is not None
         rest = [i for i in reversed(self.dense) if i not in set(self.order)]
         order = torch.tensor(self.order + rest, dtype=torch.int64)
-        collectives.broadcast(order, self.channels.side.ranks[0], self.channels.side)
+        collectives.broadcast(order, self.groups.control.ranks[0], self.groups.control)
         self.order = None
         if order.tolist() != [i for b in self.buckets for i in b.params]:
             self._deal(order.tolist())
@@ -170,22 +170,22 @@ class Gradients(Carrier):
 
     def begin(self) -> None:
         """No gradient is here yet."""
-        self.calls = self.channels.first.core.next(), self.channels.second.core.next()
+        self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self.next = 0
         self.second = 0
         self.began = 0.0
-        self.own.forget()
+        self.backup.forget()
         for bucket in self.buckets:
             bucket.begin()
-        if self.channels.finite is not None:
-            self.channels.finite.begin()
-        if self.channels.share is not None:
-            idle = self.idle or (self.elastic is not None and self.elastic.newcomer)
-            self.channels.share.begin(idle, self.redoing)
+        if self.groups.non_finite_check is not None:
+            self.groups.non_finite_check.begin()
+        if self.groups.sample_weight is not None:
+            idle = self.idle or self.elastic.newcomer
+            self.groups.sample_weight.begin(idle, self.redoing)
 
     def weight(self) -> float | None:
         """This rank's weight in the averages of this pass; None: all ranks weigh alike."""
-        return None if self.channels.share is None else self.channels.share.mine
+        return None if self.groups.sample_weight is None else self.groups.sample_weight.mine
 
     @torch.no_grad()
     def _on_gradient(self, i: int, param: torch.Tensor) -> None:
@@ -216,7 +216,7 @@ class Gradients(Carrier):
                 self._start(self.buckets[self.next])
             self._advance()
         except TrigramError as e:
-            if self.elastic is None:
+            if not self.elastic.can_redo:
                 raise
             self.broken = e  # the pass goes on to its end, where all who live do this again
 
@@ -224,21 +224,21 @@ class Gradients(Carrier):
         if self.next == 0:
             self.began = time.perf_counter()
         bucket.collect(self.params)
-        if self.elastic is not None and self.elastic.newcomer:
+        if self.elastic.newcomer:
             bucket.memory.zero_()
             bucket.unused = list(range(len(bucket.params)))
-        weight = self.weight()
-        if weight == 0.0:
-            bucket.values.zero_()  # whatever it was: a coding must not remember a NaN of it
-        elif self.channels.finite is not None:
-            self.channels.finite.look(bucket.values)
-        if self.elastic is not None:
-            self.own.keep(bucket, self.params)
-        self.coding.prepare(bucket, self.params)
-        if weight is not None:
-            self.channels.share.weigh(bucket.values)
+        weights = self.groups.sample_weight
+        if weights is not None and weights.mine == 0.0:
+            bucket.values.zero_()  # whatever it was: a compressor must not remember a NaN of it
+        elif self.groups.non_finite_check is not None:
+            self.groups.non_finite_check.look(bucket.values)
+        if self.elastic.can_redo:
+            self.backup.keep(bucket, self.params)
+        self.compressor.prepare(bucket, self.params)
+        if weights is not None:
+            weights.weigh(bucket.values)
         bucket.average.start(self.steps)
-        self.coding.departed(bucket)
+        self.compressor.departed(bucket)
         self.next += 1
 
     def _advance(self) -> None:
@@ -252,10 +252,7 @@ class Gradients(Carrier):
 
     def end(self) -> None:
         """Backward is over on this rank: the rest leaves, and everything is awaited."""
-        if self.elastic is None:
-            self.send_rest()
-        else:
-            elastic.through(self, self.elastic)
+        self.elastic.complete(self)
         self.steps += 1
 
     def send_rest(self) -> None:
@@ -277,18 +274,18 @@ class Gradients(Carrier):
                 assert self.flags is not None
                 used = self.flags[at : at + len(bucket.params)]
                 at += len(bucket.params)
-            if self.elastic is not None and self.elastic.alone and self.channels.share is None:
-                n = self.channels.size
-                bucket.memory.mul_(n / (n - len(self.elastic.alone)))  # newcomers contributed nothing
+            if self.elastic.newcomers and self.groups.sample_weight is None:
+                n = self.groups.size
+                bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # newcomers contributed nothing
             bucket.settle(self.params, used)
         for i in self.rows:
-            sparse.average(self.params[i], self.names[i], self.channels.side, self.channels.share)
+            sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 
     # Elastic jobs.
 
     def again(self) -> None:
         """The pass under way begins anew, with the gradients that this rank had."""
-        self.own.restore(self.params)
+        self.backup.restore(self.params)
         self.broken = None
         self.active = self.redoing = True
         self.begin()
@@ -299,7 +296,7 @@ class Gradients(Carrier):
         order = [i for b in self.buckets for i in b.params]
         return {"order": order, "steps": self.steps}
 
-    def follow(self, meta: dict[str, Any], part: elastic.Part) -> None:
+    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Goes on in a new world; residuals begin anew there."""
         if part.newcomer:
             self.steps = meta["steps"]
@@ -313,7 +310,7 @@ class Gradients(Carrier):
 
     def _settle_terms(self) -> None:
         """Raises on all ranks where one sent what is not finite, if that is looked at; weighs means."""
-        share, finite = self.channels.share, self.channels.finite
+        share, finite = self.groups.sample_weight, self.groups.non_finite_check
         if finite is not None:
             for i in self.rows if self.weight() != 0.0 else ():
                 grad = self.params[i].grad
@@ -335,7 +332,7 @@ class Gradients(Carrier):
                 for k in bucket.unused:
                     self.flags[at + k] = 0
                 at += len(bucket.params)
-        return collectives.all_reduce(self.flags, "max", None, self.channels.first, async_op=True)
+        return collectives.all_reduce(self.flags, "max", None, self.groups.main, async_op=True)
 
     def _through(self) -> list[int]:
         """How many calls both groups have seen when this pass is over."""
@@ -352,7 +349,7 @@ class Gradients(Carrier):
         waits = time.perf_counter()
         flags = None
         if failed is not None:
-            self._give_up(through, failed)
+            self._abort_calls(through, failed)
         try:
             if failed is None and self.next == len(self.buckets):
                 flags = self._share_flags()
@@ -363,11 +360,11 @@ class Gradients(Carrier):
                 flags.wait()
         except TrigramError as e:
             error = e
-            self._give_up(through, "a collective of this pass failed")
+            self._abort_calls(through, "a collective of this pass failed")
         if failed is not None or error is not None:
             ends: list[Callable[[], object]] = [b.average.forget for b in self.buckets if b.begun]
             ends += [flags.wait] if flags is not None else []
-            ends += [self.channels.share.forget] if self.channels.share is not None else []
+            ends += [self.groups.sample_weight.forget] if self.groups.sample_weight is not None else []
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
@@ -378,20 +375,20 @@ class Gradients(Carrier):
         if error is not None:
             raise error
 
-    def _give_up(self, through: list[int], why: str) -> None:
+    def _abort_calls(self, through: list[int], why: str) -> None:
         """What is left of this pass is skipped, on all ranks, so that all count alike."""
-        why = f"{self.channels.name} gave up its backward pass: {why}"
-        self.channels.first.core.abort(through[0], why)
-        device.give_up(self.channels.first, why)
+        why = f"{self.groups.name} gave up its backward pass: {why}"
+        self.groups.main.core.abort(through[0], why)
+        routes.abort(self.groups.main, why)
         if self.twofold:
-            self.channels.second.core.abort(through[1], why)
-            device.give_up(self.channels.second, why)
-        if self.channels.levels is not None:
-            self.channels.levels.give_up(why)
-        if self.channels.share is not None:
-            self.channels.share.give_up(why)
+            self.groups.second_phase.core.abort(through[1], why)
+            routes.abort(self.groups.second_phase, why)
+        if self.groups.levels is not None:
+            self.groups.levels.abort(why)
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.abort(why)
 
-    def abandon(self) -> None:
+    def abort_pass(self) -> None:
         """Gives up a backward pass that ended with an exception, on all ranks."""
         if not self.active:
             return
@@ -424,11 +421,11 @@ class Gradients(Carrier):
         return {
             **super().state(),
             "order": None if self.order is not None else [i for b in self.buckets for i in b.params],
-            "buckets": [(b.average.state(), self._coding_parts(b)) for b in self.buckets],
+            "buckets": [(b.average.state(), self._compressor_parts(b)) for b in self.buckets],
         }
 
-    def _coding_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-        return self.coding.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
+    def _compressor_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
+        return self.compressor.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
@@ -438,7 +435,7 @@ class Gradients(Carrier):
             self.order = None
         for bucket, (average, parts) in zip(self.buckets, state["buckets"], strict=True):
             bucket.average.load(average)
-            for mine, saved in zip(self._coding_parts(bucket), parts, strict=True):
+            for mine, saved in zip(self._compressor_parts(bucket), parts, strict=True):
                 for name, part in mine.items():
                     part.copy_(saved[name])
 

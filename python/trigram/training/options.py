@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trigram.algorithms.names import Plan
-from trigram.averaging.non_finite import Check
-from trigram.averaging.sample_weight import Share
+from trigram.algorithms.trigram import Algorithm
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.non_finite import NonFiniteCheck
+from trigram.averaging.sample_weight import SampleWeight
 from trigram.errors import MisuseError, UnsupportedError
-from trigram.training.step_hooks import Channels
 
 
 @dataclass(frozen=True)
-class Terms:
+class Options:
     """The terms of one model; see :func:`trigram.with_bagua`."""
 
     sample_weight: float | Callable[[], float] | None = None
@@ -25,24 +25,24 @@ class Terms:
         replicas = f", check_replicas={self.check_replicas}" if self.check_replicas else ""
         return weighted + (", check_finite" if self.check_finite else "") + replicas
 
-    def check(self, plan: Plan, size: int) -> None:
+    def check(self, algorithm: Algorithm, size: int) -> None:
         """Refuses what does not go together, before anything is begun."""
-        rule = plan.rule
+        rule = algorithm.rule
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
-                f"{plan.name}: {plan.value.who} leaves out {rule.parameter:g} values on each side, of {size} "
+                f"{algorithm.name}: {algorithm.value.who} leaves out {rule.parameter:g} values on each side, of {size} "
                 f"ranks in all; it needs {rule.least()} ranks or more"
             )
-        if self.check_finite and not plan.gradients:
+        if self.check_finite and not algorithm.gradients:
             raise UnsupportedError(
-                f"{plan.name}: check_finite looks at gradients before they leave, and here weights travel; a "
+                f"{algorithm.name}: check_finite looks at gradients before they leave, and here weights travel; a "
                 "robust average (central:median/...) leaves out those that are not finite, and names the rank"
             )
         if self.check_replicas < 0:
             raise MisuseError(f"with_bagua: check_replicas={self.check_replicas} is no number of steps")
-        if self.check_replicas and not plan.gradients:
+        if self.check_replicas and not algorithm.gradients:
             raise UnsupportedError(
-                f"{plan.name}: check_replicas is for algorithms that carry gradients; here ranks may hold "
+                f"{algorithm.name}: check_replicas is for algorithms that carry gradients; here ranks may hold "
                 "different weights between rounds"
             )
         if self.sample_weight is None:
@@ -55,20 +55,20 @@ class Terms:
         why = ""
         if rule is not None:
             why = "a robust rule counts ranks; a rank that says it has many samples would count as many"
-        elif plan.kind != "central":
+        elif algorithm.kind != "central":
             why = "neighbours are mixed by the graph's weights, which keep the average of all where it is"
-        elif plan.every is None:
+        elif algorithm.every is None:
             why = "ranks that are not in step have no step in common whose samples could be counted"
-        elif plan.exchange is not None:
+        elif algorithm.step is not None:
             why = "a registered exchange makes its averages itself"
         if why:
-            raise UnsupportedError(f"{plan.name}: sample_weight is not for {plan.value}: {why}")
+            raise UnsupportedError(f"{algorithm.name}: sample_weight is not for {algorithm.value}: {why}")
 
-    def bind(self, channels: Channels, plan: Plan) -> None:
+    def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
         """Tells what averages: all ranks, once they have agreed."""
-        channels.rule = plan.rule
-        channels.check_replicas = self.check_replicas
-        if self.sample_weight is not None and channels.share is None:
-            channels.share = Share(self.sample_weight, channels.group)
-        if self.check_finite and channels.finite is None:
-            channels.finite = Check(channels.side)
+        groups.aggregation = algorithm.rule
+        groups.check_replicas = self.check_replicas
+        if self.sample_weight is not None and groups.sample_weight is None:
+            groups.sample_weight = SampleWeight(self.sample_weight, groups.group)
+        if self.check_finite and groups.non_finite_check is None:
+            groups.non_finite_check = NonFiniteCheck(groups.control)

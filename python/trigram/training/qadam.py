@@ -27,7 +27,7 @@ class QAdam(torch.optim.Optimizer):
         lr: Learning rate.
         betas: Decay of the first and second moment.
         eps: Added to the root of the variance.
-        weight_decay: Share of the weight taken off in a step, times ``lr``.
+        weight_decay: SampleWeight of the weight taken off in a step, times ``lr``.
     """
 
     def __init__(

@@ -1,107 +1,37 @@
 """What every algorithm does beside a training loop: knows where its steps begin and end.
 
-A :class:`Carrier` hooks a model and calls, in this order: :meth:`Carrier.before_step` before the
-forward pass of a step, :meth:`Carrier.begin` when its backward pass begins, :meth:`Carrier.end`
+A :class:`StepHooks` hooks a model and calls, in this order: :meth:`StepHooks.before_step` before the
+forward pass of a step, :meth:`StepHooks.begin` when its backward pass begins, :meth:`StepHooks.end`
 when it is over. What is carried, gradients or weights, is the subclasses' matter.
 """
 
 from __future__ import annotations
 
-import hashlib
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from trigram.averaging.non_finite import Suspects
-from trigram.collectives import calls as collectives
-from trigram.collectives import coalesced as flat
-from trigram.errors import AbortedError, MismatchError, UnsupportedError
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
+from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
+from trigram.elastic.recovery import ElasticModel
+from trigram.errors import MismatchError, UnsupportedError
 from trigram.gpu import device
-from trigram.runtime.world import Group, aided_group, internal_group
-from trigram.training.weak_hook import Hook
-
-if TYPE_CHECKING:
-    from trigram.elastic.recovery import Part
+from trigram.runtime.group import Group
+from trigram.training.elasticity import Elasticity, FixedRanks
+from trigram.training.weak_hook import WeakHook
 
 
-class Channels:
-    """The groups of one model. Calls of a group are made in the same order on all ranks, so what
-    has an order of its own has a group of its own.
-
-    Attributes:
-        first: The calls that begin in the order of buckets; messages between neighbours.
-        second: The second leg of those that have two.
-        side: Weights, buffers, roll calls.
-        group: The ranks.
-        rule: What stands in the place of means: trigram/rules.py; None: they are means.
-        share: This rank's weight in averages: trigram/share.py; None: all weigh alike.
-        check_replicas: Steps between two looks at whether all ranks hold the same weights; 0: nobody looks.
-        finite: Looks at what leaves: trigram/finite.py; None: nobody does.
-        suspects: Who sent what a robust rule left out.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._aided: Group | None = None
-        self.levels: Any = None  # of averages in two levels: trigram/hierarchy.py
-        self.interrupted: Callable[[], bool] | None = None  # whether waiting for neighbours is in vain
-        self.entering = False  # this rank takes the weights from an elastic job that it enters
-        self.rule: Any = None
-        self.share: Any = None
-        self.finite: Any = None
-        self.check_replicas = 0
-        self.suspects = Suspects()
-        self.renew(group)
-
-    def renew(self, group: Group) -> None:
-        """New groups in the place of those so far."""
-        self.first = self._plain = internal_group(group, "gradients")
-        self.group = group
-        self.side = internal_group(group, "weights and buffers")
-        self.second = internal_group(group, "second leg")
-        self.size = group.size
-        self.rank = group.rank
-        if self.share is not None:
-            self.share.renew(group)
-        if self.finite is not None:
-            self.finite.group = self.side
-
-    def aid(self, wanted: bool) -> None:
-        """From now on ``first`` is the group with helpers, if one is free: it offers AllReduce only."""
-        if wanted and self._aided is None:
-            self._aided = aided_group(self.group)
-        self.first = self._aided if wanted and self._aided is not None else self._plain
-
-    def wait(self, work: collectives.Work) -> None:
-        """Waits for a message; in an elastic job its sender may have gone to meet the others instead.
-
-        Raises:
-            AbortedError: This rank is to meet them too.
-        """
-        while self.interrupted is not None:
-            try:
-                work.wait(0.05)
-                return
-            except TimeoutError:
-                if self.interrupted():
-                    raise AbortedError(f"{self.name}: a message: the ranks come together") from None
-        work.wait()
-
-    @property
-    def name(self) -> str:
-        """This rank, as errors name it."""
-        return f"rank {self.side.ranks[self.rank]}"
-
-
-class Carrier:
+class StepHooks:
     """The hooks on one model, and the counting of steps.
 
     Args:
         model: The module; its parameters and buffers become those of the group's first rank.
-        channels: The groups it talks in.
+        groups: The groups it talks in.
 
     Attributes:
         steps: Backward passes that synchronised.
@@ -113,9 +43,9 @@ class Carrier:
     replicas = False
     in_step = True
 
-    def __init__(self, model: nn.Module, channels: Channels) -> None:
+    def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
-        self.channels = channels
+        self.groups = groups
         self.sync = True
         self.joining = False
         self.forwards = 0
@@ -124,13 +54,13 @@ class Carrier:
         self.bytes = 0
         self.waited = 0.0
         self.limit = 0
-        self.successor: Callable[[], Carrier] | None = None
+        self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
-        self.elastic: Part | None = None
+        self.elastic: Elasticity = FixedRanks()
         self.find_parameters(model)
-        if not channels.entering:
-            _agree_on(model, channels.side)
-            flat.broadcast([*model.parameters(), *model.buffers()], 0, channels.side)
+        if not groups.joining:
+            _agree_on(model, groups.control)
+            coalesced.broadcast([*model.parameters(), *model.buffers()], 0, groups.control)
         self.watch(model)
 
     # What subclasses do.
@@ -144,7 +74,7 @@ class Carrier:
     def end(self) -> None:
         """It is over on this rank."""
 
-    def abandon(self) -> None:
+    def abort_pass(self) -> None:
         """The last backward pass ended with an exception, if it is still active."""
 
     def shadow_step(self) -> None:
@@ -177,7 +107,7 @@ class Carrier:
         """What all must know to go on alike in a new world."""
         return {"steps": self.steps}
 
-    def follow(self, meta: dict[str, Any], part: Part) -> None:
+    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Goes on in a new world."""
         raise NotImplementedError
 
@@ -215,8 +145,8 @@ class Carrier:
         """Hooks the model."""
         self.close()
         self.handles = [
-            model.register_forward_pre_hook(Hook(self, "_before_forward")),
-            model.register_forward_hook(Hook(self, "_after_forward")),
+            model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
+            model.register_forward_hook(WeakHook(self, "_after_forward")),
         ]
 
     def close(self) -> None:
@@ -229,7 +159,7 @@ class Carrier:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not (torch.is_grad_enabled() and model.training):
             return
-        self.abandon()
+        self.abort_pass()
         if self.successor is not None and self.steps >= self.limit and not self.joining:
             self.successor()._before_forward(model, args)
             return
@@ -247,7 +177,7 @@ class Carrier:
         # must not be taken for the whole.
         for t in pytree.tree_leaves(output):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(Hook(self, "_on_backward"))
+                t.register_hook(WeakHook(self, "_on_backward"))
 
     def _on_backward(self, _grad: torch.Tensor) -> None:
         if self.sync and not self.active:
@@ -257,7 +187,7 @@ class Carrier:
         """Backward begins; its end will be told."""
         self.active = True
         self.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(Hook(self, "_on_end"))
+        torch.autograd.Variable._execution_engine.queue_callback(WeakHook(self, "_on_end"))
 
     @torch.no_grad()
     def _on_end(self) -> None:
@@ -268,15 +198,13 @@ class Carrier:
 
     def _roll_call(self, present: bool) -> tuple[list[int], bool]:
         """The places that still have inputs, and whether they synchronise this step."""
-        mine = torch.tensor([present, present and self.sync])
-        everyone = torch.empty(self.channels.size, 2, dtype=torch.bool)
-        collectives.all_gather(everyone, mine, self.channels.side)
-        return everyone[:, 0].nonzero().flatten().tolist(), bool(everyone[:, 1].any())
+        told = tell_all([int(present), int(present and self.sync)], self.groups.control)
+        return [place for place, (here, _) in enumerate(told) if here], any(syncs for _, syncs in told)
 
     @torch.no_grad()
     def shadow(self, model: nn.Module) -> None:
         """Does what the others need of a rank that has run out of inputs, until all have."""
-        self.abandon()
+        self.abort_pass()
         while True:
             here, syncing = self._roll_call(present=False)
             if not here:
@@ -290,30 +218,19 @@ class Carrier:
         if self.replicas:
             return
         # The rank that trained longest has the model that counts; the last, if several did.
-        side = self.channels.side
-        counts = torch.empty(side.size, dtype=torch.int64)
-        collectives.all_gather(counts, torch.tensor([self.forwards]), side)
-        longest = int((counts == counts.max()).nonzero().max())
-        flat.broadcast([*model.parameters(), *model.buffers()], longest, side)
+        side = self.groups.control
+        counts = [count for (count,) in tell_all([self.forwards], side)]
+        longest = max(place for place, count in enumerate(counts) if count == max(counts))
+        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, side)
 
 
-def _digest(group: Group, text: str, count: int = 0) -> tuple[list[int], list[int]]:
-    """World ranks whose text differs from the first rank's, and everybody's count."""
-    digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.tensor([int.from_bytes(digest[:7], "big"), int.from_bytes(digest[7:14], "big"), count])
-    everyone = torch.empty(group.size, 3, dtype=torch.int64)
-    collectives.all_gather(everyone, mine, group)
-    other = [group.ranks[r] for r in range(group.size) if not torch.equal(everyone[r, :2], everyone[0, :2])]
-    return other, everyone[:, 2].tolist()
-
-
-def agree_on_algorithm(text: str, channels: Channels) -> None:
+def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
     """Refuses ranks that ask for different algorithms, before they wait for each other."""
-    other, _ = _digest(channels.side, text)
+    other = ranks_unlike_first(text, groups.control)
     if other:
         raise MismatchError(
-            f"with_bagua: rank(s) {', '.join(map(str, other))} ask for another algorithm, or other options, "
-            f"than rank {channels.side.ranks[0]}; {channels.name} asks for {text}"
+            f"with_bagua: rank(s) {listed(other)} ask for another algorithm, or other options, "
+            f"than rank {groups.control.ranks[0]}; {groups.name} asks for {text}"
         )
 
 
@@ -321,10 +238,11 @@ def _agree_on(model: nn.Module, group: Group) -> None:
     """Refuses models that differ between ranks before a number of them is touched."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
-    other, counts = _digest(group, "\n".join(lines), len(lines))
+    other = ranks_unlike_first("\n".join(lines), group)
     if other:
+        first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
-            f"with_bagua: the model of rank(s) {', '.join(map(str, other))} differs from that of rank "
+            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank "
             f"{group.ranks[0]} in the names, shapes, dtypes or requires_grad of its parameters and buffers "
-            f"({counts[0]} tensors on rank {group.ranks[0]}, {len(lines)} here)"
+            f"({first} tensors on rank {group.ranks[0]}, {len(lines)} here)"
         )

@@ -13,7 +13,7 @@ class _LeftBehind:
         """Does nothing."""
 
 
-class Hook:
+class WeakHook:
     """Calls ``owner.method(*args, ...)`` for as long as the owner lives."""
 
     def __init__(self, owner: Any, method: str, *args: Any) -> None:

@@ -1,13 +1,12 @@
-"""Weights carried in rounds: what the optimizer did stays each rank's own until a round shares it.
+"""WeightSync carried in rounds: what the optimizer did stays each rank's own until a round shares it.
 
-Rounds begin at *boundaries*: the forward pass after a backward pass, when nobody else uses the
-weights. Rounds count backward passes, so a rank whose scaler skips its optimizer keeps nobody
+StepSchedule begin at *boundaries*: the forward pass after a backward pass, when nobody else uses the
+weights. StepSchedule count backward passes, so a rank whose scaler skips its optimizer keeps nobody
 waiting, and a rank whose pass fails has taken part all the same.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,17 +14,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from trigram.collectives import calls as collectives
-from trigram.collectives import coalesced as flat
-from trigram.elastic import membership
-from trigram.elastic import recovery as elastic
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.mean import mean_of
+from trigram.collectives import coalesced
+from trigram.collectives.consistency import tell_all
+from trigram.elastic.recovery import ElasticModel
 from trigram.errors import TimeoutError, TrigramError, UnsupportedError
-from trigram.mixing.step import Exchange, mean_of
-from trigram.training.step_hooks import Carrier, Channels
+from trigram.mixing.step import AveragingStep
+from trigram.training.step_hooks import StepHooks
 
 
-class Rounds(Protocol):
-    """When exchanges happen."""
+class StepSchedule(Protocol):
+    """When steps happen."""
 
     rounds: int
     waits: int
@@ -54,39 +55,38 @@ class Rounds(Protocol):
 
 
 class _Counted:
-    """Rounds that all ranks make alike, numbered from 0."""
+    """StepSchedule that all ranks make alike, numbered from 0."""
 
-    def __init__(self, exchanges: Sequence[Exchange], channels: Channels) -> None:
-        self.exchanges = list(exchanges)
-        self.channels = channels
+    def __init__(self, steps: Sequence[AveragingStep], groups: ModelGroups) -> None:
+        self.steps = list(steps)
+        self.groups = groups
         self.begun = 0
         self.rounds = 0
         self.waits = 0
         self.waited = 0.0
 
     def _start(self) -> None:
-        if self.channels.share is not None:
-            self.channels.share.open()
-        for exchange in self.exchanges:
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.open()
+        for exchange in self.steps:
             exchange.take()
             exchange.start(self.begun)
         self.begun += 1
 
     def _finish(self, moved: bool) -> None:
         since = time.perf_counter()
-        for exchange in self.exchanges:
+        for exchange in self.steps:
             exchange.wait()
         self.waited += time.perf_counter() - since
-        for exchange in self.exchanges:
+        for exchange in self.steps:
             exchange.apply(moved)
         self.rounds += 1
 
     def drain(self, timeout: float | None = None) -> None:
         """Ranks that are a round behind make it; then all have made the same."""
-        side = self.channels.side
-        counts = torch.empty(side.size, dtype=torch.int64)
-        collectives.all_gather(counts, torch.tensor([self.begun]), side)
-        while self.rounds < int(counts.max()):
+        side = self.groups.control
+        most = max(begun for (begun,) in tell_all([self.begun], side))
+        while self.rounds < most:
             if self.begun == self.rounds:
                 self._start()
             self._finish(moved=True)
@@ -95,41 +95,43 @@ class _Counted:
         """Nothing is left to do."""
 
     def sent(self) -> int:
-        """See :class:`Rounds`."""
-        return sum(e.sent for e in self.exchanges)
+        """See :class:`StepSchedule`."""
+        return sum(e.sent for e in self.steps)
 
     def state(self) -> dict[str, Any]:
-        """The number of rounds, and the exchanges' own."""
-        share = self.channels.share
+        """The number of rounds, and the steps' own."""
+        share = self.groups.sample_weight
         kept = {"weight": share.pending} if share is not None else {}
-        return {**kept, "rounds": self.rounds, "exchanges": [e.state() for e in self.exchanges]}
+        return {**kept, "rounds": self.rounds, "steps": [e.state() for e in self.steps]}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.rounds = self.begun = state["rounds"]
-        if self.channels.share is not None:
-            self.channels.share.pending = state["weight"]
-        for exchange, kept in zip(self.exchanges, state["exchanges"], strict=True):
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.pending = state["weight"]
+        for exchange, kept in zip(self.steps, state["steps"], strict=True):
             exchange.load(kept)
 
 
-class InStep(_Counted):
+class EverySteps(_Counted):
     """Every h-th boundary a round, in which all wait for all.
 
     Args:
-        exchanges: What is exchanged.
-        channels: Where to talk.
+        steps: What is exchanged.
+        groups: Where to talk.
         every: h.
         overlap: The round goes on beside forward and backward, and is applied when backward ends;
             otherwise it is over when the boundary is.
     """
 
-    def __init__(self, exchanges: Sequence[Exchange], channels: Channels, every: int, overlap: bool) -> None:
-        super().__init__(exchanges, channels)
+    def __init__(
+        self, steps: Sequence[AveragingStep], groups: ModelGroups, every: int, overlap: bool
+    ) -> None:
+        super().__init__(steps, groups)
         self.every, self.overlap = every, overlap
 
     def boundary(self, step: int) -> None:
-        """See :class:`Rounds`."""
+        """See :class:`StepSchedule`."""
         if step % self.every == 0:
             if self.begun == self.rounds:
                 self._start()
@@ -137,37 +139,37 @@ class InStep(_Counted):
                 self._finish(moved=False)
 
     def backward_over(self) -> None:
-        """See :class:`Rounds`."""
+        """See :class:`StepSchedule`."""
         if self.begun > self.rounds:
             self._finish(moved=False)
 
 
-class Background(_Counted):
+class BackgroundSteps(_Counted):
     """One round after the other, with nobody waiting: a snapshot, its exchange, and the difference
     added to the weights as they are by then.
 
     One round is in flight, and the next snapshot is taken after it is applied; anything else diverges.
 
     Args:
-        exchanges: What is exchanged.
-        channels: Where to talk.
+        steps: What is exchanged.
+        groups: Where to talk.
         staleness: Boundaries after which a round is waited for; None: never.
         script: Instead of looking whether a round has ended: the steps at which it is awaited.
     """
 
     def __init__(
         self,
-        exchanges: Sequence[Exchange],
-        channels: Channels,
+        steps: Sequence[AveragingStep],
+        groups: ModelGroups,
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        super().__init__(exchanges, channels)
+        super().__init__(steps, groups)
         self.staleness, self.script = staleness, script
         self.since = 0
 
     def boundary(self, step: int) -> None:
-        """See :class:`Rounds`."""
+        """See :class:`StepSchedule`."""
         if self.begun > self.rounds and self._lands(step):
             self._finish(moved=True)
         if self.begun == self.rounds:
@@ -186,7 +188,7 @@ class Background(_Counted):
 
     def _ready(self) -> bool:
         """Whether the round has ended; each exchange moves on what it can."""
-        ready = [exchange.ready() for exchange in self.exchanges]
+        ready = [exchange.ready() for exchange in self.steps]
         return all(ready)
 
     def backward_over(self) -> None:
@@ -204,18 +206,18 @@ class Background(_Counted):
         return moved
 
 
-running: dict[Weights, nn.Module | None] = {}
+running: dict[WeightSync, nn.Module | None] = {}
 """Carriers whose ranks are not in step, in the order in which they were made. They are kept until
 they have ended well, even where the script lets go of the model; in an elastic job the model too, for
 who is through may have to give its state to one who comes."""
 
 
-class Weights(Carrier):
+class WeightSync(StepHooks):
     """Carries the weights of one model.
 
     Args:
         model: The module.
-        channels: Where to talk.
+        groups: Where to talk.
         make: From the parameters, by dtype, to rounds; called again when layers are thawed or frozen.
         in_step: Whether all ranks make rounds at the same steps.
     """
@@ -225,22 +227,22 @@ class Weights(Carrier):
     def __init__(
         self,
         model: nn.Module,
-        channels: Channels,
-        make: Callable[[list[list[torch.Tensor]]], Rounds],
+        groups: ModelGroups,
+        make: Callable[[list[list[torch.Tensor]]], StepSchedule],
         in_step: bool = True,
     ) -> None:
         self.make = make
         self.in_step = in_step
         self.seen = 0
         self.skip = -1
-        super().__init__(model, channels)
-        if not channels.entering:
+        super().__init__(model, groups)
+        if not groups.joining:
             self._prepare()
 
     def _prepare(self) -> None:
         trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
         with torch.no_grad():
-            self.rounds = self.make(list(flat.alike(p.detach() for p in trained)))
+            self.rounds = self.make(list(coalesced.alike(p.detach() for p in trained)))
 
     @torch.no_grad()
     def before_step(self, model: nn.Module, src: int) -> None:
@@ -256,32 +258,29 @@ class Weights(Carrier):
             self._prepare()
         if self.steps > self.seen:
             self.seen = self.steps
-            if self.elastic is not None:
-                elastic.boundary(self.elastic, self._boundary)
-                return
-            self.rounds.boundary(self.steps)
+            self.elastic.boundary(self._boundary)
 
     def _boundary(self) -> bool:
         """A boundary; whether all ranks are at the same."""
-        if isinstance(self.rounds, InStep) and self.steps <= self.skip:
+        if isinstance(self.rounds, EverySteps) and self.steps <= self.skip:
             return False
         self.rounds.boundary(self.steps)
-        return isinstance(self.rounds, InStep) and self.steps % self.rounds.every == 0
+        return isinstance(self.rounds, EverySteps) and self.steps % self.rounds.every == 0
 
     def begin(self) -> None:
         """A step's samples count in the next round."""
-        if self.channels.share is not None:
-            self.channels.share.step()
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.step()
 
     @torch.no_grad()
     def end(self) -> None:
         """Backward is over: what went on beside it is applied, before the optimizer acts."""
         self.active = False
-        with elastic.forgiving(self.elastic) if self.elastic is not None else contextlib.nullcontext():
+        with self.elastic.forgiving():
             self.rounds.backward_over()
         self.steps += 1
 
-    def follow(self, meta: dict[str, Any], part: elastic.Part) -> None:
+    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Goes on in a new world, where all begin with the mean of the weights of those who have any.
 
         A boundary at which anybody was, in a round that was lost perhaps, is not made by who was not yet
@@ -289,27 +288,26 @@ class Weights(Carrier):
         lies behind it.
         """
         stands = torch.tensor([-1, -(1 << 62)] if part.newcomer else [self.seen, -self.steps])
-        collectives.all_reduce(stands, "max", None, self.channels.side)
+        collectives.all_reduce(stands, "max", None, self.groups.control)
         self.skip = int(stands[0])
         if part.newcomer:
             self.steps = self.seen = -int(stands[1])
             part.receive()
         model = part.model()
         assert model is not None
-        old = self.channels.size - len(part.alone)
+        old = self.groups.size - len(part.newcomers)
         with torch.no_grad():
-            for same in flat.alike(p.detach() for p in model.parameters() if p.is_floating_point()):
-                all_ = flat.Flat(same)
+            for same in coalesced.alike(p.detach() for p in model.parameters() if p.is_floating_point()):
+                all_ = coalesced.Coalesced(same)
                 if not part.is_new:
                     all_.pack()
-                collectives.all_reduce(all_.memory, "avg", None, self.channels.side)
-                all_.memory.mul_(self.channels.size / old)
+                collectives.all_reduce(all_.memory, "avg", None, self.groups.control)
+                all_.memory.mul_(self.groups.size / old)
                 all_.unpack()
-        _, mine = membership.current()
-        mine.newcomer, mine.fresh = False, frozenset()  # all hold the state now
+        part.has_state()
         self._prepare()
 
-    def abandon(self) -> None:
+    def abort_pass(self) -> None:
         """A pass that failed counts as one that did not: the neighbours have had their round."""
         if self.active:
             with torch.no_grad():
@@ -322,7 +320,7 @@ class Weights(Carrier):
     @torch.no_grad()
     def drain(self, timeout: float | None = None) -> None:
         """Waits for all ranks, doing meanwhile what those still training need; then ends all rounds."""
-        self.abandon()
+        self.abort_pass()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -330,9 +328,9 @@ class Weights(Carrier):
                     self.rounds.drain(timeout)
                     return
             except TrigramError as e:
-                if self.elastic is None or not membership.is_loss(e):
+                if not self.elastic.is_loss(e):
                     raise
-                elastic.regroup(self.elastic)
+                self.elastic.regroup()
 
     def _meet(self, timeout: float | None, end: float | None) -> bool:
         """Waits for all ranks; false if the world was made anew meanwhile."""
@@ -342,11 +340,9 @@ class Weights(Carrier):
                 return False
             self._serve()
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(
-                    f"{self.channels.name}: neighbours did not end their exchanges in {timeout} s"
-                )
+                raise TimeoutError(f"{self.groups.name}: neighbours did not end their steps in {timeout} s")
             time.sleep(0.001)
-        side = self.channels.side
+        side = self.groups.control
         before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
         try:
             here = collectives.barrier(side, async_op=True)
@@ -366,23 +362,23 @@ class Weights(Carrier):
 
         Not if all have come ``here`` before that one left.
         """
-        if self.elastic is None or not elastic.is_called(self.elastic):
+        if not self.elastic.is_called():
             return False
         if here is not None and here.is_completed():
             return False
-        elastic.regroup(self.elastic)
+        self.elastic.regroup()
         return True
 
     def _serve(self) -> bool:
         """While this rank waits, nobody else shall wait for it: in any of its models."""
-        served = [carrier.rounds.serve() for carrier in running]  # type: ignore[attr-defined]
+        served = [hooks.rounds.serve() for hooks in running]  # type: ignore[attr-defined]
         return any(served)
 
     def average(self, model: nn.Module, timeout: float | None = None) -> None:
         """Gives all ranks the mean of the weights."""
         self.drain(timeout)
         with torch.no_grad():
-            mean_of([p.detach() for p in model.parameters()], self.channels)
+            mean_of([p.detach() for p in model.parameters()], self.groups)
 
     def state(self) -> dict[str, Any]:
         """Steps and rounds."""

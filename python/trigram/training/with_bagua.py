@@ -12,118 +12,122 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from trigram.algorithms.names import Plan, Trigram, find
+from trigram.algorithms.parse import find
+from trigram.algorithms.trigram import Algorithm, Trigram
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.mean import mean_of
 from trigram.averaging.sparse import sparse_parameters
-from trigram.collectives.calls import AnyGroup
-from trigram.elastic import recovery as elastic_jobs
+from trigram.collectives.consistency import same_everywhere
+from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.mixing.step import mean_of, same_everywhere
 from trigram.runtime import world
-from trigram.runtime.world import Group, current, resolve
+from trigram.runtime.group import Group
+from trigram.runtime.world import AnyGroup, current, resolve
 from trigram.training.compose import check, compose, warm
-from trigram.training.gradient_sync import Gradients
-from trigram.training.options import Terms
-from trigram.training.step_hooks import Carrier, Channels, agree_on_algorithm
-from trigram.training.weight_sync import Weights, running
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.options import Options
+from trigram.training.step_hooks import StepHooks, agree_on_algorithm
+from trigram.training.weight_sync import WeightSync, running
 
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Job:
+class WrappedModel:
     """A model and its algorithm.
 
     Attributes:
-        plan: The algorithm.
-        carrier: What hooks the model; None in a world of one.
+        chosen: The algorithm.
+        hooks: What hooks the model; None in a world of one.
         behind: Steps that earlier algorithms made.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        plan: Plan,
+        chosen: Algorithm,
         group: Group,
         bucket_bytes: int,
         optimizer: Any,
-        terms: Terms,
+        extras: Options,
         states: Sequence[Any] | None = None,
     ) -> None:
-        self.terms = terms
+        self.extras = extras
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
         self.group = group
         self.behind = 0
-        self.carrier: Carrier | None = None
-        self.channels = Channels(group) if group.size > 1 or states is not None else None
+        self.hooks: StepHooks | None = None
+        self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
         self.states = states
-        if self.channels is not None and states is not None:
-            self.channels.entering = elastic_jobs.is_newcomer()
-        self.begin(model, plan, optimizer)
+        if self.groups is not None and states is not None:
+            self.groups.joining = recovery.is_newcomer()
+        self.begin(model, chosen, optimizer)
 
     @property
     def size(self) -> int:
         """Ranks that train the model."""
         return self.group.size
 
-    def begin(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
+    def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
         """The algorithm from now on, after its warm-up."""
-        check(plan, optimizer)
-        self.plan, self.optimizer = plan, optimizer
-        if self.channels is None:
+        check(chosen, optimizer)
+        self.algorithm, self.optimizer = chosen, optimizer
+        if self.groups is None:
             return
-        if not self.channels.entering:
-            agree_on_algorithm(f"{plan}{self.terms}", self.channels)
-        self.terms.bind(self.channels, plan)
-        warmup = plan.options.get("warmup_steps", 0)
-        self.channels.aid(plan.gradients and plan.value.what == "full" and not plan.graph and not warmup)
+        if not self.groups.joining:
+            agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
+        self.extras.bind(self.groups, chosen)
+        warmup = chosen.options.get("warmup_steps", 0)
+        self.groups.use_helpers(
+            chosen.gradients and chosen.value.what == "full" and not chosen.graph and not warmup
+        )
         if warmup:
-            self.carrier = Gradients(model, self.channels, self.bucket_bytes, warm(plan))
-            self.carrier.limit, self.carrier.successor = warmup, self.proceed
+            self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))
+            self.hooks.limit, self.hooks.successor = warmup, self.proceed
         else:
-            self.carrier = self._compose(model)
+            self.hooks = self._compose(model)
         if self.states is not None:
-            carrier = self.carrier
-            carrier.elastic = elastic_jobs.Part(
-                model, f"{plan}{self.terms}", self.states, self.channels, carrier
-            )
-            elastic_jobs.add(carrier.elastic)
-            self.channels.entering = False
+            hooks = self.hooks
+            part = recovery.ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
+            hooks.elastic = part
+            recovery.add(part)
+            self.groups.joining = False
 
-    def _compose(self, model: nn.Module) -> Carrier:
-        assert self.channels is not None
-        carrier = compose(model, self.channels, self.plan, self.bucket_bytes, self.optimizer)
-        if self.plan.every is None:
-            assert isinstance(carrier, Weights)
-            running[carrier] = None if self.states is None else model
-        return carrier
+    def _compose(self, model: nn.Module) -> StepHooks:
+        assert self.groups is not None
+        hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
+        if self.algorithm.every is None:
+            assert isinstance(hooks, WeightSync)
+            running[hooks] = None if self.states is None else model
+        return hooks
 
     def end(self) -> None:
         """No algorithm any more; what is under way has been ended."""
-        carrier, self.carrier = self.carrier, None
-        if carrier is not None:
-            self.behind += carrier.steps
-            carrier.close()
-            if isinstance(carrier, Weights):
-                carrier.rounds.close()
-                running.pop(carrier, None)
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            self.behind += hooks.steps
+            hooks.close()
+            if isinstance(hooks, WeightSync):
+                hooks.rounds.close()
+                running.pop(hooks, None)
 
-    def proceed(self) -> Carrier:
+    def proceed(self) -> StepHooks:
         """The warm-up is over."""
         model = self.model()
         assert model is not None
-        sync = self.carrier.sync if self.carrier else True
+        sync = self.hooks.sync if self.hooks else True
         self.end()
-        self.carrier = self._compose(model)
-        self.carrier.sync = sync
-        return self.carrier
+        self.hooks = self._compose(model)
+        self.hooks.sync = sync
+        return self.hooks
 
     @property
     def warming(self) -> bool:
         """Whether the warm-up is still on."""
-        return self.carrier is not None and self.carrier.successor is not None
+        return self.hooks is not None and self.hooks.successor is not None
 
 
-_hooked: weakref.WeakKeyDictionary[nn.Module, Job] = weakref.WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()
 
 
 def with_bagua(
@@ -141,7 +145,7 @@ def with_bagua(
 ) -> Model:
     """Trains ``model`` data-parallel: call it where ``DistributedDataParallel(model)`` stood.
 
-    The same module comes back, hooked; the keys of its ``state_dict`` do not change. Weights and
+    The same module comes back, hooked; the keys of its ``state_dict`` do not change. WeightSync and
     buffers become those of rank 0. Copies and pickles of the model leave the hooks behind.
 
     Args:
@@ -170,32 +174,32 @@ def with_bagua(
         MismatchError: The models differ between ranks; all ranks raise it.
         MisuseError: The model is hooked already, or has nothing to train.
     """
-    plan = find(algorithm, options)
+    chosen = find(algorithm, options)
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
-    if model in _hooked:
+    if model in _models:
         raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
     states = None
     if elastic is not False:
-        states = _states(model, plan, optimizer, group, elastic)
+        states = _states(model, chosen, optimizer, group, elastic)
         optimizer = None
-    check(plan, optimizer)
-    terms, ranks = Terms(sample_weight, check_finite, check_replicas), resolve(group)
-    terms.check(plan, ranks.size)
-    _hooked[model] = Job(model, plan, ranks, int(bucket_mb * (1 << 20)), optimizer, terms, states)
+    check(chosen, optimizer)
+    extras, ranks = Options(sample_weight, check_finite, check_replicas), resolve(group)
+    extras.check(chosen, ranks.size)
+    _models[model] = WrappedModel(model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states)
     return model
 
 
 def _states(
-    model: nn.Module, plan: Plan, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
+    model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
 ) -> list[Any]:
-    """What a newcomer of an elastic job gets beside the weights."""
+    """What a newcomer of an elastic wrapped gets beside the weights."""
     if optimizer is None:
         raise MisuseError("with_bagua: elastic=True needs optimizer=, whose state a rank that enters gets")
     if group is not None:
         raise UnsupportedError("with_bagua: elastic models are trained by all ranks; leave group= out")
-    if plan.value.carry == "momentum" or plan.options.get("warmup_steps"):
-        raise UnsupportedError(f"with_bagua: {plan.name} cannot be elastic yet; choose one without warm-up")
+    if chosen.value.carry == "momentum" or chosen.options.get("warmup_steps"):
+        raise UnsupportedError(f"with_bagua: {chosen.name} cannot be elastic yet; choose one without warm-up")
     if list(sparse_parameters(model)):
         raise UnsupportedError("with_bagua: modules that say sparse=True cannot be elastic yet")
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
@@ -204,13 +208,13 @@ def _states(
             raise MisuseError(
                 f"with_bagua: elastic: a {type(s).__name__} has no state_dict and load_state_dict"
             )
-    elastic_jobs.join_job()
+    recovery.join_job()
     return states
 
 
-def _job(model: nn.Module, what: str) -> Job:
+def _wrapped(model: nn.Module, what: str) -> WrappedModel:
     try:
-        return _hooked[model]
+        return _models[model]
     except KeyError:
         raise MisuseError(f"{what}: call trigram.with_bagua on this model first") from None
 
@@ -227,16 +231,16 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         optimizer: See :func:`with_bagua`.
         **options: The new algorithm's.
     """
-    job = _job(model, "switch")
-    plan = find(algorithm, options)
-    check(plan, optimizer)
-    job.terms.check(plan, job.size)
-    if isinstance(job.carrier, Weights):
-        job.carrier.average(model)
-    elif job.carrier is not None:
-        job.carrier.abandon()
-    job.end()
-    job.begin(model, plan, optimizer)
+    wrapped = _wrapped(model, "switch")
+    chosen = find(algorithm, options)
+    check(chosen, optimizer)
+    wrapped.extras.check(chosen, wrapped.size)
+    if isinstance(wrapped.hooks, WeightSync):
+        wrapped.hooks.average(model)
+    elif wrapped.hooks is not None:
+        wrapped.hooks.abort_pass()
+    wrapped.end()
+    wrapped.begin(model, chosen, optimizer)
 
 
 class Consensus:
@@ -269,29 +273,29 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     Raises:
         TimeoutError: Ranks did not call it; the message names them.
     """
-    job = _job(model, "consensus")
-    carrier = job.carrier
-    if carrier is None:
+    wrapped = _wrapped(model, "consensus")
+    hooks = wrapped.hooks
+    if hooks is None:
         return Consensus(model, [])
-    if isinstance(carrier, Weights):
-        carrier.drain(timeout)
+    if isinstance(hooks, WeightSync):
+        hooks.drain(timeout)
         own = [p.detach() for p in model.parameters()]
     else:
-        carrier.abandon()
-        _await_all(carrier, timeout)
+        hooks.abort_pass()
+        _await_all(hooks, timeout)
         weights = [p.detach() for p in model.parameters()]
         # An average of equals may differ from them in the last bit.
-        own = [] if same_everywhere(weights, carrier.channels) else weights
+        own = [] if same_everywhere(weights, hooks.groups.control) else weights
     tensors = [*own, *(b for b in model.buffers() if b.numel())]
     replicas = [(t, t.clone()) for t in tensors]
-    mean_of(tensors, carrier.channels)
+    mean_of(tensors, hooks.groups)
     return Consensus(model, replicas)
 
 
-def _await_all(carrier: Carrier, timeout: float | None) -> None:
-    from trigram.collectives import calls as collectives
+def _await_all(hooks: StepHooks, timeout: float | None) -> None:
+    from trigram import collectives
 
-    side = carrier.channels.side
+    side = hooks.groups.control
     before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
     try:
         collectives.barrier(side)
@@ -302,19 +306,19 @@ def _await_all(carrier: Carrier, timeout: float | None) -> None:
 def algorithm_state(model: nn.Module) -> dict[str, Any]:
     """Everything the algorithm remembers, for ``torch.save``; all ranks call it, between steps.
 
-    Each rank saves its own. Rounds under way are ended and applied first, so take
+    Each rank saves its own. StepSchedule under way are ended and applied first, so take
     ``model.state_dict()`` after it.
     """
-    job = _job(model, "algorithm_state")
+    wrapped = _wrapped(model, "algorithm_state")
     state: dict[str, Any] = {
-        "algorithm": job.plan.title,
-        "world_size": job.size,
-        "behind": job.behind,
-        "warming": job.warming,
+        "algorithm": wrapped.algorithm.title,
+        "world_size": wrapped.size,
+        "behind": wrapped.behind,
+        "warming": wrapped.warming,
     }
-    if job.carrier is not None:
-        job.carrier.drain()
-        state["carrier"] = copy.deepcopy(job.carrier.state())
+    if wrapped.hooks is not None:
+        wrapped.hooks.drain()
+        state["hooks"] = copy.deepcopy(wrapped.hooks.state())
     return state
 
 
@@ -326,31 +330,31 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
     Raises:
         MisuseError: It is another algorithm's, or another number of ranks saved it.
     """
-    job = _job(model, "load_algorithm_state")
-    if (state["algorithm"], state["world_size"]) != (job.plan.title, job.size):
+    wrapped = _wrapped(model, "load_algorithm_state")
+    if (state["algorithm"], state["world_size"]) != (wrapped.algorithm.title, wrapped.size):
         raise MisuseError(
             f"load_algorithm_state: the state is of {state['algorithm']} with {state['world_size']} ranks, "
-            f"this is {job.plan.title} with {job.size}; take trigram.consensus weights to go on with another"
+            f"this is {wrapped.algorithm.title} with {wrapped.size}; take trigram.consensus weights to go on with another"
         )
-    if job.warming and not state["warming"]:
-        job.proceed()
-    job.behind = state["behind"]
-    if job.carrier is not None:
-        job.carrier.load(state["carrier"])
+    if wrapped.warming and not state["warming"]:
+        wrapped.proceed()
+    wrapped.behind = state["behind"]
+    if wrapped.hooks is not None:
+        wrapped.hooks.load(state["hooks"])
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Gradients accumulate locally inside; the next backward pass outside is a step again."""
-    job = _job(model, "no_sync")
-    if job.carrier is None:
+    """GradientSync accumulate locally inside; the next backward pass outside is a step again."""
+    wrapped = _wrapped(model, "no_sync")
+    if wrapped.hooks is None:
         yield
         return
-    before, job.carrier.sync = job.carrier.sync, False
+    before, wrapped.hooks.sync = wrapped.hooks.sync, False
     try:
         yield
     finally:
-        job.carrier.sync = before
+        wrapped.hooks.sync = before
 
 
 @contextlib.contextmanager
@@ -363,22 +367,22 @@ def join(model: nn.Module) -> Iterator[None]:
     (optimizers keep their own state), as ``DistributedDataParallel.join`` does. Asynchronous
     algorithms need no help during the block; at its end all wait for all.
     """
-    job = _job(model, "join")
-    if job.carrier is None:
+    wrapped = _wrapped(model, "join")
+    if wrapped.hooks is None:
         yield
         return
-    if job.states is not None:
-        raise UnsupportedError("join: an elastic job has no uneven inputs; a rank that is through leaves")
-    if job.plan.every is None and not job.warming:
+    if wrapped.states is not None:
+        raise UnsupportedError("join: an elastic wrapped has no uneven inputs; a rank that is through leaves")
+    if wrapped.algorithm.every is None and not wrapped.warming:
         yield
-        job.carrier.drain()
+        wrapped.hooks.drain()
         return
-    job.carrier.joining, job.carrier.forwards = True, 0
+    wrapped.hooks.joining, wrapped.hooks.forwards = True, 0
     try:
         yield
-        job.carrier.shadow(model)
+        wrapped.hooks.shadow(model)
     finally:
-        job.carrier.joining = False
+        wrapped.hooks.joining = False
 
 
 def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
@@ -407,18 +411,18 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     if not isinstance(of, nn.Module):
         group = of or current().group
         return {**totals, "rates": group.core.rates() if group.rank >= 0 else []}
-    job = _job(of, "stats")
-    totals["rates"] = job.channels.first.core.rates() if job.channels else []
+    wrapped = _wrapped(of, "stats")
+    totals["rates"] = wrapped.groups.main.core.rates() if wrapped.groups else []
     own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
     own |= {"buckets": [], "rounds": 0, "waits": 0}
-    own["suspects"] = dict(job.channels.suspects.counts) if job.channels else {}
-    if job.carrier is not None:
-        own |= job.carrier.stats()
-    own["steps"] += job.behind
+    own["suspects"] = dict(wrapped.groups.non_finite_senders.counts) if wrapped.groups else {}
+    if wrapped.hooks is not None:
+        own |= wrapped.hooks.stats()
+    own["steps"] += wrapped.behind
     return {
-        "algorithm": job.plan.name,
-        "world_size": job.size,
-        "ranks": list(job.group.ranks),
+        "algorithm": wrapped.algorithm.name,
+        "world_size": wrapped.size,
+        "ranks": list(wrapped.group.ranks),
         **own,
         **totals,
     }
@@ -427,10 +431,10 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
 def _finish() -> None:
     """The process leaves: asynchronous rounds end well on all ranks, unless this one has failed."""
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
-    for carrier in list(running):
+    for hooks in list(running):
         if failed is None:
             with contextlib.suppress(TrigramError):
-                carrier.drain()
+                hooks.drain()
     running.clear()
 
 

@@ -2,7 +2,7 @@
 
 One file per codec, as in ``rust/core/src/codec``, whose bits these are; what block codecs share is in
 ``blocks``, what codecs that drop values share in ``sparse``. Nothing here waits for the GPU. Triton is
-imported by :func:`find`, not before.
+imported by :func:`kernel_of`, not before: it takes seconds.
 
 Where a NaN is computed (not carried), its payload is the processor's. Bytes that are no code cannot
 raise without waiting, so they decode to NaN throughout.
@@ -10,32 +10,27 @@ raise without waiting, so they decode to NaN throughout.
 
 from __future__ import annotations
 
-from trigram.codecs.codec import find as _codec
+from trigram.codecs.codec import Codec
 from trigram.codecs.triton.kernel import Kernel
 from trigram.errors import UnsupportedError
 
-__all__ = ["Kernel", "find"]
+__all__ = ["Kernel", "kernel_of"]
 
 
-def find(name: str, block: int | None = None) -> Kernel:
-    """The kernels of a codec, named as for :func:`trigram.codecs.find`.
-
-    Args:
-        name: As written in a trigram.
-        block: Values per block, for int8, int4, fp8 and sign.
+def kernel_of(codec: Codec) -> Kernel:
+    """The kernel of a codec.
 
     Raises:
-        UnsupportedError: There is no such codec, or Triton is not installed.
+        UnsupportedError: Triton is not installed.
     """
-    codec = _codec(name, block)
     try:
         import triton  # noqa: F401
     except ImportError as e:
         raise UnsupportedError(
-            f"codec {name!r} on a GPU: triton is not installed; it comes with the CUDA and ROCm builds of "
+            f"codec {codec.name!r} on a GPU: triton is not installed; it comes with the CUDA and ROCm builds of "
             "torch on Linux, or with: pip install triton"
         ) from e
-    kind = name.partition(":")[0]
+    kind = codec.name.partition(":")[0]
     if kind == "topk":
         from trigram.codecs.triton.topk import TopK
 

@@ -1,0 +1,17 @@
+"""The old place of :class:`trigram.mixing.AveragingStep`, which was ``trigram.exchange.Exchange``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from trigram.mixing import AveragingStep
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Exchange":
+        warnings.warn(
+            "trigram.exchange.Exchange is now trigram.mixing.AveragingStep", DeprecationWarning, stacklevel=2
+        )
+        return AveragingStep
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -12,7 +12,7 @@ from tests.central_reference import CentralWeights, CodedGradients, FullGradient
 from tests.gossip_reference import AsyncPairs, Choco, Edges, Gossip, PushSum
 from tests.graph_reference import Graph, graph
 from tests.simulation import Algorithm
-from trigram.algorithms import graphs
+from trigram import graphs
 
 
 def every_third(done: int) -> bool:

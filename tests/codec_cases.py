@@ -7,7 +7,7 @@ import torch
 
 from tests import codec_reference as reference
 from tests.checks import equal
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 BLOCKWISE = ["int8", "int4", "fp8", "sign"]
 SPARSE = ["topk:0.01", "topk:0.1", "randomk:0.01", "randomk:0.1"]

@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.harness import Ranks, await_flag, flag, say, scratch
-from trigram.elastic import recovery as elastic
+from trigram import elastic
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 

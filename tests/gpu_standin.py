@@ -14,10 +14,7 @@ from typing import Any
 
 import torch
 
-from trigram.collectives import calls as collectives
-from trigram.gpu import device
-from trigram.runtime import engine_codes as codes
-from trigram.runtime import world
+from trigram import codes, collectives, device, world
 
 SOURCE = Path(__file__).resolve().parent.parent / "rust/nccl/tests/standin"
 

@@ -18,8 +18,7 @@ import torch
 
 import trigram
 from tests.codec_cases import DTYPES, MAX, normal
-from trigram.codecs import codec as codecs
-from trigram.codecs import triton as kernels
+from trigram import codecs, kernels
 
 BLOCKWISE = ["int8", "int4", "fp8", "sign"]
 SPARSE = ["topk:0.01", "topk:0.3", "topk:1", "randomk:0.1", "randomk:1"]

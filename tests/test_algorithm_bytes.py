@@ -17,7 +17,7 @@ from tests.algorithm_run import OPTIMIZERS, loss
 from tests.cases import Cases
 from tests.codec_roundtrip_reference import encoded_size
 from tests.graph_reference import DIRECTED, targets
-from trigram.algorithms import graphs
+from trigram import graphs
 
 CASES = Cases()
 PARAMETERS = 6

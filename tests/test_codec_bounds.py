@@ -26,7 +26,7 @@ from tests.codec_cases import (
     tensor,
     through,
 )
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 # ---------------------------------------------------------------------- how near
 

@@ -20,7 +20,7 @@ from tests.codec_cases import (
     normal,
     tensor,
 )
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 REFUSED = (trigram.MisuseError, trigram.UnsupportedError)
 GUARD = 64

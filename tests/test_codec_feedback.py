@@ -21,7 +21,7 @@ from tests.codec_cases import (
     tensor,
     through,
 )
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 
 @pytest.mark.parametrize("name", MORE)

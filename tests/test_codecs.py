@@ -26,7 +26,7 @@ from tests.codec_cases import (
     tensor,
     through,
 )
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 BLOCKS = [(name, block) for name in BLOCKWISE for block in (8, 24, 64, 96, 1024, 2048)]
 LENGTHS = [1, 2, 3, 7, 8, 9, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 4097]

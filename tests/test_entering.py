@@ -19,8 +19,7 @@ import trigram
 from tests.checks import raises, says
 from tests.elastic_run import await_step, come, reference, the_same, train
 from tests.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
-from trigram import _core
-from trigram.elastic import membership
+from trigram import _core, membership
 
 pytestmark = pytest.mark.waits
 

@@ -53,7 +53,7 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
 
 
 def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
-    from trigram.collectives import calls as collectives
+    from trigram import collectives
 
     x = torch.ones(10)
     trigram.all_reduce(x)

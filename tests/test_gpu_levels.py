@@ -10,10 +10,10 @@ import trigram
 from tests import gpu_standin
 from tests.harness import run
 from tests.test_gpu_path import LAYOUTS
-from trigram.averaging.average import CodedAverage
-from trigram.averaging.hierarchical import Hierarchical, TwoLevels
-from trigram.codecs import codec as codecs
-from trigram.training.step_hooks import Channels
+from trigram import codecs
+from trigram.average import CodedAverage
+from trigram.carrier import Channels
+from trigram.hierarchy import Hierarchical, TwoLevels
 
 COUNT, ROUNDS = 5003, 3
 

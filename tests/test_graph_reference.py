@@ -7,7 +7,7 @@ import torch
 
 from tests.codec_roundtrip_reference import how_many
 from tests.graph_reference import graph
-from trigram.algorithms import graphs
+from trigram import graphs
 
 
 @pytest.mark.parametrize("kind", ["ring", "exponential", "one_peer", "pairs", "torus", "complete"])

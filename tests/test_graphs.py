@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.checks import close, equal, raises, says
-from trigram.algorithms import graphs
+from trigram import graphs
 
 UNDIRECTED = ["ring", "pairs", "random", "torus", "complete"]
 DIRECTED = ["exponential", "one_peer"]

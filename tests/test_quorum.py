@@ -16,7 +16,7 @@ from tests import netns
 from tests.checks import says
 from tests.elastic_run import await_step, the_same, train
 from tests.harness import Ranks
-from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+from trigram.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 

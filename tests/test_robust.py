@@ -17,11 +17,11 @@ from tests.algorithm_run import Reversed, Run, loss, net
 from tests.cases import Cases
 from tests.checks import close, equal, raises, same_on_all_ranks, says
 from tests.robust_reference import RobustGradients, RobustWeights, Statistic
-from trigram.algorithms.robust import Rule
-from trigram.averaging.average import padded
-from trigram.averaging.robust import RobustAverage
-from trigram.codecs.codec import find
-from trigram.training.step_hooks import Channels
+from trigram.average import padded
+from trigram.carrier import Channels
+from trigram.codecs import find
+from trigram.robust import RobustAverage
+from trigram.rules import Rule
 
 CASES = Cases()
 RULES = ("median", "trimmed", "clip:1", "clip:2.5")

@@ -117,9 +117,19 @@ def workload(name: str, rank: int, world: int) -> tuple[nn.Module, torch.optim.O
     return model, workloads.make_optimizer(name, model), workloads.batches(name, rank, world, seed=5)
 
 
-def train(name: str, wrap: Wrap, rank: int, world: int, steps: int) -> History:
+def in_float64(batches: Batches) -> Batches:
+    """The batches with inputs in float64; ids stay integers."""
+    return ((x.double() if x.is_floating_point() else x, y) for x, y in batches)
+
+
+def train(
+    name: str, wrap: Wrap, rank: int, world: int, steps: int, dtype: torch.dtype = torch.float32
+) -> History:
     """Train a workload for some steps; the optimizer is made before the model is wrapped."""
     bare, optimizer, batches = workload(name, rank, world)
+    if dtype == torch.float64:
+        bare.double()  # the optimizer holds the same parameters
+        batches = in_float64(batches)
     model = wrap(bare)
     history = History()
     for x, y in islice(batches, steps):

@@ -91,7 +91,7 @@ wheel: .venv/ready
 
 test-gpu:
 	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
-	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/test_gpu.py tests/test_kernels.py
+	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
 
 fmt: .venv/ready
 	cargo fmt --all

@@ -21,9 +21,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from tests import netns
-from tests.harness import Ranks
-from tests.test_liveness import loop
+from tests.faults.test_liveness import loop
+from tests.support import netns
+from tests.support.harness import Ranks
 
 WORLD = 4
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.net_driver import Net, Request  # noqa: E402
+from tests.support.net_driver import Net, Request  # noqa: E402
 
 if TYPE_CHECKING:
     from benches.hosts import Hosts

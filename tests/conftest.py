@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases import launch
-from tests.netns import several_hosts
+from tests.support.cases import launch
+from tests.support.netns import several_hosts
 
 __all__ = ["several_hosts"]
 

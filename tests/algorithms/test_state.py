@@ -1,0 +1,395 @@
+"""What a training must keep to go on: saved and loaded, changed on the way, averaged at its end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trigram
+from tests.reference.central import CentralWeights
+from tests.reference.simulation import flatten
+from tests.support.algorithm_rows import NAMES_ONCE, ROWS, Row
+from tests.support.algorithm_run import OPTIMIZERS, Reversed, Run, Yardstick, distance, loss, net, total
+from tests.support.cases import Cases
+from tests.support.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
+from tests.support.harness import await_flag, flag
+from tests.support.twin_training import x
+
+SAVE, LOAD = Cases(), Cases()
+CASES = Cases()
+BEFORE, AFTER = 5, 4
+
+STATEFUL = [
+    *NAMES_ONCE,
+    "topk momentum",
+    "qadam 1",
+    "qadam decay",
+    "local_sgd state adam",
+    "central int8 every",
+    "central int8 outer",
+    "central topk:0.1 async",
+    "diloco overlap",
+    "decentralized pause",
+    "low_precision_decentralized random",
+    "gossip ring topk:0.1",
+    "gossip random sign",
+    "powersgd rank",
+    "topk warmup",
+    "push_sum pause",
+    "async staleness",
+]
+ASYNC = [k for k in STATEFUL if "async" in k]
+
+
+def start(rank: int, label: str, make: Callable[[], nn.Module]) -> tuple[Any, torch.optim.Optimizer]:
+    row = ROWS[label]
+    module = make()
+    optimizer = OPTIMIZERS[row.optimizer](module)
+    given = {"optimizer": optimizer} if row.given else {}
+    return trigram.with_bagua(module, row.algorithm, **given, **row.options), optimizer
+
+
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int) -> list[Tensor]:
+    """The weights after each step."""
+    seen = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+        seen.append(flatten(list(model.parameters())))
+    return seen
+
+
+def place(label: str, rank: int) -> Path:
+    return Path(os.environ["TRIGRAM_STATES"]) / f"{label.replace('/', '-')}-{rank}.pt"
+
+
+def makes(label: str) -> Callable[[], nn.Module]:
+    """Gradients that arrive in an order of their own: what is kept must be found again."""
+    return Reversed if label in ("topk momentum", "powersgd", "qadam 1", "gossip ring topk:0.1") else net
+
+
+@SAVE.over(*STATEFUL)
+def state(rank: int, world: int, label: str) -> None:
+    """A training that is asked for its state goes on as one that is not (where nothing is in flight)."""
+    undisturbed = []
+    if label not in ASYNC:
+        torch.manual_seed(4 + rank)
+        undisturbed = go(*start(rank, label, makes(label)), rank, 0, BEFORE + AFTER)
+    torch.manual_seed(4 + rank)
+    model, optimizer = start(rank, label, makes(label))
+    go(model, optimizer, rank, 0, BEFORE)
+    kept = {"algorithm": trigram.algorithm_state(model)}  # first: what is in flight lands
+    kept |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(kept, place(label, rank))
+    later = go(model, optimizer, rank, BEFORE, AFTER)
+    for step, (a, e) in enumerate(zip(later, undisturbed[BEFORE:], strict=False)):
+        equal(a, e, f"{step + 1} steps after the state was asked for")
+    torch.save(later, place(f"{label}-later", rank))
+
+
+@LOAD.over(*STATEFUL)
+def state_(rank: int, world: int, label: str) -> None:
+    torch.manual_seed(1000 + rank)
+    model, optimizer = start(rank, label, makes(label))
+    kept = torch.load(place(label, rank))
+    model.load_state_dict(kept["model"])
+    optimizer.load_state_dict(kept["optimizer"])
+    trigram.load_algorithm_state(model, kept["algorithm"])
+    expected = torch.load(place(f"{label}-later", rank))
+    for step, (a, e) in enumerate(zip(go(model, optimizer, rank, BEFORE, AFTER), expected, strict=True)):
+        equal(a, e, f"{step + 1} steps after loading")
+
+
+@pytest.fixture(scope="module")
+def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("states")
+
+
+@pytest.mark.parametrize("case", [c.removeprefix("state-") for c in SAVE])
+@pytest.mark.parametrize("world", [2, 3])
+def test_goes_on_in_new_processes(
+    in_launch: Callable[..., None], states: Path, world: int, case: str
+) -> None:
+    """Bit for bit."""
+    kept = states / str(world)
+    kept.mkdir(exist_ok=True)
+    env = {"TRIGRAM_STATES": str(kept)}
+    in_launch("SAVED", case, world, env=env)
+    in_launch("LOADED", case, world, env=env)
+
+
+SAVED = Cases({k.removeprefix("state-"): v for k, v in SAVE.items()})
+LOADED = Cases({k.removeprefix("state_-"): v for k, v in LOAD.items()})
+
+
+@CASES.over(*(k for k in ASYNC if "script" in ROWS[k].options))
+def drained(rank: int, world: int, label: str) -> None:
+    """Asked for the state, what is in flight lands at once; then training goes on from there."""
+    run = Run(rank, world, ROWS[label])
+    for steps in (4, 2, 3):
+        run.train(steps)
+        trigram.algorithm_state(run.model)
+        run.sim.algorithm.drain()
+        run.yardstick.check(run.weights(), run.sim.weights(rank), f"drained after {run.done} steps")
+    run.train(3)
+
+
+@CASES.over("bytegrad sgd", "topk momentum", "low_precision_decentralized", "diloco", "push_sum")
+def state_of_another_time(rank: int, world: int, label: str) -> None:
+    """The model has trained on before it is sent back."""
+    torch.manual_seed(4)
+    model, optimizer = start(rank, label, net)
+    go(model, optimizer, rank, 0, BEFORE)
+    algorithm = trigram.algorithm_state(model)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    first = go(model, optimizer, rank, BEFORE, AFTER)
+    assert ROWS[label].optimizer == "sgd"  # which has no state of its own
+    model.load_state_dict(weights)
+    trigram.load_algorithm_state(model, algorithm)
+    for a, e in zip(go(model, optimizer, rank, BEFORE, AFTER), first, strict=True):
+        equal(a, e, "the second time")
+
+
+@CASES
+def state_of_another_algorithm(rank: int, world: int) -> None:
+    """Refused in words, on all ranks."""
+    model, _ = start(rank, "diloco", net)
+    other, optimizer = start(rank, "topk momentum", net)
+    go(other, optimizer, rank, 0, 2)
+    kept = trigram.algorithm_state(other)
+    text = raises(trigram.TrigramError, trigram.load_algorithm_state, model, kept)
+    says(text, "topk", "every:2")
+
+
+# Switching.
+
+
+def circuit(n: int) -> list[int]:
+    """A walk through all ordered pairs of n places, each once (Hierholzer)."""
+    left = {i: [j for j in range(n) if j != i] for i in range(n)}
+    stack, walk = [0], []
+    while stack:
+        if left[stack[-1]]:
+            stack.append(left[stack[-1]].pop())
+        else:
+            walk.append(stack.pop())
+    return walk[::-1]
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def switch_options(label: str) -> dict[str, Any]:
+    return {k: min(v, 1) if k == "warmup_steps" else v for k, v in ROWS[label].options.items()}
+
+
+@CASES
+def switch_between_all(rank: int, world: int) -> None:
+    """Every name after every other, two steps each."""
+    walk = [NAMES_ONCE[i] for i in circuit(len(NAMES_ONCE))]
+    assert len(walk) == len(NAMES_ONCE) * (len(NAMES_ONCE) - 1) + 1
+    torch.manual_seed(8)
+    module = small()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.02)
+    qadam = trigram.QAdam(module.parameters(), lr=0.002)
+    model = trigram.with_bagua(module, ROWS[walk[0]].algorithm, **switch_options(walk[0]))
+    weights = []
+    for i, (old, new) in enumerate(zip(["", *walk], walk, strict=False)):
+        is_qadam = ROWS[new].algorithm == "qadam"
+        optimizer = qadam if is_qadam else sgd
+        try:
+            if i > 0:
+                given = {"optimizer": qadam} if is_qadam else {}
+                trigram.switch(model, ROWS[new].algorithm, **given, **switch_options(new))
+                weights.append(flatten(list(module.parameters())))
+                assert trigram.stats(model)["algorithm"] == ROWS[new].algorithm
+            for step in range(2):
+                optimizer.zero_grad()
+                loss(model, rank, 2 * i + step).backward()
+                optimizer.step()
+        except Exception as e:
+            raise AssertionError(f"from {old} to {new}") from e
+        assert bool(flatten(list(module.parameters())).isfinite().all()), f"from {old} to {new}"
+        if i % 30 == 29:
+            same_on_all_ranks(rank, world, f"switch-{i}", weights)
+    same_on_all_ranks(rank, world, "switch-end", weights)
+
+
+@CASES.over("decentralized", "async third", "local_sgd", "gradient_allreduce sgd", "topk momentum")
+def switch_finds_the_mean(rank: int, world: int, label: str) -> None:
+    """Replicas that differ become their average; those that do not stay as they are. Then: the new one."""
+    torch.manual_seed(8)
+    model, optimizer = start(rank, label, net)
+    go(model, optimizer, rank, 0, 4)
+    before = flatten(list(model.parameters()))
+    in_flight = label == "async third"
+    apart = distance(model, total(model) / world)
+    expected = (total(model) / world).float()
+    trigram.switch(model, "central/full/every:2")
+    after = flatten(list(model.parameters()))
+    same_on_all_ranks(rank, world, f"mean-{label}", [after])
+    if ROWS[label].same:
+        assert apart < 1e-6
+        equal(after, before, "equal replicas")
+    elif not in_flight:  # else what lands first has its part in it
+        assert apart > 1e-3
+        close(after, expected, 1e-6, "the average")
+    # The new algorithm starts with what there is.
+    torch.manual_seed(8)
+    run = Run(rank, world, Row("gradient_allreduce", lambda n: CentralWeights(2)))
+    run.sim.set_weights([after] * world)
+    run.sim.algorithm.r = after.clone()  # type: ignore[attr-defined]
+    yardstick = Yardstick(False)
+    for step in range(5):
+        run.sim.step(lambda m, r, step=step: [loss(m, r, 10 + step)])
+        go(model, optimizer, rank, 10 + step, 1)
+        # The new one may count its steps from the switch or from the start: 4 steps were done, both even.
+        yardstick.check(flatten(list(model.parameters())), run.sim.weights(rank), f"step {step} after")
+
+
+@CASES
+def switch_to_nonsense(rank: int, world: int) -> None:
+    """The old one goes on."""
+    run = Run(rank, world, ROWS["low_precision_decentralized"])
+    run.train(3)
+    says(raises(trigram.UnsupportedError, trigram.switch, run.model, "carrier_pigeon"), "carrier_pigeon")
+    says(raises(trigram.UnsupportedError, trigram.switch, run.model, "topk", wings=2), "wings")
+    run.train(3)
+
+
+# Consensus.
+
+
+def part(module: nn.Module, rank: int) -> None:
+    """Replicas go apart."""
+    with torch.no_grad():
+        for k, p in enumerate(module.parameters()):
+            p.add_(x(rank, k, *p.shape, salt=6), alpha=0.1)
+        for k, b in enumerate(module.buffers()):
+            if b.is_floating_point():
+                b.add_(x(rank, k, *b.shape, salt=7).abs())
+
+
+def normed() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Tanh(), nn.Linear(9, 3))
+
+
+def average(t: Tensor, world: int) -> Tensor:
+    t = t.detach().clone()
+    trigram.all_reduce(t)
+    return t / world
+
+
+WEIGHTS = ["decentralized", "low_precision_decentralized", "async third", "local_sgd", "push_sum"]
+
+
+@CASES.over(*WEIGHTS, "async_decentralized third")
+def consensus(rank: int, world: int, label: str) -> None:
+    """All ranks get the average, weights and buffers; inside of `with` only for a while."""
+    torch.manual_seed(8)
+    model, optimizer = start(rank, label, normed)
+    go(model, optimizer, rank, 0, 1)  # no boundary yet, so nothing is in flight
+    part(model, rank)
+    floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
+    expected = [average(t, world) for t in floats]
+    before = [t.detach().clone() for t in floats]
+    model.eval()
+    with trigram.consensus(model):
+        for t, e in zip(floats, expected, strict=True):
+            close(t.detach(), e, 1e-6, "inside")
+        same_on_all_ranks(rank, world, f"inside-{label}", floats)
+        if rank == 0:  # an evaluation; nobody else need take part
+            with torch.no_grad():
+                model(x(0, 5))
+    model.train()
+    for t, e in zip(floats, before, strict=True):
+        equal(t.detach(), e, "replicas come back")
+    trigram.consensus(model)
+    for t, e in zip(floats, expected, strict=True):
+        close(t.detach(), e, 1e-6, "a plain call")
+    same_on_all_ranks(rank, world, f"plain-{label}", floats)
+    go(model, optimizer, rank, 2, 3)
+
+
+@CASES
+def consensus_of_buffers(rank: int, world: int) -> None:
+    """Where weights are the same anyway, buffers are what differs."""
+    torch.manual_seed(8)
+    model, optimizer = start(rank, "bytegrad sgd", normed)
+    go(model, optimizer, rank, 0, 3)
+    weights, mean = fingerprint(model.parameters()), average(model[1].running_mean, world)
+    own = model[1].running_mean.clone()
+    with trigram.consensus(model):
+        close(model[1].running_mean, mean, 1e-6, "inside")
+    equal(model[1].running_mean, own, "it comes back")
+    trigram.consensus(model)
+    close(model[1].running_mean, mean, 1e-6, "a plain call")
+    assert fingerprint(model.parameters()) == weights
+
+
+@CASES.over(*WEIGHTS)
+def consensus_within_a_training(rank: int, world: int, label: str) -> None:
+    """With `with`, training goes on as if nothing had been asked."""
+    if label == "async third":
+        return  # what is in flight may land first
+    run = Run(rank, world, ROWS[label])
+    for _ in range(2):
+        run.train(3)
+        mean = flatten(run.sim.consensus())
+        with trigram.consensus(run.model):
+            Yardstick(True).check(run.weights(), mean, "inside")
+    run.train(2)
+
+
+@CASES
+def consensus_and_an_error(rank: int, world: int) -> None:
+    """Replicas come back when the block raises."""
+    model, _ = start(rank, "decentralized", net)
+    part(model, rank)
+    before = fingerprint(model.parameters())
+
+    def block() -> None:
+        with trigram.consensus(model):
+            raise ZeroDivisionError
+
+    raises(ZeroDivisionError, block)
+    assert fingerprint(model.parameters()) == before
+
+
+@CASES
+def consensus_without_one(rank: int, world: int) -> None:
+    """Asked for on all ranks but the last: it is named, and nobody hangs."""
+    model, _ = start(rank, "decentralized", net)
+    trigram.barrier()
+    if rank < world - 1:
+        text = raises(
+            (trigram.TimeoutError, trigram.MismatchError), lambda: trigram.consensus(model, timeout=2)
+        )
+        says(text, f"rank {world - 1}" if world == 2 else "rank")
+        flag(f"consensus-{rank}")
+    else:
+        for r in range(world - 1):
+            await_flag(f"consensus-{r}", 20)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [2, 3])
+def test_state(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport="shm", patience=90 if "all" in case else 40)
+
+
+SOME = [c for c in CASES if c.startswith(("consensus", "drained", "switch_finds"))]
+
+
+@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("world", [4])
+def test_state_over_tcp(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport="tcp")

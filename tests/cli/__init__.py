@@ -1,0 +1,1 @@
+"""The commands of `trigram`, as users type them."""

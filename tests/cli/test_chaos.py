@@ -1,0 +1,112 @@
+"""`trigram chaos` on an elastic job: every fault is survived, and the loss is that of an undisturbed run."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import ROOT
+from trigram.cli.chaos import LASTING, Chaos, Report, Settings
+
+pytestmark = pytest.mark.waits
+
+EXAMPLE = str(ROOT / "examples" / "elastic.py")
+
+
+def losses(logs: dict[int, str]) -> list[float]:
+    """The last lines' losses."""
+    return [float(m) for text in logs.values() for m in re.findall(r"loss ([\d.]+),", text)]
+
+
+def settings(transport: str, faults: list[str]) -> Settings:
+    """A job of four ranks, and a fault every other second while enough are whole."""
+    command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.02"]
+    environment = {"TRIGRAM_TRANSPORT": transport}
+    own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}
+    return Settings(command, 4, 5, 32.0, 2.0, faults, environment=environment, **own)
+
+
+STEPS = 2000
+CASES = {
+    "auto": (["kill", "stop", "pause", "slow"], ["ended the process of rank"]),
+    "tcp": (["kill", "cut", "corrupt", "pause"], ["has been silent", "checksum"]),
+}
+
+
+@functools.cache
+def reports() -> dict[str, Report]:
+    """Both jobs, beside each other: they wait more than they compute."""
+
+    def run(transport: str) -> Report:
+        with Chaos(settings(transport, CASES[transport][0])) as chaos:
+            return chaos.run()
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(CASES, pool.map(run, CASES), strict=True))
+
+
+@pytest.mark.parametrize("transport", list(CASES))
+def test_a_job_under_fire(transport: str) -> None:
+    report, (faults, words) = reports()[transport], CASES[transport]
+    whole = f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())
+    assert report.survived, whole
+    assert set(report.faults) == set(faults), "each kind at least once"
+    lasting = sum(report.faults[f] for f in (*LASTING, "corrupt"))
+    assert report.restarts >= lasting - 1, whole  # the last may have been done when the job was over
+    said = "".join(report.logs.values())
+    assert all(word in said for word in words), whole
+    got = losses(report.logs)
+    assert len(got) >= 3 and max(got) - min(got) < 1e-6, got
+    # Undisturbed: 0.03781. Within 1 %, as fewer ranks see other batches.
+    assert abs(got[0] / 0.03781 - 1) < 0.01, got
+
+
+def test_who_is_not_started_again_stays_away(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(3)\n")
+    once = Settings([sys.executable, str(script)], 3, 0, 2.0, 0.2, ["kill"], False, settle=0.0)
+    with Chaos(once) as chaos:
+        report = chaos.run()
+    assert report.restarts == 0 and len(report.finished) == 3 - report.faults["kill"]
+    assert report.survived and report.faults["kill"] == 1, "more than half are left whole"
+
+
+def test_who_does_not_end_hangs(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('I wait', flush=True)\ntime.sleep(60)\n")
+    with Chaos(
+        Settings([sys.executable, str(script)], 2, 0, 1.0, 0.2, ["pause"], settle=0.0, patience=1.0)
+    ) as chaos:
+        report = chaos.run()
+    assert report.hung == [0, 1] and not report.survived
+    assert "HUNG      rank 0: I wait" in str(report)
+
+
+def command(*words: str) -> subprocess.CompletedProcess[str]:
+    """What `trigram chaos` says and returns, on two ranks for a second."""
+    words = ("chaos", "--ranks", "2", "--seconds", "1", *words)
+    return subprocess.run(
+        [sys.executable, "-m", "trigram", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_command(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(2)\n")
+    done = command("--every", "0.2", "--settle", "0", "--faults", "pause", "--", str(script))
+    assert done.returncode == 0 and "the job survived" in done.stdout, done.stdout + done.stderr
+    done = command("--", str(script))
+    assert done.returncode == 1 and "nothing was done to the job" in done.stdout, done.stdout + done.stderr
+    script.write_text("raise SystemExit(3)\n")
+    done = command("--", str(script))
+    assert done.returncode == 1 and "FAILED    rank 0, exit code 3" in done.stdout, done.stdout
+    done = command("--faults", "earthquake", "--", str(script))
+    assert done.returncode != 0 and "earthquake" in done.stderr
+    done = command("--faults", "kill,corrupt", "--", str(script))
+    assert done.returncode != 0 and "TRIGRAM_TRANSPORT=tcp" in done.stderr

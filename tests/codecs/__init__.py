@@ -1,0 +1,1 @@
+"""Codecs: encoded bytes, error bounds, feedback, decoding of any bytes, GPU kernels against the CPU."""

@@ -1,0 +1,73 @@
+"""The GPU codecs have the CPU's bits: interpreted everywhere, compiled where there is a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import trigram
+from tests.support import kernel_run
+from tests.support.checks import raises, says
+from trigram import kernels
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+
+
+@functools.cache
+def failures(device: str, cases: tuple[str, ...]) -> dict[str, str | None]:
+    """All cases in two processes: how Triton runs is settled before it is imported, by torch or by us."""
+    environment = os.environ | {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.support.kernel_run", device]
+    shares = [cases[::2], cases[1::2]]
+    pipe = subprocess.PIPE
+    runs = [
+        subprocess.Popen([*command, *share], stdout=pipe, stderr=pipe, text=True, env=environment)
+        for share in shares
+    ]
+    read: dict[str, str | None] = {}
+    for run in runs:
+        out, err = run.communicate()
+        assert run.returncode == 0, err
+        read |= json.loads(out)
+    return read
+
+
+@needs_triton
+@pytest.mark.parametrize("case", kernel_run.CASES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    items = [getattr(i, "callspec", None) for i in request.session.items if i.module is request.module]  # type: ignore[attr-defined]
+    chosen = [i.params["case"] for i in items if i is not None and i.params.get("device") == device]
+    failure = failures(device, tuple(chosen))[case]
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    """Neither the kernels with trigram, nor with them what needs Triton (which torch may import itself)."""
+    code = "import sys, trigram; assert 'trigram.kernels' not in sys.modules; import trigram.kernels;"
+    code += "sys.exit('trigram.kernels.floats' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    says(raises(trigram.UnsupportedError, kernels.find, "int8"), "triton", "pip install")
+
+
+@needs_triton
+def test_names_are_checked_as_for_the_cpu() -> None:
+    for name, block in (("int7", None), ("topk", None), ("bf16", 64), ("int8", 7)):
+        raises(trigram.UnsupportedError, kernels.find, name, block)
+    assert kernels.find("int4", 64).size(100) == trigram.codecs.find("int4", 64).size(100)

@@ -1,0 +1,304 @@
+"""Messages, jobs in flight, groups, and tensors of all kinds: on 1 to 5 ranks, over shared memory and TCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trigram
+from tests.collectives.test_calls import BIG, MIB3, parts_of, registered, right_sum
+from tests.reference.torch_gloo import gloo
+from tests.support.cases import Cases
+from tests.support.checks import equal, raises, says
+from tests.support.data import DTYPES, numbers, reduced
+from tests.support.harness import until
+
+CASES = Cases()
+
+
+def ring_send_recv(rank: int, world: int, n: int, dtype: torch.dtype = torch.float32) -> None:
+    after, before = (rank + 1) % world, (rank - 1) % world
+    work = trigram.send(numbers(rank, n, dtype), after, async_op=True)
+    t = torch.zeros(n, dtype=dtype)
+    trigram.recv(t, before)
+    work.wait()
+    equal(t, numbers(before, n, dtype), f"send_recv {n} {dtype}")
+
+
+@CASES.over(0, 1, 1003, BIG)
+def send_recv(rank: int, world: int, n: int) -> None:
+    if world > 1:
+        for dtype in DTYPES if n < BIG else [torch.float32]:
+            ring_send_recv(rank, world, n, dtype)
+
+
+@CASES
+def send_recv_tags(rank: int, world: int) -> None:
+    """Tags are told apart, whatever the order of the receives; messages of one tag keep their order."""
+    if world == 1:
+        return
+    lengths = {7: 5, 3: MIB3, 11: 0, 5: 1003}
+    if rank == 0:
+        works = [trigram.send(numbers(tag, n), 1, tag=tag, async_op=True) for tag, n in lengths.items()]
+        works += [trigram.send(torch.full((4,), float(i)), 1, tag=9, async_op=True) for i in range(8)]
+        for work in works:
+            work.wait()
+    elif rank == 1:
+        got = {tag: torch.zeros(lengths[tag]) for tag in (5, 11, 3, 7)}
+        for tag, t in got.items():
+            trigram.recv(t, 0, tag=tag)
+        for tag, t in got.items():
+            equal(t, numbers(tag, lengths[tag]), f"tag {tag}")
+        for i in range(8):
+            t = torch.zeros(4)
+            trigram.recv(t, 0, tag=9)
+            equal(t, torch.full((4,), float(i)), "the order within a tag")
+
+
+@CASES
+def several_in_flight(rank: int, world: int) -> None:
+    """Twenty jobs of many kinds at once, waited for in reverse."""
+    jobs: list[tuple[object, torch.Tensor, torch.Tensor]] = []
+    for i in range(20):
+        n = (1, 1003, 200_001)[i % 3]
+        parts = parts_of(world, n, torch.int32, salt=i)
+        if i % 4 < 2:
+            t = parts[rank].clone() if i % 2 else registered(parts[rank])
+            jobs.append((trigram.all_reduce(t, async_op=True), t, reduced("sum", parts)[0]))
+        elif i % 4 == 2:
+            t = parts[rank].clone()
+            jobs.append((trigram.broadcast(t, i % world, async_op=True), t, parts[i % world]))
+        else:
+            t = torch.empty(world * n, dtype=torch.int32)
+            jobs.append((trigram.all_gather(t, parts[rank], async_op=True), t, torch.cat(parts)))
+    for work, t, expected in reversed(jobs):
+        work.wait()  # type: ignore[attr-defined]
+        assert work.is_completed()  # type: ignore[attr-defined]
+        equal(t, expected, "in flight")
+
+
+@CASES
+def many_in_flight(rank: int, world: int) -> None:
+    """More jobs at once than any ring of slots can hold; each rank waits in an order of its own."""
+    jobs = []
+    for i in range(300):
+        n = (1, 70, 5000)[i % 3]
+        t = torch.full((n,), rank + i, dtype=torch.int32)
+        jobs.append((i, t, trigram.all_reduce(t, async_op=True)))
+    order = torch.randperm(len(jobs), generator=torch.Generator().manual_seed(rank)).tolist()
+    for i, t, work in [jobs[k] for k in order]:
+        work.wait()
+        equal(t, torch.full_like(t, sum(r + i for r in range(world))), f"job {i}")
+
+
+@CASES
+def jobs_that_nobody_keeps(rank: int, world: int) -> None:
+    """The Work and its tensor are let go at once: the engine keeps the memory, and writes to no other."""
+    bystanders = []
+    for i in range(60):
+        n = (3, 100_003)[i % 2]
+        make = (torch.empty, trigram.empty)[i // 2 % 2]
+        t = make(n, dtype=torch.float32)
+        t.fill_(1.0)
+        trigram.all_reduce(t, async_op=True)
+        del t
+        bystander = make(n, dtype=torch.float32)
+        bystander.fill_(-1.0)
+        bystanders.append(bystander)
+    trigram.barrier()
+    for b in bystanders:
+        assert bool((b == -1.0).all()), "a job wrote into memory that was not its own"
+
+
+@CASES
+def threads(rank: int, world: int) -> None:
+    """Two Python threads, each on a group of its own, and the main thread on the world."""
+    made = [trigram.new_group(list(range(world))) for _ in range(2)]
+    errors: list[BaseException] = []
+
+    def loop(k: int) -> None:
+        try:
+            for i in range(50):
+                t = torch.full((1 + 997 * (i % 3),), float(rank + k))
+                trigram.all_reduce(t, group=made[k])
+                equal(t, torch.full_like(t, sum(r + k for r in range(world))), f"thread {k}, round {i}")
+        except BaseException as e:
+            errors.append(e)
+
+    started = [Thread(target=loop, args=(k,), daemon=True) for k in range(2)]
+    for thread in started:
+        thread.start()
+    for _ in range(50):
+        t = torch.ones(2000)
+        trigram.all_reduce(t)
+        equal(t, torch.full_like(t, float(world)), "the main thread")
+    for thread in started:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert not errors, errors
+
+
+@CASES
+def work_and_future(rank: int, world: int) -> None:
+    """A Work completes without being waited for, and its future runs callbacks."""
+    t = torch.full((1003,), rank + 1.0)
+    work = trigram.all_reduce(t, async_op=True)
+    until(work.is_completed, 20.0, "a job that nobody waits for")
+    work.wait(timeout=1.0)
+    seen: list[bool] = []
+    t2 = torch.full((MIB3,), rank + 1.0)
+    future = trigram.all_reduce(t2, async_op=True).get_future()
+    future.then(lambda f: seen.append(True)).wait()
+    assert seen == [True]
+    for x in (t, t2):
+        equal(x, torch.full_like(x, world * (world + 1) / 2), "after the future")
+
+
+@CASES
+def groups(rank: int, world: int) -> None:
+    """Subsets at work at once, beside the world, each with its own numbers. Ranks are the world's."""
+    subsets = [
+        list(range(0, world, 2)),
+        list(range(1, world, 2)) or [0],
+        list(reversed(range(world))),
+        [world - 1],
+    ]
+    made = [trigram.new_group(ranks) for ranks in subsets]
+    jobs = []
+    for i in range(3):
+        for k, (ranks, group) in enumerate(zip(subsets, made, strict=True)):
+            if rank in ranks:
+                parts = {r: numbers(r, 1003, torch.int64, salt=10 * i + k) for r in ranks}
+                t = parts[rank].clone()
+                work = trigram.all_reduce(t, group=group, async_op=True)
+                jobs.append((work, t, reduced("sum", list(parts.values()))[0]))
+        parts = {r: numbers(r, 77, torch.int64, salt=i) for r in range(world)}
+        t = parts[rank].clone()
+        jobs.append((trigram.all_reduce(t, async_op=True), t, reduced("sum", list(parts.values()))[0]))
+    for work, t, expected in jobs:
+        work.wait()
+        equal(t, expected, "groups at once")
+    if rank in subsets[1]:
+        src = subsets[1][-1]
+        t = torch.full((5,), float(rank))
+        trigram.broadcast(t, src, group=made[1])
+        equal(t, torch.full((5,), float(src)), "the source is a rank of the world")
+
+
+def shared_memory() -> int:
+    """Bytes of shared memory that this process has touched."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("RssShmem"))
+
+
+@CASES
+def groups_come_and_go(rank: int, world: int) -> None:
+    """Let go in the middle of a call or right after it: results are right, and memory comes back."""
+    before = 0
+    for step in range(60):
+        group = trigram.new_group(list(range(world)))
+        first = torch.full((MIB3 // 3,), float(rank))
+        trigram.all_reduce(first, group=group)
+        second = first.clone()
+        work = trigram.all_reduce(second, group=group, async_op=True)
+        del group
+        work.wait()
+        del work
+        total = float(world * (world - 1) // 2)
+        assert bool((first == total).all()) and bool((second == world * total).all()), step
+        if step == 20:
+            before = shared_memory()
+    assert shared_memory() < before + (16 << 20), "stages of groups that are gone are not used again"
+
+
+@CASES
+def torch_group_and_op(rank: int, world: int) -> None:
+    """torch's ProcessGroup as `group`, torch's ReduceOp as `op`."""
+    with gloo(rank, world):
+        half = dist.new_group(list(range((world + 1) // 2)))
+        t = torch.full((10,), rank + 1.0)
+        trigram.all_reduce(t, dist.ReduceOp.MAX)
+        equal(t, torch.full((10,), float(world)), "ReduceOp.MAX")
+        t = torch.full((10,), rank + 1.0)
+        trigram.all_reduce(t, dist.ReduceOp.AVG, group=dist.group.WORLD)
+        equal(t, torch.full((10,), (world + 1) / 2), "ReduceOp.AVG on torch's world")
+        if rank < (world + 1) // 2:
+            t = torch.full((10,), rank + 1, dtype=torch.int32)
+            trigram.all_reduce(t, dist.ReduceOp.SUM, group=half)
+            members = (world + 1) // 2
+            equal(t, torch.full((10,), members * (members + 1) // 2, dtype=torch.int32), "torch's subgroup")
+
+
+@CASES
+def tensors_that_do_not_do(rank: int, world: int) -> None:
+    """Refused before anything is sent, with the reason; the group is as good as before."""
+    square = torch.arange(12.0).view(3, 4)
+    kept = square.clone()
+    refused: list[tuple[Callable[..., object], tuple[object, ...], tuple[str, ...]]] = [
+        (trigram.all_reduce, (square.t(),), ("contiguous",)),
+        (trigram.broadcast, (torch.zeros(10)[::2], 0), ("contiguous",)),
+        (trigram.all_gather, (torch.zeros(8 * world)[::2], torch.zeros(4)), ("contiguous",)),
+        (trigram.all_reduce, (torch.zeros(4, device="meta"),), ("meta",)),
+        (trigram.all_reduce, (torch.zeros(4, dtype=torch.complex64),), ("complex64",)),
+        (trigram.all_reduce, (torch.zeros(4).to_sparse(),), ("sparse",)),
+        (
+            trigram.all_gather,
+            (torch.zeros(4 * world + 1), torch.zeros(4)),
+            (str(4 * world + 1), str(4 * world)),
+        ),
+        (
+            trigram.all_gather,
+            (torch.zeros(4 * world, dtype=torch.float64), torch.zeros(4)),
+            ("float64", "float32"),
+        ),
+        (trigram.reduce_scatter, (torch.zeros(4), torch.zeros(4 * world + 1)), (str(4 * world + 1),)),
+        (trigram.all_to_all, (torch.zeros(4 * world), torch.zeros(4 * world), [1], [1]), ("split",)),
+        (trigram.broadcast, (torch.zeros(4), world), (str(world),)),
+        (trigram.all_reduce, ([1.0, 2.0],), ("list",)),
+    ]
+    for fn, args, words in refused:
+        says(raises((trigram.TrigramError, TypeError), fn, *args), *words)
+    equal(square, kept, "a refused tensor")
+    t = torch.ones(5)
+    trigram.all_reduce(t)
+    equal(t, torch.full((5,), float(world)), "after the refusals")
+
+
+@CASES
+def views_keep_their_neighbours(rank: int, world: int) -> None:
+    """A contiguous slice of a larger tensor: nothing around it changes."""
+    for make in (torch.empty, trigram.empty):
+        whole = make(3000, dtype=torch.float32)
+        whole.fill_(7.0)
+        whole[1001:2004] = numbers(rank, 1003)
+        trigram.all_reduce(whole[1001:2004])
+        right_sum(whole[1001:2004], "sum", parts_of(world, 1003), "a slice")
+        assert bool((whole[:1001] == 7).all()) and bool((whole[2004:] == 7).all())
+
+
+@CASES
+def registered_memory(rank: int, world: int) -> None:
+    """trigram.empty: any shape and type, alive as long as its tensor or a view of it is, then reused."""
+    for shape, dtype in (((0,), torch.float32), ((3, 5, 7), torch.int64), ((MIB3,), torch.bfloat16)):
+        t = trigram.empty(*shape, dtype=dtype)
+        assert t.shape == shape and t.dtype == dtype and t.is_contiguous()
+    for i in range(30):  # more than could be kept at once, if none were given back
+        t = trigram.empty(1_000_000, dtype=torch.float64)
+        t.fill_(float(rank + i))
+        view = t[500_000:500_010]
+        del t
+        trigram.all_reduce(view)
+        equal(
+            view, torch.full_like(view, sum(r + i for r in range(world))), "a view that outlives its tensor"
+        )
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_work_and_groups(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport=transport)

@@ -1,0 +1,121 @@
+"""Two parts of an elastic job never both go on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trigram
+from tests.support import netns
+from tests.support.checks import says
+from tests.support.elastic_run import await_step, the_same, train
+from tests.support.harness import Ranks
+from trigram.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+
+pytestmark = pytest.mark.waits
+
+
+def damaged(rank: int, world: int, words: str, steps: int) -> dict[str, Any] | str:
+    """A training whose connections the test can damage; the weights, or why this rank stops."""
+    os.environ["TRIGRAM_CHAOS"] = f"{words}/{rank}"
+    try:
+        return train(rank, world, steps, "gradient_allreduce", None, 0.005)
+    except trigram.PeerLostError as e:
+        return str(e)
+
+
+@pytest.mark.parametrize("fault", [1, 1, 2], ids=["flip", "flip-2", "cut"])
+def test_who_is_given_up_does_not_go_on_alone(fault: int, tmp_path: Path) -> None:
+    """It lives, and hears that it was given up before it hears that its connections are closed."""
+    world, steps, victim = 4, 400, 2
+    for r in range(world):
+        (tmp_path / str(r)).write_bytes(bytes(4))
+    with Ranks(world, damaged, str(tmp_path), steps, transport="tcp") as ranks:
+        for r in range(world):
+            await_step(ranks, r, 5)
+        with (tmp_path / str(victim)).open("r+b") as word:
+            word.write(bytes([fault]))
+        results = ranks.results(120)
+    assert isinstance(results[victim], str), "it has gone on alone"
+    says(results[victim], f"ranks {victim} of 4 cannot reach ranks")
+    got = the_same(results, [0, 1, 3])
+    assert got["history"][-1] == (0, 1, 3)
+
+
+def test_no_two_parts_both_go_on() -> None:
+    """All ways to part up to six ranks in two, with any of them known to be dead."""
+    for n in range(1, 7):
+        ranks = list(range(n))
+        for dead_mask, mask in itertools.product(range(1 << n), repeat=2):
+            dead = [r for r in ranks if dead_mask >> r & 1]
+            one = [r for r in ranks if r not in dead and mask >> r & 1]
+            other = [r for r in ranks if r not in dead and r not in one]
+            verdicts = [bool(a) and quorum(ranks, a, b) for a, b in ((one, other), (other, one))]
+            assert sum(verdicts) == (1 if one or other else 0), (one, other, dead)
+
+
+def test_who_has_no_state_has_no_voice() -> None:
+    """Ranks 0 to 2 train, 3 and 4 have just entered on the side of rank 0, and the network is cut there."""
+    silent = _KINDS.index("silent")
+
+    def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
+        return [rank in fresh, 0, 0, 0, 0, *(silent * (r in away) + _FRESH * (r in fresh) for r in range(5))]
+
+    def goes_on(here: list[int], fresh: set[int]) -> bool:
+        mine = Membership(list(range(5)), 5, (None, None, "auto"), None)
+        away = set(range(5)) - set(here)
+        try:
+            _check_quorum(mine, here, torch.tensor([told(r, away, fresh) for r in here]))
+        except trigram.PeerLostError:
+            return False
+        return True
+
+    assert (goes_on([0, 3, 4], {3, 4}), goes_on([1, 2], {3, 4})) == (False, True)
+    assert (goes_on([0, 3, 4], set()), goes_on([1, 2], set())) == (True, False)
+    assert not goes_on([3, 4], {3, 4}) and goes_on([0, 1, 2], {3, 4}) and goes_on([0, 1], {3, 4})
+
+
+def in_parts(rank: int, world: int, steps: int) -> tuple[str, int]:
+    """Trains; how it ended, and after how many steps."""
+    try:
+        done = train(rank, world, steps, "gradient_allreduce", None, 0.01)
+    except trigram.PeerLostError as e:
+        return str(e), -1
+    return "went on", done["steps"]
+
+
+@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), ([0], [1]), ([0], [1, 2])])
+def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: list[int]) -> None:
+    world, steps = len(one) + len(other), 500
+    switch = netns._switch()
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", "-n", switch, *words], check=True)
+
+    with Ranks(world, in_parts, steps, transport="auto", hosts=list(range(world))) as ranks:
+        for r in range(world):
+            await_step(ranks, r, 10)
+        ip("link", "add", "br1", "type", "bridge")
+        try:
+            ip("link", "set", "br1", "up")
+            for r in other:
+                ip("link", "set", f"port{r}", "master", "br1")
+            results = ranks.results(90)
+        finally:
+            for r in other:
+                ip("link", "set", f"port{r}", "master", "br0")
+            ip("link", "del", "br1")
+    winners = one if len(one) >= len(other) else other
+    for r in range(world):
+        text, done = results[r]
+        if r in winners:
+            assert (text, done) == ("went on", steps), text
+        else:
+            assert done == -1
+            says(text, "elastic", "cannot reach", f"{winners[0]}")

@@ -1,0 +1,217 @@
+"""Elastic jobs: who lives goes on with the same step, under every algorithm."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+import trigram
+from tests.support.checks import raises, says
+from tests.support.elastic_run import await_step, come, reference, the_same, train
+from tests.support.harness import Died, Ranks, await_flag, flag, say
+
+pytestmark = pytest.mark.waits
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("world, dies", [(2, {1: 4}), (3, {0: 3}), (4, {1: 3, 3: 6}), (4, {2: 5, 3: 5})])
+def test_the_living_go_on_with_the_same_step(world: int, dies: dict[int, int], transport: str) -> None:
+    steps = 10
+    with Ranks(world, train, steps, "gradient_allreduce", dies, transport=transport) as ranks:
+        results = ranks.results(90, dies=dies)
+    living = [r for r in range(world) if r not in dies]
+    for r in dies:
+        assert results[r] == Died(-signal.SIGKILL)
+    got = the_same(results, living)
+    expected = [tuple(r for r in range(world) if dies.get(r, steps) > step) for step in range(steps)]
+    assert got["history"] == expected
+    torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("where, counts", [("inside", False), ("commit", True), ("after", True)])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_step_counts_for_all_or_for_none(where: str, counts: bool, transport: str) -> None:
+    """Whose averages all had before it died has taken part in that step; else the step is done without it."""
+    world, steps, victim, last = 4, 12, 1, 5
+    arguments = (steps, "gradient_allreduce", {victim: last}, 0.0, False, None, where)
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        results = ranks.results(60, dies=[victim])
+    living = [r for r in range(world) if r != victim]
+    got = the_same(results, living)
+    whole = last + counts
+    expected = [tuple(range(world))] * whole + [tuple(living)] * (steps - whole)
+    torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+ALGORITHMS = [
+    "bytegrad",
+    "local_sgd",
+    "diloco",
+    "decentralized",
+    "low_precision_decentralized",
+    "async",
+    "async_decentralized",
+    "async_low_precision_decentralized",
+    "push_sum",
+]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
+    world, steps, victim = 3, 300, 1
+    arguments = (steps, algorithm, {victim: 5}, 0.01)
+    with Ranks(world, train, *arguments, False, None, "before", True) as ranks:
+        await_step(ranks, 0, 8)
+        come(ranks, victim, *arguments, True, None, "before", True)
+        results = ranks.results(120)
+    entered = results[victim]["first"]
+    assert 5 < entered < steps, "it came back, and in time"
+    for r in range(world):
+        assert bool(results[r]["weights"].isfinite().all()), f"rank {r}"
+        assert results[r]["steps"] == steps and results[r]["history"][-1] == (0, 1, 2)
+        assert torch.equal(results[r]["count"], torch.full((3,), float(steps))), "it got the buffers"
+        assert results[r]["adam"] == {steps}, "it got the optimizer's state"
+    the_same(results, list(range(world)))
+
+
+@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco", "decentralized"])
+def test_rounds_of_those_who_were_apart_are_of_all_again(algorithm: str) -> None:
+    """When rank 2 dies rank 0 waits in the round that rank 1 has yet to reach."""
+    world, steps, victim = 3, 60, 2
+    arguments = (steps, algorithm, {victim: 12}, (0.0, 0.05, 0.03), False, None, "before", True)
+    with Ranks(world, train, *arguments) as ranks:
+        results = ranks.results(90, dies=[victim])
+    the_same(results, [0, 1])
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "local_sgd", "decentralized"])
+def test_who_leaves_is_gone_on_without(algorithm: str) -> None:
+    world, steps, victim = 4, 60, 2
+    arguments = (steps, algorithm, {victim: 12}, (0.0, 0.01, 0.02, 0.005), False, None, "leaves", True)
+    with Ranks(world, train, *arguments, transport="tcp") as ranks:
+        results = ranks.results(90)
+    the_same(results, [0, 1, 3])
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "async_decentralized"])
+def test_gossip_goes_on_beyond_the_neighbours_of_the_dead(algorithm: str) -> None:
+    world, steps, victim = 5, 60, 3  # ranks 0 and 1 do not talk with it
+    with Ranks(world, train, steps, algorithm, {victim: 5}, 0.005) as ranks:
+        results = ranks.results(120, dies=[victim])
+    living = [r for r in range(world) if r != victim]
+    for r in living:
+        assert results[r]["steps"] == steps and bool(results[r]["weights"].isfinite().all()), f"rank {r}"
+    weights = [results[r]["weights"] for r in living]
+    spread = max(float((a - b).norm()) for a, b in itertools.combinations(weights, 2))
+    moved = float((weights[0] - reference([])).norm())
+    assert spread < moved / 2, (spread, moved)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_stopped_rank_is_left_behind(transport: str) -> None:
+    world, steps = 3, 300
+    with Ranks(world, train, steps, "gradient_allreduce", None, 0.005, transport=transport) as ranks:
+        await_step(ranks, 1, 20)
+        ranks.signal(1, signal.SIGSTOP)
+        others = [ranks.ranks[r] for r in (0, 2)]
+        end = time.monotonic() + 60
+        while any(r.answer is None and not r.ended for r in others) and time.monotonic() < end:
+            ranks.hear(0.2)
+        if transport == "shm":  # it could wake up and write into others' memory
+            assert ranks.ranks[1].process.exitcode == -signal.SIGKILL
+        for number in (signal.SIGCONT, signal.SIGKILL):
+            if ranks.ranks[1].process.is_alive():
+                ranks.signal(1, number)
+        results = ranks.results(30, dies=[1])
+    got = the_same(results, [0, 2])
+    history = got["history"]
+    assert history[0] == (0, 1, 2) and history[-1] == (0, 2)
+    torch.testing.assert_close(got["weights"], reference(history), rtol=1e-8, atol=1e-11)
+
+
+# Without a model.
+
+
+def bare(rank: int, world: int) -> list[int]:
+    """Collectives of the script's own: an error, `recover`, and on."""
+    group = trigram.init(elastic=True)
+    registered = trigram.empty(1000)
+    for i in range(1000):
+        if rank == 1 and i == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        registered.fill_(float(rank))
+        try:
+            trigram.all_reduce(registered)
+        except trigram.PeerLostError as e:
+            assert e.rank == 1
+            break
+    assert trigram.recover() is group
+    before = trigram.stats()["direct_bytes"]
+    registered.fill_(float(rank))
+    trigram.all_reduce(registered)
+    assert torch.equal(registered, torch.full((1000,), 5.0))
+    assert (trigram.rank(), trigram.world_size()) == ([0, 2, 3].index(rank), 3)
+    if os.environ["TRIGRAM_TRANSPORT"] == "shm":
+        assert trigram.stats()["direct_bytes"] > before, "memory registered before is registered still"
+    raises(trigram.MisuseError, trigram.broadcast, registered, 1)
+    says(raises(trigram.MisuseError, trigram.new_group, [0, 1]), "[0, 2, 3]")
+    trigram.broadcast(registered, 3)
+    return list(group.ranks)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_recover(transport: str) -> None:
+    with Ranks(4, bare, transport=transport) as ranks:
+        results = ranks.results(60, dies=[1])
+        assert all("goes on with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
+    assert [r for r in results if not isinstance(r, Died)] == [[0, 2, 3]] * 3
+
+
+def refused(rank: int, world: int) -> None:
+    """What cannot be elastic says so."""
+    linear = torch.nn.Linear(2, 2)
+    opt = torch.optim.SGD(linear.parameters(), lr=0.1)
+    with pytest.raises(trigram.MisuseError, match="optimizer"):
+        trigram.with_bagua(linear, elastic=True)
+    with pytest.raises(trigram.MisuseError, match="state_dict"):
+        trigram.with_bagua(linear, optimizer=opt, elastic=[3])
+    for words, options in [
+        ("group", {"group": object()}),
+        ("qadam", {"algorithm": "qadam"}),
+        ("warm-up", {"algorithm": "powersgd"}),
+    ]:
+        with pytest.raises(trigram.UnsupportedError, match=words):
+            trigram.with_bagua(linear, optimizer=opt, elastic=True, **options)
+    sparse = torch.nn.Embedding(4, 4, sparse=True)
+    with pytest.raises(trigram.UnsupportedError, match="sparse"):
+        trigram.with_bagua(sparse, optimizer=torch.optim.SGD(sparse.parameters(), lr=0.1), elastic=True)
+    with pytest.raises(trigram.UnsupportedError, match="helper"):
+        trigram.init(elastic=True, helper=True)
+    trigram.init()
+    with pytest.raises(trigram.MisuseError, match="init"):
+        trigram.with_bagua(linear, optimizer=opt, elastic=True)
+    with pytest.raises(trigram.MisuseError, match="elastic"):
+        trigram.recover()
+    trigram.shutdown()
+    trigram.init(elastic=True)
+    one = trigram.with_bagua(linear, optimizer=opt, elastic=True)
+    with pytest.raises(trigram.UnsupportedError, match="join"), trigram.join(one):
+        pass
+    two = torch.nn.Linear(3, 3)
+    with pytest.raises(trigram.MisuseError, match="another model"):
+        trigram.with_bagua(two, optimizer=torch.optim.SGD(two.parameters(), lr=0.1), elastic=True)
+    assert one is not None
+    flag(f"done{rank}")
+    for r in range(world):
+        await_flag(f"done{r}")
+    say("over")
+
+
+def test_what_cannot_be_elastic() -> None:
+    with Ranks(2, refused) as ranks:
+        ranks.results(60)

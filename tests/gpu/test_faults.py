@@ -1,0 +1,246 @@
+"""What goes wrong on GPUs is told as on the CPU: disagreement, death, absence, and what is missing. Over
+the stand-in (tests/support/gpu_standin.py), whose collectives hang where NCCL's would."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import trigram
+from tests.support import gpu_standin
+from tests.support.harness import ROOT, Died, await_flag, flag, run
+
+LIMIT = 15.0
+
+
+def _error(call: Any) -> tuple[str, str, float]:
+    """What a call raises, and after how long."""
+    since = time.monotonic()
+    try:
+        call()
+    except trigram.TrigramError as e:
+        return type(e).__name__, str(e), time.monotonic() - since
+    return "nothing", "", time.monotonic() - since
+
+
+def _disagree(rank: int, world: int) -> list[Any]:
+    told = []
+    x, count = torch.ones(1000), 1000 if rank != 1 else 999
+    told.append(_error(lambda: trigram.all_reduce(x[:count])))
+    # The communicator was given up, and everybody makes a new one.
+    trigram.all_reduce(x.fill_(1.0))
+    assert x[0] == world
+    told.append(_error(lambda: trigram.all_reduce(x, "max" if rank == 2 else "sum")))
+    trigram.all_reduce(x.fill_(2.0))
+    assert x[0] == 2 * world
+    return told
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
+    for told in run(3, _disagree, env=gpu_standin.env(way), timeout=60):
+        for name, text, _ in told:
+            assert name in ("MismatchError", "AbortedError"), text
+            assert "all_reduce(" in text
+        assert "999 elements" in told[0][1]
+
+
+def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
+    from trigram import collectives
+
+    x = torch.ones(10)
+    trigram.all_reduce(x)
+    if rank == 0:
+        collectives._go = gpu_standin._go  # type: ignore[assignment]
+    return _error(lambda: trigram.all_reduce(x))
+
+
+def test_a_cpu_tensor_on_one_rank_and_a_gpu_tensor_on_another() -> None:
+    for name, text, _ in run(2, _cpu_and_gpu, env=gpu_standin.env("nccl"), timeout=60):
+        assert name == "MismatchError" and "on a GPU" in text, text
+
+
+def _dies(rank: int, world: int) -> Any:
+    x = torch.ones(1 << 20)
+    trigram.all_reduce(x)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(1000):
+            trigram.all_reduce(x.fill_(1.0))
+            assert x[0] == world, "a number that is nobody's sum"
+    except trigram.PeerLostError as e:
+        return e.rank, str(e)
+    return None
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_a_dead_rank_is_named(way: str) -> None:
+    since = time.monotonic()
+    results = run(3, _dies, env=gpu_standin.env(way), dies=[1], timeout=60)
+    for rank in (0, 2):
+        assert results[rank] is not None and results[rank][0] == 1, results
+        assert "all_reduce(sum, float32, 1048576 elements" in results[rank][1]
+    assert time.monotonic() - since < LIMIT + 10
+
+
+def _never_comes(rank: int, world: int) -> tuple[str, str, float]:
+    trigram.init(op_timeout=1.0)
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    if rank == 1:
+        await_flag("told")
+        late = _error(lambda: trigram.all_reduce(x))
+        flag("late")
+        return late
+    told = _error(lambda: trigram.all_reduce(x))
+    flag("told")
+    await_flag("late")  # it has not left when the late one comes
+    return told
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_a_rank_that_does_not_come_is_named_after_the_timeout(way: str) -> None:
+    results = run(2, _never_comes, env=gpu_standin.env(way), timeout=60)
+    name, text, seconds = results[0]
+    assert name == "TimeoutError" and "rank 1" in text and 0.9 < seconds < LIMIT, results
+    assert results[1][0] in ("TimeoutError", "AbortedError"), results
+
+
+def _trains_and_dies(rank: int, world: int) -> Any:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(50, 50), torch.nn.Tanh(), torch.nn.Linear(50, 1))
+    model = trigram.with_bagua(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(50):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 50)).square().mean()
+        if rank == 1 and step == 5:
+            time.sleep(0.5)  # the others have ended the step before
+            os.kill(os.getpid(), signal.SIGKILL)
+        before = [p.detach().clone() for p in model.parameters()]
+        try:
+            loss.backward()
+        except trigram.PeerLostError as e:
+            same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+            return e.rank, step, same
+        optimizer.step()
+    return None
+
+
+def test_training_ends_with_the_name_before_the_weights_are_touched() -> None:
+    results = run(3, _trains_and_dies, env=gpu_standin.env("nccl"), dies=[1], timeout=60)
+    assert results == [(1, 5, True), Died(-9), (1, 5, True)]
+
+
+def _asks_for(rank: int, world: int) -> tuple[str, str, float]:
+    return _error(lambda: trigram.all_reduce(torch.ones(3)))
+
+
+def test_a_way_that_there_is_not_is_refused_on_all_ranks() -> None:
+    env = gpu_standin.env("nccl") | {"TRIGRAM_GPU_TRANSPORT": "pigeon"}
+    for name, text, _ in run(2, _asks_for, env=env):
+        assert name == "ConfigError" and "pigeon" in text and "hierarchical" in text, text
+
+
+def test_without_nccl_the_error_says_where_it_was_looked_for() -> None:
+    env = gpu_standin.env("nccl") | {"TRIGRAM_NCCL_LIB": "/no/such/libnccl.so"}
+    for name, text, _ in run(2, _asks_for, env=env):
+        assert name == "UnsupportedError", text
+        assert "rank 0" in text and "/no/such/libnccl.so from TRIGRAM_NCCL_LIB (no such file)" in text
+
+
+def _sums(rank: int, world: int) -> float:
+    x = torch.ones(3)
+    trigram.all_reduce(x)
+    return float(x[0])
+
+
+def test_without_nccl_tensors_go_through_the_host_unless_nccl_was_asked_for() -> None:
+    env = gpu_standin.env("auto") | {"TRIGRAM_NCCL_LIB": "/no/such/libnccl.so"}
+    assert run(2, _sums, env=env) == [2.0, 2.0]
+
+
+OLD = """
+from trigram import _core
+try:
+    print(_core.Nccl([]).version)
+except Exception as e:
+    print(type(e).__name__, e)
+"""
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        ({"STANDIN_VERSION": "21700"}, "UnsupportedError a communicator needs NCCL 2.18; "),
+        ({"STANDIN_VERSION": "22304"}, "2.23.4"),
+        ({"TRIGRAM_NCCL_LIB": sys.executable}, "UnsupportedError libnccl.so.2 was not found"),
+    ],
+)
+def test_a_library_is_looked_at_before_it_is_used(env: dict[str, str], said: str) -> None:
+    env = os.environ | gpu_standin.env() | env
+    done = subprocess.run(
+        [sys.executable, "-c", OLD], check=False, env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.startswith(said), done.stdout + done.stderr
+
+
+def test_the_nccl_that_torch_brings() -> None:
+    """Real, without a GPU: it is found, says its version and makes an id; a communicator needs a driver."""
+    script = """
+import torch
+from trigram import _core, device
+nccl = device.library()
+print(nccl.version, len(nccl.unique_id()), nccl.unique_id() != nccl.unique_id(), nccl.path, sep="|")
+try:
+    print(_core.gpus())
+except Exception as e:
+    print(type(e).__name__, e)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, cwd=ROOT, capture_output=True, text=True
+    )
+    found, gpus = done.stdout.splitlines()
+    version, length, fresh, path = found.split("|")
+    want = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    assert (version, length, fresh) == (want, "128", "True"), done.stderr
+    assert path == "libnccl.so.2, already in the process"
+    if not torch.cuda.is_available():
+        assert gpus.startswith("UnsupportedError libcuda.so.1 was not found; install NVIDIA's driver")
+
+
+def test_a_driver_without_a_gpu_is_said() -> None:
+    script = "from trigram import _core\ntry: _core.gpus()\n"
+    script += "except Exception as e: print(type(e).__name__, e)"
+    env = os.environ | gpu_standin.env() | {"STANDIN_NO_GPU": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "UnsupportedError no CUDA device 0: CUDA_ERROR_NO_DEVICE", done.stderr
+
+
+def _parameters(rank: int, world: int) -> tuple[list[float], list[float], bool]:
+    """Tensors that autograd watches, outside of `no_grad`, several times over the same pinned memory."""
+    p = torch.nn.Parameter(torch.full((5,), float(rank)))
+    for _ in range(3):
+        trigram.broadcast(p, world - 1)
+        work = trigram.all_reduce(p, async_op=True)
+        assert work is not None
+        work.wait()
+    out = torch.zeros(world)
+    trigram.all_gather(out, torch.nn.Parameter(torch.tensor([float(rank)])))
+    return p.tolist(), out.tolist(), p.is_leaf and p.grad_fn is None
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_parameters_are_tensors(way: str) -> None:
+    want = ([8.0] * 5, [0.0, 1.0], True)
+    assert run(2, _parameters, env=gpu_standin.env(way), timeout=60) == [want, want]

@@ -1,0 +1,270 @@
+"""On a GPU: `make test-gpu`. Ranks share it, each a host of its own to NCCL; what they give is compared
+with torch, with DistributedDataParallel over NCCL, and with the same training on the CPU."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trigram
+from tests.support.harness import ROOT, Died, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+]
+
+WAYS = ["nccl", "host"]
+OPS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "prod": torch.prod, "avg": torch.mean}
+
+
+def _take(rank: int) -> torch.device:
+    """This rank's GPU. NCCL reads the variable once, when it starts."""
+    os.environ["NCCL_HOSTID"] = f"rank{rank}"
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _inputs(world: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(n)
+    return torch.randint(-4, 5, (world, n), generator=generator).to(dtype)
+
+
+def _same(got: torch.Tensor, want: torch.Tensor, op: str, world: int) -> None:
+    if op == "avg" and world & (world - 1):  # NCCL multiplies by a rounded 1/n
+        torch.testing.assert_close(got, want)
+    else:
+        assert torch.equal(got, want), (got.dtype, got.numel(), op)
+
+
+def _collectives(rank: int, world: int) -> None:
+    device = _take(rank)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int64):
+        for n in (1, 1000, 1 << 20):
+            x = _inputs(world, n * world, dtype)
+            mine = x[rank].to(device)
+            for op, combine in OPS.items():
+                if op == "avg" and not dtype.is_floating_point:
+                    continue
+                want = combine(x.double(), 0).to(dtype)
+                t = mine.clone()
+                trigram.all_reduce(t, op)
+                _same(t.cpu(), want, op, world)
+                out = torch.empty(n, dtype=dtype, device=device)
+                trigram.reduce_scatter(out, mine, op)
+                _same(out.cpu(), want[rank * n : (rank + 1) * n], op, world)
+            wide = torch.empty(world, n * world, dtype=dtype, device=device)
+            trigram.all_gather(wide, mine)
+            assert torch.equal(wide.cpu(), x)
+            t = mine.clone()
+            trigram.broadcast(t, world - 1)
+            assert torch.equal(t.cpu(), x[-1])
+            out = torch.empty_like(mine)
+            trigram.all_to_all(out, mine)
+            assert torch.equal(out.view(world, n).cpu(), x.view(world, world, n)[:, rank])
+            gathered = torch.empty_like(wide) if rank == 0 else None
+            trigram.gather(gathered, mine, 0)
+            assert gathered is None or torch.equal(gathered.cpu(), x)
+            part = torch.empty(n, dtype=dtype, device=device)
+            trigram.scatter(part, mine if rank == 0 else None, 0)
+            assert torch.equal(part.cpu(), x[0].view(world, n)[rank])
+            works = [trigram.all_reduce(mine.clone(), async_op=True) for _ in range(5)]
+            for work in reversed(works):
+                assert work is not None and work.wait() and work.is_completed()
+    right = (rank + 1) % world
+    got, mine = torch.empty(1000, device=device), torch.full((1000,), float(rank), device=device)
+    work = trigram.recv(got, (rank - 1) % world, async_op=True)
+    trigram.send(mine, right)
+    assert work is not None and work.wait() and torch.equal(got, torch.full_like(got, (rank - 1) % world))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_collectives(way: str, world: int) -> None:
+    run(world, _collectives, env={"TRIGRAM_GPU_TRANSPORT": way}, timeout=240)
+
+
+def _net(device: torch.device) -> torch.nn.Module:
+    torch.manual_seed(1)
+    layers = [torch.nn.Linear(64, 256), torch.nn.Tanh(), torch.nn.Linear(256, 256), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers, torch.nn.Linear(256, 8)).to(device)
+
+
+def _train(model: Any, rank: int, device: torch.device, steps: int, optimizer: Any = None) -> torch.Tensor:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(32, 64, generator=generator).to(device)
+        (model(x) - x[:, :8].sin()).square().mean().backward()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+
+
+def _as_ddp(rank: int, world: int) -> bool:
+    device = _take(rank)
+    dist.init_process_group("nccl")
+    ours = _train(trigram.with_bagua(_net(device)), rank, device, 20)
+    ddp = torch.nn.parallel.DistributedDataParallel(_net(device), device_ids=[device])
+    return torch.equal(ours, _train(ddp, rank, device, 20))
+
+
+def test_trains_as_ddp_bit_for_bit() -> None:
+    assert run(2, _as_ddp, env={"TRIGRAM_GPU_TRANSPORT": "nccl"}, timeout=120) == [True, True]
+
+
+def _as_on_the_cpu(rank: int, world: int, algorithm: str, options: dict[str, Any]) -> float:
+    device, cpu = _take(rank), torch.device("cpu")
+    weights = []
+    for where in (cpu, device):
+        net = _net(where)
+        given = dict(options)
+        optimizer = None
+        if algorithm == "qadam":
+            optimizer = given["optimizer"] = trigram.QAdam(net.parameters(), lr=0.005)
+        model = trigram.with_bagua(net, algorithm, **given)
+        weights.append(_train(model, rank, where, 8, optimizer).double())
+    return float((weights[0] - weights[1]).norm() / weights[0].norm())
+
+
+ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
+    ("gradient_allreduce", {}),
+    ("bytegrad", {}),
+    ("topk", {"fraction": 0.1}),
+    ("signsgd", {}),
+    ("powersgd", {"warmup_steps": 2}),
+    ("qadam", {"warmup_steps": 3}),
+    ("local_sgd", {"every": 2}),
+    ("decentralized", {}),
+    ("low_precision_decentralized", {}),
+    ("gossip:ring/full/sync", {}),
+    ("push_sum", {}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "options"), ALGORITHMS, ids=[a for a, _ in ALGORITHMS])
+@pytest.mark.parametrize("way", WAYS)
+def test_trains_as_on_the_cpu(way: str, algorithm: str, options: dict[str, Any]) -> None:
+    env = {"TRIGRAM_GPU_TRANSPORT": way}
+    for far in run(2, _as_on_the_cpu, algorithm, options, env=env, timeout=120):
+        assert far < 1e-2, far
+
+
+def _learns(rank: int, world: int, algorithm: str) -> tuple[float, float]:
+    device = _take(rank)
+    net = _net(device)
+    x = torch.randn(256, 64, generator=torch.Generator().manual_seed(7)).to(device)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float((net(x) - x[:, :8].sin()).square().mean())
+
+    before = loss()
+    model = trigram.with_bagua(net, algorithm)
+    _train(model, rank, device, 100)
+    trigram.consensus(model)
+    return before, loss()
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    ["async", "async_low_precision", "async_decentralized", "async_low_precision_decentralized"],
+)
+@pytest.mark.parametrize("way", WAYS)
+def test_asynchronous_training_learns(way: str, algorithm: str) -> None:
+    for before, after in run(2, _learns, algorithm, env={"TRIGRAM_GPU_TRANSPORT": way}, timeout=120):
+        assert after < 0.7 * before
+
+
+def _dies(rank: int, world: int) -> Any:
+    device = _take(rank)
+    x = torch.ones(1 << 22, device=device)
+    trigram.all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        for _ in range(10_000):
+            work = trigram.all_reduce(x, async_op=True)
+            assert work is not None
+            work.wait()
+    except trigram.PeerLostError as e:
+        y = torch.ones(10, device=device) * 2  # the GPU is free again
+        return e.rank, float(y.sum())
+    return None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_rank_is_named(way: str) -> None:
+    results = run(3, _dies, env={"TRIGRAM_GPU_TRANSPORT": way}, dies=[1], timeout=60)
+    assert results == [(1, 20.0), Died(-9), (1, 20.0)]
+
+
+def _captured(rank: int, world: int) -> float:
+    device = _take(rank)
+    x = torch.ones(1000, device=device)
+    trigram.all_reduce(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    x.fill_(1.0)
+    with torch.cuda.graph(graph):
+        trigram.all_reduce(x)
+    for _ in range(3):
+        x.fill_(1.0)
+        graph.replay()
+    torch.cuda.synchronize()
+    return float(x[0])
+
+
+def test_collectives_are_captured_in_graphs() -> None:
+    assert run(2, _captured, env={"TRIGRAM_GPU_TRANSPORT": "nccl"}, timeout=60) == [2.0, 2.0]
+
+
+PLAIN = """
+import os, sys, torch, torch.distributed as dist
+os.environ["NCCL_HOSTID"] = "rank" + os.environ["RANK"]
+torch.cuda.set_device(0)
+dist.init_process_group("nccl")
+x = torch.ones(1 << 20, device="cuda")
+for _ in range(20):
+    dist.all_reduce(x.fill_(1.0))
+torch.cuda.synchronize()
+assert float(x[0]) == 2.0
+"""
+
+
+def test_nccl_goes_through_the_plugin() -> None:
+    from pathlib import Path
+
+    plugin = Path(trigram.__file__).parent / "libnccl-net-trigram.so"
+    env = os.environ | {
+        "NCCL_NET_PLUGIN": str(plugin),
+        "NCCL_NET": "Trigram",
+        "NCCL_NET_PLUGIN_REF_COUNT": "1",
+        "NCCL_DEBUG": "INFO",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29611",
+        "WORLD_SIZE": "2",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PLAIN],
+            cwd=ROOT,
+            env=env | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=120)[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], said[0]
+    assert "Using network Trigram" in said[0] and "via NET/Trigram" in said[0]

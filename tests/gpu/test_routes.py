@@ -1,0 +1,82 @@
+"""What GPU tensors go through, on a machine without a GPU: the references of the CPU path, over a stand-in
+for NCCL and the driver (see tests/support/gpu_standin.py), by each way that a group may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.algorithms import test_state, test_weights
+from tests.collectives import test_calls, test_work_and_groups
+from tests.faults import test_errors
+from tests.support import gpu_standin
+from tests.support.cases import Cases
+from tests.training import test_failures, test_loops
+
+# NCCL has no bitwise operators, chooses its own schedules, and knows no order of messages by tags.
+COLLECTIVES = Cases(test_calls.CASES)
+NCCLS = [c for c in COLLECTIVES if not c.startswith("nan_and")]  # its min and max drop a NaN
+GROUPS = Cases(test_work_and_groups.CASES)
+ALGORITHMS = Cases(test_weights.CASES)
+FAULTS = Cases(test_failures.CASES | test_errors.CASES)
+STATES = Cases(test_state.CASES | test_loops.CASES)
+
+
+@pytest.mark.parametrize("case", NCCLS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_collective_by_nccl(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("COLLECTIVES", case, world, env=gpu_standin.env("nccl"))
+
+
+@pytest.mark.parametrize("case", list(COLLECTIVES))
+@pytest.mark.parametrize("world", [3])
+def test_collective_by_host(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("COLLECTIVES", case, world, env=gpu_standin.env("host"))
+
+
+@pytest.mark.parametrize("case", list(GROUPS))
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_groups(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("GROUPS", case, 3, env=gpu_standin.env(way))
+
+
+@pytest.mark.parametrize("case", list(ALGORITHMS))
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_algorithm(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("ALGORITHMS", case, 3, env=gpu_standin.env(way))
+
+
+@pytest.mark.parametrize("case", list(FAULTS))
+def test_fault_by_host(in_launch: Callable[..., None], case: str) -> None:
+    in_launch("FAULTS", case, 3, env=gpu_standin.env("host"))
+
+
+@pytest.mark.parametrize("case", [c for c in FAULTS if c != "splits"])  # NCCL does not compare these
+def test_fault_by_nccl(in_launch: Callable[..., None], case: str) -> None:
+    in_launch("FAULTS", case, 3, env=gpu_standin.env("nccl"))
+
+
+@pytest.mark.parametrize("case", list(STATES))
+@pytest.mark.parametrize("way", ["nccl"])
+def test_state(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("STATES", case, 3, env=gpu_standin.env(way))
+
+
+LAYOUTS = {"2+2": [0, 0, 1, 1], "3+1": [0, 0, 0, 1], "2+2+1": [0, 0, 1, 1, 2]}
+SUMS = [c for c in COLLECTIVES if c.startswith(("all_reduce", "broadcast"))]
+SOME = ["trains-gradient_allreduce sgd", "trains-local_sgd", "trains-decentralized"]
+
+
+@pytest.mark.parametrize("case", SUMS)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_hierarchical(in_launch: Callable[..., None], several_hosts: None, layout: str, case: str) -> None:
+    hosts = LAYOUTS[layout]
+    env = gpu_standin.env("hierarchical")
+    in_launch("COLLECTIVES", case, len(hosts), transport="auto", hosts=hosts, env=env)
+
+
+@pytest.mark.parametrize("case", SOME)
+def test_training_hierarchical(in_launch: Callable[..., None], several_hosts: None, case: str) -> None:
+    env = gpu_standin.env("hierarchical")
+    in_launch("ALGORITHMS", case, 4, transport="auto", hosts=LAYOUTS["2+2"], env=env)

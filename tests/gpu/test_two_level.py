@@ -1,0 +1,158 @@
+"""Compressed averages in two levels, against a loop over all hosts in one process (over the stand-in)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import trigram
+from tests.gpu.test_routes import LAYOUTS
+from tests.support import gpu_standin
+from tests.support.harness import run
+from trigram import codecs
+from trigram.average import CodedAverage
+from trigram.carrier import Channels
+from trigram.hierarchy import Hierarchical, TwoLevels
+
+COUNT, ROUNDS = 5003, 3
+
+
+def inputs(rank: int, round: int, length: int) -> Tensor:
+    x = torch.zeros(length)
+    generator = torch.Generator().manual_seed(1000 * rank + round)
+    x[:COUNT] = torch.randn(COUNT, generator=generator) * (1 + rank)
+    return x
+
+
+def expected(hosts: list[list[int]], length: int, name: str, feedback: bool) -> list[Tensor]:
+    """The means of all rounds: sums inside hosts, shards of shares coded for owners, means coded again."""
+    codec, n = codecs.find(name), sum(map(len, hosts))
+    rails, h = min(map(len, hosts)), len(hosts)
+    kept = torch.zeros(h, length)
+    owned = torch.zeros(length)
+    means = []
+    shard = length // rails // h
+    for round in range(ROUNDS):
+        sums = []
+        for host in hosts:
+            total = inputs(host[0], round, length)
+            for rank in host[1:]:
+                total = total + inputs(rank, round, length)
+            sums.append(total * (h / n))
+        mean = torch.zeros(length)
+        for at in range(0, length, shard):
+            span, parts = slice(at, at + shard), []
+            for k in range(h):
+                code = codec.encode(sums[k][span], residual=kept[k, span] if feedback else None)
+                parts.append(torch.empty(shard))
+                codec.decode(code, parts[-1])
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            total /= h
+            code = codec.encode(total, residual=owned[span] if feedback else None)
+            codec.decode(code, mean[span])
+        means.append(mean)
+    return means
+
+
+def _averages(rank: int, world: int, name: str, feedback: bool) -> list[Tensor]:
+    group = trigram.init()
+    channels = Channels(group)
+    levels = TwoLevels.of(channels, torch.empty(0))
+    assert levels is not None
+    memory = trigram.empty(levels.length(COUNT))
+    codec = codecs.find(name)
+    average = Hierarchical(
+        memory, levels, lambda m, c: CodedAverage(m, c, codec, codec, (feedback, feedback))
+    )
+    means = []
+    for round in range(ROUNDS):
+        memory.copy_(inputs(rank, round, memory.numel()))
+        average.start(round)
+        average.wait()
+        means.append(memory.clone())
+    trigram.barrier()  # nobody leaves while another's part of the last call is under way
+    return means
+
+
+@pytest.mark.parametrize(
+    ("name", "feedback"), [("int8", False), ("int4", True), ("bf16", False), ("sign", True)]
+)
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_averages(several_hosts: None, layout: str, name: str, feedback: bool) -> None:
+    hosts = LAYOUTS[layout]
+    env = gpu_standin.env("hierarchical")
+    results = run(len(hosts), _averages, name, feedback, transport="auto", hosts=hosts, env=env, timeout=60)
+    by_host = [[r for r, host in enumerate(hosts) if host == h] for h in sorted(set(hosts))]
+    right = expected(by_host, results[0][0].numel(), name, feedback)
+    for rank, means in enumerate(results):
+        for round, (mean, want) in enumerate(zip(means, right, strict=True)):
+            assert torch.equal(mean, results[0][round]), f"rank {rank} has another mean in round {round}"
+            assert torch.equal(mean, want), f"round {round}: {float((mean - want).abs().max())}"
+
+
+def _trains(rank: int, world: int, steps: int) -> tuple[list[float], int]:
+    torch.manual_seed(0)
+    model = trigram.with_bagua(torch.nn.Linear(200, 50), "bytegrad")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(16, 200, generator=generator)
+        (model(x) - x[:, :50]).square().mean().backward()
+        optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return weights.tolist(), trigram.stats(model)["bytes_per_step"]
+
+
+def test_training_sends_a_share_of_the_codes(several_hosts: None) -> None:
+    options = {"transport": "auto", "hosts": LAYOUTS["2+2"], "timeout": 90}
+    flat = run(4, _trains, 30, env=gpu_standin.env("host"), **options)  # type: ignore[arg-type]
+    levels = run(4, _trains, 30, env=gpu_standin.env("hierarchical"), **options)  # type: ignore[arg-type]
+    assert all(weights == levels[0][0] for weights, _ in levels), "ranks have parted"
+    assert torch.allclose(torch.tensor(flat[0][0]), torch.tensor(levels[0][0]), atol=5e-3)
+    assert levels[0][1] < 0.4 * flat[0][1]  # a half of the data, among two in place of four
+
+
+class Breaks(torch.nn.Module):
+    """Fails in the middle of a backward pass when told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(60, 60), torch.nn.Linear(60, 3)
+        self.now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.a(x)
+        if self.now:
+            h.register_hook(_raise)
+        y: Tensor = self.b(h)
+        return y
+
+
+def _gives_up(rank: int, world: int) -> str:
+    module = Breaks()
+    model = trigram.with_bagua(module, "bytegrad", bucket_mb=0.01)
+    told = ""
+    for step in range(5):
+        module.now = step == 2 and rank == 1
+        loss = model(torch.ones(2, 60)).sum()
+        try:
+            loss.backward()
+        except (trigram.TrigramError, ArithmeticError) as e:
+            assert step == 2, (step, e)
+            told = type(e).__name__
+    return told
+
+
+def _raise(_: Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+def test_a_pass_that_fails_on_one_rank_is_given_up_on_all(several_hosts: None) -> None:
+    hosts = LAYOUTS["2+2"]
+    env = gpu_standin.env("hierarchical")
+    told = run(4, _gives_up, transport="auto", hosts=hosts, env=env, timeout=60)
+    assert told == ["AbortedError", "ArithmeticError", "AbortedError", "AbortedError"]

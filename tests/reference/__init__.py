@@ -1,0 +1,1 @@
+"""Independent references in plain torch and NumPy. Nothing here imports trigram."""

@@ -1,0 +1,1 @@
+"""Import, init, shutdown, signals, forks and leaks: what the process that uses trigram sees."""

@@ -1,0 +1,1 @@
+"""What tests share: starting ranks and hosts, checks, cases, data, models. It holds no test."""

@@ -1,0 +1,174 @@
+"""A training that can be done by one process too, which knows who took part in which step."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import trigram
+from tests.support.harness import Ranks, await_flag, flag, say, scratch
+from trigram import elastic
+
+FEATURES, CLASSES, BATCH = 20, 5, 12
+
+
+def model() -> torch.nn.Module:
+    """The same on every call."""
+    torch.manual_seed(7)
+    layers = [torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)]
+    return torch.nn.Sequential(*layers).double()
+
+
+def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank sees in a step."""
+    g = torch.Generator().manual_seed(1000 * step + rank)
+    x = torch.randn(BATCH, FEATURES, generator=g, dtype=torch.float64)
+    return x, (x @ torch.arange(FEATURES * CLASSES).reshape(FEATURES, CLASSES).sin().double()).argmax(1)
+
+
+def optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:
+    """One with a state that a newcomer must get."""
+    return torch.optim.Adam(net.parameters(), lr=0.01)
+
+
+def loss_of(net: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
+    """The loss of one rank's batch."""
+    x, y = batch(step, rank)
+    return torch.nn.functional.cross_entropy(net(x), y)
+
+
+def reference(history: list[tuple[int, ...]]) -> torch.Tensor:
+    """The weights after steps in which these ranks took part, made in one process."""
+    net = model()
+    opt = optimizer(net)
+    for step, ranks in enumerate(history):
+        opt.zero_grad()
+        torch.stack([loss_of(net, step, r) for r in ranks]).mean().backward()
+        opt.step()
+    return weights(net)
+
+
+def weights(net: torch.nn.Module) -> torch.Tensor:
+    """All of them in one."""
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+def come(ranks: Ranks, rank: int, *arguments: Any) -> None:
+    """Starts a rank, again or for the first time; who trains slows down at the end until it has entered."""
+    (ranks.dir / f"flag-entered-{rank}").unlink(missing_ok=True)
+    (ranks.dir / f"flag-comes-{rank}").touch()
+    ranks.restart(rank, train, *arguments)
+
+
+def awaited() -> bool:
+    """In a rank: another has been started that has not entered."""
+    coming = {f.name.removeprefix("flag-comes-") for f in scratch().glob("flag-comes-*")}
+    return not all((scratch() / f"flag-entered-{rank}").exists() for rank in coming)
+
+
+def train(
+    rank: int,
+    world: int,
+    steps: int,
+    algorithm: str = "gradient_allreduce",
+    dies: dict[int, int] | None = None,
+    pause: float | Sequence[float] = 0.0,
+    again: bool = False,
+    options: dict[str, Any] | None = None,
+    where: str = "before",
+    meets: bool = False,
+) -> dict[str, Any]:
+    """A rank of the job; `dies`: in which step which ranks end themselves; `again`: this is a second life.
+
+    `where` in the step: "before" it (killed, or it "leaves"), "inside" of backward with a bucket sent, at its
+    "commit", when all have all averages and none has counted the step, or "after" backward. A buffer counts
+    the steps: what is broadcast, and what newcomers get of it, shows. `meets`: at the end all take the mean.
+    """
+    torch.set_num_threads(1)
+    pause = pause if isinstance(pause, float) else pause[rank]
+    trigram.init(elastic=True)
+    net = model()
+    if again:
+        with torch.no_grad():
+            for p in net.parameters():
+                p.fill_(float("nan"))  # nothing of a newcomer's own weights may matter
+    opt = optimizer(net)
+    net.register_buffer("count", torch.full((3,), float("nan") if again else 0.0))
+    net = trigram.with_bagua(net, algorithm, optimizer=opt, elastic=True, bucket_mb=0.001, **(options or {}))
+    first = trigram.stats(net)["steps"]
+    say(("begins", first))
+    flag(f"entered-{rank}")
+    history = []
+    for step in range(first, steps):
+        loss = loss_of(net, step, rank)
+        if not again or step > first:
+            assert bool(net.count.isfinite().all()), "a newcomer's buffers have been given to the others"
+        mine = (dies or {}).get(rank) == step and not again
+        if mine and where == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if mine and where == "leaves":
+            time.sleep(0.004)  # some wait for the others' next round by now, some are on their way to it
+            trigram.shutdown()
+            return {}
+        if mine and where == "inside":
+            next(net.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+        if where == "commit" and step in (dies or {}).values():
+            _meet_at_commit(world, mine)
+        opt.zero_grad()
+        loss.backward()
+        if mine:
+            os.kill(os.getpid(), signal.SIGKILL)
+        opt.step()
+        net.count += 1
+        history.append(tuple(trigram.stats(net)["ranks"]))
+        say(("did", step))
+        time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
+    if meets:
+        trigram.consensus(net, timeout=60)
+    return {
+        "first": first,
+        "weights": weights(net),
+        "history": history,
+        "steps": trigram.stats(net)["steps"],
+        "count": net.count.clone(),
+        "adam": {float(s["step"]) for s in opt.state.values()},
+    }
+
+
+def _meet_at_commit(world: int, dies: bool) -> None:
+    """All ranks are seen to have everything of a step before it is counted; there one ends itself."""
+    commit = elastic._commit
+
+    def met(side: Any) -> bool:
+        flag(f"complete-{trigram.rank()}")
+        elastic._commit = commit
+        if dies:
+            for r in range(world):
+                await_flag(f"complete-{r}")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return commit(side)
+
+    elastic._commit = met
+
+
+# In the test.
+
+
+def await_step(ranks: Ranks, rank: int, step: int, timeout: float = 60.0) -> None:
+    """Waits until a rank has done a step."""
+    ranks.await_said(rank, ("did", step), timeout)
+
+
+def the_same(results: list[Any], living: list[int]) -> dict[str, Any]:
+    """All living ranks hold the same bits after the same number of steps."""
+    first: dict[str, Any] = results[living[0]]
+    for r in living:
+        assert torch.equal(results[r]["weights"], first["weights"]), f"rank {r} differs"
+        assert results[r]["steps"] == first["steps"]
+        assert torch.equal(results[r]["count"], torch.full((3,), float(first["steps"]))), f"rank {r}"
+    return first

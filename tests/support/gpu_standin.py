@@ -1,0 +1,111 @@
+"""The GPU path on a machine without one: CPU tensors take the way of GPU tensors, over a stand-in for
+NCCL and the driver (rust/nccl/tests/standin), which is stricter than they are. Everything is ours and
+real but the device: agreement, communicators, witnesses, streams' order, staging, hierarchy."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trigram import codes, collectives, device, world
+
+SOURCE = Path(__file__).resolve().parents[2] / "rust/nccl/tests/standin"
+
+
+@functools.cache
+def library() -> Path:
+    """Compiles the stand-in, once per test process."""
+    file = Path(tempfile.mkdtemp(prefix="trigram-standin-")) / "libstandin.so"
+    sources = [str(SOURCE / name) for name in ("cuda.c", "nccl.c")]
+    command = ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(file), *sources, "-lrt"]
+    subprocess.run(command, check=True)
+    return file
+
+
+def env(way: str = "nccl") -> dict[str, str]:
+    """What a rank needs in its environment; the harness calls `use` then."""
+    return {
+        "TRIGRAM_TEST_STANDIN": way,
+        "TRIGRAM_GPU_TRANSPORT": way,
+        "TRIGRAM_NCCL_LIB": str(library()),
+        "TRIGRAM_CUDA_LIB": str(library()),
+    }
+
+
+class StandIn:
+    """A device whose memory is the host's, and whose default stream is always empty."""
+
+    def __init__(self, _: torch.device) -> None:
+        self.index = int(os.environ.get("LOCAL_RANK", "0"))
+
+    def stream(self) -> int:
+        return 0
+
+    def capturing(self) -> bool:
+        return False
+
+    def keep(self, t: torch.Tensor, stream: int) -> None:
+        assert stream != 0
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        return _empty(nbytes, dtype=torch.uint8)
+
+    def fetch(self, host: torch.Tensor, t: torch.Tensor) -> Callable[[], None]:
+        host.copy_(t)
+        return lambda: None
+
+    def here(self) -> Callable[[], None]:
+        return lambda: None
+
+    def mark(self) -> Callable[[], bool]:
+        return lambda: True
+
+
+_empty = collectives.empty
+_go = collectives._go
+COUNT = {"calls": 0}
+
+
+def _on_device(
+    group: Any, asked: Any, source: Any, target: Any, async_op: bool, what: str, splits: Any = None
+) -> Any:
+    t = source if source is not None else target
+    bitwise = asked[3] >= codes.OPS["band"] and (
+        asked[1] != codes.DTYPES[torch.bool] or asked[3] == codes.OPS["bxor"]
+    )
+    if t is None or asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
+        return _go(group, asked, source, target, async_op, what, splits)
+    COUNT["calls"] += 1
+    call = device.start(group, asked, source, target, splits)
+    if async_op:
+        return collectives.Work(call, (source, target), what)
+    call.order()
+    return None
+
+
+def _message(sends: bool, t: torch.Tensor, peer: int, tag: int, group: Any, async_op: bool) -> Any:
+    what = "send" if sends else "recv"
+    g = world.resolve(group)
+    code = collectives._check(t, what)
+    call = device.message(g, sends, g.place(peer, what), tag, t, code)
+    COUNT["calls"] += 1
+    if async_op:
+        return collectives.Work(call, (t,), what)
+    call.wait()
+    return None
+
+
+def use() -> None:
+    """From now on, in this process."""
+    device.kinds["cpu"] = StandIn
+    # The host reads and writes at once what a stream would put in order.
+    device._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
+    collectives._go = _on_device  # type: ignore[assignment]
+    collectives._message = _message

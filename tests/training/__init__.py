@@ -1,0 +1,1 @@
+"""`with_bagua` and the DDP hook, against DistributedDataParallel or one process on the whole batch."""

@@ -1,0 +1,127 @@
+"""A backward that fails, on all ranks or on one; copies of a model, which train alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trigram
+from tests.support.cases import Cases
+from tests.support.checks import close, fingerprint, raises, same_on_all_ranks
+from tests.support.twin_training import Pair, mlp, square, x
+
+pytestmark = pytest.mark.waits
+
+CASES = Cases()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, t: Tensor) -> Tensor:
+        return t.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise RuntimeError("a fault in backward")
+
+
+class Faulty(nn.Module):
+    """With `fail`, half of the layers have their gradients when backward raises."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(6, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, inputs: Tensor, fail: bool = False) -> Tensor:
+        h = torch.tanh(self.second(torch.tanh(self.first(inputs))))
+        return self.third(Fails.apply(h) if fail else h)
+
+
+def fail(model: nn.Module, rank: int) -> None:
+    assert "a fault" in raises(RuntimeError, lambda: model(x(rank, 0), True).square().mean().backward())
+
+
+@CASES.over(25, 0.0001)
+def fault_everywhere(rank: int, world: int, bucket_mb: float) -> None:
+    """An exception in backward on all ranks; the next step is clean, whichever way gradients are zeroed."""
+    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
+    for round, set_to_none in enumerate((True, False)):
+        pair.train(square, 2, first=10 * round)
+        fail(pair.ours, rank)
+        pair.train(square, 2, first=10 * round + 5, set_to_none=set_to_none)
+
+
+@CASES.over(25, 0.0001)
+def fault_and_zeroed_early(rank: int, world: int, bucket_mb: float) -> None:
+    """Gradients set to zero while those of the failed pass still travel stay zero."""
+    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
+    for step in range(2):
+        pair.train(square, 1, first=10 * step)
+        if rank != 0:
+            time.sleep(0.1)  # rank 0 has zeroed before the others' gradients come
+        fail(pair.ours, rank)
+        pair.zero(set_to_none=False)
+        trigram.barrier()
+        pair.backward(square, 10 * step + 1)
+        pair.check_gradients(f"step {step}")
+        pair.update()
+        pair.check_weights(f"after step {step}")
+
+
+@CASES.over(25, 0.0001)
+def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
+    """It goes on to the next step; the others, who wait for its gradients, are told, and go on too."""
+    pair = Pair(rank, world, Faulty, bucket_mb=bucket_mb)
+    for round in range(2):
+        pair.train(square, 2, first=10 * round)
+        if rank == world - 1:
+            fail(pair.ours, rank)
+        else:
+            raises(trigram.TrigramError, lambda: square(pair.ours, rank, 0).backward())
+        pair.train(square, 2, first=10 * round + 5)
+
+
+def trains_alone(model: nn.Module, keys: Iterable[str]) -> None:
+    """As a bare module does: called on one rank only, so anything sent would have no partner."""
+    assert list(model.state_dict()) == list(keys)
+    torch.manual_seed(3)
+    bare = mlp()
+    bare.load_state_dict(model.state_dict())
+    for m in (model, bare):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            square(m, 0, step).backward()
+            optimizer.step()
+    for a, e in zip(model.parameters(), bare.parameters(), strict=True):
+        close(a, e, 0.0, "a copy on its own")
+
+
+@CASES.over("deepcopy", "pickle")
+def copies(rank: int, world: int, how: str) -> None:
+    """Hooks stay behind: the copy is a bare module, and the original trains on as before."""
+    pair = Pair(rank, world, mlp)
+    pair.train(square, 2)
+    other = copy.deepcopy(pair.ours) if how == "deepcopy" else pickle.loads(pickle.dumps(pair.ours))
+    kept = fingerprint(pair.ours.parameters())
+    if rank == 0:
+        trains_alone(other, pair.alone.state_dict())
+    assert fingerprint(pair.ours.parameters()) == kept, "the copy's training moved the original"
+    pair.train(square, 2, first=2)
+    if rank != 0:
+        other = mlp()
+    again = trigram.with_bagua(other)  # a copy may be wrapped like any module
+    same_on_all_ranks(rank, world, f"wrapped-{how}", again.parameters())
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [2, 3])
+def test_fault_or_copy(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport=transport)

@@ -1,0 +1,246 @@
+"""What torch offers to a training: each against DistributedDataParallel or one process on the whole batch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import trigram
+from tests.reference.torch_gloo import gloo
+from tests.support.cases import Cases
+from tests.support.checks import close, fingerprint, same_on_all_ranks
+from tests.support.twin_training import Pair, mlp, sgd, square
+
+CASES = Cases()
+Train = Callable[[Callable[[nn.Module], Any]], list[Tensor]]
+
+
+def like_ddp(rank: int, world: int, train: Train, name: str, everywhere: bool = True) -> None:
+    """`train(wrap)` gives the same tensors under trigram as under DDP; with 2 ranks bit for bit."""
+    with gloo(rank, world):
+        expected = train(DistributedDataParallel)
+    actual = train(lambda module: trigram.with_bagua(module, "gradient_allreduce"))
+    assert len(actual) == len(expected)
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        size = float(e.double().abs().max()) if e.numel() else 0.0
+        tolerance = 0.0 if world == 2 else size * (0.05 if e.dtype == torch.bfloat16 else 1e-4)
+        close(a, e, tolerance, f"{name}: tensor {i}")
+    if everywhere:
+        same_on_all_ranks(rank, world, name, actual)
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def with_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+@CASES.over("uneven", "none at all", "with buffers")
+def join(rank: int, world: int, kind: str) -> None:
+    """Ranks run out of inputs at different times; who is done shadows the others, and gets their weights.
+
+    Buffers follow a rank that still has inputs; rank 0 is the first to have none.
+    """
+    batches = 3 * min(rank, 1) if kind == "none at all" else 2 + 2 * rank
+
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        module = with_norm() if kind == "with buffers" else mlp()
+        model = wrap(module)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        is_ddp = isinstance(model, DistributedDataParallel)
+        joined: AbstractContextManager[None] = model.join() if is_ddp else trigram.join(model)
+        with joined:
+            for step in range(batches):
+                optimizer.zero_grad()
+                square(model, rank, step).backward()
+                optimizer.step()
+        after = [*weights(model), *(b.clone() for b in module.buffers())]
+        if not is_ddp:  # and the model is as useful as before
+            optimizer.zero_grad()
+            square(model, rank, 50).backward()
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            same_on_all_ranks(rank, world, f"after-join-{kind}", gradients)
+        return after
+
+    like_ddp(rank, world, train, f"join-{kind}")
+
+
+@CASES
+def scaler(rank: int, world: int) -> None:
+    """autocast and GradScaler: an infinity on one rank makes all ranks skip that step and halve the scale."""
+    skipped: list[int] = []
+
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = wrap(mlp())
+        optimizer, seen = sgd(model), []
+        scale = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+        skipped.clear()
+        for step in range(5):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = square(model, rank, step).float()
+            if step == 2 and rank == world - 1:
+                loss = loss * float("inf")
+            scale.scale(loss).backward()
+            scale.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            before = fingerprint(model.parameters())
+            scale.step(optimizer)
+            scale.update()
+            if fingerprint(model.parameters()) == before:
+                skipped.append(step)
+            seen += [torch.tensor(scale.get_scale()), *weights(model)]
+        return seen
+
+    like_ddp(rank, world, train, "scaler")
+    assert skipped == [2], skipped
+
+
+class Mixed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.single = nn.Linear(6, 8)
+        self.brain = nn.Linear(8, 8, dtype=torch.bfloat16)
+        self.wide = nn.Linear(8, 2, dtype=torch.float64)
+        self.again = nn.Linear(2, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        h = torch.tanh(self.brain(self.single(inputs).bfloat16()))
+        return self.again(self.wide(h.double()).float())
+
+
+@CASES
+def mixed_types(rank: int, world: int) -> None:
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = wrap(Mixed())
+        optimizer, seen = sgd(model), []
+        for step in range(3):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            seen += [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+        return seen
+
+    like_ddp(rank, world, train, "mixed")
+
+
+@CASES
+def batch_norm(rank: int, world: int) -> None:
+    """Buffers as DDP keeps them: rank 0's at the start of a forward, each rank's own after it; integers too.
+
+    While gradients accumulate, DDP leaves the buffers alone in the forward after a silent one.
+    """
+
+    def train(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(3 + rank)  # the buffers differ before anything is wrapped
+        module = with_norm()
+        module[1].running_mean.normal_()  # type: ignore[index,union-attr,operator]
+        model = wrap(module)
+        optimizer, seen = sgd(model), []
+        for step in range(8):
+            if step < 4 or step % 3 == 0:
+                square(model, rank, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with (
+                    model.no_sync() if isinstance(model, DistributedDataParallel) else trigram.no_sync(model)
+                ):
+                    square(model, rank, step).backward()
+            seen += [b.clone() for b in module.buffers()] + weights(model)
+        return seen
+
+    like_ddp(rank, world, train, "batch_norm", everywhere=False)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.reentrant = not kind.startswith("not")
+        self.twice, self.at_end = "twice" in kind, "at the end" in kind
+        self.first, self.block, self.last = (
+            nn.Linear(6, 8),
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh()),
+            nn.Linear(8, 8),
+        )
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        h = self.first(inputs)
+        h = self.last(h) if self.at_end else h
+        for _ in range(2 if self.twice else 1):
+            h = checkpoint(self.block, h, use_reentrant=self.reentrant)
+        return h if self.at_end else self.last(h)
+
+
+@CASES.over("reentrant", "reentrant at the end", "not reentrant", "not reentrant, used twice")
+def checkpointing(rank: int, world: int, kind: str) -> None:
+    """Reentrant: a backward inside the backward, whose end is not the step's end.
+
+    At the model's end the inner one brings the first gradients of all.
+    """
+    pair = Pair(rank, world, lambda: Checkpointed(kind), bucket_mb=0.0001)
+    pair.train(square, 4)
+    # Averaging after each inner backward as well would end in the same numbers.
+    assert trigram.stats(pair.ours)["steps"] == 4
+
+
+@CASES.over(25, 0.0001)
+def checkpointing_twice_reentrant(rank: int, world: int, bucket_mb: float) -> None:
+    """A parameter that two inner backwards touch: handled, or refused in words; never a wrong gradient."""
+    pair = Pair(rank, world, lambda: Checkpointed("reentrant, twice"), bucket_mb=bucket_mb)
+    try:
+        pair.train(square, 3)
+    except trigram.TrigramError as e:
+        assert "checkpoint" in str(e), e
+        pair.ours.zero_grad()
+        assert bucket_mb < 25, "with one bucket nothing had been sent before the second gradient"
+
+
+def inductor() -> list[str]:
+    compiler = os.environ.get("CXX", "g++")
+    return ["inductor"] if shutil.which(compiler) else []
+
+
+@CASES.over("eager", *inductor())
+def compiled(rank: int, world: int, backend: str) -> None:
+    torch._dynamo.reset()
+    if backend == "inductor":
+        from torch._inductor import config
+
+        config.compile_threads = 1
+    pair = Pair(rank, world, mlp)
+    fast = torch.compile(pair.ours, backend=backend)
+    for step in range(3):
+        pair.zero()
+        square(fast, rank, step).backward()
+        pair.backward_alone(square, step)
+        pair.check_gradients(f"compiled with {backend}, step {step}")
+        pair.update()
+    pair.check_weights(f"compiled with {backend}")
+
+
+@CASES
+def compiled_first(rank: int, world: int) -> None:
+    """A model that was compiled before it came to us."""
+    torch._dynamo.reset()
+    Pair(rank, world, lambda: torch.compile(mlp(), backend="eager")).train(square, 3)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [2, 3])
+def test_mode(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport=transport, patience=60)

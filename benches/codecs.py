@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trigram.codecs import codec as codecs
+from trigram import codecs
 
 CODECS = ("bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.01", "randomk:0.01")
 OPERATIONS = ("encode", "encode with feedback", "decode", "decode-add")

@@ -17,7 +17,7 @@ from tests.reference.graphs import DIRECTED, targets
 from tests.support.algorithm_rows import always
 from tests.support.algorithm_run import OPTIMIZERS, loss
 from tests.support.cases import Cases
-from trigram import graphs
+from trigram.algorithms import graphs
 
 CASES = Cases()
 PARAMETERS = 6

@@ -19,7 +19,8 @@ import trigram
 from tests.support.checks import raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
-from trigram import _core, membership
+from trigram import _core
+from trigram.elastic import membership
 
 pytestmark = pytest.mark.waits
 

@@ -16,7 +16,7 @@ from tests.support import netns
 from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
-from trigram.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 

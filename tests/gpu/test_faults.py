@@ -53,12 +53,12 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
 
 
 def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
-    from trigram import collectives
+    from trigram.collectives import calls
 
     x = torch.ones(10)
     trigram.all_reduce(x)
     if rank == 0:
-        collectives._go = gpu_standin._go  # type: ignore[assignment]
+        calls._dispatch = gpu_standin._dispatch  # type: ignore[assignment]
     return _error(lambda: trigram.all_reduce(x))
 
 
@@ -197,8 +197,9 @@ def test_the_nccl_that_torch_brings() -> None:
     """Real, without a GPU: it is found, says its version and makes an id; a communicator needs a driver."""
     script = """
 import torch
-from trigram import _core, device
-nccl = device.library()
+from trigram import _core
+from trigram.gpu.nccl import library
+nccl = library()
 print(nccl.version, len(nccl.unique_id()), nccl.unique_id() != nccl.unique_id(), nccl.path, sep="|")
 try:
     print(_core.gpus())

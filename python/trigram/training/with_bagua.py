@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from trigram import collectives
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.groups import ModelGroups
@@ -293,8 +294,6 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
 
 
 def _await_all(hooks: StepHooks, timeout: float | None) -> None:
-    from trigram import collectives
-
     side = hooks.groups.control
     before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
     try:

@@ -32,15 +32,16 @@ def kernel_of(codec: Codec) -> Kernel:
         ) from e
     kind = codec.name.partition(":")[0]
     if kind == "topk":
-        from trigram.codecs.triton.topk import TopK
+        from trigram.codecs.triton.topk import TopK  # imports Triton
 
         return TopK(codec)
     if kind == "randomk":
-        from trigram.codecs.triton.randomk import RandomK
+        from trigram.codecs.triton.randomk import RandomK  # imports Triton
 
         return RandomK(codec)
+    # These import Triton.
     from trigram.codecs.triton import affine, fp8, halves, sign
-    from trigram.codecs.triton.blocks import Blocks
+    from trigram.codecs.triton.blocks import Blocks  # imports Triton
 
     plans = {
         "bf16": halves.BF16,

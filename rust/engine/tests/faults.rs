@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::engine::Engine;
-use trigram_engine::group::{Group, call, in_place};
-use trigram_engine::job::{Message, Request};
-use trigram_engine::transport::{Read, Receiver, Sender};
+use trigram_engine::call::job::{Message, Request};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::runtime::group::{Group, call, in_place};
+use trigram_engine::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;

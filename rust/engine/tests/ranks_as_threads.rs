@@ -11,10 +11,10 @@ use std::time::Duration;
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::engine::Engine;
-use trigram_engine::group::{Group, call, in_place};
-use trigram_engine::job::{Message, Request};
-use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
+use trigram_engine::call::job::{Message, Request};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::runtime::group::{Group, call, in_place};
 
 /// Engines of `n` ranks whose only connections are queues.
 fn over_mem(n: usize) -> Vec<Arc<Engine>> {

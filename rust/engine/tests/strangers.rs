@@ -9,11 +9,11 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
-use trigram_engine::channel::Channel;
-use trigram_engine::handshake::{Identity, connect};
-use trigram_engine::secret::{Secret, Security};
-use trigram_engine::session::Tls;
-use trigram_engine::transport::Read as Came;
+use trigram_engine::bootstrap::handshake::{Identity, connect};
+use trigram_engine::bootstrap::handshake_stream::Channel;
+use trigram_engine::security::secret::{Secret, Security};
+use trigram_engine::security::tls_keys::Tls;
+use trigram_engine::transport::stream::Read as Came;
 
 type Ends = Result<HashMap<u32, Channel>>;
 

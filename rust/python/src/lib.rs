@@ -18,11 +18,13 @@ use pyo3::types::{PyBytes, PyDict};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
-use trigram_engine::failing::How;
-use trigram_engine::job::{Message, Request, Tensors};
-use trigram_engine::secret::Security;
-use trigram_engine::ticket::Ticket;
-use trigram_engine::{address, engine, group, memory, rendezvous};
+use trigram_engine::bootstrap::rendezvous;
+use trigram_engine::call::job::{Message, Request, Tensors};
+use trigram_engine::drive::failing::How;
+use trigram_engine::runtime::{engine, group};
+use trigram_engine::security::secret::Security;
+use trigram_engine::sys::completion::Ticket;
+use trigram_engine::sys::{address, memory};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);

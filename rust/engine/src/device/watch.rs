@@ -7,30 +7,30 @@ use nccl_rs::{Communicator, Event};
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
-use super::{Failure, LOOK, blame, told};
-use crate::group::Group;
-use crate::ticket::Ticket;
+use crate::device::group::{Failure, LOOK, blame, told};
+use crate::runtime::group::Group;
+use crate::sys::completion::Ticket;
 
 /// A rank that has left may have done its part of a call that is under way still; one that has died, too.
 const LEAVING: Duration = Duration::from_secs(2);
-pub(super) const DYING: Duration = Duration::from_millis(30);
+pub(crate) const DYING: Duration = Duration::from_millis(30);
 
 /// What is under way on GPUs, and the thread that looks after it.
 #[derive(Default)]
-pub(super) struct Watch {
+pub(crate) struct Watch {
     calls: Mutex<Vec<Watched>>,
     more: Condvar,
 }
 
-pub(super) struct Watched {
-    pub(super) alarm: Group,
-    pub(super) comm: Communicator,
-    pub(super) failure: Arc<Failure>,
-    pub(super) signature: Signature,
-    pub(super) witness: Option<Arc<Ticket>>,
-    pub(super) done: Arc<OnceLock<Event>>,
+pub(crate) struct Watched {
+    pub(crate) alarm: Group,
+    pub(crate) comm: Communicator,
+    pub(crate) failure: Arc<Failure>,
+    pub(crate) signature: Signature,
+    pub(crate) witness: Option<Arc<Ticket>>,
+    pub(crate) done: Arc<OnceLock<Event>>,
     /// Since when a peer is gone that had made the call: what it had to do with it may be done.
-    pub(super) gone: Option<Instant>,
+    pub(crate) gone: Option<Instant>,
 }
 
 impl Watched {
@@ -78,7 +78,7 @@ impl Watched {
 
 impl Watch {
     /// Looks after a call from now on, in one thread for all.
-    pub(super) fn over(call: Watched) -> Result<()> {
+    pub(crate) fn over(call: Watched) -> Result<()> {
         // Made when it is first needed, and again where its thread could not be started.
         static WATCH: Mutex<Option<Arc<Watch>>> = Mutex::new(None);
         let mut made = WATCH.lock().unwrap_or_else(PoisonError::into_inner);

@@ -12,9 +12,9 @@ use std::time::Duration;
 use rustix::event::EventfdFlags;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::host::words::Words;
-use crate::memory::Segment;
+use crate::host::doorbell_words::Words;
+use crate::sys::fork::Watched;
+use crate::sys::memory::Segment;
 
 /// A rank's doorbell, as its owner and as its peers see it.
 #[derive(Clone, Debug)]

@@ -5,7 +5,7 @@
 
 use std::sync::atomic::Ordering;
 
-use crate::sync::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
+use crate::sys::atomics::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
 
 /// Bytes of a ring. Chunks of this size stay in a core's second-level cache.
 #[cfg(not(trigram_loom))]
@@ -96,7 +96,7 @@ impl Pipe {
 #[cfg(all(test, not(trigram_loom)))]
 mod tests {
     use super::*;
-    use crate::host::board::Board;
+    use crate::host::control_segment::Board;
 
     #[test]
     fn bytes_come_out_as_they_went_in() {

@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
-use crate::transport::{Read, Receiver, Sender};
+use crate::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;

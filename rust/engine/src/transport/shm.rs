@@ -2,8 +2,8 @@
 
 use trigram_core::Result;
 
-use crate::host::board::Board;
-use crate::transport::{Read, Receiver, Sender};
+use crate::host::control_segment::Board;
+use crate::transport::stream::{Read, Receiver, Sender};
 
 /// The two ways between this rank, at `me` of its host, and the rank at `peer`.
 pub fn pair(mine: &Board, me: usize, theirs: &Board, peer: usize) -> (Box<dyn Sender>, Box<dyn Receiver>) {

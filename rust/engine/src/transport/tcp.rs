@@ -1,6 +1,6 @@
 //! TCP between hosts, over non-blocking sockets.
 //!
-//! Connections are made by [`crate::rendezvous`]; here they carry bytes. One `epoll` watches all
+//! Connections are made by [`crate::bootstrap::rendezvous`]; here they carry bytes. One `epoll` watches all
 //! of them, edge-triggered, so a socket costs a system call only when there is something to do.
 
 use std::io::{ErrorKind, IoSlice, Read as _};
@@ -11,8 +11,8 @@ use std::sync::{Arc, OnceLock};
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender};
+use crate::sys::fork::Watched;
+use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Splits a connected socket into its two ways.
 pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {

@@ -14,8 +14,9 @@ use rustls::Connection;
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender, tcp};
+use crate::sys::fork::Watched;
+use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::tcp;
 
 /// Plaintext that is encrypted at a time, and that waits for the socket at most.
 const PIECE: usize = 128 << 10;

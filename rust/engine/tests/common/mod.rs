@@ -2,11 +2,12 @@
 
 use std::sync::Arc;
 
-use trigram_engine::engine::Engine;
-use trigram_engine::host::board::Board;
-use trigram_engine::link::{Rx, Tx};
-use trigram_engine::transport::{Receiver, Sender, mem};
-use trigram_engine::world::World;
+use trigram_engine::group::world::World;
+use trigram_engine::host::control_segment::Board;
+use trigram_engine::link::frames::{Rx, Tx};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::transport::mem;
+use trigram_engine::transport::stream::{Receiver, Sender};
 
 /// The two ends of a connection.
 pub(crate) type Ends = (Box<dyn Sender>, Box<dyn Receiver>);

@@ -6,17 +6,18 @@ use std::time::Instant;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use trigram_core::Error;
-use trigram_engine::host::board::{Board, LANES, MAX_LOCAL};
+use trigram_engine::drive::hub::{Hub, Submission};
+use trigram_engine::drive::progress::Progress;
+use trigram_engine::group::members::Members;
+use trigram_engine::group::world::{Neighbour, World};
+use trigram_engine::host::control_segment::{Board, LANES, MAX_LOCAL};
 use trigram_engine::host::doorbell::Doorbell;
 use trigram_engine::host::pipe::PIPE;
-use trigram_engine::hub::{Hub, Submission};
-use trigram_engine::link::{AHEAD, Rx, Tx};
-use trigram_engine::members::Members;
-use trigram_engine::memory::{Place, Segment};
-use trigram_engine::progress::Progress;
-use trigram_engine::transport::{Read, shm};
-use trigram_engine::unix;
-use trigram_engine::world::{Neighbour, World};
+use trigram_engine::link::frames::{AHEAD, Rx, Tx};
+use trigram_engine::sys::memory::{Place, Segment};
+use trigram_engine::sys::unix;
+use trigram_engine::transport::shm;
+use trigram_engine::transport::stream::Read;
 use zerocopy::IntoBytes;
 
 use crate::common::{Rng, inputs, report};
@@ -76,7 +77,7 @@ struct Hostile {
     board: Board,
     control: OwnedFd,
     /// Into the pipe of rank 0, as any writer: frames that are in order, whatever they say.
-    tx: Box<dyn trigram_engine::transport::Sender>,
+    tx: Box<dyn trigram_engine::transport::stream::Sender>,
 }
 
 fn meet(mine: &Board) -> (Hostile, Neighbour, Tx, Rx) {

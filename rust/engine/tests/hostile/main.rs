@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use common::{Account, Rng, inputs, report};
 use trigram_core::Error;
-use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
 
 #[global_allocator]
 static ACCOUNT: Account = Account::new();

@@ -5,11 +5,11 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use trigram_engine::contact::{Binding, Contact, HELLO, NONCE};
-use trigram_engine::memory::Segment;
-use trigram_engine::rendezvous::{Rendezvous, Transport};
-use trigram_engine::secret::{Keys, PROOF, Security};
-use trigram_engine::unix;
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
+use trigram_engine::security::proofs::{Binding, Contact, HELLO, NONCE};
+use trigram_engine::security::secret::{Keys, PROOF, Security};
+use trigram_engine::sys::memory::Segment;
+use trigram_engine::sys::unix;
 
 use crate::common::{Rng, inputs, report};
 use crate::turn;

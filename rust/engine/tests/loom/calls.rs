@@ -5,10 +5,10 @@ use loom::thread;
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::{DType, ReduceOp};
 
-use crate::host::lane::{LANES, Lane};
-use crate::host::words::Words;
-use crate::memory::Place;
-use crate::sync::{Byte, copy_in, copy_out};
+use crate::host::doorbell_words::Words;
+use crate::host::op_slot::{LANES, Lane};
+use crate::sys::atomics::{Byte, copy_in, copy_out};
+use crate::sys::memory::Place;
 use crate::{check, sleep_until};
 
 /// A rank's board: one lane, and a byte that stands for its slot, or for the memory that it lends.

@@ -8,8 +8,8 @@ use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
 use crate::check;
-use crate::host::words::Words;
-use crate::ticket::Ticket;
+use crate::host::doorbell_words::Words;
+use crate::sys::completion::Ticket;
 
 struct Shared {
     progress: Mutex<Vec<Arc<Ticket>>>,

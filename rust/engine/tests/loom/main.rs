@@ -1,28 +1,31 @@
 //! The protocols of shared memory, in every order that the processor and the compiler may show.
 //!
-//! `src/host/{pipe,lane,words}.rs` and `src/ticket.rs` are compiled here as they are, over loom's atomics (see
-//! `src/sync.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
+//! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's atomics (see
+//! `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
 //! and how `driver.rs` passes on what it is asked for. `make test-loom` runs it.
 #![cfg(trigram_loom)]
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-mod sync;
-mod memory {
-    /// As in `src/memory.rs`.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Place {
-        pub segment: u64,
-        pub offset: usize,
+#[path = "../../src/sys"]
+mod sys {
+    #[path = "../../tests/loom/atomics.rs"]
+    pub(crate) mod atomics;
+    pub mod completion;
+    pub mod memory {
+        /// As in `src/sys/memory.rs`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct Place {
+            pub segment: u64,
+            pub offset: usize,
+        }
     }
 }
 #[path = "../../src/host"]
 mod host {
-    pub mod lane;
+    pub mod doorbell_words;
+    pub mod op_slot;
     pub mod pipe;
-    pub mod words;
 }
-#[path = "../../src/ticket.rs"]
-mod ticket;
 
 mod calls;
 mod commands;
@@ -33,10 +36,10 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
+use host::doorbell_words::Words;
 use host::pipe::{PIPE, Pipe};
-use host::words::Words;
-use sync::Byte;
-use ticket::Ticket;
+use sys::atomics::Byte;
+use sys::completion::Ticket;
 
 /// Runs a model; `preemptions`: how often at most a thread is stopped where it would go on, `None`: ever so often.
 fn check(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {

@@ -1,0 +1,286 @@
+//! How ranks find each other.
+//!
+//! Each rank makes a *card* (where it listens, on which host it is) and gives it to the caller,
+//! who carries the cards of all ranks to all ranks, through whatever store there is. Ranks that
+//! claim the same host prove it over an abstract unix socket and exchange boards ([`crate::bootstrap::host_handshake`]);
+//! the verdicts go through the store too, so that everybody has the same picture of the hosts. Between
+//! hosts every pair opens a TCP connection and proves what it is ([`crate::bootstrap::handshake`]).
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+use trigram_core::{Error, Result};
+
+use crate::bootstrap::handshake::{self, Identity};
+use crate::bootstrap::handshake_stream::Channel;
+use crate::bootstrap::host_handshake::introduce;
+use crate::group::world::{Neighbour, World};
+use crate::host::control_segment::{Board, MAX_LOCAL};
+use crate::link::frames::{Rx, Tx};
+use crate::runtime::engine::{Engine, Glance};
+use crate::security::secret::{Claim, PROOF, Security, random};
+use crate::security::tls_keys::Tls;
+use crate::sys::address::{host_name, own_address};
+use crate::sys::memory::Arena;
+use crate::sys::unix;
+use crate::transport::{faulty, shm};
+
+/// Which transports a rank may use.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Transport {
+    /// Shared memory inside a host, TCP between hosts.
+    #[default]
+    Auto,
+    /// Shared memory, or an error where it cannot be had.
+    Shm,
+    /// TCP only: every rank counts as a host of its own.
+    Tcp,
+}
+
+/// What a rank tells all others.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Card {
+    version: u32,
+    rank: u32,
+    address: SocketAddr,
+    /// Equal on ranks that should be able to share memory.
+    host: String,
+    /// Abstract name of the unix socket.
+    socket: String,
+    token: [u8; 16],
+    /// It was given a secret, and seals its card with it.
+    secret: bool,
+    /// It encrypts between hosts.
+    tls: bool,
+}
+
+const VERSION: u32 = 2;
+
+/// Whether this is a card of that rank, of this version, guarded as this one's and with the seal of the job's secret.
+pub fn is_card(security: &Security, bytes: &[u8], rank: u32) -> bool {
+    let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
+    let guarded = |c: &Card| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
+    let reads = postcard::from_bytes::<Card>(body)
+        .is_ok_and(|c| c.rank == rank && c.version == VERSION && guarded(&c));
+    reads && (security.secret.is_none() || security.is_sealed(body, seal))
+}
+
+/// A rank that has not met the others.
+pub struct Rendezvous {
+    card: Card,
+    size: usize,
+    transport: Transport,
+    listener: std::net::TcpListener,
+    unix: OwnedFd,
+    board: Board,
+    neighbours: HashMap<u32, Neighbour>,
+    arena: Arc<Arena>,
+    /// By rank; None where this world has no such rank.
+    cards: Vec<Option<Card>>,
+    security: Security,
+}
+
+impl Rendezvous {
+    /// Begins to listen. `toward`: a host that all ranks can reach, if one is known.
+    pub fn open(
+        rank: u32,
+        size: usize,
+        iface: Option<&str>,
+        toward: Option<&str>,
+        transport: Transport,
+    ) -> Result<Self> {
+        crate::sys::fork::check()?;
+        if rank as usize >= size {
+            return Err(Error::misuse(format!("rank {rank} is outside of a world of {size}")));
+        }
+        let ip = own_address(iface, toward)?;
+        let listener =
+            std::net::TcpListener::bind((ip, 0)).map_err(|e| Error::io(format!("listening on {ip}"), e))?;
+        let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
+        let token: [u8; 16] = random()?;
+        let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
+        let host = match transport {
+            Transport::Tcp => format!("rank {rank} alone"),
+            _ => host_name()?,
+        };
+        let socket = format!("trigram-{hex}");
+        let unix = unix::listen(&socket)?;
+        let token = random()?;
+        let card = Card { version: VERSION, rank, address, host, socket, token, secret: false, tls: false };
+        Ok(Self {
+            card,
+            size,
+            transport,
+            listener,
+            unix,
+            board: Board::create()?,
+            neighbours: HashMap::new(),
+            arena: Arc::default(),
+            cards: Vec::new(),
+            security: Security::default(),
+        })
+    }
+
+    /// Takes registered memory over from the world that this one follows: tensors in it stay registered.
+    pub fn inherit(&mut self, world: &World) {
+        self.arena = world.arena.clone();
+    }
+
+    /// What all ranks of this job have in common.
+    fn job(&self) -> [u8; 16] {
+        self.cards.iter().flatten().next().map_or(self.card.token, |c| c.token)
+    }
+
+    /// Guards the rank against strangers; to be said before it gives its card away.
+    pub fn secured(mut self, security: Security) -> Self {
+        (self.card.secret, self.card.tls) = (security.secret.is_some(), security.tls);
+        self.security = security;
+        self
+    }
+
+    /// This rank's card, and its seal.
+    pub fn card(&self) -> Result<Vec<u8>> {
+        let mut bytes = postcard::to_stdvec(&self.card).map_err(|e| Error::io("writing a card", e))?;
+        let seal = self.security.seal(&bytes);
+        bytes.extend(seal);
+        Ok(bytes)
+    }
+
+    /// Proves to the ranks that claim the same host that we are there, and gets their boards.
+    /// False if not all could: then none of that host share memory.
+    ///
+    /// `cards`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
+    pub fn meet(&mut self, cards: &[Vec<u8>], glance: Glance<'_>) -> Result<bool> {
+        if cards.len() < self.size {
+            return Err(Error::misuse(format!("{} cards for a world of {}", cards.len(), self.size)));
+        }
+        self.size = cards.len();
+        self.cards.clear();
+        let mut claims = Vec::with_capacity(cards.len());
+        for (rank, bytes) in (0..).zip(cards) {
+            if bytes.is_empty() && rank != self.card.rank {
+                self.cards.push(None);
+                continue;
+            }
+            let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
+            let sealed = self.security.is_sealed(body, seal);
+            match postcard::from_bytes::<Card>(body) {
+                Ok(card) => {
+                    claims.push(Claim { rank, secret: card.secret, tls: card.tls, sealed });
+                    self.cards.push(Some(card));
+                }
+                // Nobody who has our secret wrote this.
+                Err(_) if self.security.secret.is_some() && !sealed => {
+                    claims.push(Claim { rank, secret: true, tls: self.security.tls, sealed });
+                    self.cards.push(None);
+                }
+                Err(_) => {
+                    let what = "its card cannot be read; does it run another version of trigram?".into();
+                    return Err(Error::Corrupt { rank, what });
+                }
+            }
+        }
+        let me = self.card.rank;
+        self.security.check(me, &claims)?;
+        if cards[me as usize] != self.card()? {
+            return Err(Error::Auth(format!(
+                "init: the store holds another card for rank {me} than rank {me} wrote: two processes run as \
+                 rank {me}, or somebody forged it"
+            )));
+        }
+        for (rank, card) in (0..).zip(&self.cards) {
+            let Some(card) = card else { continue };
+            if card.version != VERSION || card.rank != rank {
+                return Err(Error::Config(format!(
+                    "rank {rank}'s card is version {} of rank {}; this is version {VERSION}. All ranks need \
+                     the same trigram, and a rank of their own",
+                    card.version, card.rank
+                )));
+            }
+        }
+        let local: Vec<(u32, &str)> = self
+            .cards
+            .iter()
+            .flatten()
+            .filter(|c| c.host == self.card.host)
+            .map(|c| (c.rank, c.socket.as_str()))
+            .collect();
+        if local.len() > MAX_LOCAL {
+            return Ok(false);
+        }
+        let keys = self.security.keys(&self.job());
+        let met = introduce(me, &local, &self.unix, &self.board, &keys, glance)?;
+        let all = met.is_some();
+        self.neighbours = met.unwrap_or_default();
+        Ok(all)
+    }
+
+    /// Opens the connections and starts the engine. `verdicts[r]`: rank r's answer of
+    /// [`Rendezvous::meet`].
+    pub fn connect(mut self, verdicts: &[bool], limit: Duration, glance: Glance<'_>) -> Result<Engine> {
+        let (me, size) = (self.card.rank as usize, self.size);
+        let mut names: Vec<String> = Vec::new();
+        let mut host_of = Vec::with_capacity(size);
+        for (rank, card) in self.cards.iter().enumerate() {
+            let host = card.as_ref().map(|c| &c.host);
+            let mut here = self.cards.iter().flatten().filter(|c| Some(&c.host) == host);
+            let proved = here.all(|c| verdicts.get(c.rank as usize) == Some(&true));
+            let name = host.filter(|_| proved).cloned().unwrap_or_else(|| format!("rank {rank} alone"));
+            let known = names.iter().position(|n| *n == name);
+            host_of.push(known.unwrap_or_else(|| {
+                names.push(name);
+                names.len() - 1
+            }));
+        }
+        let is_here = |rank: usize| host_of[rank] == host_of[me];
+        if self.transport == Transport::Shm
+            && let Some(other) = (0..size).find(|&r| self.cards[r].is_some() && !is_here(r))
+        {
+            return Err(Error::Config(format!(
+                "TRIGRAM_TRANSPORT=shm, but rank {me} shares no memory with rank {other}: they are on different \
+                 hosts, network namespaces or users, or TRIGRAM_TRANSPORT differs"
+            )));
+        }
+        self.neighbours.retain(|&r, _| is_here(r as usize));
+        for (number, segment) in self.arena.segments() {
+            for (rank, neighbour) in &self.neighbours {
+                neighbour.share(*rank, number, &segment)?;
+            }
+        }
+        let away = self.cards.iter().flatten().filter(|c| !is_here(c.rank as usize));
+        let peers: Vec<(u32, SocketAddr)> = away.map(|c| (c.rank, c.address)).collect();
+        let mut channels = HashMap::new();
+        if !peers.is_empty() {
+            let tls = self.security.tls.then(Tls::new).transpose()?;
+            let identity = Identity { rank: me as u32, keys: self.security.keys(&self.job()), tls };
+            channels = handshake::connect(&identity, &peers, &self.listener, limit, glance)?;
+        }
+        let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
+        let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
+        let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
+        for rank in 0..size {
+            let ways = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
+                Some(shm::pair(&self.board, index(me), &neighbour.board, index(rank)))
+            } else {
+                let ways = channels.remove(&(rank as u32)).map(Channel::split).transpose()?;
+                ways.map(faulty::wrap).transpose()?
+            };
+            let (out, inn) = ways.unzip();
+            tx.push(out.map(Tx::new));
+            rx.push(inn.map(|r| Rx::new(rank as u32, r)));
+        }
+        let world = World {
+            rank: me as u32,
+            host_of,
+            board: self.board,
+            neighbours: self.neighbours,
+            arena: self.arena,
+            retired: Arc::default(),
+        };
+        Engine::new(Arc::new(world), tx, rx)
+    }
+}

@@ -1,0 +1,397 @@
+//! Collectives on GPU memory: NCCL carries the data, the engine watches over the ranks.
+//!
+//! NCCL neither compares what ranks call nor says who is gone: ranks that disagree hang, and so do
+//! the survivors of a death. So every call has a *witness* in the engine, an empty call of the same
+//! group that declares the same signature: ranks that disagree are told, all of them, and the order
+//! of calls is one for both kinds of memory. And as long as a call is under way on the GPU a thread
+//! looks whether all ranks are alive. Whatever is wrong, the communicator is aborted, which ends what
+//! is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
+use trigram_core::signature::{Collective, Signature};
+use trigram_core::{DType, Error, ReduceOp, Result};
+
+use crate::call::job::Request;
+use crate::device::nccl_call::{Plan, data_type, raw_mut};
+use crate::device::watch::{DYING, Watch, Watched};
+use crate::drive::hub;
+use crate::runtime::engine::Glance;
+use crate::runtime::group::Group;
+use crate::sys::completion::{GLANCE, Ticket};
+use crate::sys::fork;
+
+/// How often the watching thread looks while something is under way.
+pub(crate) const LOOK: Duration = Duration::from_millis(1);
+/// How long an aborted call is given to end on the GPU before the error is told all the same.
+const CLOSE: Duration = Duration::from_secs(5);
+
+/// A group's ranks, each with a GPU.
+pub struct DeviceGroup {
+    group: Group,
+    alarm: Group,
+    nccl: Nccl,
+    comm: Communicator,
+    failure: Arc<Failure>,
+}
+
+/// What has gone wrong with a device group; the first counts.
+#[derive(Default)]
+pub(crate) struct Failure(Mutex<Option<Error>>);
+
+impl Failure {
+    fn lock(&self) -> MutexGuard<'_, Option<Error>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn get(&self) -> Result<()> {
+        self.lock().clone().map_or(Ok(()), Err)
+    }
+
+    /// This rank cannot go on, and neither can the others.
+    pub(crate) fn tell(&self, error: &Error, comm: &Communicator, alarm: &Group) {
+        self.lock().get_or_insert_with(|| error.clone());
+        raise_alarm(error, alarm); // first: aborting takes its time
+        comm.abort();
+    }
+}
+
+/// Tells the other ranks that this one cannot go on.
+fn raise_alarm(error: &Error, alarm: &Group) {
+    let members = alarm.members();
+    let why = match error {
+        // It says of itself who differs, and is the same on all ranks, whoever sees it first.
+        Error::Mismatch { .. } => error.clone(),
+        _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
+    };
+    let _ = alarm.fail(alarm.next() + 1, why);
+}
+
+/// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.
+pub(crate) fn blame(error: Error, alarm: &Group, what: &Signature) -> Error {
+    let since = Instant::now();
+    while since.elapsed() < DYING {
+        if let Err(known @ Error::PeerLost { .. }) = alarm.engine().look(alarm.members(), what) {
+            return known;
+        }
+        std::thread::sleep(LOOK);
+    }
+    error
+}
+
+/// A call under way on a GPU.
+pub struct DeviceCall {
+    done: Event,
+    witness: Option<Arc<Ticket>>,
+    failure: Arc<Failure>,
+}
+
+/// One of several messages that travel together.
+#[derive(Clone, Copy, Debug)]
+pub struct Parcel {
+    /// Whether this rank sends it.
+    pub sends: bool,
+    /// The other rank's place.
+    pub peer: u32,
+    /// Its address on the device.
+    pub address: usize,
+    /// Its values.
+    pub len: usize,
+    /// What they are.
+    pub dtype: DType,
+}
+
+impl DeviceGroup {
+    /// Meets the other ranks, each of which calls this with the same `id`. `alarm` is a group of the same
+    /// ranks that nobody calls any more: what fails on one rank is told to all in it. Lower numbers of
+    /// `priority` go first on the GPU.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] without the device; [`Error::Timeout`], [`Error::PeerLost`].
+    #[allow(clippy::too_many_arguments)] // one call from one place
+    pub fn join(
+        group: &Group,
+        alarm: &Group,
+        nccl: &Nccl,
+        device: i32,
+        id: UniqueId,
+        priority: i32,
+        limit: Option<Duration>,
+        glance: Glance<'_>,
+    ) -> Result<Self> {
+        let joined = Self::meet(group, alarm, nccl, device, id, priority, limit, glance);
+        joined.inspect_err(|error| raise_alarm(error, alarm)) // the others wait for this rank
+    }
+
+    #[allow(clippy::too_many_arguments)] // see above
+    fn meet(
+        group: &Group,
+        alarm: &Group,
+        nccl: &Nccl,
+        device: i32,
+        id: UniqueId,
+        priority: i32,
+        limit: Option<Duration>,
+        glance: Glance<'_>,
+    ) -> Result<Self> {
+        let members = group.members();
+        let size = members.ranks.len() as u32;
+        let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(told)?;
+        let stream = Stream::new(&device, priority).map_err(told)?;
+        // PyTorch's allocator records events on it when tensors that it has used are freed, however late.
+        std::mem::forget(stream.clone());
+        let patience = limit.unwrap_or(Duration::MAX);
+        let mut pending =
+            Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience).map_err(told)?;
+        let (since, mut glanced) = (Instant::now(), Instant::now());
+        let what = hub::signature(&Request::nothing());
+        let comm = loop {
+            match pending.poll().map_err(told)? {
+                Ok(comm) => break comm,
+                Err(still) => pending = still,
+            }
+            // Dropping it on the way out aborts it.
+            group.engine().look(alarm.members(), &what)?;
+            if limit.is_some_and(|l| since.elapsed() > l) {
+                let millis = since.elapsed().as_millis() as u64;
+                let waiting_for = "NCCL to connect all ranks".into();
+                return Err(Error::Timeout { what: format!("group {}", members.name), millis, waiting_for });
+            }
+            if glanced.elapsed() > GLANCE {
+                glance()?;
+                glanced = Instant::now();
+            }
+            std::thread::sleep(LOOK);
+        };
+        let (group, alarm, nccl) = (group.clone(), alarm.clone(), nccl.clone());
+        Ok(Self { group, alarm, nccl, comm, failure: Arc::default() })
+    }
+
+    /// `CUstream` of its work.
+    pub fn stream(&self) -> usize {
+        self.comm.stream().raw() as usize
+    }
+
+    /// Makes a collective, after what was given to the stream `caller` so far. `witnessed` is false
+    /// where a CUDA graph is being captured: it is replayed without us.
+    ///
+    /// # Errors
+    ///
+    /// What an earlier call has failed with; [`Error::Unsupported`] for what NCCL cannot do.
+    ///
+    /// # Safety
+    ///
+    /// The request's addresses are valid on the device, and used by nobody else until the call is
+    /// done; `caller` is a stream of the device.
+    pub unsafe fn start(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        caller: usize,
+        witnessed: bool,
+    ) -> Result<DeviceCall> {
+        fork::check()?;
+        self.failure.get()?;
+        self.group.check(&request)?;
+        let plan = Plan::of(&request, self.comm.rank(), self.comm.size())?;
+        let mut signature = hub::signature(&request);
+        signature.extra |= Signature::DEVICE;
+        let witness = if witnessed { Some(self.group.witness(request, limit)?) } else { None };
+        let run = || plan.run(&self.comm, &self.nccl);
+        // SAFETY: passed on to the caller.
+        unsafe { self.submit(signature, witness, caller, witnessed, run) }
+    }
+
+    /// Makes several messages that travel together, all sent and received at once. Only the ranks that
+    /// they are between take part, so there is no witness; who is gone is noticed all the same.
+    ///
+    /// # Errors
+    ///
+    /// As for [`DeviceGroup::start`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`DeviceGroup::start`].
+    pub unsafe fn exchange(&self, parcels: &[Parcel], caller: usize) -> Result<DeviceCall> {
+        fork::check()?;
+        self.failure.get()?;
+        let mut calls = Vec::with_capacity(parcels.len());
+        for p in parcels {
+            // SAFETY: passed on to the caller.
+            calls.push((p, unsafe { Data::from_raw(p.address as u64, p.len, data_type(p.dtype)?) }));
+        }
+        let (dtype, count) = parcels.first().map_or((DType::U8, 0), |p| (p.dtype, p.len as u64));
+        let mut signature =
+            Signature::new(Collective::SendRecv, dtype, ReduceOp::Sum, Default::default(), 0, count);
+        signature.extra = Signature::DEVICE;
+        let run = || {
+            self.nccl.group(|| {
+                calls.iter().try_for_each(|(p, data)| match p.sends {
+                    true => self.comm.send(*data, p.peer),
+                    // SAFETY: passed on to the caller.
+                    false => self.comm.recv(unsafe { raw_mut(data) }, p.peer),
+                })
+            })
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { self.submit(signature, None, caller, true, run) }
+    }
+
+    /// # Safety
+    ///
+    /// `caller` is a stream of the device.
+    unsafe fn submit(
+        &self,
+        signature: Signature,
+        witness: Option<Arc<Ticket>>,
+        caller: usize,
+        watched: bool,
+        run: impl FnOnce() -> nccl_rs::Result<()>,
+    ) -> Result<DeviceCall> {
+        let stream = self.comm.stream();
+        let given = || -> nccl_rs::Result<Event> {
+            // SAFETY: passed on to the caller.
+            let theirs = unsafe { Stream::from_raw(stream.device(), caller) };
+            stream.wait_for(&Event::record(&theirs)?)?;
+            run()?;
+            Event::record(stream)
+        };
+        // Before it is given to NCCL, whose first call of a kind waits for all ranks.
+        let end: Arc<OnceLock<Event>> = Arc::default();
+        if watched {
+            let (alarm, comm, failure) = (self.alarm.clone(), self.comm.clone(), self.failure.clone());
+            let (done, witness) = (end.clone(), witness.clone());
+            Watch::over(Watched { alarm, comm, failure, signature, witness, done, gone: None })?;
+        }
+        let done = given().and_then(|done| {
+            if watched {
+                let _ = end.set(Event::record(stream)?);
+            }
+            Ok(done)
+        });
+        let done = done.map_err(|e| match self.failure.get() {
+            Err(known) => known,
+            Ok(()) => {
+                let error = blame(told(e), &self.alarm, &signature);
+                self.fail(&error);
+                error
+            }
+        })?;
+        Ok(DeviceCall { done, witness, failure: self.failure.clone() })
+    }
+
+    /// This rank cannot go on: neither can the others.
+    fn fail(&self, error: &Error) {
+        self.failure.tell(error, &self.comm, &self.alarm);
+    }
+
+    /// Ends it now, on all ranks.
+    pub fn abort(&self, why: &str) {
+        self.fail(&Error::Aborted(why.to_owned()));
+    }
+}
+
+impl Drop for DeviceGroup {
+    fn drop(&mut self) {
+        // Ending well takes all ranks.
+        let what = hub::signature(&Request::nothing());
+        if self.alarm.engine().look(self.alarm.members(), &what).is_err() {
+            self.comm.abort();
+        }
+    }
+}
+
+impl DeviceCall {
+    /// Whether it has ended, well or not.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Io`] where the GPU has failed.
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.failure.get().is_err() || self.is_agreed()? && self.done.is_reached().map_err(told)?)
+    }
+
+    /// Whether all ranks are known to have made the same call: where they have not, NCCL may have
+    /// ended it with numbers all the same.
+    fn is_agreed(&self) -> Result<bool> {
+        match self.witness.as_ref().map(|w| w.outcome()) {
+            Some(Some(outcome)) => outcome.map(|()| true),
+            Some(None) => Ok(false),
+            None => Ok(true),
+        }
+    }
+
+    /// What is given to the stream `caller` from now on comes after it.
+    ///
+    /// # Errors
+    ///
+    /// What it has failed with, if that is known.
+    ///
+    /// # Safety
+    ///
+    /// `caller` is a stream of its device.
+    pub unsafe fn order(&self, caller: usize) -> Result<()> {
+        self.failure.get().inspect_err(|_| self.let_go())?;
+        // SAFETY: passed on to the caller.
+        let theirs = unsafe { Stream::from_raw(self.done.device(), caller) };
+        theirs.wait_for(&self.done).map_err(told)
+    }
+
+    /// Sleeps until it has ended; false if `deadline` came first.
+    ///
+    /// # Errors
+    ///
+    /// What it has failed with.
+    pub fn wait(&self, deadline: Option<Instant>, glance: Glance<'_>) -> Result<bool> {
+        let (mut glanced, mut looks) = (Instant::now(), 0u32);
+        loop {
+            let reached = self.done.is_reached().map_err(told)?;
+            // An aborted call is reached too.
+            let state = self.failure.get().and_then(|()| self.is_agreed());
+            match state {
+                Ok(agreed) if agreed && reached => return Ok(true),
+                Ok(_) => {}
+                Err(error) => {
+                    self.let_go();
+                    return Err(error);
+                }
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return Ok(false);
+            }
+            if glanced.elapsed() > GLANCE {
+                glance()?;
+                glanced = Instant::now();
+            }
+            looks += 1;
+            if looks < 200 { std::thread::yield_now() } else { std::thread::sleep(LOOK / 20) }
+        }
+    }
+
+    /// Waits until the GPU no longer touches the memory of a call that has failed, and was aborted.
+    fn let_go(&self) {
+        let since = Instant::now();
+        while since.elapsed() < CLOSE && matches!(self.done.is_reached(), Ok(false)) {
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+/// NCCL's and CUDA's errors in this library's terms.
+pub fn told(error: nccl_rs::Error) -> Error {
+    use nccl_rs::Error as Theirs;
+    let text = error.to_string();
+    match error {
+        Theirs::Misuse(text) => Error::Misuse(text),
+        Theirs::Aborted(_) => Error::Aborted(text),
+        Theirs::Timeout { call, after } => {
+            let millis = after.as_millis() as u64;
+            Error::Timeout { what: call.into(), millis, waiting_for: "NCCL to accept the call".into() }
+        }
+        Theirs::Nccl { call, .. } | Theirs::Cuda { call, .. } => Error::Io { what: call.into(), why: text },
+        _ => Error::Unsupported(text),
+    }
+}

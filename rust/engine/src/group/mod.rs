@@ -1,0 +1,7 @@
+//! The job and its groups, as this rank sees them: which ranks there are, on which hosts, and what memory the ranks of
+//! this host share.
+//!
+//! Uses [`crate::sys`], [`crate::host`] and [`crate::link`].
+
+pub mod members;
+pub mod world;

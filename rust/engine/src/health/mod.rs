@@ -1,0 +1,6 @@
+//! How the job is doing: which peers are lost and why, what has been counted, and which rank keeps this one waiting.
+//!
+//! Uses [`crate::group`].
+
+pub mod counters;
+pub(crate) mod wait_window;

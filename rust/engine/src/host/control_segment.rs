@@ -1,0 +1,206 @@
+//! The board: what each rank shows to the ranks of its host.
+//!
+//! One segment per rank. Only its owner writes to it, except for the pipes (their writers put
+//! bytes into them) and the doorbell (whoever rings clears the sleeper's mark). It holds
+//!
+//! * the doorbell, and a count of signs of life,
+//! * a pipe from each other rank of the host,
+//! * for each group and each call in flight a *lane*: how far the owner has come, what it called,
+//!   where its memory is, and a slot for small payloads.
+//!
+//! A lane is reused every [`LANES`] calls, when all ranks have shown that they are done with it.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use trigram_core::{Error, Result};
+
+use crate::host::doorbell::Doorbell;
+use crate::host::doorbell_words::Words;
+pub use crate::host::op_slot::{LANES, Lane};
+use crate::host::pipe::{PIPE, Pipe};
+use crate::sys::memory::Segment;
+
+/// Ranks of one host at most.
+pub const MAX_LOCAL: usize = 64;
+/// Groups of one process at most that have members on one host.
+pub const MAX_GROUPS: usize = 512;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x03\0");
+
+/// Directory entries that are no group's identity.
+const NO_GROUP: u64 = 0;
+const CLAIMED: u64 = u64::MAX;
+
+#[repr(C)]
+struct Layout {
+    magic: AtomicU64,
+    bell: Words,
+    beats: AtomicU64,
+    pipes: [Pipe; MAX_LOCAL],
+    groups: [AtomicU64; MAX_GROUPS],
+    lanes: [[Lane; LANES]; MAX_GROUPS],
+    rings: [[u8; PIPE]; MAX_LOCAL],
+}
+
+/// A board, one's own or a peer's.
+#[derive(Clone, Debug)]
+pub struct Board {
+    segment: Arc<Segment>,
+    bell: Doorbell,
+    /// Places of groups that the owner has let go, the oldest first.
+    left: Arc<Mutex<VecDeque<usize>>>,
+}
+
+impl Board {
+    /// A new board of one's own.
+    pub fn create() -> Result<Self> {
+        let segment = Arc::new(Segment::create(size_of::<Layout>())?);
+        let board = Self::on(segment, Doorbell::event()?)?;
+        board.layout().magic.store(MAGIC, Ordering::Release);
+        Ok(board)
+    }
+
+    /// A peer's board, from the descriptors it passed.
+    pub fn map(board: OwnedFd, event: OwnedFd) -> Result<Self> {
+        let board = Self::on(Arc::new(Segment::map(board)?), event)?;
+        if board.layout().magic.load(Ordering::Acquire) != MAGIC {
+            return Err(Error::Auth("a peer's board is not ours: does it run another version?".into()));
+        }
+        Ok(board)
+    }
+
+    fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
+        if segment.at(0, size_of::<Layout>()).is_none() {
+            return Err(Error::Auth(
+                "a peer's board has the wrong size: does it run another version?".into(),
+            ));
+        }
+        let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
+        Ok(Self { segment, bell, left: Arc::default() })
+    }
+
+    fn layout(&self) -> &Layout {
+        let at = self.segment.at(0, size_of::<Layout>()).map_or(NonNull::dangling(), NonNull::cast);
+        // SAFETY: `on` has checked the size; the mapping is page-aligned and lives as long as
+        // `self`; every shared field is an atomic, slots and rings are reached by raw pointers only.
+        unsafe { at.as_ref() }
+    }
+
+    /// The segment's descriptor, to pass it to a peer.
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// The owner's doorbell.
+    pub fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
+    /// The owner is alive.
+    pub fn beat(&self) {
+        self.layout().beats.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often it has shown that it is.
+    pub fn beats(&self) -> u64 {
+        self.layout().beats.load(Ordering::Relaxed)
+    }
+
+    /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.
+    pub fn pipe(&self, index: usize) -> (&Pipe, *mut u8) {
+        let ring = std::mem::offset_of!(Layout, rings) + index % MAX_LOCAL * PIPE;
+        let ring = self.segment.at(ring, PIPE).map_or(std::ptr::dangling_mut(), |p| p.as_ptr());
+        (&self.layout().pipes[index % MAX_LOCAL], ring)
+    }
+
+    /// Enters a group into the owner's directory and returns its place there. Places of groups that
+    /// have been let go are taken again when there is no other, the oldest first.
+    pub fn enter_group(&self, id: u64) -> Result<usize> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let layout = self.layout();
+        let free = layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
+        let place = free.or_else(|| left.pop_front()).ok_or_else(|| {
+            Error::Unsupported(format!(
+                "more than {MAX_GROUPS} groups at once on one host; let some go, or set TRIGRAM_TRANSPORT=tcp"
+            ))
+        })?;
+        layout.groups[place].store(CLAIMED, Ordering::Release);
+        for lane in &layout.lanes[place] {
+            lane.begin_anew();
+        }
+        layout.groups[place].store(id, Ordering::Release);
+        Ok(place)
+    }
+
+    /// Where the owner has a group, if it has made it already.
+    pub fn find_group(&self, id: u64) -> Option<usize> {
+        self.layout().groups.iter().position(|g| g.load(Ordering::Acquire) == id)
+    }
+
+    /// Whether the owner still has the group that was found at `place`. It lets a group go only
+    /// after its last call, so a peer that finds it gone may take it to have finished.
+    pub fn has_group(&self, place: usize, id: u64) -> bool {
+        self.layout().groups[place % MAX_GROUPS].load(Ordering::Acquire) == id
+    }
+
+    /// The owner lets a group go. The directory keeps it until the place is needed: a peer that is
+    /// still on its way out of the last call may not have looked for it yet.
+    pub fn leave_group(&self, place: usize) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
+    }
+
+    /// The lane of a call of the group at `place`.
+    pub fn lane(&self, place: usize, call: u64) -> &Lane {
+        &self.layout().lanes[place % MAX_GROUPS][call as usize % LANES]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::{Collective, Signature, Via};
+    use trigram_core::{DType, ReduceOp};
+
+    use super::*;
+    use crate::sys::memory::Place;
+
+    #[test]
+    fn a_peer_reads_what_the_owner_shows() {
+        let mine = Board::create().unwrap();
+        let fd = |f: std::os::fd::BorrowedFd<'_>| f.try_clone_to_owned().unwrap();
+        let seen = Board::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
+        let place = mine.enter_group(42).unwrap();
+        assert_eq!(seen.find_group(42), Some(place));
+        let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
+        let lane = mine.lane(place, 3);
+        assert!(!seen.lane(place, 3).has_arrived(3, 0));
+        lane.describe(&s, Some(Place { segment: 0, offset: 4096 }), None);
+        lane.arrive(3, 0);
+        let theirs = seen.lane(place, 3);
+        assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
+        assert_eq!(theirs.signature(), s);
+        assert_eq!(theirs.input(), Some(Place { segment: 0, offset: 4096 }));
+        assert_eq!(theirs.stage(), None);
+        lane.leave(3);
+        assert!(theirs.is_free_for(3 + LANES as u64) && !theirs.is_free_for(3 + 2 * LANES as u64));
+        assert!(seen.has_group(place, 42));
+        mine.leave_group(place);
+        assert_eq!(seen.find_group(42), Some(place), "a late peer still finds it");
+        let others = (0..MAX_GROUPS as u64 - 1).map(|i| mine.enter_group(100 + i).unwrap());
+        assert!(others.into_iter().all(|p| p != place));
+        assert_eq!(mine.enter_group(43), Ok(place), "the last place left");
+        assert!(!seen.has_group(place, 42));
+        assert!(!theirs.has_arrived(0, 0), "a place taken again starts anew");
+        assert!(mine.enter_group(44).is_err());
+    }
+
+    #[test]
+    fn another_kind_of_segment_is_refused() {
+        let small = Segment::create(4096).unwrap();
+        let fd = small.fd().try_clone_to_owned().unwrap();
+        assert!(matches!(Board::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
+    }
+}

@@ -8,10 +8,10 @@
 //! * [`security`] — the job's secret, what two ranks prove to each other, TLS keys.
 //! * [`host`] — what the ranks of one host share: control segments, operation slots, doorbells, pipes.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, `tls`; `faulty` damages one on purpose.
-//! * [`link`] — frames over a byte stream, and what this rank's link carries.
 //! * [`group`] — the job and its groups, as this rank sees them.
-//! * [`call`] — one collective or message under way, its memory and its schedule.
-//! * [`health`] — which peers are lost, and what has been counted.
+//! * [`link`] — frames over a byte stream, what waits to be sent, and what this rank's link carries.
+//! * [`health`] — which peers are lost and why, and what has been counted.
+//! * [`call`] — the collectives and messages under way, their memory and their schedules.
 //! * [`drive`] — one round of everything that moves, under the progress lock.
 //! * [`runtime`] — the threads that make calls, and the one that drives them.
 //! * [`bootstrap`] — how ranks find each other, connect and prove who they are.

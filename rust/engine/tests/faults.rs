@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::call::job::{Message, Request};
+use trigram_engine::call::request::{Message, Request};
 use trigram_engine::runtime::engine::Engine;
 use trigram_engine::runtime::group::{Group, call, in_place};
 use trigram_engine::transport::stream::{Read, Receiver, Sender};
@@ -152,7 +152,7 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                         failed = failed.and(end);
                         break;
                     }
-                    let lost = group.engine().counters().news().losses();
+                    let lost = group.engine().counters().failures().losses();
                     let gone = lost.iter().find(|(rank, _)| group.members().ranks.contains(rank));
                     if let Some(&(rank, _)) = gone.filter(|_| began.elapsed() > Duration::from_millis(500)) {
                         std::mem::forget((mine, out)); // the calls may still be under way

@@ -12,7 +12,7 @@ use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
 use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
-use trigram_engine::call::job::{Message, Request};
+use trigram_engine::call::request::{Message, Request};
 use trigram_engine::runtime::engine::Engine;
 use trigram_engine::runtime::group::{Group, call, in_place};
 

@@ -7,7 +7,9 @@ use nccl_rs::{Cuda, Search, UniqueId};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use trigram_core::DType;
-use trigram_engine::device::group::{DeviceCall as Call, DeviceGroup as Ranks, Parcel, told};
+use trigram_engine::device::call::DeviceCall as Call;
+use trigram_engine::device::failure::told;
+use trigram_engine::device::group::{DeviceGroup as Ranks, Parcel};
 
 use crate::errors::Raise;
 use crate::{Asked, Group, Memory, Splits, request, seconds, wait};

@@ -19,11 +19,11 @@ use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
 use trigram_engine::bootstrap::rendezvous;
-use trigram_engine::call::job::{Message, Request, Tensors};
-use trigram_engine::drive::failing::How;
+use trigram_engine::call::request::{Message, Request, Tensors};
+use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group};
 use trigram_engine::security::secret::Security;
-use trigram_engine::sys::completion::Ticket;
+use trigram_engine::sys::completion::{self, Ticket};
 use trigram_engine::sys::{address, memory};
 
 /// The interpreter is about to end.
@@ -38,7 +38,7 @@ static WAITING: AtomicUsize = AtomicUsize::new(0);
 /// and the process ends around them.
 fn wait<T: Send>(
     py: Python<'_>,
-    f: impl Send + FnOnce(engine::Glance<'_>) -> trigram_core::Result<T>,
+    f: impl Send + FnOnce(completion::Glance<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     WAITING.fetch_add(1, Ordering::AcqRel);
@@ -126,7 +126,7 @@ impl Rendezvous {
             inner.inherit(engine.0.world());
         }
         let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
-        let losses = || beside.map_or(0, |e| e.0.counters().news().losses().len());
+        let losses = || beside.map_or(0, |e| e.0.counters().failures().losses().len());
         let before = losses();
         let engine = wait(py, |glance| {
             inner.connect(&verdicts, limit, &mut || match losses() == before {
@@ -187,12 +187,12 @@ impl Engine {
     /// The ranks lost so far, and how: left, dead, silent or refused.
     fn losses(&self) -> Vec<(u32, &'static str)> {
         let name = |how| match how {
-            How::Left => "left",
-            How::Dead => "dead",
-            How::Silent => "silent",
-            How::Refused => "refused",
+            LossKind::Left => "left",
+            LossKind::Dead => "dead",
+            LossKind::Silent => "silent",
+            LossKind::Refused => "refused",
         };
-        let losses = self.0.counters().news().losses();
+        let losses = self.0.counters().failures().losses();
         losses.into_iter().map(|(rank, how)| (rank, name(how))).collect()
     }
 

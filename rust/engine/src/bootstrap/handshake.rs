@@ -15,11 +15,11 @@ use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake_stream::Channel;
-use crate::runtime::engine::Glance;
 use crate::security::proofs::{Contact, HELLO, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::security::tls_keys::Tls;
 use crate::sys::completion::GLANCE;
+use crate::sys::completion::Glance;
 
 /// How long a stranger may keep a connection without proving who it is.
 const GREETING: Duration = Duration::from_secs(5);

@@ -12,10 +12,10 @@ use trigram_core::{Error, Result};
 
 use crate::group::world::Neighbour;
 use crate::host::control_segment::Board;
-use crate::runtime::engine::Glance;
 use crate::security::proofs::{Binding, Contact, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::sys::completion::GLANCE;
+use crate::sys::completion::Glance;
 use crate::sys::unix::{self, Connected, Received};
 
 /// How long ranks that claim the same host take to prove it.

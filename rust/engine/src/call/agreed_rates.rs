@@ -24,7 +24,7 @@ pub const EPOCH: u64 = 6;
 /// a change is heard two epochs later.
 const HELD: u32 = 2;
 
-/// See [`Balance::declare`].
+/// See [`AgreedRates::declare`].
 const FADES: f64 = 0.9;
 
 /// Declarations kept at most, so that a peer cannot fill our memory.
@@ -32,7 +32,7 @@ const KEPT: usize = 4;
 
 /// The agreement of one group.
 #[derive(Debug, Default)]
-pub struct Balance {
+pub struct AgreedRates {
     /// The number of the call with which rates were last declared.
     exchange: Option<u64>,
     /// The one before, whose rates are in use or about to be.
@@ -41,7 +41,7 @@ pub struct Balance {
     declared: BTreeMap<u64, BTreeMap<u32, Option<f64>>>,
     /// What this rank declared last, and when.
     last: Option<f64>,
-    /// See [`Balance::since`].
+    /// See [`AgreedRates::since`].
     at: Option<Instant>,
     failed: Option<u64>,
     rates: Vec<f64>,
@@ -52,15 +52,17 @@ pub struct Balance {
     told: (Vec<f64>, bool),
     /// For how many exchanges no rate has become worse.
     held: u32,
+    /// See [`AgreedRates::version`].
+    version: u64,
 }
 
-impl Balance {
+impl AgreedRates {
     /// Whether the call with this number is the first of its epoch that is asked about.
     pub fn is_first(&self, call: u64) -> bool {
         self.exchange.is_none_or(|x| call / EPOCH > x / EPOCH)
     }
 
-    /// This rank declares its rate with a call that [`Balance::is_first`]; returns what to tell.
+    /// This rank declares its rate with a call that [`AgreedRates::is_first`]; returns what to tell.
     ///
     /// Where ranks only help, links are not always full: then what one carried says little of what it can, and
     /// what is known is forgotten slowly.
@@ -90,8 +92,9 @@ impl Balance {
     }
 
     /// A call with this number has failed somewhere.
-    pub fn forget(&mut self, call: u64) {
+    pub fn void(&mut self, call: u64) {
         self.failed = self.failed.max(Some(call));
+        self.version += 1;
     }
 
     /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks`, of which the last
@@ -136,7 +139,13 @@ impl Balance {
             return false;
         }
         self.told = (links.rates.to_vec(), links.steady);
+        self.version += 1;
         true
+    }
+
+    /// Grows whenever calls go by something else than before: schedules that were made earlier are out of date.
+    pub fn version(&self) -> u64 {
+        self.version
     }
 
     /// What each link has been measured to carry; empty while nobody knows.
@@ -160,7 +169,7 @@ impl Balance {
 mod tests {
     use super::*;
 
-    fn declare(b: &mut Balance, call: u64, rates: [f64; 3]) -> Option<bool> {
+    fn declare(b: &mut AgreedRates, call: u64, rates: [f64; 3]) -> Option<bool> {
         assert!(b.is_first(call));
         b.declare(call, 0, Some(rates[0]), false);
         b.hear(call, 1, Some(rates[1]));
@@ -170,7 +179,7 @@ mod tests {
 
     #[test]
     fn rates_declared_in_one_epoch_hold_in_the_next() {
-        let mut b = Balance::default();
+        let mut b = AgreedRates::default();
         assert_eq!(declare(&mut b, 2, [1.0, 2.0, 3.0]), Some(false));
         assert!(b.links().rates.is_empty() && !b.is_first(5));
         assert_eq!(declare(&mut b, 7, [3.0, 3.0, 3.0]), Some(true));
@@ -179,7 +188,7 @@ mod tests {
 
     #[test]
     fn whoever_has_not_been_heard_is_waited_for() {
-        let mut b = Balance::default();
+        let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), false);
         assert_eq!(b.settle(&[0, 4], 0), Some(false));
         b.declare(6, 0, Some(1.0), false);
@@ -191,9 +200,9 @@ mod tests {
 
     #[test]
     fn a_failure_makes_what_was_declared_before_it_void() {
-        let mut b = Balance::default();
+        let mut b = AgreedRates::default();
         declare(&mut b, 0, [1.0, 2.0, 3.0]);
-        b.forget(4);
+        b.void(4);
         assert_eq!(declare(&mut b, 6, [1.0, 2.0, 3.0]), Some(false));
         assert!(b.links().rates.is_empty());
         assert_eq!(declare(&mut b, 12, [1.0, 2.0, 3.0]), Some(true));
@@ -202,7 +211,7 @@ mod tests {
 
     #[test]
     fn with_helpers_each_link_is_full_once() {
-        let mut b = Balance::default();
+        let mut b = AgreedRates::default();
         let mut exchange = |call: u64, worker: f64, helper: Option<f64>| {
             b.declare(call, 0, Some(worker), true);
             b.hear(call, 1, Some(worker));
@@ -219,7 +228,7 @@ mod tests {
 
     #[test]
     fn a_change_that_was_waited_for_is_told() {
-        let mut b = Balance::default();
+        let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), true);
         assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
         b.declare(6, 0, Some(1.0), true);
@@ -232,15 +241,15 @@ mod tests {
 
     #[test]
     fn who_skipped_a_failed_call_goes_by_the_same() {
-        let (mut made, mut skipped) = (Balance::default(), Balance::default());
+        let (mut made, mut skipped) = (AgreedRates::default(), AgreedRates::default());
         for b in [&mut made, &mut skipped] {
             declare(b, 0, [1.0, 2.0, 3.0]);
             declare(b, 6, [1.0, 2.0, 3.0]);
             assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
         }
         declare(&mut made, 12, [1.0, 2.0, 3.0]);
-        made.forget(12);
-        skipped.forget(12);
+        made.void(12);
+        skipped.void(12);
         assert!(made.links().rates.is_empty() && !made.is_first(13));
         declare(&mut skipped, 13, [1.0, 2.0, 3.0]);
         assert!(skipped.links().rates.is_empty());

@@ -1,20 +1,19 @@
 //! How the steps of a schedule are carried out on real memory and connections.
 //!
-//! With [`crate::call::job`], which resolves addresses, and [`crate::link::frames`] this file holds all accesses
+//! With [`crate::call::body`], which resolves addresses, and [`crate::link::frames`] this file holds all accesses
 //! to memory that belongs to callers.
 
 use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Loc, Place, Span};
 use trigram_core::{Error, ReduceOp, Result, reduce};
 
-use crate::call::job::{Body, EAGER};
-use crate::link::frames::{Token, Tx};
+use crate::call::body::{Body, EAGER};
+use crate::link::outbox::Outbox;
 
 /// Carries out the steps of one job.
 pub(crate) struct Wire<'a> {
     pub(crate) body: &'a mut Body,
-    pub(crate) tx: &'a mut [Option<Tx>],
-    pub(crate) done: &'a mut Vec<Token>,
+    pub(crate) out: &'a mut Outbox,
 }
 
 /// Bytes folded at a time: all blocks of a fold stay in the first-level cache.
@@ -31,7 +30,7 @@ impl Io for Wire<'_> {
             body.held.push((step, to, tag, span));
             return Ok(Started::Later);
         }
-        body.transmit(step, to, tag, span, self.tx, self.done)
+        body.transmit(step, to, tag, span, self.out)
     }
 
     fn recv(&mut self, _step: u32, from: Place, tag: u32, span: Span) -> Result<Started> {

@@ -7,26 +7,22 @@
 //! looks whether all ranks are alive. Whatever is wrong, the communicator is aborted, which ends what
 //! is stuck on the GPU, and the error is the one that CPU tensors would have raised.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
 
-use crate::call::job::Request;
+use crate::call::request::Request;
+use crate::device::call::DeviceCall;
+use crate::device::failure::{Failure, LOOK, blame, raise_alarm, told};
 use crate::device::nccl_call::{Plan, data_type, raw_mut};
-use crate::device::watch::{DYING, Watch, Watched};
-use crate::drive::hub;
-use crate::runtime::engine::Glance;
+use crate::device::watch::{Watch, Watched};
 use crate::runtime::group::Group;
+use crate::sys::completion::Glance;
 use crate::sys::completion::{GLANCE, Ticket};
 use crate::sys::fork;
-
-/// How often the watching thread looks while something is under way.
-pub(crate) const LOOK: Duration = Duration::from_millis(1);
-/// How long an aborted call is given to end on the GPU before the error is told all the same.
-const CLOSE: Duration = Duration::from_secs(5);
 
 /// A group's ranks, each with a GPU.
 pub struct DeviceGroup {
@@ -34,57 +30,6 @@ pub struct DeviceGroup {
     alarm: Group,
     nccl: Nccl,
     comm: Communicator,
-    failure: Arc<Failure>,
-}
-
-/// What has gone wrong with a device group; the first counts.
-#[derive(Default)]
-pub(crate) struct Failure(Mutex<Option<Error>>);
-
-impl Failure {
-    fn lock(&self) -> MutexGuard<'_, Option<Error>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(crate) fn get(&self) -> Result<()> {
-        self.lock().clone().map_or(Ok(()), Err)
-    }
-
-    /// This rank cannot go on, and neither can the others.
-    pub(crate) fn tell(&self, error: &Error, comm: &Communicator, alarm: &Group) {
-        self.lock().get_or_insert_with(|| error.clone());
-        raise_alarm(error, alarm); // first: aborting takes its time
-        comm.abort();
-    }
-}
-
-/// Tells the other ranks that this one cannot go on.
-fn raise_alarm(error: &Error, alarm: &Group) {
-    let members = alarm.members();
-    let why = match error {
-        // It says of itself who differs, and is the same on all ranks, whoever sees it first.
-        Error::Mismatch { .. } => error.clone(),
-        _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
-    };
-    let _ = alarm.fail(alarm.next() + 1, why);
-}
-
-/// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.
-pub(crate) fn blame(error: Error, alarm: &Group, what: &Signature) -> Error {
-    let since = Instant::now();
-    while since.elapsed() < DYING {
-        if let Err(known @ Error::PeerLost { .. }) = alarm.engine().look(alarm.members(), what) {
-            return known;
-        }
-        std::thread::sleep(LOOK);
-    }
-    error
-}
-
-/// A call under way on a GPU.
-pub struct DeviceCall {
-    done: Event,
-    witness: Option<Arc<Ticket>>,
     failure: Arc<Failure>,
 }
 
@@ -147,7 +92,7 @@ impl DeviceGroup {
         let mut pending =
             Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience).map_err(told)?;
         let (since, mut glanced) = (Instant::now(), Instant::now());
-        let what = hub::signature(&Request::nothing());
+        let what = Request::nothing().signature();
         let comm = loop {
             match pending.poll().map_err(told)? {
                 Ok(comm) => break comm,
@@ -197,7 +142,7 @@ impl DeviceGroup {
         self.failure.get()?;
         self.group.check(&request)?;
         let plan = Plan::of(&request, self.comm.rank(), self.comm.size())?;
-        let mut signature = hub::signature(&request);
+        let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;
         let witness = if witnessed { Some(self.group.witness(request, limit)?) } else { None };
         let run = || plan.run(&self.comm, &self.nccl);
@@ -297,101 +242,9 @@ impl DeviceGroup {
 impl Drop for DeviceGroup {
     fn drop(&mut self) {
         // Ending well takes all ranks.
-        let what = hub::signature(&Request::nothing());
+        let what = Request::nothing().signature();
         if self.alarm.engine().look(self.alarm.members(), &what).is_err() {
             self.comm.abort();
         }
-    }
-}
-
-impl DeviceCall {
-    /// Whether it has ended, well or not.
-    ///
-    /// # Errors
-    ///
-    /// [`Error::Io`] where the GPU has failed.
-    pub fn is_done(&self) -> Result<bool> {
-        Ok(self.failure.get().is_err() || self.is_agreed()? && self.done.is_reached().map_err(told)?)
-    }
-
-    /// Whether all ranks are known to have made the same call: where they have not, NCCL may have
-    /// ended it with numbers all the same.
-    fn is_agreed(&self) -> Result<bool> {
-        match self.witness.as_ref().map(|w| w.outcome()) {
-            Some(Some(outcome)) => outcome.map(|()| true),
-            Some(None) => Ok(false),
-            None => Ok(true),
-        }
-    }
-
-    /// What is given to the stream `caller` from now on comes after it.
-    ///
-    /// # Errors
-    ///
-    /// What it has failed with, if that is known.
-    ///
-    /// # Safety
-    ///
-    /// `caller` is a stream of its device.
-    pub unsafe fn order(&self, caller: usize) -> Result<()> {
-        self.failure.get().inspect_err(|_| self.let_go())?;
-        // SAFETY: passed on to the caller.
-        let theirs = unsafe { Stream::from_raw(self.done.device(), caller) };
-        theirs.wait_for(&self.done).map_err(told)
-    }
-
-    /// Sleeps until it has ended; false if `deadline` came first.
-    ///
-    /// # Errors
-    ///
-    /// What it has failed with.
-    pub fn wait(&self, deadline: Option<Instant>, glance: Glance<'_>) -> Result<bool> {
-        let (mut glanced, mut looks) = (Instant::now(), 0u32);
-        loop {
-            let reached = self.done.is_reached().map_err(told)?;
-            // An aborted call is reached too.
-            let state = self.failure.get().and_then(|()| self.is_agreed());
-            match state {
-                Ok(agreed) if agreed && reached => return Ok(true),
-                Ok(_) => {}
-                Err(error) => {
-                    self.let_go();
-                    return Err(error);
-                }
-            }
-            if deadline.is_some_and(|d| Instant::now() >= d) {
-                return Ok(false);
-            }
-            if glanced.elapsed() > GLANCE {
-                glance()?;
-                glanced = Instant::now();
-            }
-            looks += 1;
-            if looks < 200 { std::thread::yield_now() } else { std::thread::sleep(LOOK / 20) }
-        }
-    }
-
-    /// Waits until the GPU no longer touches the memory of a call that has failed, and was aborted.
-    fn let_go(&self) {
-        let since = Instant::now();
-        while since.elapsed() < CLOSE && matches!(self.done.is_reached(), Ok(false)) {
-            std::thread::sleep(LOOK);
-        }
-    }
-}
-
-/// NCCL's and CUDA's errors in this library's terms.
-pub fn told(error: nccl_rs::Error) -> Error {
-    use nccl_rs::Error as Theirs;
-    let text = error.to_string();
-    match error {
-        Theirs::Misuse(text) => Error::Misuse(text),
-        Theirs::Aborted(_) => Error::Aborted(text),
-        Theirs::Timeout { call, after } => {
-            let millis = after.as_millis() as u64;
-            Error::Timeout { what: call.into(), millis, waiting_for: "NCCL to accept the call".into() }
-        }
-        Theirs::Nccl { call, .. } | Theirs::Cuda { call, .. } => Error::Io { what: call.into(), why: text },
-        _ => Error::Unsupported(text),
     }
 }

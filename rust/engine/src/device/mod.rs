@@ -2,6 +2,8 @@
 //!
 //! Uses [`crate::runtime`] and what it uses, and nccl-rs.
 
+pub mod call;
+pub mod failure;
 pub mod group;
 mod nccl_call;
 mod watch;

@@ -4,7 +4,7 @@ use nccl_rs::{Communicator, Data, DataMut, DataType, Nccl, Op};
 use trigram_core::signature::Collective;
 use trigram_core::{DType, Error, ReduceOp, Result};
 
-use crate::call::job::{Request, Tensors};
+use crate::call::request::{Request, Tensors};
 
 /// What one rank gives to NCCL for a request.
 pub(crate) struct Plan<'a> {

@@ -7,13 +7,12 @@ use nccl_rs::{Communicator, Event};
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
-use crate::device::group::{Failure, LOOK, blame, told};
+use crate::device::failure::{DYING, Failure, LOOK, blame, told};
 use crate::runtime::group::Group;
 use crate::sys::completion::Ticket;
 
-/// A rank that has left may have done its part of a call that is under way still; one that has died, too.
+/// A rank that has left may have done its part of a call that is under way still.
 const LEAVING: Duration = Duration::from_secs(2);
-pub(crate) const DYING: Duration = Duration::from_millis(30);
 
 /// What is under way on GPUs, and the thread that looks after it.
 #[derive(Default)]

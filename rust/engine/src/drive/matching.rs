@@ -1,97 +1,75 @@
 //! Matches what arrives with who waits for it.
 //!
-//! A message finds its job by group and call, and its step by sender and tag. If the step has
-//! begun, the payload goes straight into the job's memory; if not, it is kept until it does.
+//! A message finds its call by group and number, and its step by sender and tag. If the step has
+//! begun, the payload goes straight into the call's memory; if not, it is kept until it does.
 
 use trigram_core::schedule::{Place, Step};
-use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::wire::{Frame, Kind};
 use trigram_core::{Error, Result};
 
+use crate::call::calls::Calls;
 use crate::call::job::{Job, Stage};
-use crate::drive::failing::{How, Told};
-use crate::drive::hub::{Early, Failure, Hub, mismatch};
-use crate::link::frames::{AHEAD, Sink, Target, Token, Tx};
-
-/// Payload bytes of messages that nobody has asked for yet, at most.
-const MOST_EARLY: usize = 1 << 30;
-
-/// What a message that nobody has asked for yet counts at least: many without a payload take memory too, and time to
-/// look through.
-const EARLY_COST: usize = 1 << 10;
+use crate::call::mismatch::mismatch;
+use crate::call::unexpected::{EARLY_COST, MOST_EARLY, MOST_GROUPS};
+use crate::drive::failing;
+use crate::group::world::World;
+use crate::health::losses::{LossEvent, LossKind};
+use crate::health::peers::Peers;
+use crate::link::frames::{AHEAD, Sink, Target, Token};
+use crate::link::outbox::Outbox;
 
 /// Bytes of an error that a peer tells, at most.
 const MOST_WORDS: usize = 1 << 20;
 
-/// Groups that peers may speak of before we know them, at most; and failures of calls that we have not made.
-const MOST_GROUPS: usize = 4096;
+/// What a frame that arrives may touch.
+pub(crate) struct Matching<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) peers: &'a mut Peers,
+    pub(crate) calls: &'a mut Calls,
+    pub(crate) out: &'a mut Outbox,
+}
 
-impl Hub {
-    pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
-        self.jobs.iter().position(|j| {
-            j.body.members.id == frame.group && j.body.call_id == frame.call && {
-                match j.body.request.message {
-                    None => true,
-                    Some(m) => {
-                        let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
-                        let sends = match frame.kind {
-                            Kind::Data => false,
-                            Kind::Ready => true,
-                            _ => frame.tag == 0, // the peer received, so we send
-                        };
-                        from && m.sends == sends
-                    }
-                }
-            }
-        })
-    }
-
-    /// Whether this rank is past a call that it has no job for.
-    pub(crate) fn is_over(&self, peer: u32, frame: &Frame) -> bool {
-        let Some(book) = self.books.get(&frame.group) else { return false };
-        match frame.call.as_message() {
-            None => frame.call.0 < book.next,
-            Some((tag, n)) => {
-                let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
-                book.messages.get(&(peer, tag, sends)).is_some_and(|&next| n < next)
-            }
-        }
-    }
-
-    pub(crate) fn keep_early(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.early_bytes += payload.len() + EARLY_COST;
-        if self.early_bytes > MOST_EARLY {
-            return Err(Error::io("receiving", "more than 1 GiB of messages that nobody asks for"));
-        }
-        self.early.push(Early { peer, frame: *frame, payload });
-        Ok(())
-    }
-
-    pub(crate) fn drop_early(&mut self, group: u64, call: CallId) {
-        let dropped = |e: &Early| e.frame.group == group && e.frame.call == call && !call.is_message();
-        self.early_bytes -=
-            self.early.iter().filter(|e| dropped(e)).map(|e| e.payload.len() + EARLY_COST).sum::<usize>();
-        self.early.retain(|e| !dropped(e));
-    }
-
-    /// Hands a new job what came before it.
+impl Matching<'_> {
+    /// Hands a new call what came before it.
     pub(crate) fn take_early(&mut self, i: usize) {
-        let mut k = 0;
-        while k < self.early.len() {
-            if self.find(self.early[k].peer, &self.early[k].frame) != Some(i) {
-                k += 1;
-                continue;
-            }
-            let Early { peer, frame, payload } = self.early.remove(k);
-            self.early_bytes -= payload.len() + EARLY_COST;
+        let mut from = 0;
+        while let Some((peer, frame, payload)) = self.calls.take_early(i, &mut from) {
             if self.compare(i, peer, &frame) {
                 self.accept(i, peer, &frame, payload);
             }
         }
     }
 
+    /// A step has finished.
+    pub(crate) fn complete(&mut self, token: Token) {
+        let Some(i) = self.calls.position(token.job) else { return };
+        let job = &mut self.calls.jobs[i];
+        if job.stage == Stage::Closing {
+            return;
+        }
+        if let Err(error) = job.complete(token.step, self.out) {
+            self.stop(i, error);
+        }
+    }
+
+    fn stop(&mut self, i: usize, error: Error) {
+        failing::stop(self.calls, i, error, self.out, self.peers, self.world.rank);
+    }
+
+    /// A peer has evicted a rank: so do we. If it is this rank, it cannot go on with that peer.
+    fn hear_lost(&mut self, peer: u32, rank: u32, payload: &[u8]) {
+        let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
+        if rank == self.world.rank {
+            let why = Error::Aborted(format!("it has given up this rank, rank {rank}: {why}"));
+            self.peers.report(LossEvent { rank: peer, why, kind: LossKind::Refused, reported_by: None });
+        } else if (rank as usize) < self.world.size() {
+            self.peers.report(LossEvent { rank, why, kind: LossKind::Silent, reported_by: Some(peer) });
+        }
+    }
+
     /// Whether a peer is in the same call as we; if not, the call fails.
-    pub(crate) fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
-        let body = &self.jobs[i].body;
+    fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
+        let body = &self.calls.jobs[i].body;
         let Some(place) = body.members.place_of(peer) else { return false };
         let mine = body.expected(place, frame.kind);
         if mine == frame.signature {
@@ -100,15 +78,16 @@ impl Hub {
         let mut sides = [(self.world.rank, mine), (peer, frame.signature)];
         sides.sort_by_key(|s| s.0);
         let error = mismatch(&body.members, body.call_id, &sides);
-        self.fail(i, error, true);
+        self.calls.fail(i, error, true, self.out);
         false
     }
 
-    pub(crate) fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
-        let job = &mut self.jobs[i];
+    fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
+        let job = &mut self.calls.jobs[i];
         let Some(place) = job.body.members.place_of(peer) else { return };
+        let out = &mut *self.out;
         let go = || {
-            job.release(place, &mut self.tx, &mut self.done)?;
+            job.release(place, out)?;
             if frame.kind == Kind::Data {
                 let step = job.exec.schedule().recv_step(place, frame.tag);
                 if !is_due(job, place, frame.tag, step, payload.len()) {
@@ -117,23 +96,13 @@ impl Hub {
                 }
                 job.body.mail.push((place, frame.tag, payload));
                 if let Some(step) = step.filter(|&s| job.exec.is_started(s)) {
-                    return deliver(job, step, &mut self.tx, &mut self.done);
+                    return deliver(job, step, out);
                 }
             }
             Ok(())
         };
         if let Err(error) = go() {
             self.stop(i, error);
-        }
-    }
-}
-
-impl Hub {
-    /// A peer says what its link carries. It may be ahead of us by a few calls, and even by a group.
-    fn hear_rate(&mut self, peer: u32, frame: &Frame, payload: &[u8]) {
-        let Ok(rate) = payload.try_into().map(f64::from_le_bytes) else { return };
-        if self.books.len() < MOST_GROUPS || self.books.contains_key(&frame.group) {
-            self.books.entry(frame.group).or_default().balance.hear(frame.call.0, peer, Some(rate));
         }
     }
 }
@@ -150,7 +119,7 @@ fn is_due(job: &Job, place: Place, tag: u32, step: Option<u32>, len: usize) -> b
 }
 
 /// Puts the last letter of the mail where its step, which waits for it, wants it.
-fn deliver(job: &mut Job, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token>) -> Result<()> {
+fn deliver(job: &mut Job, step: u32, out: &mut Outbox) -> Result<()> {
     let Some((place, _, bytes)) = job.body.mail.pop() else { return Ok(()) };
     let (to, len) = destination(job, step)?;
     if bytes.len() != len {
@@ -159,7 +128,7 @@ fn deliver(job: &mut Job, step: u32, tx: &mut [Option<Tx>], done: &mut Vec<Token
     }
     // SAFETY: `destination` has checked that the span lies in the job's memory.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
-    job.complete(step, tx, done)
+    job.complete(step, out)
 }
 
 /// Where a `Recv` step puts what it receives, and how many bytes.
@@ -171,7 +140,7 @@ fn destination(job: &Job, step: u32) -> Result<(*mut u8, usize)> {
     }
 }
 
-impl Sink for Hub {
+impl Sink for Matching<'_> {
     fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target> {
         let heap = || Target::Heap(vec![0; AHEAD.min(frame.len as usize)]);
         if frame.kind != Kind::Data {
@@ -186,20 +155,20 @@ impl Sink for Hub {
             }
             return Ok(heap());
         }
-        let Some(i) = self.find(peer, frame) else {
-            return Ok(if self.is_over(peer, frame) { Target::Nowhere } else { heap() });
+        let Some(i) = self.calls.find(peer, frame) else {
+            return Ok(if self.calls.is_over(peer, frame) { Target::Nowhere } else { heap() });
         };
-        if self.jobs[i].stage == Stage::Closing || !self.compare(i, peer, frame) {
+        if self.calls.jobs[i].stage == Stage::Closing || !self.compare(i, peer, frame) {
             return Ok(Target::Nowhere);
         }
-        let job = &mut self.jobs[i];
+        let job = &mut self.calls.jobs[i];
         let Some(place) = job.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
         let step = job.exec.schedule().recv_step(place, frame.tag);
         let Some(step) = step.filter(|&s| job.exec.is_started(s)) else { return Ok(heap()) };
         let (to, len) = destination(job, step)?;
         if len != frame.len as usize {
             let what = format!("a message of {} bytes where {len} belong", frame.len);
-            self.fail(i, Error::Corrupt { rank: peer, what }, true);
+            self.calls.fail(i, Error::Corrupt { rank: peer, what }, true, self.out);
             return Ok(Target::Nowhere);
         }
         Ok(Target::Memory(to, Token { job: job.body.id, step }))
@@ -209,7 +178,7 @@ impl Sink for Hub {
         match (frame.kind, target) {
             (_, Target::Nowhere) | (Kind::Bye | Kind::Beat, _) => {}
             (_, Target::Memory(_, token)) => {
-                if let Some(i) = self.jobs.iter().position(|j| j.body.id == token.job) {
+                if let Some(i) = self.calls.position(token.job) {
                     self.accept(i, peer, &Frame { kind: Kind::Ready, ..*frame }, Vec::new());
                 }
                 self.complete(token);
@@ -218,37 +187,38 @@ impl Sink for Hub {
                 let rank = peer;
                 let error: Error = postcard::from_bytes(&payload)
                     .map_err(|_| Error::Corrupt { rank, what: "a failure that cannot be read".into() })?;
-                match self.find(peer, frame) {
-                    Some(i) => self.fail(i, error, false),
-                    None if self.is_over(peer, frame) => self.forget_rates(frame.group, frame.call),
-                    None if self.failures.len() >= MOST_GROUPS => {
-                        let what = format!("more than {MOST_GROUPS} failures of calls that nobody made");
-                        return Err(Error::Corrupt { rank, what });
-                    }
+                match self.calls.find(peer, frame) {
+                    Some(i) => self.calls.fail(i, error, false, self.out),
+                    None if self.calls.is_over(peer, frame) => self.calls.void_rates(frame.group, frame.call),
                     None => {
-                        if !frame.call.is_message() {
-                            self.counters.news().failed.insert(frame.group, error.clone());
+                        let unexpected = &mut self.calls.unexpected;
+                        if !unexpected.keep_failure(frame.group, frame.call, peer, error.clone()) {
+                            let what = format!("more than {MOST_GROUPS} failures of calls that nobody made");
+                            return Err(Error::Corrupt { rank, what });
                         }
-                        self.failures.push(Failure { group: frame.group, call: frame.call, peer, error });
+                        if !frame.call.is_message() {
+                            self.peers.add_failed_call(frame.group, error);
+                        }
                     }
                 }
             }
             (Kind::Lost, Target::Heap(payload)) => {
-                let how = if frame.tag == self.world.rank { How::Refused } else { How::Silent };
-                let told = self.hear_lost(peer, frame.tag, &payload);
-                let by = (how == How::Silent).then_some(peer);
-                self.told.extend(told.map(|(rank, why)| Told { rank, why, how, by }));
+                self.hear_lost(peer, frame.tag, &payload);
             }
-            (Kind::Rate, Target::Heap(payload)) => self.hear_rate(peer, frame, &payload),
-            (_, Target::Heap(payload)) => match self.find(peer, frame) {
-                Some(i) if self.jobs[i].stage == Stage::Closing => {}
+            (Kind::Rate, Target::Heap(payload)) => {
+                if let Ok(rate) = payload.as_slice().try_into().map(f64::from_le_bytes) {
+                    self.calls.hear_rate(frame.group, frame.call, peer, rate);
+                }
+            }
+            (_, Target::Heap(payload)) => match self.calls.find(peer, frame) {
+                Some(i) if self.calls.jobs[i].stage == Stage::Closing => {}
                 Some(i) => {
                     if self.compare(i, peer, frame) {
                         self.accept(i, peer, frame, payload);
                     }
                 }
-                None if self.is_over(peer, frame) => {}
-                None => self.keep_early(peer, frame, payload)?,
+                None if self.calls.is_over(peer, frame) => {}
+                None => self.calls.unexpected.keep(peer, frame, payload)?,
             },
         }
         Ok(())

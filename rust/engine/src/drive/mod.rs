@@ -3,9 +3,10 @@
 //!
 //! Uses [`crate::call`], [`crate::health`] and what they use. Has no threads of its own.
 
-pub mod failing;
+pub(crate) mod failing;
 pub(crate) mod heartbeat;
-pub mod helper;
-pub mod hub;
-pub mod matching;
+pub(crate) mod helper;
+pub(crate) mod losses;
+pub(crate) mod matching;
 pub mod progress;
+pub(crate) mod scheduling;

@@ -8,9 +8,9 @@ use trigram_core::schedule::Place;
 use trigram_core::wire::CallId;
 use trigram_core::{Error, Result};
 
+use crate::group::retired::{Retired, Stage};
 use crate::group::world::World;
 use crate::host::control_segment::{Board, LANES, Lane};
-use crate::link::frames::Tx;
 use crate::sys::memory::Block;
 
 /// A member on this host, this rank included.
@@ -119,11 +119,6 @@ impl Members {
         places.iter().filter_map(|&p| self.ranks.get(p as usize).copied()).collect()
     }
 
-    /// The way out to the member at `place`.
-    pub fn link<'a>(&self, place: Place, tx: &'a mut [Option<Tx>]) -> Option<&'a mut Tx> {
-        tx.get_mut(*self.ranks.get(place as usize)? as usize)?.as_mut()
-    }
-
     /// Whether calls of this group meet on the board.
     pub fn has_lanes(&self) -> bool {
         !self.locals.is_empty()
@@ -197,43 +192,6 @@ impl Members {
                 && l.lane(self.id, call).is_some_and(|x| x.is_inside(call.0))
         });
         inside.map(|l| l.place).collect()
-    }
-}
-
-/// Stages of groups that have been let go, until no peer reads from them any more.
-#[derive(Debug, Default)]
-pub struct Retired(Mutex<Vec<Stage>>);
-
-#[derive(Debug)]
-struct Stage {
-    _block: Block,
-    group: u64,
-    /// One more than the last call that used it.
-    call: u64,
-    /// Boards of the ranks that may read it, and where each has the group.
-    readers: Vec<(Board, usize)>,
-}
-
-impl Stage {
-    fn is_read(&self) -> bool {
-        self.call > 0
-            && self.readers.iter().any(|(board, found)| {
-                board.has_group(*found, self.group) && board.lane(*found, self.call - 1).left() < self.call
-            })
-    }
-}
-
-impl Retired {
-    fn add(&self, stage: Stage) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(stage);
-        self.sweep();
-    }
-
-    /// Gives back the stages that nobody reads any more.
-    pub fn sweep(&self) {
-        let mut stages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = std::mem::take(&mut *stages).into_iter().filter(Stage::is_read).collect();
-        *stages = read;
     }
 }
 

@@ -8,7 +8,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::time::Timespec;
 use trigram_core::{Error, Result};
 
-use crate::group::members::Retired;
+use crate::group::retired::Retired;
 use crate::host::control_segment::Board;
 use crate::sys::fork::Watched;
 use crate::sys::memory::{Arena, Block, Place, Segment};

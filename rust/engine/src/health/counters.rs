@@ -1,9 +1,10 @@
 //! What an engine has done so far, and what has gone wrong: for threads that do not drive the work.
 
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use crate::drive::failing::News;
+use crate::health::losses::Failures;
 
 /// Counters that may be read at any time.
 #[derive(Debug, Default)]
@@ -18,7 +19,7 @@ pub struct Counters {
     pub waited: Vec<AtomicU64>,
     /// Processor time of the background thread, in nanoseconds, as it last looked.
     pub background: AtomicU64,
-    news: Mutex<News>,
+    failures: Mutex<Failures>,
 }
 
 impl Counters {
@@ -28,8 +29,17 @@ impl Counters {
         Self { sent: zeros(), waited: zeros(), ..Self::default() }
     }
 
+    /// This rank has slept while it waited for these.
+    pub(crate) fn note_wait(&self, ranks: &[u32], slept: Duration) {
+        for &rank in ranks {
+            if let Some(counter) = self.waited.get(rank as usize) {
+                counter.fetch_add(slept.as_nanos() as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// What has gone wrong.
-    pub fn news(&self) -> MutexGuard<'_, News> {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    pub fn failures(&self) -> MutexGuard<'_, Failures> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

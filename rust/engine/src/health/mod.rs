@@ -3,4 +3,6 @@
 //! Uses [`crate::group`].
 
 pub mod counters;
+pub mod losses;
+pub mod peers;
 pub(crate) mod wait_window;

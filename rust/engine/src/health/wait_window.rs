@@ -3,7 +3,7 @@
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use crate::drive::hub::Hub;
+use crate::health::counters::Counters;
 
 /// Log lines come once in so long at most.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -42,30 +42,14 @@ impl Window {
     }
 }
 
-impl Hub {
-    /// The ranks that the oldest call with a waiting caller waits for, before this rank sleeps.
-    pub(crate) fn awaited(&self) -> Vec<u32> {
-        let job = self.jobs.iter().find(|job| job.ticket.is_awaited());
-        job.map_or_else(Vec::new, |job| job.body.members.ranks_of(&job.absent()))
-    }
-
-    /// This rank has slept while it waited for these.
-    pub(crate) fn note_wait(&self, ranks: &[u32], slept: Duration) {
-        for &rank in ranks {
-            if let Some(counter) = self.counters.waited.get(rank as usize) {
-                counter.fetch_add(slept.as_nanos() as u64, Ordering::Relaxed);
-            }
-        }
-    }
-
-    /// Now and then, a line that names the straggler.
-    pub(crate) fn name_straggler(&mut self) {
-        if self.window.began.elapsed() < WINDOW {
+impl Window {
+    /// Now and then, a line that names the straggler; `me`: this rank.
+    pub(crate) fn name_straggler(&mut self, counters: &Counters, me: u32) {
+        if self.began.elapsed() < WINDOW {
             return;
         }
-        let waited = self.counters.waited.iter().map(|n| n.load(Ordering::Relaxed)).collect();
-        if let Some((rank, seconds)) = self.window.close(waited) {
-            let me = self.world.rank;
+        let waited = counters.waited.iter().map(|n| n.load(Ordering::Relaxed)).collect();
+        if let Some((rank, seconds)) = self.close(waited) {
             let window = WINDOW.as_secs();
             eprintln!(
                 "trigram: rank {me} has waited {seconds:.0} of the last {window} s for rank {rank}, the slowest"

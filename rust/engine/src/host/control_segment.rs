@@ -203,4 +203,40 @@ mod tests {
         let fd = small.fd().try_clone_to_owned().unwrap();
         assert!(matches!(Board::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
     }
+
+    #[test]
+    fn bytes_come_out_as_they_went_in() {
+        let board = Board::create().unwrap();
+        let total = 3 * PIPE + 12345;
+        let byte = |i: usize| (i * 31 % 251) as u8;
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let (pipe, ring) = board.pipe(1);
+                let data: Vec<u8> = (0..total).map(byte).collect();
+                let mut at = 0;
+                while at < total {
+                    let end = (at + 77_777).min(total);
+                    // SAFETY: this thread is the only writer.
+                    let n = unsafe { pipe.write(ring, &data[at..end]) };
+                    at += n;
+                    if n == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            let (pipe, ring) = board.pipe(1);
+            let mut at = 0;
+            let mut buf = vec![0; 100_001];
+            while at < total {
+                // SAFETY: this thread is the only reader.
+                let (n, _) = unsafe { pipe.read(ring, &mut buf) };
+                assert!(buf[..n].iter().enumerate().all(|(i, &b)| b == byte(at + i)));
+                at += n;
+                if n == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            assert!(!pipe.has_input());
+        });
+    }
 }

@@ -14,15 +14,14 @@ use std::time::{Duration, Instant};
 use rustix::event::epoll;
 use trigram_core::{Error, Result};
 
-use crate::drive::failing::{How, Told};
-use crate::drive::heartbeat::BEAT;
-use crate::drive::hub::{Hub, Submission};
+use crate::call::request::Submission;
 use crate::drive::progress::Progress;
 use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
+use crate::health::peers::HEARTBEAT;
 use crate::link::frames::{Rx, Tx};
-use crate::runtime::engine::Glance;
+use crate::sys::completion::Glance;
 use crate::sys::completion::{GLANCE, Ticket};
 use crate::sys::fork::Watched;
 
@@ -94,9 +93,8 @@ impl Driver {
         add(world.board.bell().fd(), BELL, epoll::EventFlags::IN)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
-        let hub = Hub::new(world.clone(), tx);
-        let (counters, helping) = (hub.counters.clone(), hub.helping.clone());
-        let progress = Progress::new(hub, rx);
+        let progress = Progress::new(world.clone(), tx, rx);
+        let (counters, helping) = (progress.counters.clone(), progress.helping());
         Ok(Self {
             world,
             progress: Mutex::new(progress),
@@ -132,7 +130,7 @@ impl Driver {
             let Ok(Some(progress)) = self.drive(progress, None, 0, &mut || Ok(())) else { return };
             self.note_time();
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            *idle = progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
+            *idle = progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
         }
     }
 
@@ -154,7 +152,7 @@ impl Driver {
                 Err(TryLockError::Poisoned(_)) => return,
             }
             self.pulsing.store(false, Ordering::Release);
-            std::thread::park_timeout(BEAT);
+            std::thread::park_timeout(HEARTBEAT);
         }
     }
 
@@ -214,7 +212,7 @@ impl Driver {
             }
             let over = match until {
                 Some(ticket) => ticket.is_done(),
-                None => progress.hub.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
+                None => progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
             };
             if over {
                 return Ok(Some(progress));
@@ -230,7 +228,7 @@ impl Driver {
                 idle = 0;
                 idle_since = None;
                 // While one way is busy, hear that the other has room again: both must stay full.
-                if self.has_sockets && progress.hub.tx.iter().flatten().any(|tx| !tx.is_idle()) {
+                if self.has_sockets && progress.is_sending() {
                     self.events(&mut progress, Duration::ZERO);
                 }
                 continue;
@@ -271,11 +269,7 @@ impl Driver {
 
     /// Fails the call of a ticket, everywhere.
     fn give_up(&self, progress: &mut Progress, ticket: &Arc<Ticket>, why: &str) {
-        let rank = self.world.rank;
-        if let Some(i) = progress.hub.jobs.iter().position(|j| Arc::ptr_eq(&j.ticket, ticket)) {
-            let error = Error::Aborted(format!("rank {rank} {why}"));
-            progress.hub.fail(i, error, true);
-        }
+        progress.stop(ticket, Error::Aborted(format!("rank {} {why}", self.world.rank)));
     }
 
     /// Sees a failed call to its end.
@@ -298,9 +292,9 @@ impl Driver {
         };
         for command in commands {
             match command {
-                Command::Submit(submission) => progress.hub.admit(submission),
-                Command::Abort(members, through, error) => progress.hub.abort(&members, through, &error),
-                Command::Help(members) => progress.hub.helped = Some(members),
+                Command::Submit(submission) => progress.admit(submission),
+                Command::Abort(members, through, error) => progress.abort(&members, through, &error),
+                Command::Help(members) => progress.help(members),
                 Command::Stop(ticket) => self.give_up(progress, &ticket, "was interrupted"),
             }
         }
@@ -315,14 +309,14 @@ impl Driver {
         if found || self.closed.load(Ordering::Acquire) {
             return bell.disarm();
         }
-        let (awaited, before) = (progress.hub.awaited(), Instant::now());
+        let (awaited, before) = (progress.awaited(), Instant::now());
         if on_event {
             self.events(progress, GLANCE);
             bell.disarm();
         } else {
             bell.sleep(seen, FUTEX_SLEEP);
         }
-        progress.hub.note_wait(&awaited, before.elapsed());
+        self.counters.note_wait(&awaited, before.elapsed());
     }
 
     /// Takes note of what sockets and bells have to say, waiting up to `limit` for it.
@@ -348,20 +342,9 @@ impl Driver {
                         // It would be readable for ever. That it is gone already is as good.
                         let _ = epoll::delete(&self.epoll, fd);
                     }
-                    match found {
-                        // It lives on, and what it lent cannot be used.
-                        Err(why) => progress.hub.told.push(Told { rank, why, how: How::Silent, by: None }),
-                        Ok(_) => progress.gone.push(rank),
-                    }
+                    progress.end_control(rank, found.err());
                 }
-                data => {
-                    if let Some(rx) = progress.rx.get_mut(data as usize).and_then(Option::as_mut) {
-                        rx.wake();
-                    }
-                    if let Some(tx) = progress.hub.tx.get_mut(data as usize).and_then(Option::as_mut) {
-                        tx.wake();
-                    }
-                }
+                data => progress.wake(data as u32),
             }
         }
     }

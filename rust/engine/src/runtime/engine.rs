@@ -9,12 +9,13 @@ use std::time::Duration;
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
-use crate::drive::hub::Submission;
+use crate::call::request::Submission;
 use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::driver::{Command, Driver};
+use crate::sys::completion::Glance;
 use crate::sys::fork;
 
 /// Runs calls. One per process and job.
@@ -23,9 +24,6 @@ pub struct Engine {
     background: Mutex<Option<JoinHandle<()>>>,
     pulse: Mutex<Option<JoinHandle<()>>>,
 }
-
-/// A caller's wish to stop waiting, asked for from time to time: Ctrl-C.
-pub type Glance<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 impl Engine {
     /// An engine over connections, one of each way per world rank.
@@ -78,11 +76,11 @@ impl Engine {
             Some(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait come first.
                 self.driver.take_inbox(&mut progress);
-                progress.hub.admit(submission);
+                progress.admit(submission);
                 match self.driver.drive(progress, Some(&ticket), self.driver.spins, &mut glance) {
                     Ok(Some(progress)) => {
-                        let more =
-                            !progress.hub.jobs.is_empty() || self.driver.waiting.load(Ordering::Acquire) > 0;
+                        let more = !progress.calls.jobs.is_empty()
+                            || self.driver.waiting.load(Ordering::Acquire) > 0;
                         drop(progress);
                         if more {
                             self.wake_background()?;
@@ -118,13 +116,13 @@ impl Engine {
             self.driver.take_inbox(&mut progress);
             self.driver.events(&mut progress, Duration::ZERO);
             progress.poll();
-            let more = !progress.hub.jobs.is_empty();
+            let more = !progress.calls.jobs.is_empty();
             drop(progress);
             if more {
                 self.wake_background()?;
             }
         }
-        self.driver.counters.news().of(members, what)
+        self.driver.counters.failures().check(members, what)
     }
 
     /// Makes a call that the background thread carries out.
@@ -201,7 +199,7 @@ impl Engine {
         let Ok(mut progress) = self.driver.progress.lock() else { return };
         self.driver.take_inbox(&mut progress);
         let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
-        progress.hub.fail_all(&error, true);
+        progress.fail_all(&error, true);
         progress.say_bye();
     }
 }

@@ -8,10 +8,10 @@ use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::{Error, Result};
 
-use crate::call::job::{Message, Request, Tensors};
-use crate::drive::hub::{self, Submission};
+use crate::call::request::{Message, Request, Submission, Tensors};
 use crate::group::members::Members;
-use crate::runtime::engine::{Engine, Glance};
+use crate::runtime::engine::Engine;
+use crate::sys::completion::Glance;
 use crate::sys::completion::Ticket;
 
 /// A group that this rank belongs to.
@@ -150,7 +150,7 @@ impl Group {
     /// are told, and it ends when all have made it.
     pub fn witness(&self, mut request: Request, limit: Option<Duration>) -> Result<Arc<Ticket>> {
         self.check(&request)?;
-        let mut signature = hub::signature(&request);
+        let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;
         request = Request { declared: Some(signature), ..Request::nothing() };
         // SAFETY: it has no memory.

@@ -11,6 +11,9 @@ use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
 /// How often a waiting caller looks up, to answer Ctrl-C (invariant PY-3).
 pub const GLANCE: Duration = Duration::from_millis(50);
 
+/// A caller's wish to stop waiting, asked for from time to time: Ctrl-C.
+pub type Glance<'a> = &'a mut dyn FnMut() -> Result<()>;
+
 /// The outcome of a call, now or later.
 #[derive(Debug, Default)]
 pub struct Ticket {
@@ -54,11 +57,7 @@ impl Ticket {
 
     /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `glance` is called
     /// every [`GLANCE`]; its error ends the wait, not the call.
-    pub fn wait(
-        &self,
-        deadline: Option<Instant>,
-        glance: &mut dyn FnMut() -> Result<()>,
-    ) -> Result<Option<Result<()>>> {
+    pub fn wait(&self, deadline: Option<Instant>, glance: Glance<'_>) -> Result<Option<Result<()>>> {
         self.set_awaited();
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         loop {

@@ -6,7 +6,8 @@ use std::time::Instant;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use trigram_core::Error;
-use trigram_engine::drive::hub::{Hub, Submission};
+use trigram_engine::call::calls::Calls;
+use trigram_engine::call::request::Submission;
 use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
 use trigram_engine::group::world::{Neighbour, World};
@@ -43,8 +44,10 @@ fn scribble(rng: &mut Rng, board: &Board) {
 }
 
 /// Writes to a lane: all of what it shows, or one number of it.
-fn show(rng: &mut Rng, board: &Board, place: usize, hub: &Hub) {
-    let Some(job) = (!hub.jobs.is_empty()).then(|| &hub.jobs[rng.below(hub.jobs.len())]) else { return };
+fn show(rng: &mut Rng, board: &Board, place: usize, calls: &Calls) {
+    let Some(job) = (!calls.jobs.is_empty()).then(|| &calls.jobs[rng.below(calls.jobs.len())]) else {
+        return;
+    };
     let call = job.body.call_id.0 & 0xffff;
     let lane = board.lane(place, call);
     if rng.one_in(3) {
@@ -113,20 +116,19 @@ fn boards() {
             .map(|len| (Fenced::new(len * 4), len))
             .collect();
         let held: usize = memory.iter().map(|m| m.1 * 16).sum();
-        let hub = Hub::new(world.clone(), vec![None, Some(tx)]);
-        let mut progress = Progress::new(hub, vec![None, Some(rx)]);
+        let mut progress = Progress::new(world.clone(), vec![None, Some(tx)], vec![None, Some(rx)]);
         group += 1;
         let Ok(members) = Members::new(group, "here".into(), vec![0, 1], 0, &world) else { continue };
         let members = Arc::new(members);
         let place = hostile.board.enter_group(group).unwrap();
         let (mut tickets, mut bytes, mut fed, mut jobs) = (Vec::new(), Vec::new(), 0, 0);
         for _ in 0..400 {
-            if jobs < memory.len() && progress.hub.jobs.len() < LANES && rng.one_in(3) {
+            if jobs < memory.len() && progress.calls.jobs.len() < LANES && rng.one_in(3) {
                 let (memory, len) = &mut memory[jobs];
                 let request = some_request(&mut rng, memory.at(), *len, 2);
                 let ticket = Arc::default();
                 tickets.push(Arc::clone(&ticket));
-                progress.hub.admit(Submission { members: members.clone(), request, ticket, deadline: None });
+                progress.admit(Submission { members: members.clone(), request, ticket, deadline: None });
                 jobs += 1;
             }
             match rng.below(40) {
@@ -134,16 +136,16 @@ fn boards() {
                 1 => scribble(&mut rng, &mine),
                 2..8 => {
                     bytes.clear();
-                    some_frame(&mut rng, &progress.hub, 1, &mut bytes);
+                    some_frame(&mut rng, &progress.calls, 1, &mut bytes);
                     fed += hostile.tx.write(&bytes, &[]).unwrap();
                 }
-                8 => show(&mut rng, &mine, place, &progress.hub), // not its own, but it can
+                8 => show(&mut rng, &mine, place, &progress.calls), // not its own, but it can
                 9 => drop(unix::send(
                     &hostile.control,
                     &bytes[..bytes.len().min(9)],
                     &[hostile.board.bell().fd()],
                 )),
-                _ => show(&mut rng, &hostile.board, place, &progress.hub),
+                _ => show(&mut rng, &hostile.board, place, &progress.calls),
             }
             done += 1;
             round(&mut progress);
@@ -153,9 +155,9 @@ fn boards() {
         // A pipe whose counters lie gives what its ring holds, again and again: at most a turn in each round.
         let most = (4 << 20) + held + 6 * fed + 2 * AHEAD + 400 * PIPE;
         assert!(took < most, "{took} bytes for {fed} that came, at most {most}");
-        ended += progress.hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
+        ended += progress.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
         failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
-        progress.hub.fail_all(&Error::Aborted("the end".into()), false);
+        progress.fail_all(&Error::Aborted("the end".into()), false);
         drop(progress);
         memory.iter().for_each(|m| m.0.check());
     }

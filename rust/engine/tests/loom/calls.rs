@@ -1,4 +1,4 @@
-//! Two ranks in calls of one group, as `Hub::step`, `Hub::reap` (`hub.rs`) and `Hub::fail` (`failing.rs`) go through them.
+//! Two ranks in calls of one group, as `Scheduling::step`, `Scheduling::reap` and `Calls::fail` go through them.
 
 use loom::sync::Arc;
 use loom::thread;

@@ -1,8 +1,9 @@
 //! The protocols of shared memory, in every order that the processor and the compiler may show.
 //!
-//! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's atomics (see
-//! `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
-//! and how `driver.rs` passes on what it is asked for. `make test-loom` runs it.
+//! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's
+//! atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
+//! `drive/scheduling.rs` calls a lane, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
+//! runs it.
 #![cfg(trigram_loom)]
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 

@@ -216,9 +216,9 @@ pub fn run(
     for rank in ranks {
         let size = dtype.size();
         let garbage = |len: usize| vec![0xa5; len * size]; // uninitialised memory, made visible
-        let (scratch, slot) = (garbage(rank.schedule.scratch), garbage(rank.schedule.slot));
+        let (scratch, bounce) = (garbage(rank.schedule.scratch), garbage(rank.schedule.bounce));
         let in_place = rank.output.is_none();
-        let bufs = [rank.input, rank.output.unwrap_or_default(), scratch, slot];
+        let bufs = [rank.input, rank.output.unwrap_or_default(), scratch, bounce];
         memory.push(Memory { bufs, in_place });
         executors.push(Executor::new(rank.schedule));
     }

@@ -33,19 +33,19 @@ pub enum Kind {
     /// The call failed; the payload is the error.
     Fail = 3,
     /// The sender leaves in good order.
-    Bye = 4,
+    Leave = 4,
     /// What the sender's link carries: bytes per second as an f64, 0 if it does not know.
     Rate = 5,
     /// The sender has given up the rank in `tag`, perhaps the receiver; the payload is why.
     Lost = 6,
     /// The sender is alive and has nothing else to say.
-    Beat = 7,
+    Heartbeat = 7,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         use Kind::*;
-        [Data, Ready, Fail, Bye, Rate, Lost, Beat].into_iter().find(|k| *k as u8 == code)
+        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat].into_iter().find(|k| *k as u8 == code)
     }
 }
 

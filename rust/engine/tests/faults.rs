@@ -138,17 +138,17 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 op: ReduceOp::Sum,
                 declared: None,
             };
-            // SAFETY: both tensors live until both tickets are resolved.
+            // SAFETY: both tensors live until both completion handles are resolved.
             let sent = unsafe { group.start(send, None)? };
             // SAFETY: as above.
             let taken = unsafe { group.start(take, None)? };
             let began = Instant::now();
             let mut failed = Ok(());
-            for ticket in [taken, sent] {
+            for completion in [taken, sent] {
                 // Messages concern two ranks only: who hears of a loss elsewhere stops waiting by itself.
                 loop {
                     let soon = Some(Instant::now() + Duration::from_millis(50));
-                    if let Some(end) = ticket.wait(soon, &mut || Ok(()))? {
+                    if let Some(end) = completion.wait(soon, &mut || Ok(()))? {
                         failed = failed.and(end);
                         break;
                     }

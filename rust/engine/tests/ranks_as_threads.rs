@@ -25,10 +25,10 @@ fn over_mem(n: usize) -> Vec<Arc<Engine>> {
 fn met(n: usize, transport: Transport) -> Vec<Arc<Engine>> {
     let mut ranks: Vec<Rendezvous> =
         (0..n).map(|r| Rendezvous::open(r as u32, n, Some("lo"), None, transport).unwrap()).collect();
-    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.card().unwrap()).collect();
+    let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
     let verdicts: Vec<bool> = std::thread::scope(|s| {
         let all: Vec<_> =
-            ranks.iter_mut().map(|r| s.spawn(|| r.meet(&cards, &mut || Ok(())).unwrap())).collect();
+            ranks.iter_mut().map(|r| s.spawn(|| r.handshake(&records, &mut || Ok(())).unwrap())).collect();
         all.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let limit = Duration::from_secs(20);

@@ -23,7 +23,7 @@ use trigram_engine::call::request::{Message, Request, Tensors};
 use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group};
 use trigram_engine::security::secret::Security;
-use trigram_engine::sys::completion::{self, Ticket};
+use trigram_engine::sys::completion::{self, Completion};
 use trigram_engine::sys::{address, memory};
 
 /// The interpreter is about to end.
@@ -38,7 +38,7 @@ static WAITING: AtomicUsize = AtomicUsize::new(0);
 /// and the process ends around them.
 fn wait<T: Send>(
     py: Python<'_>,
-    f: impl Send + FnOnce(completion::Glance<'_>) -> trigram_core::Result<T>,
+    f: impl Send + FnOnce(completion::InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     WAITING.fetch_add(1, Ordering::AcqRel);
@@ -103,13 +103,13 @@ impl Rendezvous {
     }
 
     fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let card = self.0.as_ref().ok_or_else(used).raise(py)?.card().raise(py)?;
+        let card = self.0.as_ref().ok_or_else(used).raise(py)?.record().raise(py)?;
         Ok(PyBytes::new(py, &card))
     }
 
     fn meet(&mut self, py: Python<'_>, cards: Vec<Vec<u8>>) -> PyResult<bool> {
         let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
-        wait(py, |glance| inner.meet(&cards, glance))
+        wait(py, |check_interrupt| inner.handshake(&cards, check_interrupt))
     }
 
     /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.
@@ -128,9 +128,9 @@ impl Rendezvous {
         let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
         let losses = || beside.map_or(0, |e| e.0.counters().failures().losses().len());
         let before = losses();
-        let engine = wait(py, |glance| {
+        let engine = wait(py, |check_interrupt| {
             inner.connect(&verdicts, limit, &mut || match losses() == before {
-                true => glance(),
+                true => check_interrupt(),
                 false => Err(Error::Aborted("another rank was lost meanwhile".into())),
             })
         })?;
@@ -213,7 +213,7 @@ impl Engine {
 
 /// Registered memory, given back when collected.
 #[pyclass(module = "trigram._core", frozen)]
-struct Block(memory::Block);
+struct Block(memory::RegisteredBuffer);
 
 #[pymethods]
 impl Block {
@@ -306,7 +306,7 @@ impl Group {
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives.py` holds the tensors, whose storage it has measured, until
         // this returns.
-        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })
+        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })
     }
 
     /// A collective in the background.
@@ -322,8 +322,8 @@ impl Group {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives.py` holds the tensors until the work is done.
-        let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
-        Ok(Work(ticket.raise(py)?))
+        let completion = py.detach(|| unsafe { self.0.start(request, limit) });
+        Ok(Work(completion.raise(py)?))
     }
 
     /// An empty call that stands for one on GPU memory.
@@ -331,7 +331,7 @@ impl Group {
     fn witness(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
         let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
         let limit = seconds(timeout);
-        py.detach(|| self.0.witness(request, limit)).map(Work).raise(py)
+        py.detach(|| self.0.consistency_check(request, limit)).map(Work).raise(py)
     }
 
     /// A message to or from `peer`, in this thread or in the background.
@@ -360,11 +360,11 @@ impl Group {
         let limit = seconds(timeout);
         if background {
             // SAFETY: as in `start`.
-            let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok(Some(Work(ticket.raise(py)?)));
+            let completion = py.detach(|| unsafe { self.0.start(request, limit) });
+            return Ok(Some(Work(completion.raise(py)?)));
         }
         // SAFETY: as in `run`.
-        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })?;
+        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
         Ok(None)
     }
 
@@ -396,7 +396,7 @@ impl Group {
 
 /// A call under way.
 #[pyclass(module = "trigram._core", frozen)]
-struct Work(Arc<Ticket>);
+struct Work(Arc<Completion>);
 
 #[pymethods]
 impl Work {
@@ -408,7 +408,7 @@ impl Work {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        match wait(py, |glance| self.0.wait(deadline, glance))? {
+        match wait(py, |check_interrupt| self.0.wait(deadline, check_interrupt))? {
             Some(outcome) => outcome.raise(py).map(|()| true),
             None => Ok(false),
         }
@@ -424,7 +424,7 @@ fn interfaces() -> Vec<(String, String)> {
 /// Whether this is a card of that rank, with the seal of this job's secret if there is one.
 #[pyfunction]
 fn is_card(py: Python<'_>, card: &[u8], rank: u32) -> PyResult<bool> {
-    Ok(rendezvous::is_card(&Security::from_env().raise(py)?, card, rank))
+    Ok(rendezvous::is_record(&Security::from_env().raise(py)?, card, rank))
 }
 
 #[pymodule]

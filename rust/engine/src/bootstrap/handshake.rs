@@ -1,7 +1,7 @@
 //! Connections between hosts: the higher rank connects, the lower listens, and both prove that they are of the job.
 //!
 //! The connecting side proves first, so that whoever just calls learns nothing to try secrets on. A stranger
-//! never fails the job, whatever it sends: it is dropped. All ranks here have the same secret (their cards
+//! never fails the job, whatever it sends: it is dropped. All ranks here have the same secret (their endpoint records
 //! were sealed with it), so a rank that is refused again and again has somebody between itself and its peer.
 
 use std::collections::{HashMap, VecDeque};
@@ -14,12 +14,12 @@ use tokio::sync::mpsc;
 use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
-use crate::bootstrap::handshake_stream::Channel;
-use crate::security::proofs::{Contact, HELLO, NONCE, Side};
+use crate::bootstrap::handshake_stream::HandshakeStream;
+use crate::security::proofs::{HELLO, Handshake, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::security::tls_keys::Tls;
-use crate::sys::completion::GLANCE;
-use crate::sys::completion::Glance;
+use crate::sys::completion::INTERRUPT_INTERVAL;
+use crate::sys::completion::InterruptCheck;
 
 /// How long a stranger may keep a connection without proving who it is.
 const GREETING: Duration = Duration::from_secs(5);
@@ -49,9 +49,9 @@ type Refused = Arc<Mutex<HashMap<u32, IpAddr>>>;
 
 enum Arrival {
     /// A lower rank has proved itself and accepted us.
-    Reached(u32, Channel),
+    Reached(u32, HandshakeStream),
     /// A higher rank has proved itself: it awaits this word.
-    Received(u32, Channel, [u8; 1 + PROOF]),
+    Received(u32, HandshakeStream, [u8; 1 + PROOF]),
     /// A lower rank refuses us.
     Barred(Error),
 }
@@ -62,8 +62,8 @@ pub fn connect(
     peers: &[(u32, SocketAddr)],
     listener: &std::net::TcpListener,
     limit: Duration,
-    glance: Glance<'_>,
-) -> Result<HashMap<u32, Channel>> {
+    check_interrupt: InterruptCheck<'_>,
+) -> Result<HashMap<u32, HandshakeStream>> {
     let io = |e: std::io::Error| Error::io("preparing TCP", e);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
@@ -79,27 +79,27 @@ pub fn connect(
         }
         let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
         tasks.spawn(receive(listener, me.clone(), higher, refused.clone(), send));
-        let mut channels = HashMap::new();
+        let mut streams = HashMap::new();
         let began = Instant::now();
-        while channels.len() < peers.len() {
-            match tokio::time::timeout(GLANCE, arrivals.recv()).await {
-                Ok(Some(Arrival::Reached(rank, channel))) => drop(channels.insert(rank, channel)),
-                Ok(Some(Arrival::Received(rank, mut channel, word))) => {
+        while streams.len() < peers.len() {
+            match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
+                Ok(Some(Arrival::Reached(rank, stream))) => drop(streams.insert(rank, stream)),
+                Ok(Some(Arrival::Received(rank, mut stream, word))) => {
                     // Said here, where nobody can be dropped any more for others who wait.
-                    if let Ok(Ok(())) = tokio::time::timeout(GREETING, channel.write(&word)).await {
-                        channels.insert(rank, channel);
+                    if let Ok(Ok(())) = tokio::time::timeout(GREETING, stream.write(&word)).await {
+                        streams.insert(rank, stream);
                     }
                 }
                 Ok(Some(Arrival::Barred(error))) => return Err(error),
                 Ok(None) | Err(_) => {}
             }
-            glance()?;
-            if began.elapsed() > limit && channels.len() < peers.len() {
-                let missing = peers.iter().map(|p| p.0).filter(|rank| !channels.contains_key(rank)).collect();
+            check_interrupt()?;
+            if began.elapsed() > limit && streams.len() < peers.len() {
+                let missing = peers.iter().map(|p| p.0).filter(|rank| !streams.contains_key(rank)).collect();
                 return Err(too_late(me.rank, own, missing, &refused, limit));
             }
         }
-        Ok(channels)
+        Ok(streams)
     })
 }
 
@@ -122,7 +122,7 @@ fn too_late(me: u32, own: SocketAddr, missing: Vec<u32>, refused: &Refused, limi
 
 /// What came of calling a lower rank.
 enum Called {
-    Proved(Channel),
+    Proved(HandshakeStream),
     Refused,
 }
 
@@ -130,18 +130,18 @@ async fn call(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::connecting).transpose()?;
-    let mut channel = Channel::open(stream, session).await?;
-    let begun = Contact::begin(me.rank, rank, channel.binding()?);
-    let mut contact = begun.map_err(std::io::Error::other)?;
-    channel.write(&contact.hello(&me.keys)).await?;
+    let mut stream = HandshakeStream::open(stream, session).await?;
+    let begun = Handshake::begin(me.rank, rank, stream.binding()?);
+    let mut handshake = begun.map_err(std::io::Error::other)?;
+    stream.write(&handshake.hello(&me.keys)).await?;
     let mut answer = [0; NONCE];
-    channel.read(&mut answer).await?;
-    contact.answer = answer;
-    channel.write(&contact.prove(Side::Connecting, &me.keys)).await?;
+    stream.read(&mut answer).await?;
+    handshake.accepting_nonce = answer;
+    stream.write(&handshake.prove(Side::Connecting, &me.keys)).await?;
     let mut word = [0; 1 + PROOF];
-    channel.read(&mut word).await?;
-    let proved = word[0] == ACCEPTED && contact.is_proof(Side::Accepting, &me.keys, &word[1..]);
-    Ok(if proved { Called::Proved(channel) } else { Called::Refused })
+    stream.read(&mut word).await?;
+    let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
+    Ok(if proved { Called::Proved(stream) } else { Called::Refused })
 }
 
 /// Connects to a lower rank, again and again until it answers.
@@ -149,9 +149,9 @@ async fn reach(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Send
     let mut refusals = 0;
     loop {
         match tokio::time::timeout(GREETING, call(rank, address, &me)).await {
-            Ok(Ok(Called::Proved(channel))) => {
+            Ok(Ok(Called::Proved(stream))) => {
                 // The receiver has gone only if the wait was given up.
-                let _ = arrived.send(Arrival::Reached(rank, channel)).await;
+                let _ = arrived.send(Arrival::Reached(rank, stream)).await;
                 return;
             }
             Ok(Ok(Called::Refused)) => refusals += 1,
@@ -224,22 +224,22 @@ async fn hear(
 ) -> std::io::Result<Option<Arrival>> {
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::accepting).transpose()?;
-    let mut channel = Channel::open(stream, session).await?;
+    let mut stream = HandshakeStream::open(stream, session).await?;
     let mut hello = [0; HELLO];
-    channel.read(&mut hello).await?;
-    let contact = Contact::accept(&hello, me.rank, &me.keys, channel.binding()?);
-    let Some(contact) = contact.filter(|c| higher.contains(&c.from)) else { return Ok(None) };
-    channel.write(&contact.answer).await?;
+    stream.read(&mut hello).await?;
+    let handshake = Handshake::accept(&hello, me.rank, &me.keys, stream.binding()?);
+    let Some(handshake) = handshake.filter(|c| higher.contains(&c.from)) else { return Ok(None) };
+    stream.write(&handshake.accepting_nonce).await?;
     let mut proof = [0; PROOF];
-    channel.read(&mut proof).await?;
+    stream.read(&mut proof).await?;
     let mut word = [0; 1 + PROOF];
-    if !contact.is_proof(Side::Connecting, &me.keys, &proof) {
-        refused.lock().unwrap_or_else(PoisonError::into_inner).insert(contact.from, from);
+    if !handshake.is_proof(Side::Connecting, &me.keys, &proof) {
+        refused.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
         word[0] = REFUSED;
-        channel.write(&word).await?;
+        stream.write(&word).await?;
         return Ok(None);
     }
     word[0] = ACCEPTED;
-    word[1..].copy_from_slice(&contact.prove(Side::Accepting, &me.keys));
-    Ok(Some(Arrival::Received(contact.from, channel, word)))
+    word[1..].copy_from_slice(&handshake.prove(Side::Accepting, &me.keys));
+    Ok(Some(Arrival::Received(handshake.from, stream, word)))
 }

@@ -10,23 +10,23 @@ use crate::transport::{tcp, tls};
 
 /// One end of a connection that is being made.
 #[derive(Debug)]
-pub struct Channel {
+pub struct HandshakeStream {
     stream: TcpStream,
     tls: Option<Box<rustls::Connection>>,
 }
 
-impl Channel {
+impl HandshakeStream {
     /// A connection, encrypted if a TLS session is given, which is then set up.
     pub async fn open(stream: TcpStream, tls: Option<rustls::Connection>) -> Result<Self> {
-        let mut channel = Self { stream, tls: tls.map(Box::new) };
-        while channel.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
-            channel.flush().await?;
-            if channel.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
-                channel.take_in().await?;
+        let mut stream = Self { stream, tls: tls.map(Box::new) };
+        while stream.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
+            stream.flush().await?;
+            if stream.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
+                stream.take_in().await?;
             }
         }
-        channel.flush().await?;
-        Ok(channel)
+        stream.flush().await?;
+        Ok(stream)
     }
 
     /// What proofs are bound to.

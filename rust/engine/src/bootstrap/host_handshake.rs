@@ -1,7 +1,7 @@
-//! Ranks of one host introduce themselves over unix sockets, and give each other their boards.
+//! Ranks of one host introduce themselves over unix sockets, and give each other their control segments.
 //!
 //! The higher rank connects to the lower. Four messages: who it is and a nonce; a nonce and the lower rank's proof;
-//! the higher rank's proof with its board; the lower rank's board. So a board goes only to who has proved itself.
+//! the higher rank's proof with its control segment; the lower rank's control segment. So a control segment goes only to who has proved itself.
 //! Who is of another user is not even heard ([`unix::accept`]).
 
 use std::collections::{HashMap, VecDeque};
@@ -11,44 +11,44 @@ use std::time::{Duration, Instant};
 use trigram_core::{Error, Result};
 
 use crate::group::world::Neighbour;
-use crate::host::control_segment::Board;
-use crate::security::proofs::{Binding, Contact, NONCE, Side};
+use crate::host::control_segment::ControlSegment;
+use crate::security::proofs::{Binding, Handshake, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
-use crate::sys::completion::GLANCE;
-use crate::sys::completion::Glance;
+use crate::sys::completion::INTERRUPT_INTERVAL;
+use crate::sys::completion::InterruptCheck;
 use crate::sys::unix::{self, Connected, Received};
 
 /// How long ranks that claim the same host take to prove it.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Connections that are being heard at once; who has been heard longest gives way.
 const GREETINGS: usize = 256;
-/// The message that brings a board to who has proved itself.
-const BOARD: &[u8] = b"board";
+/// The message that brings a control segment to who has proved itself.
+const CONTROL_SEGMENT: &[u8] = b"control";
 
 /// A conversation under way.
-struct Talk {
+struct Conversation {
     socket: OwnedFd,
-    contact: Contact,
+    handshake: Handshake,
     proved: bool,
 }
 
 /// Meets the ranks of this host, given by rank and the name of their socket. `None` if not all could be met.
-pub fn introduce(
+pub fn connect(
     me: u32,
     local: &[(u32, &str)],
     listener: &OwnedFd,
-    board: &Board,
+    control: &ControlSegment,
     keys: &Keys,
-    glance: Glance<'_>,
+    check_interrupt: InterruptCheck<'_>,
 ) -> Result<Option<HashMap<u32, Neighbour>>> {
     let deadline = Instant::now() + PATIENCE;
-    let boards = [board.segment().fd(), board.bell().fd()];
+    let controls = [control.segment().fd(), control.bell().fd()];
     let mut met = HashMap::new();
     let mut to_call: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
     let mut calling = Vec::new();
     let mut strangers: VecDeque<OwnedFd> = VecDeque::new();
-    let mut called: Vec<Talk> = Vec::new();
-    let mut glanced = Instant::now();
+    let mut called: Vec<Conversation> = Vec::new();
+    let mut checked = Instant::now();
     loop {
         for (rank, name) in std::mem::take(&mut to_call) {
             let socket = match unix::connect(name)? {
@@ -59,32 +59,36 @@ pub fn introduce(
                 }
                 _ => return Ok(None),
             };
-            let contact = Contact::begin(me, rank, Binding::Host)?;
-            unix::send(&socket, &contact.hello(keys), &[])?;
-            calling.push(Talk { socket, contact, proved: false });
+            let handshake = Handshake::begin(me, rank, Binding::Host)?;
+            unix::send(&socket, &handshake.hello(keys), &[])?;
+            calling.push(Conversation { socket, handshake, proved: false });
         }
         // Lower ranks answer.
         let mut still = Vec::new();
-        for mut talk in calling {
-            let rank = talk.contact.to;
-            match unix::receive(&talk.socket)? {
-                Received::Nothing => still.push(talk),
+        for mut conversation in calling {
+            let rank = conversation.handshake.to;
+            match unix::receive(&conversation.socket)? {
+                Received::Nothing => still.push(conversation),
                 Received::Closed => return Ok(None),
-                Received::Message(bytes, fds) if talk.proved => {
-                    if bytes != BOARD {
+                Received::Message(bytes, fds) if conversation.proved => {
+                    if bytes != CONTROL_SEGMENT {
                         return Ok(None);
                     }
-                    met.insert(rank, neighbour(rank, fds, talk.socket)?);
+                    met.insert(rank, neighbour(rank, fds, conversation.socket)?);
                 }
                 Received::Message(bytes, _) => {
                     let Some((nonce, proof)) = bytes.split_first_chunk::<NONCE>() else { return Ok(None) };
-                    talk.contact.answer = *nonce;
-                    if !talk.contact.is_proof(Side::Accepting, keys, proof) {
+                    conversation.handshake.accepting_nonce = *nonce;
+                    if !conversation.handshake.is_proof(Side::Accepting, keys, proof) {
                         return Ok(None);
                     }
-                    unix::send(&talk.socket, &talk.contact.prove(Side::Connecting, keys), &boards)?;
-                    talk.proved = true;
-                    still.push(talk);
+                    unix::send(
+                        &conversation.socket,
+                        &conversation.handshake.prove(Side::Connecting, keys),
+                        &controls,
+                    )?;
+                    conversation.proved = true;
+                    still.push(conversation);
                 }
             }
         }
@@ -101,26 +105,27 @@ pub fn introduce(
                 Received::Nothing => strangers.push_back(socket),
                 Received::Closed => {}
                 Received::Message(bytes, _) => {
-                    let contact = Contact::accept(&bytes, me, keys, Binding::Host);
+                    let handshake = Handshake::accept(&bytes, me, keys, Binding::Host);
                     let wanted = |rank| rank > me && local.iter().any(|l| l.0 == rank);
-                    let Some(contact) = contact.filter(|c| wanted(c.from)) else { continue };
-                    let mut answer = contact.answer.to_vec();
-                    answer.extend(contact.prove(Side::Accepting, keys));
+                    let Some(handshake) = handshake.filter(|c| wanted(c.from)) else { continue };
+                    let mut answer = handshake.accepting_nonce.to_vec();
+                    answer.extend(handshake.prove(Side::Accepting, keys));
                     unix::send(&socket, &answer, &[])?;
-                    called.push(Talk { socket, contact, proved: false });
+                    called.push(Conversation { socket, handshake, proved: false });
                 }
             }
         }
         let mut still = Vec::new();
-        for talk in called {
-            let rank = talk.contact.from;
-            match unix::receive(&talk.socket)? {
-                Received::Nothing => still.push(talk),
+        for conversation in called {
+            let rank = conversation.handshake.from;
+            match unix::receive(&conversation.socket)? {
+                Received::Nothing => still.push(conversation),
                 Received::Closed => {}
                 Received::Message(proof, fds) => {
-                    if proof.len() == PROOF && talk.contact.is_proof(Side::Connecting, keys, &proof) {
-                        unix::send(&talk.socket, BOARD, &boards)?;
-                        met.insert(rank, neighbour(rank, fds, talk.socket)?);
+                    if proof.len() == PROOF && conversation.handshake.is_proof(Side::Connecting, keys, &proof)
+                    {
+                        unix::send(&conversation.socket, CONTROL_SEGMENT, &controls)?;
+                        met.insert(rank, neighbour(rank, fds, conversation.socket)?);
                     }
                 }
             }
@@ -132,9 +137,9 @@ pub fn introduce(
         if Instant::now() > deadline {
             return Ok(None);
         }
-        if glanced.elapsed() > GLANCE {
-            glanced = Instant::now();
-            glance()?;
+        if checked.elapsed() > INTERRUPT_INTERVAL {
+            checked = Instant::now();
+            check_interrupt()?;
             // Who listens no more has gone: it would not have left before it had met this rank.
             let awaited = local.iter().filter(|(rank, _)| *rank > me && !met.contains_key(rank));
             for (_, name) in awaited {
@@ -147,9 +152,9 @@ pub fn introduce(
     }
 }
 
-fn neighbour(rank: u32, mut fds: Vec<OwnedFd>, control: OwnedFd) -> Result<Neighbour> {
-    let (Some(event), Some(board)) = (fds.pop(), fds.pop()) else {
-        return Err(Error::Corrupt { rank, what: "a greeting without a board".into() });
+fn neighbour(rank: u32, mut fds: Vec<OwnedFd>, socket: OwnedFd) -> Result<Neighbour> {
+    let (Some(event), Some(control)) = (fds.pop(), fds.pop()) else {
+        return Err(Error::Corrupt { rank, what: "a greeting without a control".into() });
     };
-    Ok(Neighbour::new(Board::map(board, event)?, Some(control)))
+    Ok(Neighbour::new(ControlSegment::map(control, event)?, Some(socket)))
 }

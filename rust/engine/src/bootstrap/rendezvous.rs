@@ -1,8 +1,8 @@
 //! How ranks find each other.
 //!
-//! Each rank makes a *card* (where it listens, on which host it is) and gives it to the caller,
-//! who carries the cards of all ranks to all ranks, through whatever store there is. Ranks that
-//! claim the same host prove it over an abstract unix socket and exchange boards ([`crate::bootstrap::host_handshake`]);
+//! Each rank makes a *endpoint record* (where it listens, on which host it is) and gives it to the caller,
+//! who carries the endpoint records of all ranks to all ranks, through whatever store there is. Ranks that
+//! claim the same host prove it over an abstract unix socket and exchange control segments ([`crate::bootstrap::host_handshake`]);
 //! the verdicts go through the store too, so that everybody has the same picture of the hosts. Between
 //! hosts every pair opens a TCP connection and proves what it is ([`crate::bootstrap::handshake`]).
 
@@ -16,16 +16,16 @@ use serde::{Deserialize, Serialize};
 use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake::{self, Identity};
-use crate::bootstrap::handshake_stream::Channel;
-use crate::bootstrap::host_handshake::introduce;
+use crate::bootstrap::handshake_stream::HandshakeStream;
+use crate::bootstrap::host_handshake;
 use crate::group::world::{Neighbour, World};
-use crate::host::control_segment::{Board, MAX_LOCAL};
+use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
 use crate::security::secret::{Claim, PROOF, Security, random};
 use crate::security::tls_keys::Tls;
 use crate::sys::address::{host_name, own_address};
-use crate::sys::completion::Glance;
+use crate::sys::completion::InterruptCheck;
 use crate::sys::memory::Arena;
 use crate::sys::unix;
 use crate::transport::{faulty, shm};
@@ -44,7 +44,7 @@ pub enum Transport {
 
 /// What a rank tells all others.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Card {
+struct EndpointRecord {
     version: u32,
     rank: u32,
     address: SocketAddr,
@@ -53,7 +53,7 @@ struct Card {
     /// Abstract name of the unix socket.
     socket: String,
     token: [u8; 16],
-    /// It was given a secret, and seals its card with it.
+    /// It was given a secret, and seals its endpoint record with it.
     secret: bool,
     /// It encrypts between hosts.
     tls: bool,
@@ -61,27 +61,27 @@ struct Card {
 
 const VERSION: u32 = 2;
 
-/// Whether this is a card of that rank, of this version, guarded as this one's and with the seal of the job's secret.
-pub fn is_card(security: &Security, bytes: &[u8], rank: u32) -> bool {
+/// Whether this is a endpoint record of that rank, of this version, guarded as this one's and with the seal of the job's secret.
+pub fn is_record(security: &Security, bytes: &[u8], rank: u32) -> bool {
     let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
-    let guarded = |c: &Card| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
-    let reads = postcard::from_bytes::<Card>(body)
+    let guarded = |c: &EndpointRecord| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
+    let reads = postcard::from_bytes::<EndpointRecord>(body)
         .is_ok_and(|c| c.rank == rank && c.version == VERSION && guarded(&c));
     reads && (security.secret.is_none() || security.is_sealed(body, seal))
 }
 
 /// A rank that has not met the others.
 pub struct Rendezvous {
-    card: Card,
+    record: EndpointRecord,
     size: usize,
     transport: Transport,
     listener: std::net::TcpListener,
     unix: OwnedFd,
-    board: Board,
+    control: ControlSegment,
     neighbours: HashMap<u32, Neighbour>,
     arena: Arc<Arena>,
     /// By rank; None where this world has no such rank.
-    cards: Vec<Option<Card>>,
+    records: Vec<Option<EndpointRecord>>,
     security: Security,
 }
 
@@ -111,17 +111,26 @@ impl Rendezvous {
         let socket = format!("trigram-{hex}");
         let unix = unix::listen(&socket)?;
         let token = random()?;
-        let card = Card { version: VERSION, rank, address, host, socket, token, secret: false, tls: false };
+        let record = EndpointRecord {
+            version: VERSION,
+            rank,
+            address,
+            host,
+            socket,
+            token,
+            secret: false,
+            tls: false,
+        };
         Ok(Self {
-            card,
+            record,
             size,
             transport,
             listener,
             unix,
-            board: Board::create()?,
+            control: ControlSegment::create()?,
             neighbours: HashMap::new(),
             arena: Arc::default(),
-            cards: Vec::new(),
+            records: Vec::new(),
             security: Security::default(),
         })
     }
@@ -133,102 +142,107 @@ impl Rendezvous {
 
     /// What all ranks of this job have in common.
     fn job(&self) -> [u8; 16] {
-        self.cards.iter().flatten().next().map_or(self.card.token, |c| c.token)
+        self.records.iter().flatten().next().map_or(self.record.token, |c| c.token)
     }
 
-    /// Guards the rank against strangers; to be said before it gives its card away.
+    /// Guards the rank against strangers; to be said before it gives its endpoint record away.
     pub fn secured(mut self, security: Security) -> Self {
-        (self.card.secret, self.card.tls) = (security.secret.is_some(), security.tls);
+        (self.record.secret, self.record.tls) = (security.secret.is_some(), security.tls);
         self.security = security;
         self
     }
 
-    /// This rank's card, and its seal.
-    pub fn card(&self) -> Result<Vec<u8>> {
-        let mut bytes = postcard::to_stdvec(&self.card).map_err(|e| Error::io("writing a card", e))?;
+    /// This rank's endpoint record, and its seal.
+    pub fn record(&self) -> Result<Vec<u8>> {
+        let mut bytes = postcard::to_stdvec(&self.record).map_err(|e| Error::io("writing a record", e))?;
         let seal = self.security.seal(&bytes);
         bytes.extend(seal);
         Ok(bytes)
     }
 
-    /// Proves to the ranks that claim the same host that we are there, and gets their boards.
+    /// Proves to the ranks that claim the same host that we are there, and gets their control segments.
     /// False if not all could: then none of that host share memory.
     ///
-    /// `cards`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
-    pub fn meet(&mut self, cards: &[Vec<u8>], glance: Glance<'_>) -> Result<bool> {
-        if cards.len() < self.size {
-            return Err(Error::misuse(format!("{} cards for a world of {}", cards.len(), self.size)));
+    /// `endpoint records`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
+    pub fn handshake(&mut self, records: &[Vec<u8>], check_interrupt: InterruptCheck<'_>) -> Result<bool> {
+        if records.len() < self.size {
+            return Err(Error::misuse(format!("{} records for a world of {}", records.len(), self.size)));
         }
-        self.size = cards.len();
-        self.cards.clear();
-        let mut claims = Vec::with_capacity(cards.len());
-        for (rank, bytes) in (0..).zip(cards) {
-            if bytes.is_empty() && rank != self.card.rank {
-                self.cards.push(None);
+        self.size = records.len();
+        self.records.clear();
+        let mut claims = Vec::with_capacity(records.len());
+        for (rank, bytes) in (0..).zip(records) {
+            if bytes.is_empty() && rank != self.record.rank {
+                self.records.push(None);
                 continue;
             }
             let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
             let sealed = self.security.is_sealed(body, seal);
-            match postcard::from_bytes::<Card>(body) {
-                Ok(card) => {
-                    claims.push(Claim { rank, secret: card.secret, tls: card.tls, sealed });
-                    self.cards.push(Some(card));
+            match postcard::from_bytes::<EndpointRecord>(body) {
+                Ok(record) => {
+                    claims.push(Claim { rank, secret: record.secret, tls: record.tls, sealed });
+                    self.records.push(Some(record));
                 }
                 // Nobody who has our secret wrote this.
                 Err(_) if self.security.secret.is_some() && !sealed => {
                     claims.push(Claim { rank, secret: true, tls: self.security.tls, sealed });
-                    self.cards.push(None);
+                    self.records.push(None);
                 }
                 Err(_) => {
-                    let what = "its card cannot be read; does it run another version of trigram?".into();
+                    let what = "its record cannot be read; does it run another version of trigram?".into();
                     return Err(Error::Corrupt { rank, what });
                 }
             }
         }
-        let me = self.card.rank;
+        let me = self.record.rank;
         self.security.check(me, &claims)?;
-        if cards[me as usize] != self.card()? {
+        if records[me as usize] != self.record()? {
             return Err(Error::Auth(format!(
-                "init: the store holds another card for rank {me} than rank {me} wrote: two processes run as \
+                "init: the store holds another record for rank {me} than rank {me} wrote: two processes run as \
                  rank {me}, or somebody forged it"
             )));
         }
-        for (rank, card) in (0..).zip(&self.cards) {
-            let Some(card) = card else { continue };
-            if card.version != VERSION || card.rank != rank {
+        for (rank, record) in (0..).zip(&self.records) {
+            let Some(record) = record else { continue };
+            if record.version != VERSION || record.rank != rank {
                 return Err(Error::Config(format!(
-                    "rank {rank}'s card is version {} of rank {}; this is version {VERSION}. All ranks need \
+                    "rank {rank}'s record is version {} of rank {}; this is version {VERSION}. All ranks need \
                      the same trigram, and a rank of their own",
-                    card.version, card.rank
+                    record.version, record.rank
                 )));
             }
         }
         let local: Vec<(u32, &str)> = self
-            .cards
+            .records
             .iter()
             .flatten()
-            .filter(|c| c.host == self.card.host)
+            .filter(|c| c.host == self.record.host)
             .map(|c| (c.rank, c.socket.as_str()))
             .collect();
         if local.len() > MAX_LOCAL {
             return Ok(false);
         }
         let keys = self.security.keys(&self.job());
-        let met = introduce(me, &local, &self.unix, &self.board, &keys, glance)?;
+        let met = host_handshake::connect(me, &local, &self.unix, &self.control, &keys, check_interrupt)?;
         let all = met.is_some();
         self.neighbours = met.unwrap_or_default();
         Ok(all)
     }
 
     /// Opens the connections and starts the engine. `verdicts[r]`: rank r's answer of
-    /// [`Rendezvous::meet`].
-    pub fn connect(mut self, verdicts: &[bool], limit: Duration, glance: Glance<'_>) -> Result<Engine> {
-        let (me, size) = (self.card.rank as usize, self.size);
+    /// [`Rendezvous::handshake`].
+    pub fn connect(
+        mut self,
+        verdicts: &[bool],
+        limit: Duration,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Engine> {
+        let (me, size) = (self.record.rank as usize, self.size);
         let mut names: Vec<String> = Vec::new();
         let mut host_of = Vec::with_capacity(size);
-        for (rank, card) in self.cards.iter().enumerate() {
-            let host = card.as_ref().map(|c| &c.host);
-            let mut here = self.cards.iter().flatten().filter(|c| Some(&c.host) == host);
+        for (rank, record) in self.records.iter().enumerate() {
+            let host = record.as_ref().map(|c| &c.host);
+            let mut here = self.records.iter().flatten().filter(|c| Some(&c.host) == host);
             let proved = here.all(|c| verdicts.get(c.rank as usize) == Some(&true));
             let name = host.filter(|_| proved).cloned().unwrap_or_else(|| format!("rank {rank} alone"));
             let known = names.iter().position(|n| *n == name);
@@ -239,7 +253,7 @@ impl Rendezvous {
         }
         let is_here = |rank: usize| host_of[rank] == host_of[me];
         if self.transport == Transport::Shm
-            && let Some(other) = (0..size).find(|&r| self.cards[r].is_some() && !is_here(r))
+            && let Some(other) = (0..size).find(|&r| self.records[r].is_some() && !is_here(r))
         {
             return Err(Error::Config(format!(
                 "TRIGRAM_TRANSPORT=shm, but rank {me} shares no memory with rank {other}: they are on different \
@@ -252,22 +266,22 @@ impl Rendezvous {
                 neighbour.share(*rank, number, &segment)?;
             }
         }
-        let away = self.cards.iter().flatten().filter(|c| !is_here(c.rank as usize));
+        let away = self.records.iter().flatten().filter(|c| !is_here(c.rank as usize));
         let peers: Vec<(u32, SocketAddr)> = away.map(|c| (c.rank, c.address)).collect();
-        let mut channels = HashMap::new();
+        let mut streams = HashMap::new();
         if !peers.is_empty() {
             let tls = self.security.tls.then(Tls::new).transpose()?;
             let identity = Identity { rank: me as u32, keys: self.security.keys(&self.job()), tls };
-            channels = handshake::connect(&identity, &peers, &self.listener, limit, glance)?;
+            streams = handshake::connect(&identity, &peers, &self.listener, limit, check_interrupt)?;
         }
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
         for rank in 0..size {
             let ways = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
-                Some(shm::pair(&self.board, index(me), &neighbour.board, index(rank)))
+                Some(shm::pair(&self.control, index(me), &neighbour.control, index(rank)))
             } else {
-                let ways = channels.remove(&(rank as u32)).map(Channel::split).transpose()?;
+                let ways = streams.remove(&(rank as u32)).map(HandshakeStream::split).transpose()?;
                 ways.map(faulty::wrap).transpose()?
             };
             let (out, inn) = ways.unzip();
@@ -277,7 +291,7 @@ impl Rendezvous {
         let world = World {
             rank: me as u32,
             host_of,
-            board: self.board,
+            control: self.control,
             neighbours: self.neighbours,
             arena: self.arena,
             retired: Arc::default(),

@@ -34,9 +34,9 @@ const KEPT: usize = 4;
 #[derive(Debug, Default)]
 pub struct AgreedRates {
     /// The number of the call with which rates were last declared.
-    exchange: Option<u64>,
+    declaration: Option<u64>,
     /// The one before, whose rates are in use or about to be.
-    before: Option<u64>,
+    previous: Option<u64>,
     /// What was declared, by call, and by world rank.
     declared: BTreeMap<u64, BTreeMap<u32, Option<f64>>>,
     /// What this rank declared last, and when.
@@ -49,7 +49,7 @@ pub struct AgreedRates {
     /// link is full once and shows what it carries: rates that are not measured, but have these shares.
     trial: Vec<f64>,
     /// What calls went by when it was asked last.
-    told: (Vec<f64>, bool),
+    reported: (Vec<f64>, bool),
     /// For how many exchanges no rate has become worse.
     held: u32,
     /// See [`AgreedRates::version`].
@@ -59,7 +59,7 @@ pub struct AgreedRates {
 impl AgreedRates {
     /// Whether the call with this number is the first of its epoch that is asked about.
     pub fn is_first(&self, call: u64) -> bool {
-        self.exchange.is_none_or(|x| call / EPOCH > x / EPOCH)
+        self.declaration.is_none_or(|x| call / EPOCH > x / EPOCH)
     }
 
     /// This rank declares its rate with a call that [`AgreedRates::is_first`]; returns what to tell.
@@ -72,8 +72,8 @@ impl AgreedRates {
             (now, last) => now.or(last),
         };
         self.at = Some(Instant::now());
-        self.before = self.exchange.replace(call);
-        self.hear(call, rank, self.last);
+        self.previous = self.declaration.replace(call);
+        self.receive(call, rank, self.last);
         self.last
     }
 
@@ -83,7 +83,7 @@ impl AgreedRates {
     }
 
     /// A rank has declared its rate with this call.
-    pub fn hear(&mut self, call: u64, rank: u32, rate: Option<f64>) {
+    pub fn receive(&mut self, call: u64, rank: u32, rate: Option<f64>) {
         let rate = rate.filter(|r| r.is_finite() && *r > 0.0);
         self.declared.entry(call).or_default().insert(rank, rate);
         while self.declared.len() > KEPT {
@@ -101,7 +101,7 @@ impl AgreedRates {
     /// `helpers` have no data, has not been heard, else whether what is known of the links has changed. Calls ask
     /// in the order of their numbers.
     pub fn settle(&mut self, ranks: &[u32], helpers: usize) -> Option<bool> {
-        let trial = match self.exchange.map_or(0, |call| call / EPOCH) {
+        let trial = match self.declaration.map_or(0, |call| call / EPOCH) {
             epoch @ 0..3 if helpers > 0 => {
                 let helper = if epoch == 1 { 1e6 } else { 1e-6 };
                 let workers = ranks.len() - helpers;
@@ -109,7 +109,7 @@ impl AgreedRates {
             }
             _ => Vec::new(),
         };
-        let Some(call) = self.before else {
+        let Some(call) = self.previous else {
             self.trial = trial;
             return Some(self.has_changed());
         };
@@ -122,7 +122,7 @@ impl AgreedRates {
             balance::agree(&self.rates, &heard)
         };
         // Only now, when it is time for the change: who waits asks again.
-        self.before = None;
+        self.previous = None;
         self.trial = trial;
         self.declared = self.declared.split_off(&(call + 1));
         let changed = rates != self.rates;
@@ -135,10 +135,10 @@ impl AgreedRates {
     /// Whether calls go by something else than when this was asked before.
     fn has_changed(&mut self) -> bool {
         let links = self.links();
-        if links.rates == self.told.0 && links.steady == self.told.1 {
+        if links.rates == self.reported.0 && links.steady == self.reported.1 {
             return false;
         }
-        self.told = (links.rates.to_vec(), links.steady);
+        self.reported = (links.rates.to_vec(), links.steady);
         self.version += 1;
         true
     }
@@ -156,8 +156,8 @@ impl AgreedRates {
     /// What is known of the links; nothing as long as rates are not known, or not trusted: some ranks may have
     /// skipped a call that failed, and with it the change that came with the call.
     pub fn links(&self) -> Links<'_> {
-        let Some(exchange) = self.exchange else { return Links::default() };
-        if self.failed.is_some_and(|f| f / EPOCH >= exchange / EPOCH) {
+        let Some(declaration) = self.declaration else { return Links::default() };
+        if self.failed.is_some_and(|f| f / EPOCH >= declaration / EPOCH) {
             return Links::default();
         }
         let rates = if self.trial.is_empty() { &self.rates } else { &self.trial };
@@ -172,8 +172,8 @@ mod tests {
     fn declare(b: &mut AgreedRates, call: u64, rates: [f64; 3]) -> Option<bool> {
         assert!(b.is_first(call));
         b.declare(call, 0, Some(rates[0]), false);
-        b.hear(call, 1, Some(rates[1]));
-        b.hear(call, 2, Some(rates[2]));
+        b.receive(call, 1, Some(rates[1]));
+        b.receive(call, 2, Some(rates[2]));
         b.settle(&[0, 1, 2], 0)
     }
 
@@ -193,7 +193,7 @@ mod tests {
         assert_eq!(b.settle(&[0, 4], 0), Some(false));
         b.declare(6, 0, Some(1.0), false);
         assert_eq!(b.settle(&[0, 4], 0), None);
-        b.hear(0, 4, Some(5.0));
+        b.receive(0, 4, Some(5.0));
         assert_eq!(b.settle(&[0, 4], 0), Some(true));
         assert_eq!(b.links().rates, [1.0, 5.0]);
     }
@@ -212,18 +212,18 @@ mod tests {
     #[test]
     fn with_helpers_each_link_is_full_once() {
         let mut b = AgreedRates::default();
-        let mut exchange = |call: u64, worker: f64, helper: Option<f64>| {
+        let mut declaration = |call: u64, worker: f64, helper: Option<f64>| {
             b.declare(call, 0, Some(worker), true);
-            b.hear(call, 1, Some(worker));
-            b.hear(call, 2, helper);
+            b.receive(call, 1, Some(worker));
+            b.receive(call, 2, helper);
             b.settle(&[0, 1, 2], 1).unwrap();
             b.links().rates.to_vec()
         };
-        assert_eq!(exchange(0, 8.0, None), [1.0, 1.0, 1e-6]);
-        assert_eq!(exchange(6, 8.0, None), [1.0, 1.0, 1e6]);
-        assert_eq!(exchange(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
+        assert_eq!(declaration(0, 8.0, None), [1.0, 1.0, 1e-6]);
+        assert_eq!(declaration(6, 8.0, None), [1.0, 1.0, 1e6]);
+        assert_eq!(declaration(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
         // A worker that carried little while the helper did all is not taken for slow.
-        assert_eq!(exchange(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
+        assert_eq!(declaration(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
     }
 
     #[test]
@@ -234,7 +234,7 @@ mod tests {
         b.declare(6, 0, Some(1.0), true);
         assert_eq!(b.settle(&[0, 1, 2], 1), None);
         assert_eq!(b.links().rates, [1.0, 1.0, 1e-6]);
-        (1..3).for_each(|rank| b.hear(0, rank, None));
+        (1..3).for_each(|rank| b.receive(0, rank, None));
         assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
         assert_eq!(b.links().rates, [1.0, 1.0, 1e6]);
     }

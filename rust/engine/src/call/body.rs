@@ -15,7 +15,7 @@ use trigram_core::{Error, Result};
 use crate::call::request::Request;
 use crate::group::members::Members;
 use crate::group::world::World;
-use crate::host::control_segment::Lane;
+use crate::host::control_segment::OpSlot;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
 use crate::sys::memory::Scratch;
@@ -24,7 +24,7 @@ use crate::sys::memory::Scratch;
 /// it is in the call too. Above, the sender waits for that: nobody is flooded.
 pub const EAGER: usize = 1 << 20;
 
-/// Memory of a peer on this host, as far as it lent it for this call: its input, or its stage.
+/// Memory of a peer on this host, as far as it lent it for this call: its input, or its bounce buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Loan {
     /// Whose.
@@ -35,7 +35,7 @@ pub struct Loan {
     pub len: usize,
 }
 
-/// All of a job but its executor.
+/// All of a call but its executor.
 pub struct Body {
     /// Its number in this process.
     pub id: u64,
@@ -54,15 +54,15 @@ pub struct Body {
     /// Messages kept until their receiver is known to be in this call.
     pub held: Vec<(u32, Place, u32, Span)>,
     /// Messages that came before their step: place, tag, payload.
-    pub mail: Vec<(Place, u32, Vec<u8>)>,
+    pub arrived: Vec<(Place, u32, Vec<u8>)>,
     /// What the ranks of this host lend each other.
     pub lent: Lent,
     /// Peers' memory that may be touched.
     pub loans: Vec<Loan>,
     /// Bytes moved through peers' memory.
     pub direct_bytes: u64,
-    /// This rank's own stage.
-    pub stage: (*mut u8, usize),
+    /// This rank's own bounce buffer.
+    pub bounce: (*mut u8, usize),
     /// What it walks.
     pub(crate) schedule: Arc<Schedule>,
     scratch: Scratch,
@@ -88,11 +88,11 @@ impl Body {
             barrier: None,
             inside: Vec::new(),
             held: Vec::new(),
-            mail: Vec::new(),
+            arrived: Vec::new(),
             lent: Lent::Nothing,
             loans: Vec::new(),
             direct_bytes: 0,
-            stage: (std::ptr::null_mut(), 0),
+            bounce: (std::ptr::null_mut(), 0),
             schedule: Arc::default(),
             scratch,
             scratch_base: std::ptr::null_mut(),
@@ -127,12 +127,12 @@ impl Body {
         expected
     }
 
-    /// Finds the memory that the ranks of this host lend for a call: their inputs, else their stages,
+    /// Finds the memory that the ranks of this host lend for a call: their inputs, else their bounce buffers,
     /// if each does.
     pub(crate) fn lend(&mut self, world: &World) -> Result<Lent> {
         let members = self.members.clone();
         let size = self.request.call.dtype.size();
-        for kind in [Lent::Inputs, Lent::Stages] {
+        for kind in [Lent::Inputs, Lent::BounceBuffers] {
             self.loans.clear();
             let mut all = true;
             for place in members.local_places() {
@@ -142,10 +142,10 @@ impl Body {
                 if len == 0 && kind == Lent::Inputs {
                     continue;
                 }
-                let lane = members.lane(place, self.call_id);
+                let op_slot = members.op_slot(place, self.call_id);
                 let (at, len) = match kind {
-                    Lent::Inputs => (lane.and_then(Lane::input), len),
-                    _ => (lane.and_then(Lane::stage), planner::STAGE_BYTES),
+                    Lent::Inputs => (op_slot.and_then(OpSlot::input), len),
+                    _ => (op_slot.and_then(OpSlot::bounce_buffer), planner::BOUNCE_BYTES),
                 };
                 let Some(at) = at else {
                     all = false;
@@ -158,8 +158,8 @@ impl Body {
                 }
             }
             if all {
-                if kind == Lent::Stages {
-                    members.use_stage(self.call_id);
+                if kind == Lent::BounceBuffers {
+                    members.use_bounce_buffer(self.call_id);
                 }
                 return Ok(kind);
             }
@@ -175,9 +175,9 @@ impl Body {
             Buf::In => (tensors.input.cast_mut(), tensors.input_len),
             Buf::Out => (tensors.output, tensors.output_len),
             Buf::Scratch => (self.scratch_base, self.scratch_len),
-            Buf::Slot if self.lent == Lent::Stages => (self.stage.0, self.stage.1),
-            Buf::Slot => match self.members.lane(self.members.me, self.call_id) {
-                Some(lane) => (lane.slot(), planner::SLOT_BYTES),
+            Buf::Bounce if self.lent == Lent::BounceBuffers => (self.bounce.0, self.bounce.1),
+            Buf::Bounce => match self.members.op_slot(self.members.me, self.call_id) {
+                Some(op_slot) => (op_slot.inline(), planner::INLINE_BYTES),
                 None => (std::ptr::null_mut(), 0),
             },
         };
@@ -190,11 +190,11 @@ impl Body {
             return self.own(loc.span);
         }
         let size = self.request.call.dtype.size();
-        if loc.span.buf == Buf::Slot && self.lent != Lent::Stages {
-            let lane = self.members.lane(loc.place, self.call_id);
-            let slot = lane.map_or(std::ptr::null_mut(), |lane| lane.slot());
-            let have = if slot.is_null() { 0 } else { planner::SLOT_BYTES };
-            return inside(slot, have, loc.span, size);
+        if loc.span.buf == Buf::Bounce && self.lent != Lent::BounceBuffers {
+            let op_slot = self.members.op_slot(loc.place, self.call_id);
+            let inline = op_slot.map_or(std::ptr::null_mut(), |op_slot| op_slot.inline());
+            let have = if inline.is_null() { 0 } else { planner::INLINE_BYTES };
+            return inside(inline, have, loc.span, size);
         }
         let loan = self.loans.iter().find(|l| l.place == loc.place);
         inside(loan.map_or(std::ptr::null_mut(), |l| l.base), loan.map_or(0, |l| l.len), loc.span, size)
@@ -217,8 +217,8 @@ impl Body {
         }
         let rank = self.members.ranks[to as usize];
         let what = || self.signature.to_string();
-        let token = Token { job: self.id, step };
-        // SAFETY: the span is checked; a job takes its frames back before its memory goes.
+        let token = Token { call: self.id, step };
+        // SAFETY: the span is checked; a call takes its frames back before its memory goes.
         match unsafe { out.lend(rank, &frame, at, len, token) } {
             Some(Ok(true)) => Ok(Started::Done),
             Some(Ok(false)) => Ok(Started::Later),

@@ -9,13 +9,13 @@ use trigram_core::schedule::Place;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
 
+use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::agreed_rates::AgreedRates;
-use crate::call::job::{Job, Stage};
 use crate::call::request::{Message, Request};
 use crate::call::unexpected::{MOST_GROUPS, Unexpected};
 use crate::group::members::Members;
 use crate::link::outbox::Outbox;
-use crate::sys::completion::Ticket;
+use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
 /// Where a group's calls stand.
@@ -32,7 +32,7 @@ struct GroupState {
 #[derive(Default)]
 pub struct Calls {
     /// The calls, in no order.
-    pub jobs: Vec<Job>,
+    pub active: Vec<ActiveCall>,
     /// What came before its call.
     pub(crate) unexpected: Unexpected,
     groups: HashMap<u64, GroupState>,
@@ -78,9 +78,9 @@ impl Calls {
     }
 
     /// A peer declares its rate, perhaps in a group that this rank has not made yet.
-    pub(crate) fn hear_rate(&mut self, group: u64, call: CallId, peer: u32, rate: f64) {
+    pub(crate) fn receive_rate(&mut self, group: u64, call: CallId, peer: u32, rate: f64) {
         if self.groups.len() < MOST_GROUPS || self.groups.contains_key(&group) {
-            self.rates(group).hear(call.0, peer, Some(rate));
+            self.rates(group).receive(call.0, peer, Some(rate));
         }
     }
 
@@ -97,35 +97,35 @@ impl Calls {
         members: Arc<Members>,
         call: CallId,
         request: Request,
-        ticket: Arc<Ticket>,
+        completion: Arc<Completion>,
     ) -> usize {
         let scratch = self.scratch.pop().unwrap_or_default();
         let signature = request.signature();
         self.last_id += 1;
-        let mut job = Job::new(self.last_id, members, call, request, signature, scratch);
-        job.ticket = ticket;
-        self.jobs.push(job);
-        self.jobs.len() - 1
+        let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch);
+        active.completion = completion;
+        self.active.push(active);
+        self.active.len() - 1
     }
 
     /// When a call is given up.
     pub(crate) fn set_deadline(&mut self, i: usize, deadline: Instant) {
-        self.deadlines.insert(self.jobs[i].body.id, deadline);
+        self.deadlines.insert(self.active[i].body.id, deadline);
     }
 
     /// Whether a call should have ended by now.
     pub(crate) fn is_late(&self, i: usize, now: Instant) -> bool {
-        self.deadlines.get(&self.jobs[i].body.id).is_some_and(|d| now >= *d)
+        self.deadlines.get(&self.active[i].body.id).is_some_and(|d| now >= *d)
     }
 
     /// The call of this number in this process.
     pub(crate) fn position(&self, id: u64) -> Option<usize> {
-        self.jobs.iter().position(|j| j.body.id == id)
+        self.active.iter().position(|j| j.body.id == id)
     }
 
     /// The call that a frame from a peer belongs to.
     pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
-        find(&self.jobs, peer, frame)
+        find(&self.active, peer, frame)
     }
 
     /// Whether this rank is past a call that is not under way.
@@ -142,30 +142,30 @@ impl Calls {
 
     /// Takes a message that came before the call `i`; `from`: where to look, then where to look next.
     pub(crate) fn take_early(&mut self, i: usize, from: &mut usize) -> Option<(u32, Frame, Vec<u8>)> {
-        let jobs = &self.jobs;
-        let (at, early) = self.unexpected.take(*from, |e| find(jobs, e.peer, &e.frame) == Some(i))?;
+        let active = &self.active;
+        let (at, early) = self.unexpected.take(*from, |e| find(active, e.peer, &e.frame) == Some(i))?;
         *from = at;
         Some((early.peer, early.frame, early.payload))
     }
 
     /// Fails a call, and tells the other members if they may not know.
     pub(crate) fn fail(&mut self, i: usize, error: Error, tell: bool, out: &mut Outbox) {
-        let job = &mut self.jobs[i];
-        if job.stage == Stage::Closing {
+        let active = &mut self.active[i];
+        if active.state == CallState::Closing {
             return;
         }
-        job.stage = Stage::Closing;
-        job.error = Some(error.clone());
-        job.moved = Instant::now();
-        let (id, call, signature) = (job.body.id, job.body.call_id, job.body.signature);
-        let members = job.body.members.clone();
-        let message = job.body.request.message;
-        let entered = job.entered;
+        active.state = CallState::Closing;
+        active.error = Some(error.clone());
+        active.moved = Instant::now();
+        let (id, call, signature) = (active.body.id, active.body.call_id, active.body.signature);
+        let members = active.body.members.clone();
+        let message = active.body.request.message;
+        let entered = active.entered;
         self.void_rates(members.id, call);
-        if let Some(lane) = members.lane(members.me, call).filter(|_| entered) {
-            lane.fail(call.0);
+        if let Some(op_slot) = members.op_slot(members.me, call).filter(|_| entered) {
+            op_slot.fail(call.0);
             // From here on we touch nobody's memory for this call.
-            lane.leave(call.0);
+            op_slot.leave(call.0);
             members.ring();
         }
         out.take_back(id);
@@ -178,13 +178,13 @@ impl Calls {
 
     /// Fails all calls.
     pub(crate) fn fail_all(&mut self, error: &Error, tell: bool, out: &mut Outbox) {
-        (0..self.jobs.len()).for_each(|i| self.fail(i, error.clone(), tell, out));
+        (0..self.active.len()).for_each(|i| self.fail(i, error.clone(), tell, out));
     }
 
     /// Skips the collectives of a group up to `through`, failing those under way, here and on all ranks.
     pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error, out: &mut Outbox) {
-        for i in 0..self.jobs.len() {
-            let body = &self.jobs[i].body;
+        for i in 0..self.active.len() {
+            let body = &self.active[i].body;
             if body.members.id == members.id && !body.call_id.is_message() && body.call_id.0 < through {
                 self.fail(i, error.clone(), true, out);
             }
@@ -194,7 +194,7 @@ impl Calls {
         group.next = group.next.max(through);
         for call in skipped.map(CallId::collective) {
             self.unexpected.drop_failures(members.id, call);
-            // A call like any other, that fails before it begins: its lane must be passed on.
+            // A call like any other, that fails before it begins: its operation slot must be passed on.
             let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
             self.fail(i, error.clone(), true, out);
         }
@@ -211,20 +211,20 @@ impl Calls {
     }
 
     /// Takes out a call that is over.
-    pub(crate) fn remove(&mut self, i: usize) -> Job {
-        let job = self.jobs.swap_remove(i);
-        self.deadlines.remove(&job.body.id);
-        job
+    pub(crate) fn remove(&mut self, i: usize) -> ActiveCall {
+        let active = self.active.swap_remove(i);
+        self.deadlines.remove(&active.body.id);
+        active
     }
 
     /// Keeps the private memory of a call for the next.
-    pub(crate) fn recycle(&mut self, job: Job) {
-        self.scratch.push(job.into_scratch());
+    pub(crate) fn recycle(&mut self, active: ActiveCall) {
+        self.scratch.push(active.into_scratch());
     }
 }
 
-fn find(jobs: &[Job], peer: u32, frame: &Frame) -> Option<usize> {
-    jobs.iter().position(|j| {
+fn find(active: &[ActiveCall], peer: u32, frame: &Frame) -> Option<usize> {
+    active.iter().position(|j| {
         j.body.members.id == frame.group && j.body.call_id == frame.call && {
             match j.body.request.message {
                 None => true,

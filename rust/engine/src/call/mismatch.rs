@@ -10,8 +10,8 @@ use crate::group::members::Members;
 pub(crate) fn agree(members: &Members, call: CallId, mine: &Signature) -> Result<()> {
     let mut sides: Vec<(u32, Signature)> = Vec::new();
     for place in members.local_places() {
-        let theirs = match members.lane(place, call) {
-            Some(lane) => lane.signature(),
+        let theirs = match members.op_slot(place, call) {
+            Some(op_slot) => op_slot.signature(),
             None => *mine,
         };
         if sides.iter().all(|s| s.1 != theirs) {

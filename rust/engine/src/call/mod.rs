@@ -3,10 +3,10 @@
 //!
 //! Uses [`crate::group`], [`crate::link`] and what they use.
 
+pub mod active_call;
 pub mod agreed_rates;
 pub mod body;
 pub mod calls;
-pub mod job;
 pub(crate) mod mismatch;
 pub(crate) mod pacing;
 pub mod request;

@@ -10,24 +10,24 @@ use crate::call::agreed_rates;
 use crate::call::body::Body;
 use crate::link::frames::Rx;
 use crate::link::outbox::Outbox;
-use crate::link::rate_meter::Meter;
+use crate::link::rate_meter::RateMeter;
 
 /// The meter of this rank's link, and when connections were last paced by it.
 #[derive(Default)]
 pub(crate) struct Pacing {
-    meter: Meter,
+    meter: RateMeter,
     /// Large calls so far.
     large: u64,
     paced: Option<Instant>,
 }
 
 impl Pacing {
-    /// Looks at what has come and gone, see [`Meter::look`].
-    pub(crate) fn look(&mut self, rx: &[Option<Rx>], out: &Outbox) {
-        self.meter.look(rx, out.connections());
+    /// Looks at what has come and gone, see [`RateMeter::sample`].
+    pub(crate) fn sample(&mut self, rx: &[Option<Rx>], out: &Outbox) {
+        self.meter.sample(rx, out.connections());
     }
 
-    /// What the link has carried since then, see [`Meter::rate`].
+    /// What the link has carried since then, see [`RateMeter::rate`].
     pub(crate) fn rate(&self, since: Option<Instant>) -> Option<f64> {
         self.meter.rate(since)
     }

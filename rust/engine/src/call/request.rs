@@ -9,12 +9,12 @@ use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::{DType, ReduceOp};
 
 use crate::group::members::Members;
-use crate::sys::completion::Ticket;
+use crate::sys::completion::Completion;
 
 /// Elements of a call that a helper takes part in, at most: a peer's word is no reason for more memory.
 const LARGEST_HELPED: usize = 1 << 30;
 
-/// A caller's memory. The caller keeps it valid until its ticket is resolved.
+/// A caller's memory. The caller keeps it valid until its completion handle is resolved.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
     /// What the call reads.
@@ -106,7 +106,7 @@ pub struct Submission {
     /// What is asked.
     pub request: Request,
     /// Where the caller waits.
-    pub ticket: Arc<Ticket>,
+    pub completion: Arc<Completion>,
     /// When it is given up.
     pub deadline: Option<Instant>,
 }

@@ -10,17 +10,17 @@ use trigram_core::{Error, ReduceOp, Result, reduce};
 use crate::call::body::{Body, EAGER};
 use crate::link::outbox::Outbox;
 
-/// Carries out the steps of one job.
+/// Carries out the steps of one call.
 pub(crate) struct Wire<'a> {
     pub(crate) body: &'a mut Body,
     pub(crate) out: &'a mut Outbox,
 }
 
 /// Bytes folded at a time: all blocks of a fold stay in the first-level cache.
-const BLOCK: usize = 8 << 10;
+const TILE: usize = 8 << 10;
 
 #[repr(align(64))]
-struct Block([u8; BLOCK]);
+struct Tile([u8; TILE]);
 
 impl Io for Wire<'_> {
     fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
@@ -35,10 +35,10 @@ impl Io for Wire<'_> {
 
     fn recv(&mut self, _step: u32, from: Place, tag: u32, span: Span) -> Result<Started> {
         let body = &mut *self.body;
-        let Some(i) = body.mail.iter().position(|m| m.0 == from && m.1 == tag) else {
+        let Some(i) = body.arrived.iter().position(|m| m.0 == from && m.1 == tag) else {
             return Ok(Started::Later);
         };
-        let (_, _, bytes) = body.mail.swap_remove(i);
+        let (_, _, bytes) = body.arrived.swap_remove(i);
         if bytes.len() != span.len * body.request.call.dtype.size() {
             let rank = body.members.ranks[from as usize];
             return Err(Error::Corrupt { rank, what: format!("{} bytes for {span:?}", bytes.len()) });
@@ -100,12 +100,12 @@ impl Io for Wire<'_> {
         let block: &mut [u8] = if apart {
             &mut []
         } else {
-            zeroed = Block([0; BLOCK]);
+            zeroed = Tile([0; TILE]);
             &mut zeroed.0
         };
         let mut at = 0;
         while at < len {
-            let n = BLOCK.min(len - at);
+            let n = TILE.min(len - at);
             // SAFETY: `at` has checked every span against its memory. Between the barriers of its
             // schedule nobody else writes to these spans, and no slice outlives the block.
             let source = |p: *mut u8| unsafe { std::slice::from_raw_parts(p.add(at).cast_const(), n) };

@@ -10,7 +10,7 @@ use trigram_core::{Error, Result};
 use crate::runtime::group::Group;
 
 /// How often the watching thread looks while something is under way.
-pub(crate) const LOOK: Duration = Duration::from_millis(1);
+pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// A rank that has died may have done its part of a call that is under way still.
 pub(crate) const DYING: Duration = Duration::from_millis(30);
 
@@ -28,38 +28,40 @@ impl Failure {
     }
 
     /// This rank cannot go on, and neither can the others.
-    pub(crate) fn tell(&self, error: &Error, comm: &Communicator, alarm: &Group) {
+    pub(crate) fn raise(&self, error: &Error, comm: &Communicator, abort_group: &Group) {
         self.lock().get_or_insert_with(|| error.clone());
-        raise_alarm(error, alarm); // first: aborting takes its time
+        abort_others(error, abort_group); // first: aborting takes its time
         comm.abort();
     }
 }
 
 /// Tells the other ranks that this one cannot go on.
-pub(crate) fn raise_alarm(error: &Error, alarm: &Group) {
-    let members = alarm.members();
+pub(crate) fn abort_others(error: &Error, abort_group: &Group) {
+    let members = abort_group.members();
     let why = match error {
         // It says of itself who differs, and is the same on all ranks, whoever sees it first.
         Error::Mismatch { .. } => error.clone(),
         _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
     };
-    let _ = alarm.fail(alarm.next() + 1, why);
+    let _ = abort_group.fail(abort_group.next() + 1, why);
 }
 
 /// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.
-pub(crate) fn blame(error: Error, alarm: &Group, what: &Signature) -> Error {
+pub(crate) fn blame(error: Error, abort_group: &Group, what: &Signature) -> Error {
     let since = Instant::now();
     while since.elapsed() < DYING {
-        if let Err(known @ Error::PeerLost { .. }) = alarm.engine().look(alarm.members(), what) {
+        if let Err(known @ Error::PeerLost { .. }) =
+            abort_group.engine().check_peers(abort_group.members(), what)
+        {
             return known;
         }
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
     }
     error
 }
 
 /// NCCL's and CUDA's errors in this library's terms.
-pub fn told(error: nccl_rs::Error) -> Error {
+pub fn from_nccl(error: nccl_rs::Error) -> Error {
     use nccl_rs::Error as Theirs;
     let text = error.to_string();
     match error {

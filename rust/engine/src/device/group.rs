@@ -16,18 +16,18 @@ use trigram_core::{DType, Error, ReduceOp, Result};
 
 use crate::call::request::Request;
 use crate::device::call::DeviceCall;
-use crate::device::failure::{Failure, LOOK, blame, raise_alarm, told};
-use crate::device::nccl_call::{Plan, data_type, raw_mut};
-use crate::device::watch::{Watch, Watched};
+use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
+use crate::device::nccl_call::{NcclCall, data_type, raw_mut};
+use crate::device::watch::{WatchedCall, Watcher};
 use crate::runtime::group::Group;
-use crate::sys::completion::Glance;
-use crate::sys::completion::{GLANCE, Ticket};
+use crate::sys::completion::InterruptCheck;
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 use crate::sys::fork;
 
 /// A group's ranks, each with a GPU.
 pub struct DeviceGroup {
     group: Group,
-    alarm: Group,
+    abort_group: Group,
     nccl: Nccl,
     comm: Communicator,
     failure: Arc<Failure>,
@@ -35,7 +35,7 @@ pub struct DeviceGroup {
 
 /// One of several messages that travel together.
 #[derive(Clone, Copy, Debug)]
-pub struct Parcel {
+pub struct PeerMessage {
     /// Whether this rank sends it.
     pub sends: bool,
     /// The other rank's place.
@@ -59,60 +59,60 @@ impl DeviceGroup {
     #[allow(clippy::too_many_arguments)] // one call from one place
     pub fn join(
         group: &Group,
-        alarm: &Group,
+        abort_group: &Group,
         nccl: &Nccl,
         device: i32,
         id: UniqueId,
         priority: i32,
         limit: Option<Duration>,
-        glance: Glance<'_>,
+        check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
-        let joined = Self::meet(group, alarm, nccl, device, id, priority, limit, glance);
-        joined.inspect_err(|error| raise_alarm(error, alarm)) // the others wait for this rank
+        let joined = Self::meet(group, abort_group, nccl, device, id, priority, limit, check_interrupt);
+        joined.inspect_err(|error| abort_others(error, abort_group)) // the others wait for this rank
     }
 
     #[allow(clippy::too_many_arguments)] // see above
     fn meet(
         group: &Group,
-        alarm: &Group,
+        abort_group: &Group,
         nccl: &Nccl,
         device: i32,
         id: UniqueId,
         priority: i32,
         limit: Option<Duration>,
-        glance: Glance<'_>,
+        check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
         let members = group.members();
         let size = members.ranks.len() as u32;
-        let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(told)?;
-        let stream = Stream::new(&device, priority).map_err(told)?;
+        let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(from_nccl)?;
+        let stream = Stream::new(&device, priority).map_err(from_nccl)?;
         // PyTorch's allocator records events on it when tensors that it has used are freed, however late.
         std::mem::forget(stream.clone());
         let patience = limit.unwrap_or(Duration::MAX);
-        let mut pending =
-            Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience).map_err(told)?;
-        let (since, mut glanced) = (Instant::now(), Instant::now());
+        let mut pending = Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience)
+            .map_err(from_nccl)?;
+        let (since, mut checked) = (Instant::now(), Instant::now());
         let what = Request::nothing().signature();
         let comm = loop {
-            match pending.poll().map_err(told)? {
+            match pending.poll().map_err(from_nccl)? {
                 Ok(comm) => break comm,
                 Err(still) => pending = still,
             }
             // Dropping it on the way out aborts it.
-            group.engine().look(alarm.members(), &what)?;
+            group.engine().check_peers(abort_group.members(), &what)?;
             if limit.is_some_and(|l| since.elapsed() > l) {
                 let millis = since.elapsed().as_millis() as u64;
                 let waiting_for = "NCCL to connect all ranks".into();
                 return Err(Error::Timeout { what: format!("group {}", members.name), millis, waiting_for });
             }
-            if glanced.elapsed() > GLANCE {
-                glance()?;
-                glanced = Instant::now();
+            if checked.elapsed() > INTERRUPT_INTERVAL {
+                check_interrupt()?;
+                checked = Instant::now();
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         };
-        let (group, alarm, nccl) = (group.clone(), alarm.clone(), nccl.clone());
-        Ok(Self { group, alarm, nccl, comm, failure: Arc::default() })
+        let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), nccl.clone());
+        Ok(Self { group, abort_group, nccl, comm, failure: Arc::default() })
     }
 
     /// `CUstream` of its work.
@@ -136,18 +136,18 @@ impl DeviceGroup {
         request: Request,
         limit: Option<Duration>,
         caller: usize,
-        witnessed: bool,
+        checked: bool,
     ) -> Result<DeviceCall> {
         fork::check()?;
         self.failure.get()?;
         self.group.check(&request)?;
-        let plan = Plan::of(&request, self.comm.rank(), self.comm.size())?;
+        let plan = NcclCall::of(&request, self.comm.rank(), self.comm.size())?;
         let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;
-        let witness = if witnessed { Some(self.group.witness(request, limit)?) } else { None };
+        let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
         let run = || plan.run(&self.comm, &self.nccl);
         // SAFETY: passed on to the caller.
-        unsafe { self.submit(signature, witness, caller, witnessed, run) }
+        unsafe { self.submit(signature, check, caller, checked, run) }
     }
 
     /// Makes several messages that travel together, all sent and received at once. Only the ranks that
@@ -160,15 +160,15 @@ impl DeviceGroup {
     /// # Safety
     ///
     /// As for [`DeviceGroup::start`].
-    pub unsafe fn exchange(&self, parcels: &[Parcel], caller: usize) -> Result<DeviceCall> {
+    pub unsafe fn send_recv(&self, messages: &[PeerMessage], caller: usize) -> Result<DeviceCall> {
         fork::check()?;
         self.failure.get()?;
-        let mut calls = Vec::with_capacity(parcels.len());
-        for p in parcels {
+        let mut calls = Vec::with_capacity(messages.len());
+        for p in messages {
             // SAFETY: passed on to the caller.
             calls.push((p, unsafe { Data::from_raw(p.address as u64, p.len, data_type(p.dtype)?) }));
         }
-        let (dtype, count) = parcels.first().map_or((DType::U8, 0), |p| (p.dtype, p.len as u64));
+        let (dtype, count) = messages.first().map_or((DType::U8, 0), |p| (p.dtype, p.len as u64));
         let mut signature =
             Signature::new(Collective::SendRecv, dtype, ReduceOp::Sum, Default::default(), 0, count);
         signature.extra = Signature::DEVICE;
@@ -191,7 +191,7 @@ impl DeviceGroup {
     unsafe fn submit(
         &self,
         signature: Signature,
-        witness: Option<Arc<Ticket>>,
+        check: Option<Arc<Completion>>,
         caller: usize,
         watched: bool,
         run: impl FnOnce() -> nccl_rs::Result<()>,
@@ -207,9 +207,10 @@ impl DeviceGroup {
         // Before it is given to NCCL, whose first call of a kind waits for all ranks.
         let end: Arc<OnceLock<Event>> = Arc::default();
         if watched {
-            let (alarm, comm, failure) = (self.alarm.clone(), self.comm.clone(), self.failure.clone());
-            let (done, witness) = (end.clone(), witness.clone());
-            Watch::over(Watched { alarm, comm, failure, signature, witness, done, gone: None })?;
+            let (abort_group, comm, failure) =
+                (self.abort_group.clone(), self.comm.clone(), self.failure.clone());
+            let (done, check) = (end.clone(), check.clone());
+            Watcher::over(WatchedCall { abort_group, comm, failure, signature, check, done, gone: None })?;
         }
         let done = given().and_then(|done| {
             if watched {
@@ -220,17 +221,17 @@ impl DeviceGroup {
         let done = done.map_err(|e| match self.failure.get() {
             Err(known) => known,
             Ok(()) => {
-                let error = blame(told(e), &self.alarm, &signature);
+                let error = blame(from_nccl(e), &self.abort_group, &signature);
                 self.fail(&error);
                 error
             }
         })?;
-        Ok(DeviceCall { done, witness, failure: self.failure.clone() })
+        Ok(DeviceCall { done, check, failure: self.failure.clone() })
     }
 
     /// This rank cannot go on: neither can the others.
     fn fail(&self, error: &Error) {
-        self.failure.tell(error, &self.comm, &self.alarm);
+        self.failure.raise(error, &self.comm, &self.abort_group);
     }
 
     /// Ends it now, on all ranks.
@@ -243,7 +244,7 @@ impl Drop for DeviceGroup {
     fn drop(&mut self) {
         // Ending well takes all ranks.
         let what = Request::nothing().signature();
-        if self.alarm.engine().look(self.alarm.members(), &what).is_err() {
+        if self.abort_group.engine().check_peers(self.abort_group.members(), &what).is_err() {
             self.comm.abort();
         }
     }

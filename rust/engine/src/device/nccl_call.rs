@@ -7,7 +7,7 @@ use trigram_core::{DType, Error, ReduceOp, Result};
 use crate::call::request::{Request, Tensors};
 
 /// What one rank gives to NCCL for a request.
-pub(crate) struct Plan<'a> {
+pub(crate) struct NcclCall<'a> {
     what: Collective,
     op: Op,
     root: u32,
@@ -17,7 +17,7 @@ pub(crate) struct Plan<'a> {
     parts: Vec<(bool, u32, Data<'a>)>,
 }
 
-impl Plan<'_> {
+impl NcclCall<'_> {
     pub(crate) fn of(request: &Request, me: u32, size: u32) -> Result<Self> {
         let Request { call, op, tensors, .. } = request;
         let kind = data_type(call.dtype)?;

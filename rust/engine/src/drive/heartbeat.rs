@@ -3,11 +3,11 @@
 //! A death is told by the kernel: the peer's connection closes. A rank that was stopped, a host without
 //! power and a cut cable tell nothing; they are noticed by their silence. So a thread of every rank wakes
 //! ten times a second, whatever the rank computes. On the rank's own host it counts up a word of its
-//! board; to other hosts it sends an empty frame where nothing else was sent. And it looks at the others.
+//! control segment; to other hosts it sends an empty frame where nothing else was sent. And it looks at the others.
 //!
 //! Nobody tunes a timeout. Silence is measured in beats of our own, so that a rank which was itself
 //! stopped does not take all others for dead when it wakes. And how much silence is too much follows from
-//! what is normal for the job: twice the longest silence that was only a pause, and never less than
+//! what is normal for the call: twice the longest silence that was only a pause, and never less than
 //! [`least_silence`]. (An adaptive failure detector in the sense of Chen, Toueg and Aguilera, IEEE Trans. Comp.
 //! 51(5), 2002.)
 
@@ -20,7 +20,7 @@ use crate::health::peers::{HEARTBEAT, Peers, least_silence};
 use crate::link::frames::Rx;
 use crate::link::outbox::{Outbox, control_frame};
 
-/// Silence that is forgiven before the first sign of life: the rank may still be meeting others, and its init has a
+/// Silence that is forgiven before the first heartbeat: the rank may still be meeting others, and its init has a
 /// deadline of its own.
 const FIRST: Duration = Duration::from_secs(300);
 /// Silence that never is, whatever pauses there were.
@@ -31,7 +31,7 @@ const MEMORY: f64 = 1.0 / 1024.0;
 /// What was last heard of a peer.
 #[derive(Clone, Copy, Debug, Default)]
 struct Heard {
-    /// What counts up while it lives: beats on its board, or bytes received.
+    /// What counts up while it lives: beats on its control segment, or bytes received.
     seen: u64,
     /// For how long it has not, in beats of our own.
     silent: Duration,
@@ -39,7 +39,7 @@ struct Heard {
     written: u64,
 }
 
-/// The signs of life, under the progress lock.
+/// The heartbeats, under the progress lock.
 #[derive(Debug)]
 pub(crate) struct Heartbeat {
     heard: Vec<Heard>,
@@ -79,7 +79,7 @@ impl Heartbeat {
             let Some(rx) = &rx[rank] else { continue };
             let heard = &mut self.heard[rank];
             let seen = match world.neighbours.get(&(rank as u32)) {
-                Some(neighbour) => neighbour.board.beats(),
+                Some(neighbour) => neighbour.control.heartbeats(),
                 None => rx.bytes,
             };
             if seen != heard.seen {
@@ -91,7 +91,7 @@ impl Heartbeat {
             let away = !world.neighbours.contains_key(&(rank as u32));
             if let Some(tx) = out.to(rank as u32).filter(|_| away) {
                 if tx.written == heard.written && tx.is_idle() {
-                    tx.give(&control_frame(Kind::Beat, 0, 0), Vec::new());
+                    tx.give(&control_frame(Kind::Heartbeat, 0, 0), Vec::new());
                 }
                 heard.written = tx.written;
             }

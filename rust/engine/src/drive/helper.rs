@@ -56,13 +56,13 @@ impl Helper {
         let Some(members) = self.group.clone() else { return Helped::Nothing };
         if let Some(rank) = peers.first_lost(&members.ranks) {
             // Who has left may have its result, and others not yet.
-            if calls.jobs.iter().any(|j| j.body.members.id == members.id) {
+            if calls.active.iter().any(|j| j.body.members.id == members.id) {
                 return Helped::Nothing;
             }
             self.end(members, rank, calls, out, peers);
             return Helped::Ended;
         }
-        if calls.jobs.iter().filter(|j| j.body.members.id == members.id).count() >= MOST_HELPED {
+        if calls.active.iter().filter(|j| j.body.members.id == members.id).count() >= MOST_HELPED {
             return Helped::Nothing;
         }
         let next = calls.next(members.id);
@@ -72,7 +72,7 @@ impl Helper {
             None if calls.unexpected.has_failed(members.id, next) => Request::nothing(),
             None => return Helped::Nothing,
         };
-        Helped::Call(Submission { members, request, ticket: Arc::default(), deadline: None })
+        Helped::Call(Submission { members, request, completion: Arc::default(), deadline: None })
     }
 
     /// A member is gone. The workers shall hear of it before they hear that this rank leaves, which is no cause.

@@ -6,7 +6,7 @@ use trigram_core::Error;
 use trigram_core::wire::Kind;
 
 use crate::call::calls::Calls;
-use crate::drive::failing::lost;
+use crate::drive::failures::lost;
 use crate::group::world::World;
 use crate::health::losses::LossKind;
 use crate::health::peers::Peers;
@@ -54,8 +54,8 @@ pub(crate) fn lose(
         announce(out, rank, rank, &why);
     }
     let mut tx = out.remove(rank);
-    for i in 0..calls.jobs.len() {
-        let id = calls.jobs[i].body.id;
+    for i in 0..calls.active.len() {
+        let id = calls.active[i].body.id;
         if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {
             tx.take_back(id);
             let error = lost(calls, i, rank, peers, world.rank);

@@ -7,11 +7,11 @@ use trigram_core::schedule::{Place, Step};
 use trigram_core::wire::{Frame, Kind};
 use trigram_core::{Error, Result};
 
+use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::calls::Calls;
-use crate::call::job::{Job, Stage};
 use crate::call::mismatch::mismatch;
 use crate::call::unexpected::{EARLY_COST, MOST_EARLY, MOST_GROUPS};
-use crate::drive::failing;
+use crate::drive::failures;
 use crate::group::world::World;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
@@ -42,22 +42,22 @@ impl Matching<'_> {
 
     /// A step has finished.
     pub(crate) fn complete(&mut self, token: Token) {
-        let Some(i) = self.calls.position(token.job) else { return };
-        let job = &mut self.calls.jobs[i];
-        if job.stage == Stage::Closing {
+        let Some(i) = self.calls.position(token.call) else { return };
+        let active = &mut self.calls.active[i];
+        if active.state == CallState::Closing {
             return;
         }
-        if let Err(error) = job.complete(token.step, self.out) {
+        if let Err(error) = active.complete(token.step, self.out) {
             self.stop(i, error);
         }
     }
 
     fn stop(&mut self, i: usize, error: Error) {
-        failing::stop(self.calls, i, error, self.out, self.peers, self.world.rank);
+        failures::stop(self.calls, i, error, self.out, self.peers, self.world.rank);
     }
 
     /// A peer has evicted a rank: so do we. If it is this rank, it cannot go on with that peer.
-    fn hear_lost(&mut self, peer: u32, rank: u32, payload: &[u8]) {
+    fn receive_loss(&mut self, peer: u32, rank: u32, payload: &[u8]) {
         let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
         if rank == self.world.rank {
             let why = Error::Aborted(format!("it has given up this rank, rank {rank}: {why}"));
@@ -69,7 +69,7 @@ impl Matching<'_> {
 
     /// Whether a peer is in the same call as we; if not, the call fails.
     fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
-        let body = &self.calls.jobs[i].body;
+        let body = &self.calls.active[i].body;
         let Some(place) = body.members.place_of(peer) else { return false };
         let mine = body.expected(place, frame.kind);
         if mine == frame.signature {
@@ -83,20 +83,20 @@ impl Matching<'_> {
     }
 
     fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
-        let job = &mut self.calls.jobs[i];
-        let Some(place) = job.body.members.place_of(peer) else { return };
+        let active = &mut self.calls.active[i];
+        let Some(place) = active.body.members.place_of(peer) else { return };
         let out = &mut *self.out;
         let go = || {
-            job.release(place, out)?;
+            active.release(place, out)?;
             if frame.kind == Kind::Data {
-                let step = job.exec.schedule().recv_step(place, frame.tag);
-                if !is_due(job, place, frame.tag, step, payload.len()) {
+                let step = active.exec.schedule().recv_step(place, frame.tag);
+                if !is_due(active, place, frame.tag, step, payload.len()) {
                     let what = format!("message {} of a call that has none, or has had it", frame.tag);
                     return Err(Error::Corrupt { rank: peer, what });
                 }
-                job.body.mail.push((place, frame.tag, payload));
-                if let Some(step) = step.filter(|&s| job.exec.is_started(s)) {
-                    return deliver(job, step, out);
+                active.body.arrived.push((place, frame.tag, payload));
+                if let Some(step) = step.filter(|&s| active.exec.is_started(s)) {
+                    return deliver(active, step, out);
                 }
             }
             Ok(())
@@ -109,33 +109,35 @@ impl Matching<'_> {
 
 /// Whether a call may keep a message: each comes once, and once its schedule is known it says which come. So what
 /// peers can make us keep is what the call was to receive anyway.
-fn is_due(job: &Job, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
-    let mail = &job.body.mail;
-    let known = !job.exec.schedule().steps.is_empty() || job.stage == Stage::Running;
-    let held = if known { 0 } else { mail.iter().map(|m| m.2.len() + EARLY_COST).sum() };
+fn is_due(active: &ActiveCall, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
+    let arrived = &active.body.arrived;
+    let known = !active.exec.schedule().steps.is_empty() || active.state == CallState::Running;
+    let held = if known { 0 } else { arrived.iter().map(|m| m.2.len() + EARLY_COST).sum() };
     held + len <= MOST_EARLY
-        && (!known || step.is_some_and(|s| !job.exec.is_finished(s)))
-        && !mail.iter().any(|m| m.0 == place && m.1 == tag)
+        && (!known || step.is_some_and(|s| !active.exec.is_finished(s)))
+        && !arrived.iter().any(|m| m.0 == place && m.1 == tag)
 }
 
 /// Puts the last letter of the mail where its step, which waits for it, wants it.
-fn deliver(job: &mut Job, step: u32, out: &mut Outbox) -> Result<()> {
-    let Some((place, _, bytes)) = job.body.mail.pop() else { return Ok(()) };
-    let (to, len) = destination(job, step)?;
+fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
+    let Some((place, _, bytes)) = active.body.arrived.pop() else { return Ok(()) };
+    let (to, len) = destination(active, step)?;
     if bytes.len() != len {
-        let rank = job.body.members.ranks[place as usize];
+        let rank = active.body.members.ranks[place as usize];
         return Err(Error::Corrupt { rank, what: format!("{} bytes where {len} belong", bytes.len()) });
     }
-    // SAFETY: `destination` has checked that the span lies in the job's memory.
+    // SAFETY: `destination` has checked that the span lies in the call's memory.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
-    job.complete(step, out)
+    active.complete(step, out)
 }
 
 /// Where a `Recv` step puts what it receives, and how many bytes.
-fn destination(job: &Job, step: u32) -> Result<(*mut u8, usize)> {
-    match &job.exec.schedule().steps[step as usize] {
+fn destination(active: &ActiveCall, step: u32) -> Result<(*mut u8, usize)> {
+    match &active.exec.schedule().steps[step as usize] {
         Step::Recv { span, .. } if span.len == 0 => Ok((std::ptr::dangling_mut(), 0)),
-        Step::Recv { span, .. } => Ok((job.body.own(*span)?, span.len * job.body.request.call.dtype.size())),
+        Step::Recv { span, .. } => {
+            Ok((active.body.own(*span)?, span.len * active.body.request.call.dtype.size()))
+        }
         _ => Err(Error::misuse("a message for a step that receives none")),
     }
 }
@@ -158,27 +160,27 @@ impl Sink for Matching<'_> {
         let Some(i) = self.calls.find(peer, frame) else {
             return Ok(if self.calls.is_over(peer, frame) { Target::Nowhere } else { heap() });
         };
-        if self.calls.jobs[i].stage == Stage::Closing || !self.compare(i, peer, frame) {
+        if self.calls.active[i].state == CallState::Closing || !self.compare(i, peer, frame) {
             return Ok(Target::Nowhere);
         }
-        let job = &mut self.calls.jobs[i];
-        let Some(place) = job.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
-        let step = job.exec.schedule().recv_step(place, frame.tag);
-        let Some(step) = step.filter(|&s| job.exec.is_started(s)) else { return Ok(heap()) };
-        let (to, len) = destination(job, step)?;
+        let active = &mut self.calls.active[i];
+        let Some(place) = active.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
+        let step = active.exec.schedule().recv_step(place, frame.tag);
+        let Some(step) = step.filter(|&s| active.exec.is_started(s)) else { return Ok(heap()) };
+        let (to, len) = destination(active, step)?;
         if len != frame.len as usize {
             let what = format!("a message of {} bytes where {len} belong", frame.len);
             self.calls.fail(i, Error::Corrupt { rank: peer, what }, true, self.out);
             return Ok(Target::Nowhere);
         }
-        Ok(Target::Memory(to, Token { job: job.body.id, step }))
+        Ok(Target::Memory(to, Token { call: active.body.id, step }))
     }
 
     fn end(&mut self, peer: u32, frame: &Frame, target: Target) -> Result<()> {
         match (frame.kind, target) {
-            (_, Target::Nowhere) | (Kind::Bye | Kind::Beat, _) => {}
+            (_, Target::Nowhere) | (Kind::Leave | Kind::Heartbeat, _) => {}
             (_, Target::Memory(_, token)) => {
-                if let Some(i) = self.calls.position(token.job) {
+                if let Some(i) = self.calls.position(token.call) {
                     self.accept(i, peer, &Frame { kind: Kind::Ready, ..*frame }, Vec::new());
                 }
                 self.complete(token);
@@ -203,15 +205,15 @@ impl Sink for Matching<'_> {
                 }
             }
             (Kind::Lost, Target::Heap(payload)) => {
-                self.hear_lost(peer, frame.tag, &payload);
+                self.receive_loss(peer, frame.tag, &payload);
             }
             (Kind::Rate, Target::Heap(payload)) => {
                 if let Ok(rate) = payload.as_slice().try_into().map(f64::from_le_bytes) {
-                    self.calls.hear_rate(frame.group, frame.call, peer, rate);
+                    self.calls.receive_rate(frame.group, frame.call, peer, rate);
                 }
             }
             (_, Target::Heap(payload)) => match self.calls.find(peer, frame) {
-                Some(i) if self.calls.jobs[i].stage == Stage::Closing => {}
+                Some(i) if self.calls.active[i].state == CallState::Closing => {}
                 Some(i) => {
                     if self.compare(i, peer, frame) {
                         self.accept(i, peer, frame, payload);

@@ -3,7 +3,7 @@
 //!
 //! Uses [`crate::call`], [`crate::health`] and what they use. Has no threads of its own.
 
-pub(crate) mod failing;
+pub(crate) mod failures;
 pub(crate) mod heartbeat;
 pub(crate) mod helper;
 pub(crate) mod losses;

@@ -13,7 +13,7 @@ use crate::call::calls::Calls;
 use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
-use crate::drive::failing::{check_losses, check_time};
+use crate::drive::failures::{check_losses, check_time};
 use crate::drive::heartbeat::Heartbeat;
 use crate::drive::helper::{Helped, Helper};
 use crate::drive::losses::{evict, lose};
@@ -24,17 +24,17 @@ use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
-use crate::health::wait_window::Window;
-use crate::link::frames::{Parting, Pumped, Rx, Tx};
+use crate::health::wait_window::WaitWindow;
+use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
-use crate::sys::completion::{GLANCE, Ticket};
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 
 /// How long a rank that leaves waits for those that it gave up to take the word that they are.
-const FAREWELL: Duration = Duration::from_millis(100);
+const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Everything that moves, under the progress lock.
 pub struct Progress {
-    /// The job as this rank sees it.
+    /// The call as this rank sees it.
     pub(crate) world: Arc<World>,
     /// Counters for callers.
     pub counters: Arc<Counters>,
@@ -52,9 +52,9 @@ pub struct Progress {
     pub rx: Vec<Option<Rx>>,
     /// Neighbours whose control connection has ended.
     gone: Vec<u32>,
-    parting: Vec<Parting>,
+    closing: Vec<ClosingConnection>,
     heartbeat: Heartbeat,
-    window: Window,
+    window: WaitWindow,
     ticked: Instant,
 }
 
@@ -74,8 +74,8 @@ impl Progress {
             heartbeat: Heartbeat::new(rx.len()),
             rx,
             gone: Vec::new(),
-            parting: Vec::new(),
-            window: Window::default(),
+            closing: Vec::new(),
+            window: WaitWindow::default(),
             ticked: Instant::now(),
         }
     }
@@ -103,8 +103,8 @@ impl Progress {
     }
 
     /// Fails one call on all ranks, if it is still under way.
-    pub(crate) fn stop(&mut self, ticket: &Arc<Ticket>, error: Error) {
-        if let Some(i) = self.calls.jobs.iter().position(|j| Arc::ptr_eq(&j.ticket, ticket)) {
+    pub(crate) fn stop(&mut self, completion: &Arc<Completion>, error: Error) {
+        if let Some(i) = self.calls.active.iter().position(|j| Arc::ptr_eq(&j.completion, completion)) {
             self.calls.fail(i, error, true, &mut self.out);
         }
     }
@@ -126,7 +126,7 @@ impl Progress {
 
     /// Whether there is nothing to do, and nothing may come to be done.
     pub fn is_idle(&self) -> bool {
-        self.calls.jobs.is_empty() && self.helper.is_idle()
+        self.calls.active.is_empty() && self.helper.is_idle()
     }
 
     /// Whether anything waits to be sent.
@@ -145,7 +145,7 @@ impl Progress {
     }
 
     /// The control connection of a rank of this host has ended, or `error`: what came over it cannot be used.
-    pub(crate) fn end_control(&mut self, rank: u32, error: Option<Error>) {
+    pub(crate) fn end_socket(&mut self, rank: u32, error: Option<Error>) {
         match error {
             // It lives on, and what it lent cannot be used.
             Some(why) => self.report(rank, why, LossKind::Silent),
@@ -159,8 +159,8 @@ impl Progress {
 
     /// The ranks that the oldest call with a waiting caller waits for, before this rank sleeps.
     pub(crate) fn awaited(&self) -> Vec<u32> {
-        let job = self.calls.jobs.iter().find(|job| job.ticket.is_awaited());
-        job.map_or_else(Vec::new, |job| job.body.members.ranks_of(&job.absent()))
+        let active = self.calls.active.iter().find(|active| active.completion.is_awaited());
+        active.map_or_else(Vec::new, |active| active.body.members.ranks_of(&active.absent()))
     }
 
     /// Moves everything once; true if anything moved.
@@ -172,7 +172,7 @@ impl Progress {
             moved = true;
         }
         if moved {
-            self.pacing.look(&self.rx, &self.out);
+            self.pacing.sample(&self.rx, &self.out);
         }
         check_losses(&mut self.calls, &mut self.out, &self.peers, self.world.rank);
         match self.helper.look(&mut self.calls, &mut self.out, &self.peers) {
@@ -185,7 +185,7 @@ impl Progress {
         }
         let mut scheduling = self.scheduling();
         moved |= scheduling.finish_sends();
-        for i in 0..scheduling.calls.jobs.len() {
+        for i in 0..scheduling.calls.active.len() {
             moved |= scheduling.advance(i);
         }
         moved |= scheduling.pump_out();
@@ -194,7 +194,7 @@ impl Progress {
         moved |= self.reap(now);
         if !moved {
             let now = Instant::now();
-            if now - self.ticked > GLANCE / 2 {
+            if now - self.ticked > INTERRUPT_INTERVAL / 2 {
                 self.ticked = now;
                 self.check_time(now);
             }
@@ -213,8 +213,8 @@ impl Progress {
     }
 
     /// Shows that this rank is alive, and looks who else is. What has arrived has just been read.
-    pub(crate) fn beat(&mut self) {
-        self.parting.retain_mut(Parting::pump);
+    pub(crate) fn heartbeat(&mut self) {
+        self.closing.retain_mut(ClosingConnection::pump);
         let silent = self.heartbeat.beat(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
         for (rank, silent) in silent {
@@ -231,7 +231,7 @@ impl Progress {
         for (rank, slot) in (0..).zip(&mut self.rx) {
             let Some(rx) = slot else { continue };
             let (kind, why) = match rx.has_input().then(|| rx.pump(&mut sink)) {
-                None if rx.said_bye => closed(rx, ""),
+                None if rx.is_leaving => closed(rx, ""),
                 None | Some(Ok(Pumped::Nothing)) => continue,
                 Some(Ok(Pumped::Moved)) => {
                     moved = true;
@@ -276,20 +276,20 @@ impl Progress {
             return;
         }
         let (calls, out, peers) = (&mut self.calls, &mut self.out, &mut self.peers);
-        let farewell = match kind {
+        let unsent = match kind {
             LossKind::Silent if reported_by.is_none() => evict(calls, out, peers, &self.world, rank, why),
             kind => lose(calls, out, peers, &self.world, rank, why, kind),
         };
         let rx = self.rx[rank as usize].take();
-        if let Some((tx, rx)) = farewell.zip(rx) {
-            self.parting.push(Parting::new(tx, rx));
+        if let Some((tx, rx)) = unsent.zip(rx) {
+            self.closing.push(ClosingConnection::new(tx, rx));
         }
     }
 
     /// Tells the peers that this rank leaves, and sees that what it sent gets through.
-    pub(crate) fn say_bye(&mut self) {
-        let bye = control_frame(Kind::Bye, 0, 0);
-        self.out.all().for_each(|(_, tx)| tx.give(&bye, Vec::new()));
+    pub(crate) fn announce_leave(&mut self) {
+        let leave = control_frame(Kind::Leave, 0, 0);
+        self.out.all().for_each(|(_, tx)| tx.give(&leave, Vec::new()));
         let deadline = Instant::now() + Duration::from_secs(1);
         while self.is_sending() && Instant::now() < deadline {
             self.out.all().for_each(|(_, tx)| tx.wake());
@@ -297,13 +297,13 @@ impl Progress {
                 std::thread::sleep(Duration::from_millis(1));
             }
         }
-        let patience = Instant::now() + FAREWELL;
-        while self.parting.iter_mut().filter_map(|p| p.pump().then_some(&*p)).any(Parting::is_due)
+        let patience = Instant::now() + LEAVE_PATIENCE;
+        while self.closing.iter_mut().filter_map(|p| p.pump().then_some(&*p)).any(ClosingConnection::is_due)
             && Instant::now() < patience
         {
             std::thread::sleep(Duration::from_millis(1));
         }
-        self.parting.clear();
+        self.closing.clear();
         self.out.all().for_each(|(_, tx)| tx.close());
         // Read what is there: closing over unread bytes would tear down what we have just sent.
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
@@ -318,16 +318,16 @@ impl Progress {
 
     /// What still arrives for failed calls goes nowhere: their memory is about to be given back.
     fn redirect_failed(&mut self) {
-        for job in self.calls.take_failed() {
-            self.rx.iter_mut().flatten().for_each(|rx| rx.forget(job));
+        for active in self.calls.take_failed() {
+            self.rx.iter_mut().flatten().for_each(|rx| rx.redirect(active));
         }
     }
 }
 
 /// What the end of a connection means.
 fn closed(rx: &Rx, why: &str) -> (LossKind, Error) {
-    match rx.said_bye {
-        true => (LossKind::Left, Error::Aborted("it has left the job".into())),
+    match rx.is_leaving {
+        true => (LossKind::Left, Error::Aborted("it has left the active".into())),
         false => (LossKind::Dead, Error::Aborted(why.into())),
     }
 }

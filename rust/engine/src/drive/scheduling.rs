@@ -11,14 +11,14 @@ use trigram_core::planner::{self, Opening};
 use trigram_core::schedule::Schedule;
 use trigram_core::wire::{Frame, Kind};
 
+use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::body::Body;
 use crate::call::calls::Calls;
-use crate::call::job::{Job, Stage};
 use crate::call::mismatch::agree;
 use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
-use crate::drive::failing::{self, stop};
+use crate::drive::failures::{self, stop};
 use crate::drive::matching::Matching;
 use crate::group::world::World;
 use crate::health::counters::Counters;
@@ -43,7 +43,7 @@ pub(crate) struct Scheduling<'a> {
 impl Scheduling<'_> {
     /// Takes a call up.
     pub(crate) fn admit(&mut self, submission: Submission) {
-        let Submission { members, request, ticket, deadline } = submission;
+        let Submission { members, request, completion, deadline } = submission;
         let calls = &mut *self.calls;
         let (call_id, peer) = calls.number(&members, request.message);
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
@@ -66,12 +66,12 @@ impl Scheduling<'_> {
                 Some((error, false))
             }
             (None, Some(rank)) => Some((
-                failing::reason(calls, self.peers, self.world.rank, rank, members.id, &request.signature()),
+                failures::reason(calls, self.peers, self.world.rank, rank, members.id, &request.signature()),
                 true,
             )),
             _ => None,
         };
-        let i = calls.enter(members, call_id, request, ticket);
+        let i = calls.enter(members, call_id, request, completion);
         if let Some((error, tell)) = error {
             return calls.fail(i, error, tell, self.out);
         }
@@ -87,116 +87,116 @@ impl Scheduling<'_> {
     pub(crate) fn advance(&mut self, i: usize) -> bool {
         let mut moved = false;
         loop {
-            let job = &self.calls.jobs[i];
-            let before = (job.stage, job.body.barrier);
+            let active = &self.calls.active[i];
+            let before = (active.state, active.body.barrier);
             if let Err(error) = self.step(i) {
                 stop(self.calls, i, error, self.out, self.peers, self.world.rank);
                 return true;
             }
-            let job = &mut self.calls.jobs[i];
-            if before == (job.stage, job.body.barrier) {
+            let active = &mut self.calls.active[i];
+            if before == (active.state, active.body.barrier) {
                 return moved;
             }
-            job.stirred = true;
+            active.stirred = true;
             moved = true;
         }
     }
 
     fn step(&mut self, i: usize) -> Result<()> {
-        let job = &mut self.calls.jobs[i];
-        let call = job.body.call_id;
-        let members = job.body.members.clone();
-        match job.stage {
-            Stage::Waiting if job.opening == Opening::Messages => {
-                if planner::goes_by_rates(&job.body.request.call, &members.layout) && !self.settle(i) {
+        let active = &mut self.calls.active[i];
+        let call = active.body.call_id;
+        let members = active.body.members.clone();
+        match active.state {
+            CallState::Waiting if active.opening == Opening::Messages => {
+                if planner::goes_by_rates(&active.body.request.call, &members.layout) && !self.settle(i) {
                     return Ok(());
                 }
-                self.calls.jobs[i].stage = Stage::Running;
+                self.calls.active[i].state = CallState::Running;
                 let schedule = self.schedule(i)?;
-                let job = &mut self.calls.jobs[i];
-                self.pacing.pace(&job.body, &schedule, self.out);
-                job.run(schedule, self.out)
+                let active = &mut self.calls.active[i];
+                self.pacing.pace(&active.body, &schedule, self.out);
+                active.run(schedule, self.out)
             }
-            Stage::Waiting => {
+            CallState::Waiting => {
                 if members.busy(call).next().is_some() {
                     return Ok(());
                 }
-                job.entered = true;
-                let Some(lane) = members.lane(members.me, call) else { return Ok(()) };
-                let tensors = &job.body.request.tensors;
-                let lent = planner::contribution(&job.body.request.call, &members.layout)
-                    * job.body.request.call.dtype.size();
+                active.entered = true;
+                let Some(op_slot) = members.op_slot(members.me, call) else { return Ok(()) };
+                let tensors = &active.body.request.tensors;
+                let lent = planner::contribution(&active.body.request.call, &members.layout)
+                    * active.body.request.call.dtype.size();
                 let lent = lent.min(tensors.input_len);
-                if job.opening == Opening::OneShot {
-                    lane.describe(&job.body.signature, None, None);
-                    job.stage = Stage::Meeting;
+                if active.opening == Opening::OneShot {
+                    op_slot.describe(&active.body.signature, None, None);
+                    active.state = CallState::Opening;
                     let schedule = self.schedule(i)?;
-                    return self.calls.jobs[i].run(schedule, self.out);
+                    return self.calls.active[i].run(schedule, self.out);
                 }
                 let input = self.world.arena.locate(tensors.input, lent);
-                let mut stage = None;
-                if planner::is_staged(&job.body.request.call, &members.layout)
-                    && let Some(block) = members.stage(call, self.world)
+                let mut bounce_buffer = None;
+                if planner::uses_bounce_buffers(&active.body.request.call, &members.layout)
+                    && let Some(buffer) = members.bounce_buffer(call, self.world)
                 {
-                    job.body.stage = (block.as_ptr(), block.len());
-                    stage = self.world.arena.locate(block.as_ptr(), block.len());
+                    active.body.bounce = (buffer.as_ptr(), buffer.len());
+                    bounce_buffer = self.world.arena.locate(buffer.as_ptr(), buffer.len());
                 }
-                lane.describe(&job.body.signature, input, stage);
+                op_slot.describe(&active.body.signature, input, bounce_buffer);
                 members.arrive(call, 0);
-                job.stage = Stage::Meeting;
+                active.state = CallState::Opening;
                 Ok(())
             }
-            Stage::Meeting => {
+            CallState::Opening => {
                 // Who gave the call up has sent word of why; it is on its way.
                 if !members.all_arrived(call, 0) || members.has_failed(call) {
                     return Ok(());
                 }
-                agree(&members, call, &job.body.signature)?;
-                job.stage = Stage::Running;
-                if job.opening == Opening::OneShot {
+                agree(&members, call, &active.body.signature)?;
+                active.state = CallState::Running;
+                if active.opening == Opening::OneShot {
                     return Ok(());
                 }
-                job.body.lent = job.body.lend(self.world)?;
+                active.body.lent = active.body.lend(self.world)?;
                 let schedule = self.schedule(i)?;
-                self.calls.jobs[i].run(schedule, self.out)
+                self.calls.active[i].run(schedule, self.out)
             }
-            Stage::Running => {
-                if let Some((step, ordinal)) = job.body.barrier
+            CallState::Running => {
+                if let Some((step, ordinal)) = active.body.barrier
                     && members.all_arrived(call, ordinal)
                 {
-                    job.body.barrier = None;
-                    return job.complete(step, self.out);
+                    active.body.barrier = None;
+                    return active.complete(step, self.out);
                 }
                 Ok(())
             }
-            Stage::Closing => Ok(()),
+            CallState::Closing => Ok(()),
         }
     }
 
     /// The schedule of a call that knows what it may touch.
     fn schedule(&mut self, i: usize) -> Result<Arc<Schedule>> {
-        let job = &self.calls.jobs[i];
-        let members = &job.body.members;
-        let by_rates = planner::goes_by_rates(&job.body.request.call, &members.layout);
+        let active = &self.calls.active[i];
+        let members = &active.body.members;
+        let by_rates = planner::goes_by_rates(&active.body.request.call, &members.layout);
         let rates = if by_rates { self.calls.known_rates(members.id) } else { None };
-        self.schedules.schedule(&job.body, job.opening, rates)
+        self.schedules.schedule(&active.body, active.opening, rates)
     }
 
     /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
     /// what a peer has to say. Rates change with a call, so the calls before and after it must not overtake it.
     fn settle(&mut self, i: usize) -> bool {
-        let Body { members, call_id, .. } = &self.calls.jobs[i].body;
+        let Body { members, call_id, .. } = &self.calls.active[i].body;
         let (members, call) = (members.clone(), *call_id);
-        let before = |j: &Job| {
-            j.stage == Stage::Waiting
+        let before = |j: &ActiveCall| {
+            j.state == CallState::Waiting
                 && j.body.members.id == members.id
                 && j.body.call_id < call
                 && planner::goes_by_rates(&j.body.request.call, &members.layout)
         };
-        if self.calls.jobs.iter().any(before) {
+        if self.calls.active.iter().any(before) {
             return false;
         }
-        let body = &self.calls.jobs[i].body;
+        let body = &self.calls.active[i].body;
         if !planner::is_balanced(&body.request.call, &members.layout) {
             return true;
         }
@@ -243,23 +243,23 @@ impl Scheduling<'_> {
     pub(crate) fn reap(&mut self, now: Instant) -> bool {
         let mut moved = false;
         let mut i = 0;
-        while i < self.calls.jobs.len() {
-            let job = &self.calls.jobs[i];
-            let call = job.body.call_id;
-            let members = &job.body.members;
-            let over = match job.stage {
-                Stage::Running => job.exec.is_done(),
-                // Its turn in the lane has not come: the call before is still under way here.
-                Stage::Closing if !job.entered => !members.busy(call).any(|p| p == members.me),
-                Stage::Closing => {
+        while i < self.calls.active.len() {
+            let active = &self.calls.active[i];
+            let call = active.body.call_id;
+            let members = &active.body.members;
+            let over = match active.state {
+                CallState::Running => active.exec.is_done(),
+                // Its turn in the operation slot has not come: the call before is still under way here.
+                CallState::Closing if !active.entered => !members.busy(call).any(|p| p == members.me),
+                CallState::Closing => {
                     let held = members.inside(call).into_iter();
                     let held = held.filter(|&p| !self.peers.is_lost(members.ranks[p as usize])).count();
                     // Who holds it may be stopped: that is forgiven up to the limit, and ends in a loss beyond.
-                    held == 0 || now - job.moved > CLOSE + self.peers.limit()
+                    held == 0 || now - active.moved > CLOSE + self.peers.limit()
                 }
                 _ => false,
             };
-            if !over || self.calls.is_written(job.body.id) {
+            if !over || self.calls.is_written(active.body.id) {
                 i += 1;
                 continue;
             }
@@ -270,13 +270,13 @@ impl Scheduling<'_> {
     }
 
     fn end(&mut self, i: usize) {
-        let mut job = self.calls.remove(i);
-        let body = &job.body;
-        if let Some(lane) = body.members.lane(body.members.me, body.call_id) {
-            lane.leave(body.call_id.0);
+        let mut active = self.calls.remove(i);
+        let body = &active.body;
+        if let Some(op_slot) = body.members.op_slot(body.members.me, body.call_id) {
+            op_slot.leave(body.call_id.0);
             body.members.ring();
         }
-        let outcome = match job.error.take() {
+        let outcome = match active.error.take() {
             Some(error) => Err(error),
             None => {
                 self.counters.calls.fetch_add(1, Ordering::Relaxed);
@@ -287,8 +287,8 @@ impl Scheduling<'_> {
         for (counter, tx) in self.counters.sent.iter().zip(self.out.connections()) {
             counter.store(tx.as_ref().map_or(0, |tx| tx.bytes), Ordering::Relaxed);
         }
-        let ticket = job.ticket.clone();
-        self.calls.recycle(job);
-        ticket.resolve(outcome);
+        let completion = active.completion.clone();
+        self.calls.recycle(active);
+        completion.resolve(outcome);
     }
 }

@@ -3,21 +3,21 @@
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use trigram_core::planner::{Layout, STAGE_BYTES};
+use trigram_core::planner::{BOUNCE_BYTES, Layout};
 use trigram_core::schedule::Place;
 use trigram_core::wire::CallId;
 use trigram_core::{Error, Result};
 
-use crate::group::retired::{Retired, Stage};
+use crate::group::retired::{Retired, RetiredBuffer};
 use crate::group::world::World;
-use crate::host::control_segment::{Board, LANES, Lane};
-use crate::sys::memory::Block;
+use crate::host::control_segment::{ControlSegment, OP_SLOTS, OpSlot};
+use crate::sys::memory::RegisteredBuffer;
 
 /// A member on this host, this rank included.
 #[derive(Debug)]
 struct Local {
     place: Place,
-    board: Board,
+    control: ControlSegment,
     /// Where its directory has the group, once found.
     found: AtomicUsize,
 }
@@ -42,10 +42,10 @@ pub struct Members {
     /// Collectives that this rank has made, or skipped.
     pub made: AtomicU64,
     locals: Vec<Local>,
-    /// This rank's stages, one for each lane, once used.
-    stages: [OnceLock<Option<Block>>; LANES],
-    /// By lane, one more than the last call that used the stage.
-    staged: [AtomicU64; LANES],
+    /// This rank's bounce buffers, one for each operation slot, once used.
+    bounce_buffers: [OnceLock<Option<RegisteredBuffer>>; OP_SLOTS],
+    /// By operation slot, one more than the last call that used the bounce buffer.
+    bounce_buffer_used: [AtomicU64; OP_SLOTS],
     retired: Arc<Retired>,
 }
 
@@ -75,11 +75,11 @@ impl Members {
         if here.len() > 1 && helpers == 0 {
             for &place in &here {
                 let rank = ranks[place as usize];
-                let board = world.board(rank).ok_or_else(|| {
+                let control = world.control(rank).ok_or_else(|| {
                     Error::misuse(format!("group {name}: no shared memory with rank {rank}"))
                 })?;
-                let found = if place == me { board.enter_group(id)? } else { NOT_FOUND };
-                locals.push(Local { place, board: board.clone(), found: AtomicUsize::new(found) });
+                let found = if place == me { control.enter_group(id)? } else { NOT_FOUND };
+                locals.push(Local { place, control: control.clone(), found: AtomicUsize::new(found) });
             }
         }
         let layout = Layout { me, world: ranks.len() as u32, hosts, helpers };
@@ -92,8 +92,8 @@ impl Members {
             made: AtomicU64::new(0),
             rates: Mutex::default(),
             locals,
-            stages: Default::default(),
-            staged: Default::default(),
+            bounce_buffers: Default::default(),
+            bounce_buffer_used: Default::default(),
             retired: world.retired.clone(),
         })
     }
@@ -119,8 +119,8 @@ impl Members {
         places.iter().filter_map(|&p| self.ranks.get(p as usize).copied()).collect()
     }
 
-    /// Whether calls of this group meet on the board.
-    pub fn has_lanes(&self) -> bool {
+    /// Whether calls of this group meet on the control segment.
+    pub fn has_op_slots(&self) -> bool {
         !self.locals.is_empty()
     }
 
@@ -129,35 +129,35 @@ impl Members {
         self.locals.iter().map(|l| l.place)
     }
 
-    /// The lane of a member on this host for a collective, once the member has made the group.
+    /// The operation slot of a member on this host for a collective, once the member has made the group.
     /// Messages between two ranks have none.
-    pub fn lane(&self, place: Place, call: CallId) -> Option<&Lane> {
-        self.locals.iter().find(|l| l.place == place)?.lane(self.id, call)
+    pub fn op_slot(&self, place: Place, call: CallId) -> Option<&OpSlot> {
+        self.locals.iter().find(|l| l.place == place)?.op_slot(self.id, call)
     }
 
-    /// This rank's stage for a call: what larger payloads pass through that only their owner can see.
+    /// This rank's bounce buffer for a call: what larger payloads pass through that only their owner can see.
     /// `None` where there is no shared memory to be had.
-    pub fn stage(&self, call: CallId, world: &World) -> Option<&Block> {
-        let stage = &self.stages[call.0 as usize % LANES];
-        stage.get_or_init(|| world.allocate(STAGE_BYTES).ok()).as_ref()
+    pub fn bounce_buffer(&self, call: CallId, world: &World) -> Option<&RegisteredBuffer> {
+        let buffer = &self.bounce_buffers[call.0 as usize % OP_SLOTS];
+        buffer.get_or_init(|| world.allocate(BOUNCE_BYTES).ok()).as_ref()
     }
 
-    /// A call uses the stages: peers may read from this rank's until they have left it.
-    pub fn use_stage(&self, call: CallId) {
-        self.staged[call.0 as usize % LANES].store(call.0 + 1, Ordering::Relaxed);
+    /// A call uses the bounce buffers: peers may read from this rank's until they have left it.
+    pub fn use_bounce_buffer(&self, call: CallId) {
+        self.bounce_buffer_used[call.0 as usize % OP_SLOTS].store(call.0 + 1, Ordering::Relaxed);
     }
 
     /// This rank arrives at a barrier.
     pub fn arrive(&self, call: CallId, ordinal: u32) {
-        if let Some(lane) = self.lane(self.me, call) {
-            lane.arrive(call.0, ordinal);
+        if let Some(op_slot) = self.op_slot(self.me, call) {
+            op_slot.arrive(call.0, ordinal);
             self.ring();
         }
     }
 
     /// Wakes the members on this host.
     pub fn ring(&self) {
-        self.locals.iter().filter(|l| l.place != self.me).for_each(|l| l.board.bell().ring());
+        self.locals.iter().filter(|l| l.place != self.me).for_each(|l| l.control.bell().ring());
     }
 
     /// Whether all members on this host have arrived at a barrier.
@@ -167,7 +167,7 @@ impl Members {
 
     /// Whether a member on this host has given up a call. To be asked after arriving.
     pub fn has_failed(&self, call: CallId) -> bool {
-        self.locals.iter().any(|l| l.lane(self.id, call).is_some_and(|lane| lane.has_failed(call.0)))
+        self.locals.iter().any(|l| l.op_slot(self.id, call).is_some_and(|op_slot| op_slot.has_failed(call.0)))
     }
 
     /// The members on this host that have not arrived at a barrier.
@@ -176,10 +176,11 @@ impl Members {
         absent.map(|l| l.place).collect()
     }
 
-    /// Members on this host that are not done with the call that used the lane before.
+    /// Members on this host that are not done with the call that used the operation slot before.
     pub fn busy(&self, call: CallId) -> impl Iterator<Item = Place> + '_ {
         let busy = self.locals.iter().filter(move |l| {
-            !l.is_past(self.id) && l.lane(self.id, call).is_some_and(|lane| !lane.is_free_for(call.0))
+            !l.is_past(self.id)
+                && l.op_slot(self.id, call).is_some_and(|op_slot| !op_slot.is_free_for(call.0))
         });
         busy.map(|l| l.place)
     }
@@ -189,7 +190,7 @@ impl Members {
         let inside = self.locals.iter().filter(|l| {
             l.place != self.me
                 && !l.is_past(self.id)
-                && l.lane(self.id, call).is_some_and(|x| x.is_inside(call.0))
+                && l.op_slot(self.id, call).is_some_and(|x| x.is_inside(call.0))
         });
         inside.map(|l| l.place).collect()
     }
@@ -197,45 +198,46 @@ impl Members {
 
 impl Drop for Members {
     fn drop(&mut self) {
-        let stages = std::mem::take(&mut self.stages);
-        let blocks = stages.into_iter().enumerate().filter_map(|(i, stage)| Some((i, stage.into_inner()??)));
+        let buffers = std::mem::take(&mut self.bounce_buffers);
+        let buffers =
+            buffers.into_iter().enumerate().filter_map(|(i, buffer)| Some((i, buffer.into_inner()??)));
         if crate::sys::fork::is_child() {
-            return blocks.for_each(|(_, block)| std::mem::forget(block)); // they are the parent's
+            return buffers.for_each(|(_, buffer)| std::mem::forget(buffer)); // they are the parent's
         }
-        // A peer may still be reading from a stage, on its way out of the last call that used it.
-        for (i, block) in blocks {
-            let call = self.staged[i].load(Ordering::Relaxed);
+        // A peer may still be reading from a bounce buffer, on its way out of the last call that used it.
+        for (i, buffer) in buffers {
+            let call = self.bounce_buffer_used[i].load(Ordering::Relaxed);
             let readers = self.locals.iter().filter(|l| l.place != self.me);
-            let readers = readers.map(|l| (l.board.clone(), l.found.load(Ordering::Relaxed)));
+            let readers = readers.map(|l| (l.control.clone(), l.found.load(Ordering::Relaxed)));
             let readers = readers.filter(|(_, found)| *found != NOT_FOUND).collect();
-            self.retired.add(Stage { _block: block, group: self.id, call, readers });
+            self.retired.add(RetiredBuffer { _buffer: buffer, group: self.id, call, readers });
         }
         for local in self.locals.iter().filter(|l| l.place == self.me) {
-            local.board.leave_group(local.found.load(Ordering::Relaxed));
+            local.control.leave_group(local.found.load(Ordering::Relaxed));
         }
     }
 }
 
 impl Local {
-    fn lane(&self, id: u64, call: CallId) -> Option<&Lane> {
+    fn op_slot(&self, id: u64, call: CallId) -> Option<&OpSlot> {
         if call.is_message() {
             return None;
         }
         let mut found = self.found.load(Ordering::Relaxed);
         if found == NOT_FOUND {
-            found = self.board.find_group(id)?;
+            found = self.control.find_group(id)?;
             self.found.store(found, Ordering::Relaxed);
         }
-        Some(self.board.lane(found, call.0))
+        Some(self.control.op_slot(found, call.0))
     }
 
     /// Whether the member has let the group go, after its last call.
     fn is_past(&self, id: u64) -> bool {
         let found = self.found.load(Ordering::Relaxed);
-        found != NOT_FOUND && !self.board.has_group(found, id)
+        found != NOT_FOUND && !self.control.has_group(found, id)
     }
 
     fn has_arrived(&self, id: u64, call: CallId, ordinal: u32) -> bool {
-        self.lane(id, call).is_some_and(|lane| lane.has_arrived(call.0, ordinal)) || self.is_past(id)
+        self.op_slot(id, call).is_some_and(|op_slot| op_slot.has_arrived(call.0, ordinal)) || self.is_past(id)
     }
 }

@@ -1,43 +1,44 @@
-//! Stages of groups that are gone, kept until no peer reads from them any more.
+//! Bounce buffers of groups that are gone, kept until no peer reads from them any more.
 
 use std::sync::{Mutex, PoisonError};
 
-use crate::host::control_segment::Board;
-use crate::sys::memory::Block;
+use crate::host::control_segment::ControlSegment;
+use crate::sys::memory::RegisteredBuffer;
 
-/// Stages of groups that have been let go, until no peer reads from them any more.
+/// Bounce buffers of groups that have been let go, until no peer reads from them any more.
 #[derive(Debug, Default)]
-pub struct Retired(Mutex<Vec<Stage>>);
+pub struct Retired(Mutex<Vec<RetiredBuffer>>);
 
 #[derive(Debug)]
-pub(crate) struct Stage {
-    pub(crate) _block: Block,
+pub(crate) struct RetiredBuffer {
+    pub(crate) _buffer: RegisteredBuffer,
     pub(crate) group: u64,
     /// One more than the last call that used it.
     pub(crate) call: u64,
     /// Boards of the ranks that may read it, and where each has the group.
-    pub(crate) readers: Vec<(Board, usize)>,
+    pub(crate) readers: Vec<(ControlSegment, usize)>,
 }
 
-impl Stage {
+impl RetiredBuffer {
     fn is_read(&self) -> bool {
         self.call > 0
-            && self.readers.iter().any(|(board, found)| {
-                board.has_group(*found, self.group) && board.lane(*found, self.call - 1).left() < self.call
+            && self.readers.iter().any(|(control, found)| {
+                control.has_group(*found, self.group)
+                    && control.op_slot(*found, self.call - 1).left() < self.call
             })
     }
 }
 
 impl Retired {
-    pub(crate) fn add(&self, stage: Stage) {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(stage);
+    pub(crate) fn add(&self, buffer: RetiredBuffer) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
         self.sweep();
     }
 
-    /// Gives back the stages that nobody reads any more.
+    /// Gives back the bounce buffers that nobody reads any more.
     pub fn sweep(&self) {
-        let mut stages = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let read = std::mem::take(&mut *stages).into_iter().filter(Stage::is_read).collect();
-        *stages = read;
+        let mut buffers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let read = std::mem::take(&mut *buffers).into_iter().filter(RetiredBuffer::is_read).collect();
+        *buffers = read;
     }
 }

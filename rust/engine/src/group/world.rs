@@ -9,32 +9,32 @@ use rustix::time::Timespec;
 use trigram_core::{Error, Result};
 
 use crate::group::retired::Retired;
-use crate::host::control_segment::Board;
-use crate::sys::fork::Watched;
-use crate::sys::memory::{Arena, Block, Place, Segment};
+use crate::host::control_segment::ControlSegment;
+use crate::sys::fork::GuardedFd;
+use crate::sys::memory::{Arena, RegisteredBuffer, Segment, SegmentOffset};
 use crate::sys::unix;
 
 /// A rank on this host.
 #[derive(Debug)]
 pub struct Neighbour {
-    /// Its board.
-    pub board: Board,
+    /// Its control segment.
+    pub control: ControlSegment,
     /// A connection for descriptors; its end tells that the peer has gone. `None` for this rank
     /// and for ranks that are threads.
-    control: Option<OwnedFd>,
+    socket: Option<OwnedFd>,
     /// Its process, where this one can see it.
     process: Option<OwnedFd>,
-    _watched: Option<Watched>,
+    _guard: Option<GuardedFd>,
     /// Its registered memory, by its numbers.
     segments: Mutex<HashMap<u64, Arc<Segment>>>,
 }
 
 impl Neighbour {
-    /// A rank whose board and control connection are open.
-    pub fn new(board: Board, control: Option<OwnedFd>) -> Self {
-        let watched = control.as_ref().map(Watched::new);
-        let process = control.as_ref().and_then(unix::peer_process);
-        Self { board, control, process, _watched: watched, segments: Mutex::default() }
+    /// A rank whose control segment and control connection are open.
+    pub fn new(control: ControlSegment, socket: Option<OwnedFd>) -> Self {
+        let watched = socket.as_ref().map(GuardedFd::new);
+        let process = socket.as_ref().and_then(unix::peer_process);
+        Self { control, socket, process, _guard: watched, segments: Mutex::default() }
     }
 
     /// Ends its process, and waits a little until it is over; false where that takes longer, or where it cannot be
@@ -49,31 +49,31 @@ impl Neighbour {
 
     /// Lets it know, when it wakes, that nobody waits for it.
     pub fn dismiss(&self) {
-        if let Some(control) = &self.control {
-            let _ = rustix::net::shutdown(control, rustix::net::Shutdown::Both);
+        if let Some(socket) = &self.socket {
+            let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
         }
     }
 
     /// What becomes readable when the peer sends a segment or dies.
-    pub fn control(&self) -> Option<BorrowedFd<'_>> {
-        self.control.as_ref().map(AsFd::as_fd)
+    pub fn socket(&self) -> Option<BorrowedFd<'_>> {
+        self.socket.as_ref().map(AsFd::as_fd)
     }
 
     /// Lets the peer, `rank`, map a segment of ours.
     pub fn share(&self, rank: u32, number: u64, segment: &Segment) -> Result<()> {
-        let Some(control) = &self.control else {
+        let Some(socket) = &self.socket else {
             return Err(Error::Unsupported("ranks that are threads share no registered memory".into()));
         };
-        unix::send(control, &number.to_le_bytes(), &[segment.fd()])
+        unix::send(socket, &number.to_le_bytes(), &[segment.fd()])
             .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))
     }
 
     /// Takes the segments that the peer has sent; false if it has gone.
     pub fn collect(&self) -> Result<bool> {
-        let Some(control) = &self.control else { return Ok(true) };
+        let Some(socket) = &self.socket else { return Ok(true) };
         let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
-            match unix::receive(control)? {
+            match unix::receive(socket)? {
                 unix::Received::Message(bytes, mut fds) => {
                     let number = bytes.get(..8).and_then(|b| b.try_into().ok()).map(u64::from_le_bytes);
                     if let (Some(number), Some(fd)) = (number, fds.pop()) {
@@ -87,7 +87,7 @@ impl Neighbour {
     }
 
     /// The address of `len` bytes of the peer's registered memory.
-    pub fn lent(&self, place: Place, len: usize) -> Result<*mut u8> {
+    pub fn lent(&self, place: SegmentOffset, len: usize) -> Result<*mut u8> {
         let find = || {
             let segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
             segments.get(&place.segment).and_then(|s| s.at(place.offset, len)).map(|p| p.as_ptr())
@@ -113,13 +113,13 @@ pub struct World {
     pub rank: u32,
     /// The number of each rank's host.
     pub host_of: Vec<usize>,
-    /// This rank's board.
-    pub board: Board,
+    /// This rank's control segment.
+    pub control: ControlSegment,
     /// The other ranks on this host, by world rank.
     pub neighbours: HashMap<u32, Neighbour>,
     /// This rank's registered memory.
     pub arena: Arc<Arena>,
-    /// Stages of groups that have been let go.
+    /// Bounce buffers of groups that have been let go.
     pub retired: Arc<Retired>,
 }
 
@@ -129,13 +129,13 @@ impl World {
         self.host_of.len()
     }
 
-    /// The board of a rank on this host.
-    pub fn board(&self, rank: u32) -> Option<&Board> {
-        if rank == self.rank { Some(&self.board) } else { self.neighbours.get(&rank).map(|n| &n.board) }
+    /// The control segment of a rank on this host.
+    pub fn control(&self, rank: u32) -> Option<&ControlSegment> {
+        if rank == self.rank { Some(&self.control) } else { self.neighbours.get(&rank).map(|n| &n.control) }
     }
 
     /// `len` bytes of registered memory: collectives on it copy nothing inside a host.
-    pub fn allocate(&self, len: usize) -> Result<Block> {
+    pub fn allocate(&self, len: usize) -> Result<RegisteredBuffer> {
         self.retired.sweep();
         self.arena.allocate(len, |number, segment| {
             self.neighbours.iter().try_for_each(|(&rank, n)| n.share(rank, number, segment))

@@ -14,18 +14,18 @@ const LEAD: f64 = 2.0;
 
 /// What was waited until the last log line.
 #[derive(Debug)]
-pub(crate) struct Window {
+pub(crate) struct WaitWindow {
     began: Instant,
     before: Vec<u64>,
 }
 
-impl Default for Window {
+impl Default for WaitWindow {
     fn default() -> Self {
         Self { began: Instant::now(), before: Vec::new() }
     }
 }
 
-impl Window {
+impl WaitWindow {
     /// At the end of a window, the rank to name and the seconds waited for it.
     fn close(&mut self, waited: Vec<u64>) -> Option<(usize, f64)> {
         let spent = self.began.elapsed().as_secs_f64();
@@ -42,7 +42,7 @@ impl Window {
     }
 }
 
-impl Window {
+impl WaitWindow {
     /// Now and then, a line that names the straggler; `me`: this rank.
     pub(crate) fn name_straggler(&mut self, counters: &Counters, me: u32) {
         if self.began.elapsed() < WINDOW {
@@ -65,7 +65,7 @@ mod tests {
     #[test]
     fn only_a_rank_that_stands_out_is_named() {
         let mut window =
-            Window { began: Instant::now() - Duration::from_secs(10), before: vec![1_000_000_000; 3] };
+            WaitWindow { began: Instant::now() - Duration::from_secs(10), before: vec![1_000_000_000; 3] };
         let (rank, seconds) = window.close(vec![1_000_000_000, 6_000_000_000, 2_000_000_000]).unwrap();
         assert_eq!((rank, seconds.round() as u64), (1, 5));
         window.began -= Duration::from_secs(10);

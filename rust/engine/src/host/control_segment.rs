@@ -1,14 +1,14 @@
-//! The board: what each rank shows to the ranks of its host.
+//! The control segment: what each rank shows to the ranks of its host.
 //!
 //! One segment per rank. Only its owner writes to it, except for the pipes (their writers put
 //! bytes into them) and the doorbell (whoever rings clears the sleeper's mark). It holds
 //!
-//! * the doorbell, and a count of signs of life,
+//! * the doorbell, and a count of heartbeats,
 //! * a pipe from each other rank of the host,
-//! * for each group and each call in flight a *lane*: how far the owner has come, what it called,
+//! * for each group and each call in flight a *operation slot*: how far the owner has come, what it called,
 //!   where its memory is, and a slot for small payloads.
 //!
-//! A lane is reused every [`LANES`] calls, when all ranks have shown that they are done with it.
+//! An operation slot is reused every [`OP_SLOTS`] calls, when all ranks have shown that they are done with it.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -20,7 +20,7 @@ use trigram_core::{Error, Result};
 
 use crate::host::doorbell::Doorbell;
 use crate::host::doorbell_words::Words;
-pub use crate::host::op_slot::{LANES, Lane};
+pub use crate::host::op_slot::{OP_SLOTS, OpSlot};
 use crate::host::pipe::{PIPE, Pipe};
 use crate::sys::memory::Segment;
 
@@ -39,44 +39,44 @@ const CLAIMED: u64 = u64::MAX;
 struct Layout {
     magic: AtomicU64,
     bell: Words,
-    beats: AtomicU64,
+    heartbeats: AtomicU64,
     pipes: [Pipe; MAX_LOCAL],
     groups: [AtomicU64; MAX_GROUPS],
-    lanes: [[Lane; LANES]; MAX_GROUPS],
+    op_slots: [[OpSlot; OP_SLOTS]; MAX_GROUPS],
     rings: [[u8; PIPE]; MAX_LOCAL],
 }
 
-/// A board, one's own or a peer's.
+/// A control segment, one's own or a peer's.
 #[derive(Clone, Debug)]
-pub struct Board {
+pub struct ControlSegment {
     segment: Arc<Segment>,
     bell: Doorbell,
     /// Places of groups that the owner has let go, the oldest first.
     left: Arc<Mutex<VecDeque<usize>>>,
 }
 
-impl Board {
-    /// A new board of one's own.
+impl ControlSegment {
+    /// A new control segment of one's own.
     pub fn create() -> Result<Self> {
         let segment = Arc::new(Segment::create(size_of::<Layout>())?);
-        let board = Self::on(segment, Doorbell::event()?)?;
-        board.layout().magic.store(MAGIC, Ordering::Release);
-        Ok(board)
+        let control = Self::on(segment, Doorbell::event()?)?;
+        control.layout().magic.store(MAGIC, Ordering::Release);
+        Ok(control)
     }
 
-    /// A peer's board, from the descriptors it passed.
-    pub fn map(board: OwnedFd, event: OwnedFd) -> Result<Self> {
-        let board = Self::on(Arc::new(Segment::map(board)?), event)?;
-        if board.layout().magic.load(Ordering::Acquire) != MAGIC {
-            return Err(Error::Auth("a peer's board is not ours: does it run another version?".into()));
+    /// A peer's control segment, from the descriptors it passed.
+    pub fn map(control: OwnedFd, event: OwnedFd) -> Result<Self> {
+        let control = Self::on(Arc::new(Segment::map(control)?), event)?;
+        if control.layout().magic.load(Ordering::Acquire) != MAGIC {
+            return Err(Error::Auth("a peer's control is not ours: does it run another version?".into()));
         }
-        Ok(board)
+        Ok(control)
     }
 
     fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
         if segment.at(0, size_of::<Layout>()).is_none() {
             return Err(Error::Auth(
-                "a peer's board has the wrong size: does it run another version?".into(),
+                "a peer's control has the wrong size: does it run another version?".into(),
             ));
         }
         let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
@@ -101,13 +101,13 @@ impl Board {
     }
 
     /// The owner is alive.
-    pub fn beat(&self) {
-        self.layout().beats.fetch_add(1, Ordering::Relaxed);
+    pub fn count_heartbeat(&self) {
+        self.layout().heartbeats.fetch_add(1, Ordering::Relaxed);
     }
 
     /// How often it has shown that it is.
-    pub fn beats(&self) -> u64 {
-        self.layout().beats.load(Ordering::Relaxed)
+    pub fn heartbeats(&self) -> u64 {
+        self.layout().heartbeats.load(Ordering::Relaxed)
     }
 
     /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.
@@ -129,8 +129,8 @@ impl Board {
             ))
         })?;
         layout.groups[place].store(CLAIMED, Ordering::Release);
-        for lane in &layout.lanes[place] {
-            lane.begin_anew();
+        for op_slot in &layout.op_slots[place] {
+            op_slot.begin_anew();
         }
         layout.groups[place].store(id, Ordering::Release);
         Ok(place)
@@ -153,9 +153,9 @@ impl Board {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
     }
 
-    /// The lane of a call of the group at `place`.
-    pub fn lane(&self, place: usize, call: u64) -> &Lane {
-        &self.layout().lanes[place % MAX_GROUPS][call as usize % LANES]
+    /// The operation slot of a call of the group at `place`.
+    pub fn op_slot(&self, place: usize, call: u64) -> &OpSlot {
+        &self.layout().op_slots[place % MAX_GROUPS][call as usize % OP_SLOTS]
     }
 }
 
@@ -165,27 +165,27 @@ mod tests {
     use trigram_core::{DType, ReduceOp};
 
     use super::*;
-    use crate::sys::memory::Place;
+    use crate::sys::memory::SegmentOffset;
 
     #[test]
     fn a_peer_reads_what_the_owner_shows() {
-        let mine = Board::create().unwrap();
+        let mine = ControlSegment::create().unwrap();
         let fd = |f: std::os::fd::BorrowedFd<'_>| f.try_clone_to_owned().unwrap();
-        let seen = Board::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
+        let seen = ControlSegment::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
         let place = mine.enter_group(42).unwrap();
         assert_eq!(seen.find_group(42), Some(place));
         let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
-        let lane = mine.lane(place, 3);
-        assert!(!seen.lane(place, 3).has_arrived(3, 0));
-        lane.describe(&s, Some(Place { segment: 0, offset: 4096 }), None);
-        lane.arrive(3, 0);
-        let theirs = seen.lane(place, 3);
+        let op_slot = mine.op_slot(place, 3);
+        assert!(!seen.op_slot(place, 3).has_arrived(3, 0));
+        op_slot.describe(&s, Some(SegmentOffset { segment: 0, offset: 4096 }), None);
+        op_slot.arrive(3, 0);
+        let theirs = seen.op_slot(place, 3);
         assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
         assert_eq!(theirs.signature(), s);
-        assert_eq!(theirs.input(), Some(Place { segment: 0, offset: 4096 }));
-        assert_eq!(theirs.stage(), None);
-        lane.leave(3);
-        assert!(theirs.is_free_for(3 + LANES as u64) && !theirs.is_free_for(3 + 2 * LANES as u64));
+        assert_eq!(theirs.input(), Some(SegmentOffset { segment: 0, offset: 4096 }));
+        assert_eq!(theirs.bounce_buffer(), None);
+        op_slot.leave(3);
+        assert!(theirs.is_free_for(3 + OP_SLOTS as u64) && !theirs.is_free_for(3 + 2 * OP_SLOTS as u64));
         assert!(seen.has_group(place, 42));
         mine.leave_group(place);
         assert_eq!(seen.find_group(42), Some(place), "a late peer still finds it");
@@ -201,17 +201,17 @@ mod tests {
     fn another_kind_of_segment_is_refused() {
         let small = Segment::create(4096).unwrap();
         let fd = small.fd().try_clone_to_owned().unwrap();
-        assert!(matches!(Board::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
+        assert!(matches!(ControlSegment::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
     }
 
     #[test]
     fn bytes_come_out_as_they_went_in() {
-        let board = Board::create().unwrap();
+        let control = ControlSegment::create().unwrap();
         let total = 3 * PIPE + 12345;
         let byte = |i: usize| (i * 31 % 251) as u8;
         std::thread::scope(|s| {
             s.spawn(|| {
-                let (pipe, ring) = board.pipe(1);
+                let (pipe, ring) = control.pipe(1);
                 let data: Vec<u8> = (0..total).map(byte).collect();
                 let mut at = 0;
                 while at < total {
@@ -224,7 +224,7 @@ mod tests {
                     }
                 }
             });
-            let (pipe, ring) = board.pipe(1);
+            let (pipe, ring) = control.pipe(1);
             let mut at = 0;
             let mut buf = vec![0; 100_001];
             while at < total {

@@ -1,4 +1,4 @@
-//! A byte pipe between two processes: one writer, one reader, a ring in the reader's board.
+//! A byte pipe between two processes: one writer, one reader, a ring in the reader's control segment.
 //!
 //! For messages inside a host: two copies through memory that stays in the cache, no system call
 //! unless the other side sleeps.

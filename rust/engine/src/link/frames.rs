@@ -11,26 +11,26 @@ use crate::transport::stream::{Read, Receiver, Sender};
 /// Which step of which job a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
-    /// The job's number in this process.
-    pub job: u64,
+    /// The call's number in this process.
+    pub call: u64,
     /// The step of its schedule.
     pub step: u32,
 }
 
 /// What a frame carries.
 #[derive(Debug)]
-enum Body {
-    /// Memory of a job. The job takes it back ([`Tx::take_back`]) before the memory goes away.
+enum Payload {
+    /// Memory of a call. The call takes it back ([`Tx::take_back`]) before the memory goes away.
     Lent(*const u8, usize),
     Owned(Vec<u8>),
 }
 
-impl Body {
+impl Payload {
     fn bytes(&self) -> &[u8] {
         match self {
             // SAFETY: see `Body::Lent`.
-            Body::Lent(at, len) => unsafe { std::slice::from_raw_parts(*at, *len) },
-            Body::Owned(bytes) => bytes,
+            Payload::Lent(at, len) => unsafe { std::slice::from_raw_parts(*at, *len) },
+            Payload::Owned(bytes) => bytes,
         }
     }
 }
@@ -38,7 +38,7 @@ impl Body {
 #[derive(Debug)]
 struct Out {
     head: [u8; HEADER],
-    body: Body,
+    body: Payload,
     sent: usize,
     token: Option<Token>,
 }
@@ -72,7 +72,7 @@ impl Tx {
         self.sender.wake();
     }
 
-    /// Sends a frame with memory of a job; true if all of it is sent already.
+    /// Sends a frame with memory of a call; true if all of it is sent already.
     ///
     /// # Safety
     ///
@@ -88,7 +88,7 @@ impl Tx {
     ) -> Result<bool> {
         let was_idle = self.is_idle();
         self.bytes += len as u64;
-        self.push(frame, Body::Lent(body, len), Some(token));
+        self.push(frame, Payload::Lent(body, len), Some(token));
         if was_idle {
             let before = done.len();
             // Who writes next finds the same error, and why the peer takes nothing more.
@@ -105,10 +105,10 @@ impl Tx {
 
     /// Sends a frame with a payload of its own.
     pub fn give(&mut self, frame: &Frame, body: Vec<u8>) {
-        self.push(frame, Body::Owned(body), None);
+        self.push(frame, Payload::Owned(body), None);
     }
 
-    fn push(&mut self, frame: &Frame, body: Body, token: Option<Token>) {
+    fn push(&mut self, frame: &Frame, body: Payload, token: Option<Token>) {
         // Before anything is sent: the sum leaves the payload in the cache, where sending finds it.
         let sum = self.sender.is_summed().then(|| Sum::of(body.bytes()));
         self.queue.push_back(Out { head: frame.encode(sum), body, sent: 0, token });
@@ -141,20 +141,20 @@ impl Tx {
         Ok(moved)
     }
 
-    /// Forgets a job: frames not begun are dropped, the rest of one begun is copied, so that the
+    /// Forgets a call: frames not begun are dropped, the rest of one begun is copied, so that the
     /// stream stays in step.
-    pub fn take_back(&mut self, job: u64) {
-        let is_its = |out: &Out| out.token.is_some_and(|t| t.job == job);
+    pub fn take_back(&mut self, call: u64) {
+        let is_its = |out: &Out| out.token.is_some_and(|t| t.call == call);
         self.queue.retain(|out| !is_its(out) || out.sent > 0);
         for out in self.queue.iter_mut().filter(|out| is_its(out)) {
-            out.body = Body::Owned(out.body.bytes().to_vec());
+            out.body = Payload::Owned(out.body.bytes().to_vec());
             out.token = None;
         }
     }
 
-    /// Whether a frame of this job has not left.
-    pub fn holds(&self, job: u64) -> bool {
-        self.queue.iter().any(|out| out.token.is_some_and(|t| t.job == job))
+    /// Whether a frame of this call has not left.
+    pub fn holds(&self, call: u64) -> bool {
+        self.queue.iter().any(|out| out.token.is_some_and(|t| t.call == call))
     }
 
     /// See [`Sender::pace`].
@@ -171,7 +171,7 @@ impl Tx {
 /// Where an arriving payload goes.
 #[derive(Debug)]
 pub enum Target {
-    /// Into a job's memory. The job redirects it ([`Rx::forget`]) before the memory goes away.
+    /// Into a call's memory. The call redirects it ([`Rx::redirect`]) before the memory goes away.
     Memory(*mut u8, Token),
     /// Kept until somebody asks for it. It grows with what arrives, see [`AHEAD`].
     Heap(Vec<u8>),
@@ -189,7 +189,7 @@ pub trait Sink {
 
 enum State {
     Head([u8; HEADER], usize),
-    Body(Frame, Target, usize, Option<Check>),
+    Payload(Frame, Target, usize, Option<Check>),
 }
 
 /// The sum that a payload must have, and that of what has come.
@@ -205,7 +205,7 @@ pub struct Rx {
     ahead_at: usize,
     ahead_end: usize,
     /// The peer said that it leaves.
-    pub said_bye: bool,
+    pub is_leaving: bool,
     /// Bytes received so far, headers included.
     pub bytes: u64,
 }
@@ -242,7 +242,7 @@ impl Rx {
             ahead,
             ahead_at: 0,
             ahead_end: 0,
-            said_bye: false,
+            is_leaving: false,
             bytes: 0,
         }
     }
@@ -262,10 +262,10 @@ impl Rx {
         self.receiver.wake();
     }
 
-    /// Redirects what is arriving for a job to nowhere.
-    pub fn forget(&mut self, job: u64) {
-        if let State::Body(_, target, ..) = &mut self.state
-            && matches!(target, Target::Memory(_, token) if token.job == job)
+    /// Redirects what is arriving for a call to nowhere.
+    pub fn redirect(&mut self, call: u64) {
+        if let State::Payload(_, target, ..) = &mut self.state
+            && matches!(target, Target::Memory(_, token) if token.call == call)
         {
             *target = Target::Nowhere;
         }
@@ -304,11 +304,11 @@ impl Rx {
                 let (frame, sum) =
                     Frame::decode(&head_now).map_err(|e| Error::Corrupt { rank, what: e.to_string() })?;
                 let target = sink.begin(self.peer, &frame)?;
-                self.state = State::Body(frame, target, 0, sum.map(|sum| Check(sum, Sum::default())));
+                self.state = State::Payload(frame, target, 0, sum.map(|sum| Check(sum, Sum::default())));
                 self.end_if_complete(sink)?;
                 Ok(read)
             }
-            State::Body(frame, target, got, _) => {
+            State::Payload(frame, target, got, _) => {
                 let left = frame.len as usize - *got;
                 let mut sump = [0u8; 4096];
                 let into: &mut [u8] = match target {
@@ -326,7 +326,7 @@ impl Rx {
                 // SAFETY: the slice above, free of the borrow of `self.state`; `fill` does not touch it.
                 let into = unsafe { std::slice::from_raw_parts_mut(into, len) };
                 let read = self.fill(into)?;
-                if let (Read::Some(n), State::Body(_, _, got, check)) = (read, &mut self.state) {
+                if let (Read::Some(n), State::Payload(_, _, got, check)) = (read, &mut self.state) {
                     *got += n;
                     if let Some(Check(_, sum)) = check {
                         sum.add(&into[..n]);
@@ -339,19 +339,19 @@ impl Rx {
     }
 
     fn end_if_complete(&mut self, sink: &mut dyn Sink) -> Result<()> {
-        if let State::Body(frame, _, got, check) = &self.state
+        if let State::Payload(frame, _, got, check) = &self.state
             && *got == frame.len as usize
         {
             if check.as_ref().is_some_and(|Check(sum, seen)| seen.value() != *sum) {
                 let what = format!("{} bytes do not have their checksum: bits flipped on the way", frame.len);
                 return Err(Error::Corrupt { rank: self.peer, what });
             }
-            let State::Body(frame, target, ..) =
+            let State::Payload(frame, target, ..) =
                 std::mem::replace(&mut self.state, State::Head([0; HEADER], 0))
             else {
                 return Ok(());
             };
-            self.said_bye |= frame.kind == Kind::Bye;
+            self.is_leaving |= frame.kind == Kind::Leave;
             sink.end(self.peer, &frame, target)?;
         }
         Ok(())
@@ -383,7 +383,7 @@ impl Rx {
 
 /// A connection to a rank that was given up, kept for a while: closed at once, over bytes that nobody has read, the
 /// system would throw away what is left to say, and the rank would take us for dead.
-pub(crate) struct Parting {
+pub(crate) struct ClosingConnection {
     tx: Tx,
     rx: Rx,
     since: Instant,
@@ -391,9 +391,9 @@ pub(crate) struct Parting {
 }
 
 /// For how long it is kept at least.
-const PARTING: Duration = Duration::from_secs(2);
+const CLOSING: Duration = Duration::from_secs(2);
 
-impl Parting {
+impl ClosingConnection {
     pub(crate) fn new(tx: Tx, rx: Rx) -> Self {
         Self { tx, rx, since: Instant::now(), open: true }
     }
@@ -414,7 +414,7 @@ impl Parting {
                 }
             }
         }
-        self.open && (self.is_due() || self.since.elapsed() < PARTING)
+        self.open && (self.is_due() || self.since.elapsed() < CLOSING)
     }
 
     /// Whether something is left to say.

@@ -113,7 +113,7 @@ impl Outbox {
     }
 
     /// Takes a call's memory back, see [`Tx::take_back`].
-    pub fn take_back(&mut self, job: u64) {
-        self.tx.iter_mut().flatten().for_each(|tx| tx.take_back(job));
+    pub fn take_back(&mut self, call: u64) {
+        self.tx.iter_mut().flatten().for_each(|tx| tx.take_back(call));
     }
 }

@@ -24,16 +24,16 @@ const KEPT: usize = 1024;
 
 /// The last windows.
 #[derive(Debug, Default)]
-pub struct Meter {
+pub struct RateMeter {
     began: Option<(Instant, u64, u64)>,
     looked: u64,
     /// When each ended, and bytes per second inward and outward.
     windows: VecDeque<(Instant, f64, f64)>,
 }
 
-impl Meter {
+impl RateMeter {
     /// Looks at the counters, if enough has moved since the last look.
-    pub(crate) fn look(&mut self, rx: &[Option<Rx>], tx: &[Option<Tx>]) {
+    pub(crate) fn sample(&mut self, rx: &[Option<Rx>], tx: &[Option<Tx>]) {
         let sockets = || rx.iter().flatten().filter(|rx| rx.fd().is_some());
         let out = || sockets().filter_map(|rx| tx.get(rx.peer as usize)?.as_ref());
         let moved = sockets().map(|rx| rx.bytes).sum::<u64>() + out().map(|tx| tx.written).sum::<u64>();

@@ -21,9 +21,9 @@ use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::health::peers::HEARTBEAT;
 use crate::link::frames::{Rx, Tx};
-use crate::sys::completion::Glance;
-use crate::sys::completion::{GLANCE, Ticket};
-use crate::sys::fork::Watched;
+use crate::sys::completion::InterruptCheck;
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::fork::GuardedFd;
 
 /// Looks for work this often at full speed, where every rank of the host has a core.
 const SPINS: u32 = 16;
@@ -36,7 +36,7 @@ const SOCKET_YIELDS: u32 = 4;
 const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 
 const BELL: u64 = u64::MAX;
-const CONTROL: u64 = 1 << 32;
+const SOCKET: u64 = 1 << 32;
 
 /// What callers ask of whoever drives.
 pub(crate) enum Command {
@@ -44,7 +44,7 @@ pub(crate) enum Command {
     Abort(Arc<Members>, u64, Error),
     Help(Arc<Members>),
     /// The caller has stopped waiting: its call fails everywhere, and lets go of its memory.
-    Stop(Arc<Ticket>),
+    Stop(Arc<Completion>),
 }
 
 /// What the threads of an engine share.
@@ -55,17 +55,17 @@ pub(crate) struct Driver {
     pub(crate) waiting: AtomicUsize,
     pub(crate) closed: AtomicBool,
     pub(crate) helping: Arc<AtomicBool>,
-    /// It is time for a sign of life.
+    /// It is time for a heartbeat.
     due: AtomicBool,
     /// The thread that gives it has the progress lock, for a moment.
-    pub(crate) pulsing: AtomicBool,
+    pub(crate) in_heartbeat: AtomicBool,
     pub(crate) epoll: OwnedFd,
     has_sockets: bool,
     pub(crate) spins: u32,
     pub(crate) idle: Mutex<bool>,
     pub(crate) work: Condvar,
     pub(crate) counters: Arc<Counters>,
-    _watched: Watched,
+    _guard: GuardedFd,
 }
 
 impl Driver {
@@ -86,11 +86,11 @@ impl Driver {
             }
         }
         for (&rank, neighbour) in &world.neighbours {
-            if let Some(fd) = neighbour.control() {
-                add(fd, CONTROL | u64::from(rank), epoll::EventFlags::IN)?;
+            if let Some(fd) = neighbour.socket() {
+                add(fd, SOCKET | u64::from(rank), epoll::EventFlags::IN)?;
             }
         }
-        add(world.board.bell().fd(), BELL, epoll::EventFlags::IN)?;
+        add(world.control.bell().fd(), BELL, epoll::EventFlags::IN)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let progress = Progress::new(world.clone(), tx, rx);
@@ -103,8 +103,8 @@ impl Driver {
             closed: AtomicBool::new(false),
             helping,
             due: AtomicBool::new(false),
-            pulsing: AtomicBool::new(false),
-            _watched: Watched::new(&epoll),
+            in_heartbeat: AtomicBool::new(false),
+            _guard: GuardedFd::new(&epoll),
             epoll,
             has_sockets,
             spins,
@@ -135,30 +135,30 @@ impl Driver {
     }
 
     /// Shows that this rank is alive, see [`crate::drive::heartbeat`].
-    pub(crate) fn pulse(&self) {
+    pub(crate) fn heartbeat(&self) {
         while !self.closed.load(Ordering::Acquire) {
-            self.world.board.beat();
+            self.world.control.count_heartbeat();
             self.due.store(true, Ordering::Release);
             // Whoever holds the lock looks at `due`.
-            self.pulsing.store(true, Ordering::Release);
+            self.in_heartbeat.store(true, Ordering::Release);
             match self.progress.try_lock() {
                 Ok(mut progress) => {
                     self.events(&mut progress, Duration::ZERO);
                     progress.poll();
-                    self.beat(&mut progress);
+                    self.send_heartbeat(&mut progress);
                 }
                 Err(TryLockError::WouldBlock) => {}
                 // Who cannot go on does not claim to live.
                 Err(TryLockError::Poisoned(_)) => return,
             }
-            self.pulsing.store(false, Ordering::Release);
+            self.in_heartbeat.store(false, Ordering::Release);
             std::thread::park_timeout(HEARTBEAT);
         }
     }
 
-    fn beat(&self, progress: &mut Progress) {
+    fn send_heartbeat(&self, progress: &mut Progress) {
         if self.due.swap(false, Ordering::AcqRel) {
-            progress.beat();
+            progress.heartbeat();
         }
     }
 
@@ -175,7 +175,7 @@ impl Driver {
             match self.progress.try_lock() {
                 Ok(progress) => return Ok(Some(progress)),
                 // The pulse lets go of it in a moment.
-                Err(TryLockError::WouldBlock) if self.pulsing.load(Ordering::Acquire) => {
+                Err(TryLockError::WouldBlock) if self.in_heartbeat.load(Ordering::Acquire) => {
                     std::thread::yield_now()
                 }
                 Err(TryLockError::WouldBlock) => return Ok(None),
@@ -191,36 +191,36 @@ impl Driver {
     ///
     /// # Errors
     ///
-    /// That of `glance`; the call goes on.
+    /// That of `check_interrupt`; the call goes on.
     pub(crate) fn drive<'a>(
         &'a self,
         mut progress: MutexGuard<'a, Progress>,
-        until: Option<&Arc<Ticket>>,
+        until: Option<&Arc<Completion>>,
         spins: u32,
-        glance: Glance<'_>,
+        check_interrupt: InterruptCheck<'_>,
     ) -> Result<Option<MutexGuard<'a, Progress>>> {
         let mut idle = 0;
         let mut idle_since: Option<Instant> = None;
-        let mut glanced = None;
+        let mut checked = None;
         loop {
             self.take_inbox(&mut progress);
             let moved = progress.poll();
             if self.due.load(Ordering::Relaxed) {
                 self.events(&mut progress, Duration::ZERO);
                 progress.poll();
-                self.beat(&mut progress);
+                self.send_heartbeat(&mut progress);
             }
             let over = match until {
-                Some(ticket) => ticket.is_done(),
+                Some(completion) => completion.is_done(),
                 None => progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
             };
             if over {
                 return Ok(Some(progress));
             }
             if self.closed.load(Ordering::Acquire) {
-                if let Some(ticket) = until {
-                    self.give_up(&mut progress, ticket, "has shut down");
-                    self.finish(&mut progress, ticket);
+                if let Some(completion) = until {
+                    self.abort_call(&mut progress, completion, "has shut down");
+                    self.finish(&mut progress, completion);
                 }
                 return Ok(Some(progress));
             }
@@ -249,8 +249,8 @@ impl Driver {
             let since = *idle_since.get_or_insert(now);
             self.sleep(&mut progress, now - since);
             let now = Instant::now();
-            if now - *glanced.get_or_insert(since) >= GLANCE {
-                glanced = Some(now);
+            if now - *checked.get_or_insert(since) >= INTERRUPT_INTERVAL {
+                checked = Some(now);
                 if until.is_none() {
                     self.note_time();
                     continue;
@@ -258,7 +258,7 @@ impl Driver {
                 // Not under the lock: it waits for the interpreter's, and may run a handler of the user's. This
                 // rank must go on showing that it lives.
                 drop(progress);
-                glance()?;
+                check_interrupt()?;
                 match self.try_lock()? {
                     Some(lock) => progress = lock,
                     None => return Ok(None),
@@ -267,14 +267,14 @@ impl Driver {
         }
     }
 
-    /// Fails the call of a ticket, everywhere.
-    fn give_up(&self, progress: &mut Progress, ticket: &Arc<Ticket>, why: &str) {
-        progress.stop(ticket, Error::Aborted(format!("rank {} {why}", self.world.rank)));
+    /// Fails the call of a completion handle, everywhere.
+    fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
+        progress.stop(completion, Error::Aborted(format!("rank {} {why}", self.world.rank)));
     }
 
     /// Sees a failed call to its end.
-    fn finish(&self, progress: &mut Progress, ticket: &Arc<Ticket>) {
-        while !ticket.is_done() {
+    fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
+        while !completion.is_done() {
             if !progress.poll() {
                 self.events(progress, Duration::from_millis(1));
             }
@@ -295,14 +295,14 @@ impl Driver {
                 Command::Submit(submission) => progress.admit(submission),
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
                 Command::Help(members) => progress.help(members),
-                Command::Stop(ticket) => self.give_up(progress, &ticket, "was interrupted"),
+                Command::Stop(completion) => self.abort_call(progress, &completion, "was interrupted"),
             }
         }
     }
 
     /// Sleeps until something happens, or it is time to look up.
     fn sleep(&self, progress: &mut Progress, idle: Duration) {
-        let bell = self.world.board.bell();
+        let bell = self.world.control.bell();
         let on_event = self.has_sockets || idle > FUTEX_SLEEP;
         let seen = bell.arm(on_event);
         let found = progress.poll() || self.waiting.load(Ordering::Acquire) > 0;
@@ -311,7 +311,7 @@ impl Driver {
         }
         let (awaited, before) = (progress.awaited(), Instant::now());
         if on_event {
-            self.events(progress, GLANCE);
+            self.events(progress, INTERRUPT_INTERVAL);
             bell.disarm();
         } else {
             bell.sleep(seen, FUTEX_SLEEP);
@@ -330,19 +330,19 @@ impl Driver {
         let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&limit)) else { return };
         for event in events {
             match event.data.u64() {
-                BELL => self.world.board.bell().drain(),
-                data if data & CONTROL != 0 => {
+                BELL => self.world.control.bell().drain(),
+                data if data & SOCKET != 0 => {
                     let rank = data as u32;
                     let Some(neighbour) = self.world.neighbours.get(&rank) else { continue };
                     let found = neighbour.collect();
                     if matches!(found, Ok(true)) {
                         continue;
                     }
-                    if let Some(fd) = neighbour.control() {
+                    if let Some(fd) = neighbour.socket() {
                         // It would be readable for ever. That it is gone already is as good.
                         let _ = epoll::delete(&self.epoll, fd);
                     }
-                    progress.end_control(rank, found.err());
+                    progress.end_socket(rank, found.err());
                 }
                 data => progress.wake(data as u32),
             }

@@ -15,14 +15,14 @@ use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::driver::{Command, Driver};
-use crate::sys::completion::Glance;
+use crate::sys::completion::InterruptCheck;
 use crate::sys::fork;
 
 /// Runs calls. One per process and job.
 pub struct Engine {
     driver: Arc<Driver>,
     background: Mutex<Option<JoinHandle<()>>>,
-    pulse: Mutex<Option<JoinHandle<()>>>,
+    heartbeat: Mutex<Option<JoinHandle<()>>>,
 }
 
 impl Engine {
@@ -30,13 +30,13 @@ impl Engine {
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
         let driver = Arc::new(Driver::new(world, tx, rx)?);
         let alone = driver.world.size() == 1;
-        let pulse = (!alone).then(|| {
+        let heartbeat = (!alone).then(|| {
             let driver = driver.clone();
-            let thread = std::thread::Builder::new().name("trigram-pulse".into());
-            thread.spawn(move || driver.pulse()).map_err(|e| Error::io("starting a thread", e))
+            let thread = std::thread::Builder::new().name("trigram-live".into());
+            thread.spawn(move || driver.heartbeat()).map_err(|e| Error::io("starting a thread", e))
         });
-        let pulse = Mutex::new(pulse.transpose()?);
-        Ok(Self { driver, background: Mutex::default(), pulse })
+        let heartbeat = Mutex::new(heartbeat.transpose()?);
+        Ok(Self { driver, background: Mutex::default(), heartbeat })
     }
 
     /// The job as this rank sees it.
@@ -61,47 +61,48 @@ impl Engine {
     ///
     /// # Errors
     ///
-    /// The call's, or that of `glance`, which ends the call.
-    pub fn run(&self, submission: Submission, glance: Glance<'_>) -> Result<()> {
+    /// The call's, or that of `check_interrupt`, which ends the call.
+    pub fn run(&self, submission: Submission, check_interrupt: InterruptCheck<'_>) -> Result<()> {
         self.check_open()?;
-        let ticket = submission.ticket.clone();
-        ticket.set_awaited();
+        let completion = submission.completion.clone();
+        completion.set_awaited();
         let driver = &self.driver;
         let whole = || match driver.progress.is_poisoned() {
             true => Err(Error::Aborted("the engine has failed; see above".into())),
             false => Ok(()),
         };
-        let mut glance = || whole().and_then(|()| glance());
+        let mut check_interrupt = || whole().and_then(|()| check_interrupt());
         let waited = match self.driver.try_lock()? {
             Some(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait come first.
                 self.driver.take_inbox(&mut progress);
                 progress.admit(submission);
-                match self.driver.drive(progress, Some(&ticket), self.driver.spins, &mut glance) {
+                match self.driver.drive(progress, Some(&completion), self.driver.spins, &mut check_interrupt)
+                {
                     Ok(Some(progress)) => {
-                        let more = !progress.calls.jobs.is_empty()
+                        let more = !progress.calls.active.is_empty()
                             || self.driver.waiting.load(Ordering::Acquire) > 0;
                         drop(progress);
                         if more {
                             self.wake_background()?;
                         }
-                        Ok(ticket.outcome())
+                        Ok(completion.outcome())
                     }
-                    Ok(None) => ticket.wait(None, &mut glance),
+                    Ok(None) => completion.wait(None, &mut check_interrupt),
                     Err(stop) => Err(stop),
                 }
             }
             None => {
                 self.start(submission)?;
-                ticket.wait(None, &mut glance)
+                completion.wait(None, &mut check_interrupt)
             }
         };
         match waited {
             Ok(outcome) => outcome.unwrap_or(Ok(())),
             Err(stop) => {
                 // Not before nobody uses the caller's memory any more.
-                self.command(Command::Stop(ticket.clone()))?;
-                let _ = ticket.wait(None, &mut || whole());
+                self.command(Command::Stop(completion.clone()))?;
+                let _ = completion.wait(None, &mut || whole());
                 Err(stop)
             }
         }
@@ -109,14 +110,14 @@ impl Engine {
 
     /// Hears what there is to hear, and tells whether the group can go on: for calls whose data travels
     /// elsewhere, so that nobody here notices that it has stopped.
-    pub fn look(&self, members: &Members, what: &Signature) -> Result<()> {
+    pub fn check_peers(&self, members: &Members, what: &Signature) -> Result<()> {
         self.check_open()?;
         // If another thread is at work, that one hears it.
         if let Ok(mut progress) = self.driver.progress.try_lock() {
             self.driver.take_inbox(&mut progress);
             self.driver.events(&mut progress, Duration::ZERO);
             progress.poll();
-            let more = !progress.calls.jobs.is_empty();
+            let more = !progress.calls.active.is_empty();
             drop(progress);
             if more {
                 self.wake_background()?;
@@ -155,7 +156,7 @@ impl Engine {
         inbox.push(command);
         self.driver.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
-        self.driver.world.board.bell().ring();
+        self.driver.world.control.bell().ring();
         self.wake_background()
     }
 
@@ -183,16 +184,16 @@ impl Engine {
             return;
         }
         let rank = self.driver.world.rank;
-        self.driver.world.board.bell().ring();
+        self.driver.world.control.bell().ring();
         if let Ok(mut idle) = self.driver.idle.lock() {
             *idle = false;
             self.driver.work.notify_all();
         }
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // It drops the progress lock at its next glance.
+            // It drops the progress lock at its next interrupt check.
             let _ = thread.join();
         }
-        if let Some(thread) = self.pulse.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(thread) = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).take() {
             thread.thread().unpark();
             let _ = thread.join();
         }
@@ -200,7 +201,7 @@ impl Engine {
         self.driver.take_inbox(&mut progress);
         let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
         progress.fail_all(&error, true);
-        progress.say_bye();
+        progress.announce_leave();
     }
 }
 

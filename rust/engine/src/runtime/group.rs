@@ -11,8 +11,8 @@ use trigram_core::{Error, Result};
 use crate::call::request::{Message, Request, Submission, Tensors};
 use crate::group::members::Members;
 use crate::runtime::engine::Engine;
-use crate::sys::completion::Glance;
-use crate::sys::completion::Ticket;
+use crate::sys::completion::Completion;
+use crate::sys::completion::InterruptCheck;
 
 /// A group that this rank belongs to.
 #[derive(Clone)]
@@ -53,7 +53,7 @@ impl Group {
         if helpers as usize >= ranks.len() {
             return Err(Error::misuse(format!("group {name}: {helpers} helpers of {} ranks", ranks.len())));
         }
-        // Neither 0 nor the largest number: the board uses them.
+        // Neither 0 nor the largest number: the control segment uses them.
         let id = hash([ordinal, u64::from(helpers)].into_iter().chain(ranks.iter().map(|&r| u64::from(r))));
         let id = id.clamp(1, u64::MAX - 1);
         let members = Members::new(id, name, ranks, helpers, engine.world())?;
@@ -115,21 +115,26 @@ impl Group {
         Submission {
             members: self.members.clone(),
             request,
-            ticket: Arc::default(),
+            completion: Arc::default(),
             deadline: limit.map(|l| Instant::now() + l),
         }
     }
 
-    /// Makes a call and waits for its end. `glance` is asked every few milliseconds while waiting;
+    /// Makes a call and waits for its end. `check_interrupt` is asked every few milliseconds while waiting;
     /// its error ends the call on every rank.
     ///
     /// # Safety
     ///
     /// The memory of the request is valid, of the lengths that the call needs, and used by nobody
     /// else until this returns.
-    pub unsafe fn run(&self, request: Request, limit: Option<Duration>, glance: Glance<'_>) -> Result<()> {
+    pub unsafe fn run(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<()> {
         self.check(&request)?;
-        self.engine.run(self.submission(request, limit), glance)
+        self.engine.run(self.submission(request, limit), check_interrupt)
     }
 
     /// Makes a call that goes on in the background.
@@ -137,18 +142,22 @@ impl Group {
     /// # Safety
     ///
     /// The memory of the request is valid, of the lengths that the call needs, and used by nobody
-    /// else until the ticket is resolved.
-    pub unsafe fn start(&self, request: Request, limit: Option<Duration>) -> Result<Arc<Ticket>> {
+    /// else until the completion handle is resolved.
+    pub unsafe fn start(&self, request: Request, limit: Option<Duration>) -> Result<Arc<Completion>> {
         self.check(&request)?;
         let submission = self.submission(request, limit);
-        let ticket = submission.ticket.clone();
+        let completion = submission.completion.clone();
         self.engine.start(submission)?;
-        Ok(ticket)
+        Ok(completion)
     }
 
     /// Makes an empty call that stands for one elsewhere, such as on GPU memory: ranks that disagree on it
     /// are told, and it ends when all have made it.
-    pub fn witness(&self, mut request: Request, limit: Option<Duration>) -> Result<Arc<Ticket>> {
+    pub fn consistency_check(
+        &self,
+        mut request: Request,
+        limit: Option<Duration>,
+    ) -> Result<Arc<Completion>> {
         self.check(&request)?;
         let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;

@@ -37,23 +37,23 @@ pub enum Side {
 
 /// One meeting of two ranks, as either sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Contact {
+pub struct Handshake {
     /// The rank that connects.
     pub from: u32,
     /// The rank that it connects to.
     pub to: u32,
     /// The connecting side's nonce.
-    pub question: [u8; NONCE],
+    pub connecting_nonce: [u8; NONCE],
     /// The accepting side's nonce.
-    pub answer: [u8; NONCE],
+    pub accepting_nonce: [u8; NONCE],
     /// The channel in use.
     pub binding: Binding,
 }
 
-impl Contact {
+impl Handshake {
     /// The connecting side's view before it has heard anything.
     pub fn begin(from: u32, to: u32, binding: Binding) -> Result<Self> {
-        Ok(Self { from, to, question: random()?, answer: [0; NONCE], binding })
+        Ok(Self { from, to, connecting_nonce: random()?, accepting_nonce: [0; NONCE], binding })
     }
 
     /// The accepting side's view of a first message; `None` if it is not of this job, or not for `me`.
@@ -61,10 +61,10 @@ impl Contact {
         let hello: &[u8; HELLO] = hello.try_into().ok()?;
         let number = |at: usize| Some(u32::from_le_bytes(hello[at..at + 4].try_into().ok()?));
         let (from, to) = (number(24)?, number(28)?);
-        let question = hello[32..].try_into().ok()?;
+        let connecting_nonce = hello[32..].try_into().ok()?;
         let is_ours = hello[..8] == *MAGIC && hello[8..24] == keys.id && to == me && from != me;
         // Without random bytes of its own a side cannot tell old from new, so it hears nobody.
-        is_ours.then_some(Self { from, to, question, answer: random().ok()?, binding })
+        is_ours.then_some(Self { from, to, connecting_nonce, accepting_nonce: random().ok()?, binding })
     }
 
     /// The first message.
@@ -74,7 +74,7 @@ impl Contact {
         bytes[8..24].copy_from_slice(&keys.id);
         bytes[24..28].copy_from_slice(&self.from.to_le_bytes());
         bytes[28..32].copy_from_slice(&self.to.to_le_bytes());
-        bytes[32..].copy_from_slice(&self.question);
+        bytes[32..].copy_from_slice(&self.connecting_nonce);
         bytes
     }
 
@@ -100,7 +100,7 @@ impl Contact {
             Binding::Tls(name) => (b"t", name),
         };
         let (from, to) = (self.from.to_le_bytes(), self.to.to_le_bytes());
-        f(&[side, MAGIC, &keys.id, &from, &to, &self.question, &self.answer, channel, name])
+        f(&[side, MAGIC, &keys.id, &from, &to, &self.connecting_nonce, &self.accepting_nonce, channel, name])
     }
 }
 
@@ -113,15 +113,15 @@ mod tests {
         Security { secret: Some(Secret::new(secret.as_bytes()).unwrap()), tls: false }.keys(&[7; 16])
     }
 
-    fn contact() -> Contact {
-        let begun = Contact::begin(3, 1, Binding::Tls([9; 32])).unwrap();
+    fn handshake() -> Handshake {
+        let begun = Handshake::begin(3, 1, Binding::Tls([9; 32])).unwrap();
         let keys = keys("s");
-        Contact::accept(&begun.hello(&keys), 1, &keys, Binding::Tls([9; 32])).unwrap()
+        Handshake::accept(&begun.hello(&keys), 1, &keys, Binding::Tls([9; 32])).unwrap()
     }
 
     #[test]
     fn both_sides_can_prove_what_they_are() {
-        let (ours, keys) = (contact(), keys("s"));
+        let (ours, keys) = (handshake(), keys("s"));
         for side in [Side::Connecting, Side::Accepting] {
             assert!(ours.is_proof(side, &keys, &ours.prove(side, &keys)));
         }
@@ -129,7 +129,7 @@ mod tests {
 
     #[test]
     fn another_key_or_side_proves_nothing() {
-        let ours = contact();
+        let ours = handshake();
         let proof = ours.prove(Side::Connecting, &keys("t"));
         assert!(!ours.is_proof(Side::Connecting, &keys("s"), &proof));
         let reflected = ours.prove(Side::Accepting, &keys("s"));
@@ -139,18 +139,22 @@ mod tests {
 
     #[test]
     fn whatever_is_altered_undoes_the_proof() {
-        let (ours, keys) = (contact(), keys("s"));
+        let (ours, keys) = (handshake(), keys("s"));
         let proof = ours.prove(Side::Connecting, &keys);
         let altered = [
-            Contact { from: 2, ..ours },
-            Contact { to: 0, ..ours },
-            Contact { from: ours.to, to: ours.from, ..ours },
-            Contact { question: [0; NONCE], ..ours },
-            Contact { answer: [0; NONCE], ..ours },
-            Contact { question: ours.answer, answer: ours.question, ..ours },
-            Contact { binding: Binding::Tls([8; 32]), ..ours },
-            Contact { binding: Binding::Plain, ..ours },
-            Contact { binding: Binding::Host, ..ours },
+            Handshake { from: 2, ..ours },
+            Handshake { to: 0, ..ours },
+            Handshake { from: ours.to, to: ours.from, ..ours },
+            Handshake { connecting_nonce: [0; NONCE], ..ours },
+            Handshake { accepting_nonce: [0; NONCE], ..ours },
+            Handshake {
+                connecting_nonce: ours.accepting_nonce,
+                accepting_nonce: ours.connecting_nonce,
+                ..ours
+            },
+            Handshake { binding: Binding::Tls([8; 32]), ..ours },
+            Handshake { binding: Binding::Plain, ..ours },
+            Handshake { binding: Binding::Host, ..ours },
         ];
         for other in altered {
             assert!(!other.is_proof(Side::Connecting, &keys, &proof), "{other:?}");
@@ -159,15 +163,15 @@ mod tests {
 
     #[test]
     fn nonces_are_fresh_each_time() {
-        let (one, two) = (contact(), contact());
-        assert!(one.question != two.question && one.answer != two.answer);
+        let (one, two) = (handshake(), handshake());
+        assert!(one.connecting_nonce != two.connecting_nonce && one.accepting_nonce != two.accepting_nonce);
     }
 
     #[test]
     fn a_first_message_of_another_job_or_for_another_rank_is_not_heard() {
         let keys = keys("s");
-        let hello = Contact::begin(3, 1, Binding::Plain).unwrap().hello(&keys);
-        let heard = |bytes: &[u8], me| Contact::accept(bytes, me, &keys, Binding::Plain);
+        let hello = Handshake::begin(3, 1, Binding::Plain).unwrap().hello(&keys);
+        let heard = |bytes: &[u8], me| Handshake::accept(bytes, me, &keys, Binding::Plain);
         assert_eq!(heard(&hello, 1).map(|c| c.from), Some(3));
         assert_eq!(heard(&hello, 2), None);
         assert_eq!(heard(&hello[1..], 1), None);

@@ -1,10 +1,10 @@
 //! What ranks of one job know and strangers do not, and what is proved with it.
 //!
 //! `TRIGRAM_SECRET`, where it is given, is the secret of the job. Where it is not, the token on the lowest rank's
-//! card stands in for it. That stops accidents, not strangers: whoever reads the store knows the token.
+//! endpoint record stands in for it. That stops accidents, not strangers: whoever reads the store knows the token.
 //!
 //! Cards travel through a store that others may write to. With a secret each carries a seal (an HMAC over
-//! all of it), so a card that no rank of the job wrote is refused by name, and so is a rank with another secret.
+//! all of it), so a endpoint record that no rank of the job wrote is refused by name, and so is a rank with another secret.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
@@ -47,16 +47,16 @@ pub struct Security {
     pub tls: bool,
 }
 
-/// What a rank's card says about its security.
+/// What a rank's endpoint record says about its security.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
-    /// Whose card it is.
+    /// Whose endpoint record it is.
     pub rank: u32,
     /// It has a secret.
     pub secret: bool,
     /// It encrypts.
     pub tls: bool,
-    /// The card bears the seal of this rank's own secret.
+    /// The endpoint record bears the seal of this rank's own secret.
     pub sealed: bool,
 }
 
@@ -76,17 +76,17 @@ impl Security {
         Ok(Self { secret, tls })
     }
 
-    /// The seal of a card; zeros where there is no secret to seal it with.
-    pub fn seal(&self, card: &[u8]) -> [u8; PROOF] {
-        self.secret.as_ref().map_or([0; PROOF], |s| mac(&s.0, &[b"trigram card", card]).into())
+    /// The seal of a endpoint record; zeros where there is no secret to seal it with.
+    pub fn seal(&self, record: &[u8]) -> [u8; PROOF] {
+        self.secret.as_ref().map_or([0; PROOF], |s| mac(&s.0, &[b"trigram record", record]).into())
     }
 
-    /// Whether a card bears the seal of this rank's secret.
-    pub fn is_sealed(&self, card: &[u8], seal: &[u8]) -> bool {
-        self.secret.as_ref().is_some_and(|s| is_mac(&s.0, &[b"trigram card", card], seal))
+    /// Whether a endpoint record bears the seal of this rank's secret.
+    pub fn is_sealed(&self, record: &[u8], seal: &[u8]) -> bool {
+        self.secret.as_ref().is_some_and(|s| is_mac(&s.0, &[b"trigram record", record], seal))
     }
 
-    /// The keys of the job whose lowest rank's card has this token.
+    /// The keys of the job whose lowest rank's endpoint record has this token.
     pub fn keys(&self, token: &[u8; 16]) -> Keys {
         let secret = self.secret.as_ref().map_or(&token[..], |s| &s.0);
         let id = Sha256::new().chain_update(b"trigram job").chain_update(token).finalize();
@@ -95,7 +95,7 @@ impl Security {
         Keys { id: short, key: mac(secret, &[b"trigram key", token]).into() }
     }
 
-    /// Compares this rank's security with what the cards of all ranks say.
+    /// Compares this rank's security with what the endpoint records of all ranks say.
     pub fn check(&self, me: u32, claims: &[Claim]) -> Result<()> {
         let that = |f: &dyn Fn(&Claim) -> bool| -> Vec<u32> {
             claims.iter().filter(|c| c.rank != me && f(c)).map(|c| c.rank).collect()
@@ -221,12 +221,12 @@ mod tests {
 
     #[test]
     fn a_seal_holds_for_one_card_and_one_secret() {
-        let seal = with("s").seal(b"card");
-        assert!(with("s").is_sealed(b"card", &seal));
-        assert!(!with("t").is_sealed(b"card", &seal));
+        let seal = with("s").seal(b"record");
+        assert!(with("s").is_sealed(b"record", &seal));
+        assert!(!with("t").is_sealed(b"record", &seal));
         assert!(!with("s").is_sealed(b"cart", &seal));
-        assert!(!with("s").is_sealed(b"card", &seal[..16]));
-        assert!(!Security::default().is_sealed(b"card", &Security::default().seal(b"card")));
+        assert!(!with("s").is_sealed(b"record", &seal[..16]));
+        assert!(!Security::default().is_sealed(b"record", &Security::default().seal(b"record")));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What ranks and threads share memory with: atomics, and copies to and from memory that another process sees.
 //!
-//! The files that hold a protocol (`host/pipe.rs`, `host/lane.rs`, `host/words.rs` and `ticket.rs`) take them from
+//! The files that hold a protocol (`host/pipe.rs`, `host/operation slot.rs`, `host/words.rs` and `completion handle.rs`) take them from
 //! here, so that `tests/loom` can compile the same files over loom's, which try every order that the processor may
 //! show.
 

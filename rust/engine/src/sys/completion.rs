@@ -9,14 +9,14 @@ use trigram_core::Result;
 use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
 
 /// How often a waiting caller looks up, to answer Ctrl-C (invariant PY-3).
-pub const GLANCE: Duration = Duration::from_millis(50);
+pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A caller's wish to stop waiting, asked for from time to time: Ctrl-C.
-pub type Glance<'a> = &'a mut dyn FnMut() -> Result<()>;
+pub type InterruptCheck<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// The outcome of a call, now or later.
 #[derive(Debug, Default)]
-pub struct Ticket {
+pub struct Completion {
     done: AtomicBool,
     awaited: AtomicBool,
     /// Whether a thread sleeps on `arrived`: waking nobody costs a system call too.
@@ -25,7 +25,7 @@ pub struct Ticket {
     arrived: Condvar,
 }
 
-impl Ticket {
+impl Completion {
     /// Whether the call has ended, well or not.
     pub fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
@@ -55,9 +55,13 @@ impl Ticket {
         }
     }
 
-    /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `glance` is called
-    /// every [`GLANCE`]; its error ends the wait, not the call.
-    pub fn wait(&self, deadline: Option<Instant>, glance: Glance<'_>) -> Result<Option<Result<()>>> {
+    /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `check_interrupt` is called
+    /// every [`INTERRUPT_INTERVAL`]; its error ends the wait, not the call.
+    pub fn wait(
+        &self,
+        deadline: Option<Instant>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<Result<()>>> {
         self.set_awaited();
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
@@ -68,12 +72,12 @@ impl Ticket {
             if deadline.is_some_and(|d| now >= d) {
                 return Ok(None);
             }
-            let limit = deadline.map_or(GLANCE, |d| GLANCE.min(d - now));
+            let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| INTERRUPT_INTERVAL.min(d - now));
             self.asleep.store(true, Ordering::Relaxed);
             (outcome, _) = self.arrived.wait_timeout(outcome, limit).unwrap_or_else(PoisonError::into_inner);
             if outcome.is_none() {
                 drop(outcome);
-                glance()?;
+                check_interrupt()?;
                 outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
             }
         }

@@ -18,9 +18,9 @@ static WATCH: Once = Once::new();
 
 /// A descriptor that no child keeps. Held beside the descriptor, and dropped before it.
 #[derive(Debug)]
-pub struct Watched(RawFd);
+pub struct GuardedFd(RawFd);
 
-impl Watched {
+impl GuardedFd {
     /// Enters a descriptor. Beyond 16,384 of them a child keeps the rest.
     pub fn new(fd: &impl AsRawFd) -> Self {
         WATCH.call_once(|| {
@@ -38,7 +38,7 @@ impl Watched {
     }
 }
 
-impl Drop for Watched {
+impl Drop for GuardedFd {
     fn drop(&mut self) {
         for cell in &FDS {
             if cell.compare_exchange(self.0, -1, Ordering::Relaxed, Ordering::Relaxed).is_ok() {

@@ -14,14 +14,14 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
-use crate::sys::fork::{self, Watched};
+use crate::sys::fork::{self, GuardedFd};
 
 /// Shared memory mapped into this process.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
     len: usize,
-    _watched: Watched,
+    _guard: GuardedFd,
     fd: OwnedFd,
 }
 
@@ -56,7 +56,7 @@ impl Segment {
             rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0).map_err(io)?
         };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::io("mapping shared memory", "null"))?;
-        Ok(Self { base, len, _watched: Watched::new(&fd), fd })
+        Ok(Self { base, len, _guard: GuardedFd::new(&fd), fd })
     }
 
     /// Bytes.
@@ -92,7 +92,7 @@ impl Drop for Segment {
 
 /// Where registered memory lies, in terms that a peer understands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct SegmentOffset {
     /// The owner's number of the segment.
     pub segment: u64,
     /// Bytes into it.
@@ -131,7 +131,7 @@ impl Arena {
         self: &Arc<Self>,
         len: usize,
         announce: impl FnOnce(u64, &Segment) -> Result<()>,
-    ) -> Result<Block> {
+    ) -> Result<RegisteredBuffer> {
         let len = len.max(1).next_multiple_of(ALIGN);
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         for region in regions.iter_mut() {
@@ -141,7 +141,12 @@ impl Arena {
                 if free > len {
                     region.free.insert(at + len, free - len);
                 }
-                return Ok(Block { arena: self.clone(), segment: region.segment.clone(), at, len });
+                return Ok(RegisteredBuffer {
+                    arena: self.clone(),
+                    segment: region.segment.clone(),
+                    at,
+                    len,
+                });
             }
         }
         let size = len.max(SEGMENT) + SKEW;
@@ -152,16 +157,16 @@ impl Arena {
         // Some peers may know it even if others could not be told: its number is never used again.
         regions.push(Region { segment: segment.clone(), number, free });
         announced?;
-        Ok(Block { arena: self.clone(), segment, at: 0, len })
+        Ok(RegisteredBuffer { arena: self.clone(), segment, at: 0, len })
     }
 
     /// Where an address lies, if `len` bytes from it are registered memory.
-    pub fn locate(&self, ptr: *const u8, len: usize) -> Option<Place> {
+    pub fn locate(&self, ptr: *const u8, len: usize) -> Option<SegmentOffset> {
         let regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         regions.iter().find_map(|r| {
             let offset = (ptr as usize).checked_sub(r.segment.base.as_ptr() as usize)?;
             let end = offset.checked_add(len)?;
-            (end <= r.segment.len).then_some(Place { segment: r.number, offset })
+            (end <= r.segment.len).then_some(SegmentOffset { segment: r.number, offset })
         })
     }
 
@@ -190,14 +195,14 @@ impl Arena {
 
 /// Registered memory, given back when dropped.
 #[derive(Debug)]
-pub struct Block {
+pub struct RegisteredBuffer {
     arena: Arc<Arena>,
     segment: Arc<Segment>,
     at: usize,
     len: usize,
 }
 
-impl Block {
+impl RegisteredBuffer {
     /// Its first byte.
     pub fn as_ptr(&self) -> *mut u8 {
         // SAFETY: `at` is inside the segment.
@@ -215,7 +220,7 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for RegisteredBuffer {
     fn drop(&mut self) {
         if fork::is_child() {
             return; // a thread of the parent's may have held the lock
@@ -266,7 +271,7 @@ mod tests {
         let (a, b, c) = (take(5000).unwrap(), take(1).unwrap(), take(4096).unwrap());
         assert_eq!((a.len(), b.len()), (8192, 4096));
         let place = arena.locate(b.as_ptr(), 10).unwrap();
-        assert_eq!(place, Place { segment: 0, offset: 8192 });
+        assert_eq!(place, SegmentOffset { segment: 0, offset: 8192 });
         let at = a.as_ptr();
         drop((a, c, b));
         let again = take(16384).unwrap();

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::sys::fork::Watched;
+use crate::sys::fork::GuardedFd;
 use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Splits a connected socket into its two ways.
@@ -19,13 +19,13 @@ pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> 
     let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
-    let socket = Arc::new(Socket { _watched: Watched::new(&socket), stream: socket });
+    let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
     let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
 struct Socket {
-    _watched: Watched,
+    _guard: GuardedFd,
     stream: TcpStream,
 }
 

@@ -14,7 +14,7 @@ use rustls::Connection;
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::sys::fork::Watched;
+use crate::sys::fork::GuardedFd;
 use crate::transport::stream::{Read, Receiver, Sender};
 use crate::transport::tcp;
 
@@ -30,14 +30,14 @@ pub fn split(socket: TcpStream, mut session: Connection) -> Result<(Box<dyn Send
     socket.set_nonblocking(true).map_err(io)?;
     session.set_buffer_limit(None); // the sender keeps to its own
     let state = State { session, writable: true, held: vec![0; AHEAD], at: 0, end: 0 };
-    let link = Arc::new(Link { _watched: Watched::new(&socket), socket, state: Mutex::new(state) });
+    let link = Arc::new(Link { _guard: GuardedFd::new(&socket), socket, state: Mutex::new(state) });
     let sender = TlsSender { link: link.clone(), owed: false, limited: false };
     // Something may have come with the end of the handshake.
     Ok((Box::new(sender), Box::new(TlsReceiver { link, readable: true })))
 }
 
 struct Link {
-    _watched: Watched,
+    _guard: GuardedFd,
     socket: TcpStream,
     state: Mutex<State>,
 }

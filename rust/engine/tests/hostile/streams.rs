@@ -13,7 +13,7 @@ use trigram_engine::call::request::{Message, Request, Submission};
 use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
 use trigram_engine::group::world::World;
-use trigram_engine::host::control_segment::Board;
+use trigram_engine::host::control_segment::ControlSegment;
 use trigram_engine::link::frames::{AHEAD, Rx, Tx};
 use trigram_engine::runtime::group::{call, in_place};
 use trigram_engine::transport::stream::{Read, Receiver, Sender};
@@ -109,7 +109,7 @@ pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -
 /// A frame that has something to do with what is under way, and its payload. Of some more is said than comes.
 pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec<u8>) {
     let mut frame = Frame {
-        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye, Kind::Rate, Kind::Lost, Kind::Beat]
+        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Leave, Kind::Rate, Kind::Lost, Kind::Heartbeat]
             [rng.below(7)],
         group: [ALL, ALL, HELPED, UNKNOWN][rng.below(4)],
         call: CallId(rng.below(4) as u64),
@@ -124,12 +124,12 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
             rng.below(9000) as u64,
         ),
     };
-    if let (false, false) = (calls.jobs.is_empty(), rng.one_in(8)) {
-        let job = &calls.jobs[rng.below(calls.jobs.len())];
-        let place = job.body.members.place_of(from).unwrap_or_default();
-        (frame.group, frame.call) = (job.body.members.id, job.body.call_id);
-        frame.signature = job.body.expected(place, frame.kind);
-        let steps = &job.exec.schedule().steps;
+    if let (false, false) = (calls.active.is_empty(), rng.one_in(8)) {
+        let active = &calls.active[rng.below(calls.active.len())];
+        let place = active.body.members.place_of(from).unwrap_or_default();
+        (frame.group, frame.call) = (active.body.members.id, active.body.call_id);
+        frame.signature = active.body.expected(place, frame.kind);
+        let steps = &active.exec.schedule().steps;
         if !steps.is_empty() && !rng.one_in(4) {
             let at = rng.below(steps.len());
             let recv = steps[at..].iter().chain(&steps[..at]).find_map(|step| match step {
@@ -142,7 +142,7 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
         }
     }
     match frame.kind {
-        Kind::Ready | Kind::Bye | Kind::Beat => frame.len = 0,
+        Kind::Ready | Kind::Leave | Kind::Heartbeat => frame.len = 0,
         Kind::Rate => frame.len = 8,
         Kind::Fail | Kind::Lost => frame.len = frame.len.min(100),
         Kind::Data => {}
@@ -190,7 +190,7 @@ fn streams() {
     let world = Arc::new(World {
         rank: 0,
         host_of: vec![0, 1, 2],
-        board: Board::create().unwrap(),
+        control: ControlSegment::create().unwrap(),
         neighbours: Default::default(),
         arena: Arc::default(),
         retired: Arc::default(),
@@ -212,15 +212,15 @@ fn streams() {
         if helps {
             progress.help(helped.clone());
         }
-        let (mut tickets, mut fed, mut jobs) = (Vec::new(), 0, 0);
+        let (mut completions, mut fed, mut jobs) = (Vec::new(), 0, 0);
         for i in 0..48 {
             if jobs < memory.len() && (i == 0 || rng.one_in(6)) {
                 let (memory, len) = &mut memory[jobs];
                 let (at, len) = (memory.at(), *len);
                 let request = some_request(&mut rng, at, len, 3);
-                let ticket = Arc::default();
-                tickets.push(Arc::clone(&ticket));
-                progress.admit(Submission { members: all.clone(), request, ticket, deadline: None });
+                let completion = Arc::default();
+                completions.push(Arc::clone(&completion));
+                progress.admit(Submission { members: all.clone(), request, completion, deadline: None });
                 jobs += 1;
             }
             let from = 1 + rng.below(2);
@@ -249,7 +249,7 @@ fn streams() {
         worst = if helps { worst } else { worst.max(took as f64 / most as f64) };
         lost += 2 - progress.rx.iter().flatten().count();
         ended += progress.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
-        failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
+        failed += completions.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
         progress.fail_all(&Error::Aborted("the end".into()), false);
         drop(progress);
         memory.iter().for_each(|m| m.0.check());

@@ -2,7 +2,7 @@
 //!
 //! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's
 //! atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
-//! `drive/scheduling.rs` calls a lane, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
+//! `drive/scheduling.rs` calls an operation slot, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
 //! runs it.
 #![cfg(trigram_loom)]
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
@@ -15,7 +15,7 @@ mod sys {
     pub mod memory {
         /// As in `src/sys/memory.rs`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-        pub struct Place {
+        pub struct SegmentOffset {
             pub segment: u64,
             pub offset: usize,
         }
@@ -40,7 +40,7 @@ use loom::thread;
 use host::doorbell_words::Words;
 use host::pipe::{PIPE, Pipe};
 use sys::atomics::Byte;
-use sys::completion::Ticket;
+use sys::completion::Completion;
 
 /// Runs a model; `preemptions`: how often at most a thread is stopped where it would go on, `None`: ever so often.
 fn check(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
@@ -156,11 +156,11 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
 #[test]
 fn who_waits_for_a_ticket_is_told() {
     check(None, || {
-        let ticket = Arc::new(Ticket::default());
-        let other = ticket.clone();
+        let completion = Arc::new(Completion::default());
+        let other = completion.clone();
         let waiter = thread::spawn(move || other.wait(None, &mut || Ok(())));
-        ticket.resolve(Ok(()));
-        assert!(ticket.is_done());
+        completion.resolve(Ok(()));
+        assert!(completion.is_done());
         assert_eq!(waiter.join().unwrap(), Ok(Some(Ok(()))));
     });
 }

@@ -12,8 +12,8 @@ use trigram_core::planner::Opening;
 use trigram_core::signature::Signature;
 use trigram_core::wire::Kind;
 
+use crate::call::active_call::CallState;
 use crate::call::calls::Calls;
-use crate::call::job::Stage;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
 
@@ -51,7 +51,7 @@ pub(crate) fn stop(calls: &mut Calls, i: usize, error: Error, out: &mut Outbox, 
 
 /// The error of a call under way that needs a lost rank.
 pub(crate) fn lost(calls: &Calls, i: usize, rank: u32, peers: &Peers, me: u32) -> Error {
-    let body = &calls.jobs[i].body;
+    let body = &calls.active[i].body;
     reason(calls, peers, me, rank, body.members.id, &body.signature)
 }
 
@@ -60,15 +60,15 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
     if peers.are_all_alive() {
         return;
     }
-    for i in 0..calls.jobs.len() {
-        let job = &calls.jobs[i];
-        if job.stage == Stage::Closing {
+    for i in 0..calls.active.len() {
+        let active = &calls.active[i];
+        if active.state == CallState::Closing {
             continue;
         }
-        let members = &job.body.members;
+        let members = &active.body.members;
         // Before its schedule begins a call waits for what any member may have to say.
-        let all = job.stage == Stage::Waiting && job.opening == Opening::Messages;
-        let ranks = if all { members.ranks.clone() } else { members.ranks_of(&job.waiting_for()) };
+        let all = active.state == CallState::Waiting && active.opening == Opening::Messages;
+        let ranks = if all { members.ranks.clone() } else { members.ranks_of(&active.waiting_for()) };
         if let Some(rank) = peers.first_lost(&ranks) {
             // A helper need not say so then: who has left may have had its result without it.
             let tell = !all || members.me < members.layout.workers();
@@ -80,49 +80,49 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
 
 /// Deadlines, stalls and the naming of those waited for.
 pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me: u32, now: Instant) {
-    for i in 0..calls.jobs.len() {
-        let job = &mut calls.jobs[i];
-        if job.stage == Stage::Closing {
+    for i in 0..calls.active.len() {
+        let active = &mut calls.active[i];
+        if active.state == CallState::Closing {
             continue;
         }
-        if std::mem::take(&mut job.stirred) {
-            job.moved = now;
+        if std::mem::take(&mut active.stirred) {
+            active.moved = now;
         }
-        if let Some(rank) = peers.broken(&job.body.members.ranks, job.moved, now) {
+        if let Some(rank) = peers.broken(&active.body.members.ranks, active.moved, now) {
             // It waits for the living, who have heard of the loss in another call and will not come.
             let error = lost(calls, i, rank, peers, me);
             calls.fail(i, error, true, out);
             continue;
         }
         let late = calls.is_late(i, now);
-        let job = &mut calls.jobs[i];
-        let waited = now - job.began;
+        let active = &mut calls.active[i];
+        let waited = now - active.began;
         // Who has said that it is in the call is sent everything: not before it can take it.
-        let ready = job.stage != Stage::Waiting || job.opening != Opening::Messages;
-        let stalled = now - job.moved > STALL && !job.announced && ready;
-        let name = waited > NAME_AFTER && !job.named && job.ticket.is_awaited();
+        let ready = active.state != CallState::Waiting || active.opening != Opening::Messages;
+        let stalled = now - active.moved > STALL && !active.announced && ready;
+        let name = waited > NAME_AFTER && !active.named && active.completion.is_awaited();
         if !(late || stalled || name) {
             continue;
         }
-        let waiting_for = name_ranks(&job.body.members.ranks_of(&job.absent()));
+        let waiting_for = name_ranks(&active.body.members.ranks_of(&active.absent()));
         if name {
-            job.named = true;
-            let what = job.body.signature;
+            active.named = true;
+            let what = active.body.signature;
             eprintln!(
                 "trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}",
                 waited.as_secs_f64()
             );
         }
         if stalled {
-            job.announced = true;
-            let (members, message) = (job.body.members.clone(), job.body.request.message);
-            let frame = job.body.frame(Kind::Ready, 0, 0);
+            active.announced = true;
+            let (members, message) = (active.body.members.clone(), active.body.request.message);
+            let frame = active.body.frame(Kind::Ready, 0, 0);
             for &rank in members.ranks.iter().filter(|&&rank| rank != me && message.is_none()) {
                 out.give(rank, &frame, Vec::new());
             }
         }
         if late {
-            let what = calls.jobs[i].body.signature.to_string();
+            let what = calls.active[i].body.signature.to_string();
             let millis = waited.as_millis() as u64;
             calls.fail(i, Error::Timeout { what, millis, waiting_for }, true, out);
         }

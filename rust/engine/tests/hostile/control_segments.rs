@@ -1,4 +1,4 @@
-//! A rank of the same host that writes what it likes into everybody's boards, and lends what it does not have.
+//! A rank of the same host that writes what it likes into everybody's control segments, and lends what it does not have.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,11 +11,11 @@ use trigram_engine::call::request::Submission;
 use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
 use trigram_engine::group::world::{Neighbour, World};
-use trigram_engine::host::control_segment::{Board, LANES, MAX_LOCAL};
+use trigram_engine::host::control_segment::{ControlSegment, MAX_LOCAL, OP_SLOTS};
 use trigram_engine::host::doorbell::Doorbell;
 use trigram_engine::host::pipe::PIPE;
 use trigram_engine::link::frames::{AHEAD, Rx, Tx};
-use trigram_engine::sys::memory::{Place, Segment};
+use trigram_engine::sys::memory::{Segment, SegmentOffset};
 use trigram_engine::sys::unix;
 use trigram_engine::transport::shm;
 use trigram_engine::transport::stream::Read;
@@ -30,33 +30,34 @@ fn copy(fd: impl AsFd) -> OwnedFd {
 }
 
 /// Two ends of a connection that carries descriptors, as ranks of a host have it.
-fn control() -> (OwnedFd, OwnedFd) {
+fn socket() -> (OwnedFd, OwnedFd) {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
 }
 
-/// Writes a number anywhere into the first bytes of a board: its mark, its bell, its pipes' counters, its directory.
-fn scribble(rng: &mut Rng, board: &Board) {
+/// Writes a number anywhere into the first bytes of a control segment: its mark, its bell, its pipes' counters, its directory.
+fn scribble(rng: &mut Rng, control: &ControlSegment) {
     let at = rng.below(24 << 10) / 4 * 4;
-    let at = board.segment().at(at, 8).unwrap().as_ptr();
+    let at = control.segment().at(at, 8).unwrap().as_ptr();
     // SAFETY: it lies inside of the mapping, which is shared memory that others write to at any time.
     unsafe { at.cast::<[u32; 2]>().write_volatile([rng.number() as u32, rng.number() as u32]) };
 }
 
-/// Writes to a lane: all of what it shows, or one number of it.
-fn show(rng: &mut Rng, board: &Board, place: usize, calls: &Calls) {
-    let Some(job) = (!calls.jobs.is_empty()).then(|| &calls.jobs[rng.below(calls.jobs.len())]) else {
+/// Writes to an operation slot: all of what it shows, or one number of it.
+fn show(rng: &mut Rng, control: &ControlSegment, place: usize, calls: &Calls) {
+    let Some(active) = (!calls.active.is_empty()).then(|| &calls.active[rng.below(calls.active.len())])
+    else {
         return;
     };
-    let call = job.body.call_id.0 & 0xffff;
-    let lane = board.lane(place, call);
+    let call = active.body.call_id.0 & 0xffff;
+    let op_slot = control.op_slot(place, call);
     if rng.one_in(3) {
-        let at = std::ptr::from_ref(lane) as usize - board.segment().at(0, 8).unwrap().as_ptr() as usize;
-        let at = board.segment().at(at + 8 * rng.below(10), 8).unwrap().as_ptr();
+        let at = std::ptr::from_ref(op_slot) as usize - control.segment().at(0, 8).unwrap().as_ptr() as usize;
+        let at = control.segment().at(at + 8 * rng.below(10), 8).unwrap().as_ptr();
         // SAFETY: as above.
         return unsafe { at.cast::<u64>().write_volatile(rng.number()) };
     }
-    let mut signature = job.body.signature;
+    let mut signature = active.body.signature;
     if rng.one_in(8) {
         let at = rng.below(24);
         signature.as_mut_bytes()[at] = rng.next() as u8;
@@ -64,48 +65,48 @@ fn show(rng: &mut Rng, board: &Board, place: usize, calls: &Calls) {
     let lent = |rng: &mut Rng| {
         let (segment, offset) = ([0, 0, 0, 1, rng.number() >> 1][rng.below(5)], 4 * rng.below(1 << 16));
         let offset = if rng.one_in(6) { rng.number() as usize } else { offset };
-        (!rng.one_in(4)).then_some(Place { segment, offset })
+        (!rng.one_in(4)).then_some(SegmentOffset { segment, offset })
     };
-    lane.describe(&signature, lent(rng), lent(rng));
-    lane.arrive(call, rng.below(6) as u32);
+    op_slot.describe(&signature, lent(rng), lent(rng));
+    op_slot.arrive(call, rng.below(6) as u32);
     match rng.below(12) {
-        0 => lane.fail(call),
-        1 => lane.leave(call + rng.below(20) as u64),
+        0 => op_slot.fail(call),
+        1 => op_slot.leave(call + rng.below(20) as u64),
         _ => {}
     }
 }
 
-/// One hostile rank and its board, from its own side.
+/// One hostile rank and its control segment, from its own side.
 struct Hostile {
-    board: Board,
-    control: OwnedFd,
+    control: ControlSegment,
+    socket: OwnedFd,
     /// Into the pipe of rank 0, as any writer: frames that are in order, whatever they say.
     tx: Box<dyn trigram_engine::transport::stream::Sender>,
 }
 
-fn meet(mine: &Board) -> (Hostile, Neighbour, Tx, Rx) {
-    let board = Board::create().unwrap();
-    let (ours, theirs) = control();
-    let seen = Board::map(copy(board.segment().fd()), copy(board.bell().fd())).unwrap();
+fn meet(mine: &ControlSegment) -> (Hostile, Neighbour, Tx, Rx) {
+    let control = ControlSegment::create().unwrap();
+    let (ours, theirs) = socket();
+    let seen = ControlSegment::map(copy(control.segment().fd()), copy(control.bell().fd())).unwrap();
     let own = Segment::create(1 << 20).unwrap();
     unix::send(&theirs, &0u64.to_le_bytes(), &[own.fd()]).unwrap();
     let (out, inn) = shm::pair(mine, 0, &seen, 1);
-    let (tx, _) = shm::pair(&board, 1, mine, 0);
-    (Hostile { board, control: theirs, tx }, Neighbour::new(seen, Some(ours)), Tx::new(out), Rx::new(1, inn))
+    let (tx, _) = shm::pair(&control, 1, mine, 0);
+    (Hostile { control, socket: theirs, tx }, Neighbour::new(seen, Some(ours)), Tx::new(out), Rx::new(1, inn))
 }
 
 #[test]
-fn boards() {
+fn control_segments() {
     let _turn = turn();
     let (count, began, mut rng) = (inputs(10_000), Instant::now(), Rng::new(31));
     let (mut done, mut ended, mut failed, mut group) = (0, 0u64, 0usize, 1000u64);
     while done < count {
-        let mine = Board::create().unwrap();
+        let mine = ControlSegment::create().unwrap();
         let (mut hostile, neighbour, tx, rx) = meet(&mine);
         let world = Arc::new(World {
             rank: 0,
             host_of: vec![0, 0],
-            board: mine.clone(),
+            control: mine.clone(),
             neighbours: [(1, neighbour)].into(),
             arena: Arc::default(),
             retired: Arc::default(),
@@ -120,19 +121,19 @@ fn boards() {
         group += 1;
         let Ok(members) = Members::new(group, "here".into(), vec![0, 1], 0, &world) else { continue };
         let members = Arc::new(members);
-        let place = hostile.board.enter_group(group).unwrap();
-        let (mut tickets, mut bytes, mut fed, mut jobs) = (Vec::new(), Vec::new(), 0, 0);
+        let place = hostile.control.enter_group(group).unwrap();
+        let (mut completions, mut bytes, mut fed, mut jobs) = (Vec::new(), Vec::new(), 0, 0);
         for _ in 0..400 {
-            if jobs < memory.len() && progress.calls.jobs.len() < LANES && rng.one_in(3) {
+            if jobs < memory.len() && progress.calls.active.len() < OP_SLOTS && rng.one_in(3) {
                 let (memory, len) = &mut memory[jobs];
                 let request = some_request(&mut rng, memory.at(), *len, 2);
-                let ticket = Arc::default();
-                tickets.push(Arc::clone(&ticket));
-                progress.admit(Submission { members: members.clone(), request, ticket, deadline: None });
+                let completion = Arc::default();
+                completions.push(Arc::clone(&completion));
+                progress.admit(Submission { members: members.clone(), request, completion, deadline: None });
                 jobs += 1;
             }
             match rng.below(40) {
-                0 => scribble(&mut rng, &hostile.board),
+                0 => scribble(&mut rng, &hostile.control),
                 1 => scribble(&mut rng, &mine),
                 2..8 => {
                     bytes.clear();
@@ -141,11 +142,11 @@ fn boards() {
                 }
                 8 => show(&mut rng, &mine, place, &progress.calls), // not its own, but it can
                 9 => drop(unix::send(
-                    &hostile.control,
+                    &hostile.socket,
                     &bytes[..bytes.len().min(9)],
-                    &[hostile.board.bell().fd()],
+                    &[hostile.control.bell().fd()],
                 )),
-                _ => show(&mut rng, &hostile.board, place, &progress.calls),
+                _ => show(&mut rng, &hostile.control, place, &progress.calls),
             }
             done += 1;
             round(&mut progress);
@@ -156,25 +157,25 @@ fn boards() {
         let most = (4 << 20) + held + 6 * fed + 2 * AHEAD + 400 * PIPE;
         assert!(took < most, "{took} bytes for {fed} that came, at most {most}");
         ended += progress.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
-        failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
+        failed += completions.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
         progress.fail_all(&Error::Aborted("the end".into()), false);
         drop(progress);
         memory.iter().for_each(|m| m.0.check());
     }
     assert!(ended > 0 && failed > 0);
-    report("boards", done, began, &format!("{ended} calls ended well, {failed} failed"));
+    report("control segments", done, began, &format!("{ended} calls ended well, {failed} failed"));
 }
 
 #[test]
 fn pipes() {
     let _turn = turn();
     let (count, began, mut rng) = (inputs(20_000), Instant::now(), Rng::new(32));
-    let (mine, theirs) = (Board::create().unwrap(), Board::create().unwrap());
+    let (mine, theirs) = (ControlSegment::create().unwrap(), ControlSegment::create().unwrap());
     let (mut tx, _) = shm::pair(&mine, 3, &theirs, 5);
     let (_, mut rx) = shm::pair(&mine, 3, &theirs, 5);
     let (mut into, out) = (vec![0u8; 600], vec![7u8; 600]);
     let counters =
-        [(&theirs, 3usize), (&mine, 5)].map(|(board, index)| std::ptr::from_ref(board.pipe(index).0));
+        [(&theirs, 3usize), (&mine, 5)].map(|(control, index)| std::ptr::from_ref(control.pipe(index).0));
     let (mut read, mut written) = (0u64, 0u64);
     for _ in 0..count {
         for at in counters {
@@ -208,8 +209,8 @@ fn pipes() {
 fn segments() {
     let _turn = turn();
     let (count, began, mut rng) = (inputs(100_000) / 100, Instant::now(), Rng::new(33));
-    let (ours, theirs) = control();
-    let neighbour = Neighbour::new(Board::create().unwrap(), Some(ours));
+    let (ours, theirs) = socket();
+    let neighbour = Neighbour::new(ControlSegment::create().unwrap(), Some(ours));
     let (small, event) = (Segment::create(8192).unwrap(), Doorbell::event().unwrap());
     let file: OwnedFd = std::fs::File::open("/proc/self/exe").unwrap().into();
     let unsealed = rustix::fs::memfd_create("trigram-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -223,7 +224,7 @@ fn segments() {
         let fds = &fds[from..(from + rng.below(3)).min(fds.len())];
         unix::send(&theirs, &bytes[..len], fds).unwrap();
         refused += usize::from(neighbour.collect().is_err());
-        let place = Place { segment: rng.below(5) as u64, offset: rng.number() as usize };
+        let place = SegmentOffset { segment: rng.below(5) as u64, offset: rng.number() as usize };
         let len = rng.number() as usize;
         if let Ok(at) = neighbour.lent(place, len) {
             assert!(place.offset + len <= 8192);

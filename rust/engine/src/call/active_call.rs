@@ -1,6 +1,6 @@
 //! One call under way on this rank.
 //!
-//! A job goes through stages: it waits for its lane, meets the ranks of its host, walks its
+//! A call goes through bounce buffers: it waits for its operation slot, meets the ranks of its host, walks its
 //! schedule, and leaves.
 
 use std::sync::Arc;
@@ -18,16 +18,16 @@ use crate::call::request::Request;
 use crate::call::steps::Wire;
 use crate::group::members::Members;
 use crate::link::outbox::Outbox;
-use crate::sys::completion::Ticket;
+use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
-/// How far a job has come.
+/// How far a call has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Stage {
-    /// An earlier call still uses its lane.
+pub enum CallState {
+    /// An earlier call still uses its operation slot.
     Waiting,
     /// Not everyone on this host has entered the call.
-    Meeting,
+    Opening,
     /// Its schedule runs.
     Running,
     /// It has failed; peers may still be at our memory.
@@ -35,9 +35,9 @@ pub enum Stage {
 }
 
 /// One call under way.
-pub struct Job {
+pub struct ActiveCall {
     /// How far it has come.
-    pub stage: Stage,
+    pub state: CallState,
     /// Everything but the executor.
     pub body: Body,
     /// The run of its schedule.
@@ -45,10 +45,10 @@ pub struct Job {
     /// How it begins.
     pub opening: Opening,
     /// Where its caller waits.
-    pub ticket: Arc<Ticket>,
-    /// Whether it has entered its lane, so that peers can see it there.
+    pub completion: Arc<Completion>,
+    /// Whether it has entered its operation slot, so that peers can see it there.
     pub entered: bool,
-    /// Why it fails, in [`Stage::Closing`].
+    /// Why it fails, in [`CallState::Closing`].
     pub error: Option<Error>,
     /// When it was started.
     pub began: Instant,
@@ -63,10 +63,10 @@ pub struct Job {
 }
 
 // SAFETY: addresses of callers' and peers' memory are followed while the progress lock is held.
-unsafe impl Send for Job {}
+unsafe impl Send for ActiveCall {}
 
-impl Job {
-    /// A job that has not begun.
+impl ActiveCall {
+    /// A call that has not begun.
     pub fn new(
         id: u64,
         members: Arc<Members>,
@@ -81,10 +81,10 @@ impl Job {
         };
         let now = Instant::now();
         Self {
-            stage: Stage::Waiting,
+            state: CallState::Waiting,
             exec: Executor::new(Arc::default()),
             opening,
-            ticket: Arc::default(),
+            completion: Arc::default(),
             entered: false,
             error: None,
             began: now,
@@ -133,16 +133,16 @@ impl Job {
         finished.into_iter().try_for_each(|step| self.complete(step, out))
     }
 
-    /// The places that this job waits for.
+    /// The places that this call waits for.
     pub fn waiting_for(&self) -> Vec<Place> {
         let body = &self.body;
-        let mut places = match self.stage {
-            Stage::Waiting => body.members.busy(body.call_id).collect(),
-            Stage::Meeting => body.members.absent(body.call_id, 0),
-            Stage::Running => {
+        let mut places = match self.state {
+            CallState::Waiting => body.members.busy(body.call_id).collect(),
+            CallState::Opening => body.members.absent(body.call_id, 0),
+            CallState::Running => {
                 let mut places = self.exec.waiting_for();
                 // What has come before its step is not waited for: its sender may have left since.
-                for (from, ..) in &body.mail {
+                for (from, ..) in &body.arrived {
                     if let Some(i) = places.iter().position(|p| p == from) {
                         places.swap_remove(i);
                     }
@@ -153,7 +153,7 @@ impl Job {
                 places.extend(body.held.iter().map(|h| h.1));
                 places
             }
-            Stage::Closing => Vec::new(),
+            CallState::Closing => Vec::new(),
         };
         places.retain(|&p| p != body.members.me);
         places.sort_unstable();
@@ -167,7 +167,7 @@ impl Job {
         let body = &self.body;
         let members = &body.members;
         let here = members.absent(body.call_id, 0);
-        let entered = |p: Place| match members.lane(p, body.call_id) {
+        let entered = |p: Place| match members.op_slot(p, body.call_id) {
             Some(_) => !here.contains(&p),
             None => body.inside.contains(&p),
         };
@@ -177,7 +177,7 @@ impl Job {
         if absent.is_empty() { self.waiting_for() } else { absent }
     }
 
-    /// Gives the scratch memory back for another job.
+    /// Gives the scratch memory back for another call.
     pub fn into_scratch(self) -> Scratch {
         self.body.into_scratch()
     }

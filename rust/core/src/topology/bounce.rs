@@ -1,25 +1,25 @@
 //! Collectives inside one host, on memory that its owner alone can see.
 //!
-//! Every rank has a *stage*, a small area that its peers may read ([`Buf::Slot`], larger than the
-//! slot of a one-shot). Payloads go through it in chunks: small enough that what one rank puts on
-//! its stage is still in the cache when the others take it, in turn on different parts of the
-//! stage, so that one barrier per chunk orders everything.
+//! Every rank has a *bounce buffer*, a small area that its peers may read ([`Buf::Bounce`], larger than the
+//! inline buffer of an operation slot). Payloads go through it in chunks: small enough that what one rank puts on
+//! its buffer is still in the cache when the others take it, in turn on different parts of the
+//! buffer, so that one barrier per chunk orders everything.
 //!
 //! A part is written again only after a barrier that all ranks reach when they have read it. For an
-//! AllReduce, which puts both contributions and sums on the stage, that takes three parts, else two.
+//! AllReduce, which puts both contributions and sums in the buffer, that takes three parts, else two.
 
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
 use crate::topology::Shape;
 use crate::topology::shared::{Pull, contribution, in_place, pulls};
 
-/// A collective through stages of `stage` elements. AllToAll has equal splits.
-pub fn staged(what: Collective, root: Place, shape: Shape, stage: usize) -> Schedule {
+/// A collective through bounce buffers of `buffer` elements. AllToAll has equal splits.
+pub fn bounce(what: Collective, root: Place, shape: Shape, buffer: usize) -> Schedule {
     let mut b = Builder::new(shape.me, in_place(what));
-    b.barrier(); // the meeting: only there it turns out that stages are needed
+    b.barrier(); // only here the ranks find out that they need bounce buffers
     match what {
-        Collective::AllReduce => all_reduce(&mut b, shape, stage / 3),
-        _ => pull(&mut b, what, root, shape, stage / 2),
+        Collective::AllReduce => all_reduce(&mut b, shape, buffer / 3),
+        _ => pull(&mut b, what, root, shape, buffer / 2),
     }
     b.finish()
 }
@@ -31,7 +31,7 @@ fn chunks(len: usize, most: usize) -> Vec<(usize, usize)> {
     (0..len.div_ceil(each)).map(|k| (k * each, each.min(len - k * each))).collect()
 }
 
-/// Rank r sums slice r of a chunk. Its own contribution and its own result never touch the stage
+/// Rank r sums slice r of a chunk. Its own contribution and its own result never touch the buffer
 /// for its own sake: it reads and writes them where they are.
 fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
     let Shape { me, world, len, .. } = shape;
@@ -40,18 +40,18 @@ fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
         let (at, n) = chunks[k];
         share_spans(Buf::Out, at, &even_shares(n, world as usize))[r as usize]
     };
-    let on_stage =
-        |k: usize, span: Span| Span::new(Buf::Slot, k % 3 * part + span.start - chunks[k].0, span.len);
+    let on_buffer =
+        |k: usize, span: Span| Span::new(Buf::Bounce, k % 3 * part + span.start - chunks[k].0, span.len);
     let others = || (1..world).map(|by| shape.after(by));
     let give = |b: &mut Builder, k: usize| {
-        others().for_each(|r| b.copy(slice(k, r), on_stage(k, slice(k, r))));
+        others().for_each(|r| b.copy(slice(k, r), on_buffer(k, slice(k, r))));
     };
     let sum = |b: &mut Builder, k: usize| {
         let own = slice(k, me);
-        let staged = on_stage(k, own);
+        let buffered = on_buffer(k, own);
         let from: Vec<Loc> =
-            (0..world).map(|place| Loc { place, span: if place == me { own } else { staged } }).collect();
-        let to = [own, staged].map(|span| Loc { place: me, span });
+            (0..world).map(|place| Loc { place, span: if place == me { own } else { buffered } }).collect();
+        let to = [own, buffered].map(|span| Loc { place: me, span });
         if own.len > 0 {
             b.reduce(&from, &to[..if world > 1 { 2 } else { 1 }], true);
         }
@@ -60,7 +60,7 @@ fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
         for place in others() {
             let out = slice(k, place);
             if out.len > 0 {
-                b.reduce(&[Loc { place, span: on_stage(k, out) }], &[Loc { place: me, span: out }], false);
+                b.reduce(&[Loc { place, span: on_buffer(k, out) }], &[Loc { place: me, span: out }], false);
             }
         }
     };
@@ -78,10 +78,10 @@ fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
     }
 }
 
-/// Everybody puts what it gives on its stage, and takes what it needs from the others'.
+/// Everybody copies what it gives to its buffer, and takes what it needs from the others'.
 fn pull(b: &mut Builder, what: Collective, root: Place, shape: Shape, part: usize) {
     let Shape { me, world, len, .. } = shape;
-    // Whoever gives blocks to each rank puts the same stretch of all of them on its stage.
+    // Whoever gives blocks to each rank puts the same stretch of all of them in its buffer.
     let per_rank = matches!(what, Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter);
     let blocks = if per_rank { world as usize } else { 1 };
     let room = part / blocks;
@@ -93,7 +93,7 @@ fn pull(b: &mut Builder, what: Collective, root: Place, shape: Shape, part: usiz
     let give = |b: &mut Builder, k: usize| {
         let (at, n) = chunks[k];
         for block in (0..given).filter(|&block| blocks == 1 || block != me as usize) {
-            let to = Span::new(Buf::Slot, k % 2 * part + block * room, n);
+            let to = Span::new(Buf::Bounce, k % 2 * part + block * room, n);
             b.copy(Span::new(Buf::In, block * len + at, n), to);
         }
     };
@@ -104,7 +104,7 @@ fn pull(b: &mut Builder, what: Collective, root: Place, shape: Shape, part: usiz
             let source = |&(place, start): &(Place, usize)| {
                 let span = match place == me {
                     true => Span::new(Buf::In, start + at, n),
-                    false => Span::new(Buf::Slot, k % 2 * part + start / len * room, n),
+                    false => Span::new(Buf::Bounce, k % 2 * part + start / len * room, n),
                 };
                 Loc { place, span }
             };

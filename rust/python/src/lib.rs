@@ -21,7 +21,7 @@ use trigram_core::{DType, Error, ReduceOp};
 use trigram_engine::bootstrap::rendezvous;
 use trigram_engine::call::request::{Message, Request, Tensors};
 use trigram_engine::health::losses::LossKind;
-use trigram_engine::runtime::{engine, group};
+use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
 use trigram_engine::sys::completion::{self, Completion};
 use trigram_engine::sys::{address, memory};
@@ -55,18 +55,23 @@ fn wait<T: Send>(
                 _ => Ok(()),
             }
         });
-        if EXITING.load(Ordering::Acquire) {
-            WAITING.fetch_sub(1, Ordering::AcqRel);
-            loop {
-                std::thread::park();
-            }
-        }
+        park_if_exiting();
         outcome
     });
     WAITING.fetch_sub(1, Ordering::AcqRel);
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
+    }
+}
+
+/// Keeps a thread that has waited from coming back to an interpreter that ends, see [`wait`].
+fn park_if_exiting() {
+    if EXITING.load(Ordering::Acquire) {
+        WAITING.fetch_sub(1, Ordering::AcqRel);
+        loop {
+            std::thread::park();
+        }
     }
 }
 
@@ -174,6 +179,7 @@ impl Engine {
     /// Ends everything. `exiting`: the interpreter ends too.
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
+        log_sink::wake();
         py.detach(|| {
             self.0.shutdown();
             // Those on their way back need the interpreter lock to get there: let them have it.
@@ -427,8 +433,41 @@ fn is_card(py: Python<'_>, card: &[u8], rank: u32) -> PyResult<bool> {
     Ok(rendezvous::is_record(&Security::from_env().raise(py)?, card, rank))
 }
 
+/// Lines with their levels as Python's `logging` counts them.
+fn levelled(lines: Vec<(log::Level, String)>) -> Vec<(i32, String)> {
+    let number = |level| match level {
+        log::Level::Error => 40,
+        log::Level::Warn => 30,
+        log::Level::Info => 20,
+        log::Level::Debug | log::Level::Trace => 10,
+    };
+    lines.into_iter().map(|(level, text)| (number(level), text)).collect()
+}
+
+/// The engine's log lines since the last call, the oldest first, each with its level as `logging` counts them. Where
+/// there are none, waits up to `timeout_seconds` for one.
+#[pyfunction]
+fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
+    let now = Instant::now();
+    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
+    if limit.is_zero() {
+        return levelled(log_sink::next(now, || true)); // the queue's lock is held for a moment only
+    }
+    let is_over = || EXITING.load(Ordering::Acquire);
+    let deadline = now + limit.min(Duration::from_secs(3600));
+    WAITING.fetch_add(1, Ordering::AcqRel);
+    let lines = py.detach(|| {
+        let lines = levelled(log_sink::next(deadline, is_over));
+        park_if_exiting();
+        lines
+    });
+    WAITING.fetch_sub(1, Ordering::AcqRel);
+    lines
+}
+
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    log_sink::install();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_class::<Rendezvous>()?;
     m.add_class::<Engine>()?;
@@ -441,5 +480,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
     m.add_function(wrap_pyfunction!(is_card, m)?)?;
+    m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

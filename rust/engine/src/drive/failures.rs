@@ -14,6 +14,7 @@ use trigram_core::wire::Kind;
 
 use crate::call::active_call::CallState;
 use crate::call::calls::Calls;
+use crate::health::log_lines::LogLine;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
 
@@ -104,14 +105,11 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
         if !(late || stalled || name) {
             continue;
         }
-        let waiting_for = name_ranks(&active.body.members.ranks_of(&active.absent()));
+        let absent = active.body.members.ranks_of(&active.absent());
+        let waiting_for = name_ranks(&absent);
         if name {
             active.named = true;
-            let what = active.body.signature;
-            eprintln!(
-                "trigram: rank {me} has waited {:.0} s in {what} for {waiting_for}",
-                waited.as_secs_f64()
-            );
+            peers.log(LogLine::LongWait { me, waited, call: active.body.signature, ranks: absent });
         }
         if stalled {
             active.announced = true;

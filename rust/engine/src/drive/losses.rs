@@ -8,6 +8,7 @@ use trigram_core::wire::Kind;
 use crate::call::calls::Calls;
 use crate::drive::failures::lost;
 use crate::group::world::World;
+use crate::health::log_lines::LogLine;
 use crate::health::losses::LossKind;
 use crate::health::peers::Peers;
 use crate::link::frames::Tx;
@@ -26,7 +27,7 @@ pub(crate) fn evict(
     if peers.is_lost(rank) {
         return None;
     }
-    eprintln!("trigram: rank {}: rank {rank} is given up: {why}", world.rank);
+    peers.log(LogLine::Evicted { me: world.rank, rank, why: why.clone() });
     let others: Vec<u32> = out.all().map(|(peer, _)| peer).filter(|&peer| peer != rank).collect();
     for peer in others {
         announce(out, peer, rank, &why);
@@ -73,8 +74,7 @@ pub(crate) fn lose(
 fn kill(peers: &mut Peers, world: &World, rank: u32) {
     let Some(neighbour) = world.neighbours.get(&rank) else { return };
     if neighbour.end() {
-        let me = world.rank;
-        eprintln!("trigram: rank {me}: ended the process of rank {rank}, which has access to its memory");
+        peers.log(LogLine::Killed { me: world.rank, rank });
         peers.set_dead(rank);
     }
     neighbour.dismiss();

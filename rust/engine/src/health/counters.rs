@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::health::log_lines::LogQueue;
 use crate::health::losses::Failures;
 
 /// Counters that may be read at any time.
@@ -20,6 +21,8 @@ pub struct Counters {
     /// Processor time of the background thread, in nanoseconds, as it last looked.
     pub background: AtomicU64,
     failures: Mutex<Failures>,
+    /// Log lines that wait until nobody holds the progress lock.
+    pub(crate) log: LogQueue,
 }
 
 impl Counters {

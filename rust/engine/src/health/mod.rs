@@ -3,6 +3,7 @@
 //! Uses [`crate::group`].
 
 pub mod counters;
+pub(crate) mod log_lines;
 pub mod losses;
 pub mod peers;
 pub(crate) mod wait_window;

@@ -8,6 +8,7 @@ use trigram_core::Error;
 use trigram_core::signature::Signature;
 
 use crate::health::counters::Counters;
+use crate::health::log_lines::LogLine;
 use crate::health::losses::{LossEvent, LossKind, peer_lost};
 
 /// Between two heartbeats.
@@ -131,6 +132,11 @@ impl Peers {
     /// This rank has made that call.
     pub(crate) fn remove_failed_call(&mut self, group: u64) {
         self.counters.failures().remove_call(group);
+    }
+
+    /// Queues a log line.
+    pub(crate) fn log(&self, line: LogLine) {
+        self.counters.log.push(line);
     }
 
     /// A loss was noticed or heard of.

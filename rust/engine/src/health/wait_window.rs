@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use crate::health::counters::Counters;
+use crate::health::log_lines::LogLine;
 
 /// Log lines come once in so long at most.
 const WINDOW: Duration = Duration::from_secs(60);
@@ -50,10 +51,8 @@ impl WaitWindow {
         }
         let waited = counters.waited.iter().map(|n| n.load(Ordering::Relaxed)).collect();
         if let Some((rank, seconds)) = self.close(waited) {
-            let window = WINDOW.as_secs();
-            eprintln!(
-                "trigram: rank {me} has waited {seconds:.0} of the last {window} s for rank {rank}, the slowest"
-            );
+            let rank = rank as u32;
+            counters.log.push(LogLine::Straggler { me, rank, seconds, window: WINDOW });
         }
     }
 }

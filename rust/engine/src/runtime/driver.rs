@@ -152,6 +152,7 @@ impl Driver {
                 Err(TryLockError::Poisoned(_)) => return,
             }
             self.in_heartbeat.store(false, Ordering::Release);
+            self.counters.log.write_out();
             std::thread::park_timeout(HEARTBEAT);
         }
     }

@@ -83,6 +83,7 @@ impl Engine {
                         let more = !progress.calls.active.is_empty()
                             || self.driver.waiting.load(Ordering::Acquire) > 0;
                         drop(progress);
+                        self.driver.counters.log.write_out();
                         if more {
                             self.wake_background()?;
                         }
@@ -119,6 +120,7 @@ impl Engine {
             progress.poll();
             let more = !progress.calls.active.is_empty();
             drop(progress);
+            self.driver.counters.log.write_out();
             if more {
                 self.wake_background()?;
             }
@@ -197,11 +199,13 @@ impl Engine {
             thread.thread().unpark();
             let _ = thread.join();
         }
-        let Ok(mut progress) = self.driver.progress.lock() else { return };
-        self.driver.take_inbox(&mut progress);
-        let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
-        progress.fail_all(&error, true);
-        progress.announce_leave();
+        if let Ok(mut progress) = self.driver.progress.lock() {
+            self.driver.take_inbox(&mut progress);
+            let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
+            progress.fail_all(&error, true);
+            progress.announce_leave();
+        }
+        self.driver.counters.log.write_out();
     }
 }
 

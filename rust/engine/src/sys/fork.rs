@@ -16,6 +16,15 @@ static FDS: [AtomicI32; ROOM] = [const { AtomicI32::new(-1) }; ROOM];
 static FORKED: AtomicBool = AtomicBool::new(false);
 static WATCH: Once = Once::new();
 
+/// From now on [`is_child`] tells forked children of this process apart.
+pub fn watch() {
+    WATCH.call_once(|| {
+        // SAFETY: the handler makes only async-signal-safe calls. That no handler could be
+        // entered means no memory; then children keep descriptors, as with any library.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+    });
+}
+
 /// A descriptor that no child keeps. Held beside the descriptor, and dropped before it.
 #[derive(Debug)]
 pub struct GuardedFd(RawFd);
@@ -23,11 +32,7 @@ pub struct GuardedFd(RawFd);
 impl GuardedFd {
     /// Enters a descriptor. Beyond 16,384 of them a child keeps the rest.
     pub fn new(fd: &impl AsRawFd) -> Self {
-        WATCH.call_once(|| {
-            // SAFETY: the handler makes only async-signal-safe calls. That no handler could be
-            // entered means no memory; then children keep descriptors, as with any library.
-            unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
-        });
+        watch();
         let fd = fd.as_raw_fd();
         for cell in &FDS {
             if cell.compare_exchange(-1, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok() {

@@ -305,7 +305,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
 fn aided(call: &Call, layout: &Layout, shape: Shape, rates: &[f64]) -> Result<Schedule> {
     if call.what != Collective::AllReduce || call.via != Via::Auto {
         return Err(Error::Unsupported(format!(
-            "{} via {}: a group with helpers offers all_reduce only, and its own way",
+            "{} via {}: a group with helpers offers all_reduce only, and chooses via itself",
             call.what.name(),
             call.via.name()
         )));

@@ -251,7 +251,9 @@ pub fn run(
     }
     if let Some(me) = executors.iter().position(|e| !e.is_done()) {
         let peers = executors[me].waiting_for();
-        return Err(Error::misuse(format!("sim: rank {me} waits for ever (for messages of {peers:?})")));
+        return Err(Error::misuse(format!(
+            "sim: rank {me} never finishes: it waits for messages of {peers:?}"
+        )));
     }
     if let Some((rank, from, tag)) = world.mailbox.keys().next() {
         return Err(Error::misuse(format!("sim: rank {rank} never receives message {tag} of {from}")));

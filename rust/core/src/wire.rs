@@ -140,16 +140,16 @@ impl Sum {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Bad {
     /// Not our protocol, or a stream out of step.
-    #[error("not a trigram frame (magic {0:#010x})")]
+    #[error("these bytes are no trigram frame (magic number {0:#010x})")]
     Magic(u32),
     /// A kind this version does not know.
     #[error("unknown kind of frame {0}")]
     Kind(u8),
     /// A payload above [`MAX_PAYLOAD`].
-    #[error("a frame of {0} bytes is above the limit")]
+    #[error("a frame of {0} bytes exceeds the limit")]
     Len(u32),
     /// A header whose bytes changed on the way.
-    #[error("a header does not have its checksum: bits flipped on the way")]
+    #[error("wrong checksum of a frame header: bits flipped between the two hosts")]
     Sum,
 }
 

@@ -45,7 +45,9 @@ fn wait<T: Send>(
     let outcome = py.detach(|| {
         let outcome = f(&mut || {
             if EXITING.load(Ordering::Acquire) {
-                return Err(Error::Aborted("the interpreter ends".into()));
+                return Err(Error::Aborted(
+                    "the call was aborted because the Python interpreter exits".into(),
+                ));
             }
             match Python::try_attach(|py| py.check_signals()) {
                 Some(Err(e)) => {
@@ -98,7 +100,9 @@ impl Rendezvous {
             "auto" => Ok(rendezvous::Transport::Auto),
             "shm" => Ok(rendezvous::Transport::Shm),
             "tcp" => Ok(rendezvous::Transport::Tcp),
-            other => Err(Error::Config(format!("TRIGRAM_TRANSPORT={other:?}: it is auto, shm or tcp"))),
+            other => Err(Error::Config(format!(
+                "TRIGRAM_TRANSPORT={other:?} is not valid; set it to auto, shm or tcp"
+            ))),
         };
         let transport = transport.raise(py)?;
         let security = Security::from_env().raise(py)?;
@@ -136,7 +140,7 @@ impl Rendezvous {
         let engine = wait(py, |check_interrupt| {
             inner.connect(&verdicts, limit, &mut || match losses() == before {
                 true => check_interrupt(),
-                false => Err(Error::Aborted("another rank was lost meanwhile".into())),
+                false => Err(Error::Aborted("another rank was lost while the ranks connected".into())),
             })
         })?;
         Ok(Engine(Arc::new(engine)))
@@ -144,7 +148,7 @@ impl Rendezvous {
 }
 
 fn used() -> Error {
-    Error::misuse("this rendezvous has been used")
+    Error::misuse("this rendezvous has been used already; make a new one")
 }
 
 /// Connections to all ranks, and the thread that drives them.

@@ -64,7 +64,7 @@ pub fn connect(
     limit: Duration,
     check_interrupt: InterruptCheck<'_>,
 ) -> Result<HashMap<u32, HandshakeStream>> {
-    let io = |e: std::io::Error| Error::io("preparing TCP", e);
+    let io = |e: std::io::Error| Error::io("setting up TCP", e);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
         let own = listener.local_addr().map_err(io)?;
@@ -107,14 +107,14 @@ fn too_late(me: u32, own: SocketAddr, missing: Vec<u32>, refused: &Refused, limi
     let refused = refused.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some((rank, ip)) = missing.iter().find_map(|rank| Some((rank, refused.get(rank)?))) {
         return Error::Auth(format!(
-            "init: rank {me} waited {:.1} s for {}; who called from {ip} as rank {rank} could not prove it: \
-             somebody pretends to be that rank, or stands between (TRIGRAM_SECRET, TRIGRAM_TLS)",
+            "init: rank {me} waited {:.1} s for {}. A process at {ip} claimed to be rank {rank} but could not prove it: \
+             it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
             limit.as_secs_f64(),
             name_ranks(&missing)
         ));
     }
     Error::Timeout {
-        what: format!("init: rank {me} connecting over TCP ({own})"),
+        what: format!("init: connecting rank {me} ({own}) over TCP"),
         millis: limit.as_millis() as u64,
         waiting_for: name_ranks(&missing),
     }
@@ -162,8 +162,8 @@ async fn reach(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Send
             let me = me.rank;
             let _ = arrived
                 .send(Arrival::Barred(Error::Auth(format!(
-                    "init: rank {me} and rank {rank} at {address} could not prove to each other that they are of \
-                     one job: give both the same TRIGRAM_SECRET, or look for somebody who stands between them"
+                    "init: rank {me} and rank {rank} at {address} could not authenticate each other: give both the \
+                     same TRIGRAM_SECRET; if they have it, something intercepts the connection"
                 ))))
                 .await;
             return;

@@ -105,7 +105,7 @@ impl HandshakeStream {
 
     /// The two ways of the finished connection.
     pub fn split(self) -> trigram_core::Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-        let io = |e: Error| trigram_core::Error::io("preparing a TCP connection", e);
+        let io = |e: Error| trigram_core::Error::io("setting up a TCP connection", e);
         let stream = self.stream.into_std().map_err(io)?;
         tcp::keep_alive(&stream)?;
         match self.tls {

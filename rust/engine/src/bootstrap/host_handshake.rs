@@ -154,7 +154,10 @@ pub fn connect(
 
 fn neighbour(rank: u32, mut fds: Vec<OwnedFd>, socket: OwnedFd) -> Result<Neighbour> {
     let (Some(event), Some(control)) = (fds.pop(), fds.pop()) else {
-        return Err(Error::Corrupt { rank, what: "a greeting without a control".into() });
+        return Err(Error::Corrupt {
+            rank,
+            what: "its handshake brought no control segment; does it run another version of trigram?".into(),
+        });
     };
     Ok(Neighbour::new(ControlSegment::map(control, event)?, Some(socket)))
 }

@@ -59,7 +59,7 @@ struct EndpointRecord {
     tls: bool,
 }
 
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 
 /// Whether this is a endpoint record of that rank, of this version, guarded as this one's and with the seal of the job's secret.
 pub fn is_record(security: &Security, bytes: &[u8], rank: u32) -> bool {
@@ -96,7 +96,7 @@ impl Rendezvous {
     ) -> Result<Self> {
         crate::sys::fork::check()?;
         if rank as usize >= size {
-            return Err(Error::misuse(format!("rank {rank} is outside of a world of {size}")));
+            return Err(Error::misuse(format!("init: there is no rank {rank} in a world of {size} ranks")));
         }
         let ip = own_address(iface, toward)?;
         let listener =
@@ -154,7 +154,8 @@ impl Rendezvous {
 
     /// This rank's endpoint record, and its seal.
     pub fn record(&self) -> Result<Vec<u8>> {
-        let mut bytes = postcard::to_stdvec(&self.record).map_err(|e| Error::io("writing a record", e))?;
+        let mut bytes = postcard::to_stdvec(&self.record)
+            .map_err(|e| Error::io("encoding this rank's endpoint record", e))?;
         let seal = self.security.seal(&bytes);
         bytes.extend(seal);
         Ok(bytes)
@@ -166,7 +167,11 @@ impl Rendezvous {
     /// `endpoint records`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
     pub fn handshake(&mut self, records: &[Vec<u8>], check_interrupt: InterruptCheck<'_>) -> Result<bool> {
         if records.len() < self.size {
-            return Err(Error::misuse(format!("{} records for a world of {}", records.len(), self.size)));
+            return Err(Error::misuse(format!(
+                "init: {} endpoint records for a world of {} ranks",
+                records.len(),
+                self.size
+            )));
         }
         self.size = records.len();
         self.records.clear();
@@ -189,7 +194,7 @@ impl Rendezvous {
                     self.records.push(None);
                 }
                 Err(_) => {
-                    let what = "its record cannot be read; does it run another version of trigram?".into();
+                    let what = "its endpoint record cannot be decoded; do all ranks run the same version of trigram?".into();
                     return Err(Error::Corrupt { rank, what });
                 }
             }
@@ -198,16 +203,16 @@ impl Rendezvous {
         self.security.check(me, &claims)?;
         if records[me as usize] != self.record()? {
             return Err(Error::Auth(format!(
-                "init: the store holds another record for rank {me} than rank {me} wrote: two processes run as \
-                 rank {me}, or somebody forged it"
+                "init: the store holds another endpoint record for rank {me} than this process wrote: two processes \
+                 run as rank {me}, or the record was forged"
             )));
         }
         for (rank, record) in (0..).zip(&self.records) {
             let Some(record) = record else { continue };
             if record.version != VERSION || record.rank != rank {
                 return Err(Error::Config(format!(
-                    "rank {rank}'s record is version {} of rank {}; this is version {VERSION}. All ranks need \
-                     the same trigram, and a rank of their own",
+                    "init: the endpoint record of rank {rank} has version {} and rank {}, expected version {VERSION} and \
+                     rank {rank}; run the same version of trigram on all ranks, and give each a rank of its own",
                     record.version, record.rank
                 )));
             }

@@ -223,7 +223,9 @@ impl Body {
             Some(Ok(true)) => Ok(Started::Done),
             Some(Ok(false)) => Ok(Started::Later),
             Some(Err(e)) => Err(Error::PeerLost { rank, what: what(), why: e.to_string() }),
-            None => Err(Error::PeerLost { rank, what: what(), why: "no connection".to_string() }),
+            None => {
+                Err(Error::PeerLost { rank, what: what(), why: "there is no connection to it".to_string() })
+            }
         }
     }
 }
@@ -234,6 +236,8 @@ fn inside(base: *mut u8, have: usize, span: Span, size: usize) -> Result<*mut u8
     match from.checked_add(len) {
         // SAFETY: the offset is inside the memory.
         Some(end) if end <= have => Ok(unsafe { base.add(from) }),
-        _ => Err(Error::misuse(format!("{span:?} lies outside of {have} bytes of memory"))),
+        _ => Err(Error::misuse(format!(
+            "internal error: a call touches {span:?}, outside of its {have} bytes of memory; please report it"
+        ))),
     }
 }

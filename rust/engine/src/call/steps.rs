@@ -41,7 +41,10 @@ impl Io for Wire<'_> {
         let (_, _, bytes) = body.arrived.swap_remove(i);
         if bytes.len() != span.len * body.request.call.dtype.size() {
             let rank = body.members.ranks[from as usize];
-            return Err(Error::Corrupt { rank, what: format!("{} bytes for {span:?}", bytes.len()) });
+            return Err(Error::Corrupt {
+                rank,
+                what: format!("it sent {} bytes in a message of {} elements", bytes.len(), span.len),
+            });
         }
         if !bytes.is_empty() {
             let to = body.own(span)?;

@@ -45,7 +45,10 @@ impl Unexpected {
     pub(crate) fn keep(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
         self.bytes += payload.len() + EARLY_COST;
         if self.bytes > MOST_EARLY {
-            return Err(Error::io("receiving", "more than 1 GiB of messages that nobody asks for"));
+            return Err(Error::io(
+                "receiving from a peer",
+                "more than 1 GiB of messages for calls that this rank has not made yet",
+            ));
         }
         self.messages.push(Early { peer, frame: *frame, payload });
         Ok(())

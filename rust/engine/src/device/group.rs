@@ -103,7 +103,11 @@ impl DeviceGroup {
             if limit.is_some_and(|l| since.elapsed() > l) {
                 let millis = since.elapsed().as_millis() as u64;
                 let waiting_for = "NCCL to connect all ranks".into();
-                return Err(Error::Timeout { what: format!("group {}", members.name), millis, waiting_for });
+                return Err(Error::Timeout {
+                    what: format!("connecting group {} over NCCL", members.name),
+                    millis,
+                    waiting_for,
+                });
             }
             if checked.elapsed() > INTERRUPT_INTERVAL {
                 check_interrupt()?;

@@ -65,7 +65,7 @@ impl NcclCall<'_> {
                 }
             }
             Collective::Barrier | Collective::SendRecv => {
-                return Err(Error::Unsupported(format!("{} is not for GPU memory", what.name())));
+                return Err(Error::Unsupported(format!("{} takes no GPU tensor", what.name())));
             }
             _ => {}
         }
@@ -144,7 +144,9 @@ fn operator(op: ReduceOp, dtype: DType) -> Result<Op> {
         (ReduceOp::Prod, _) => Op::PROD,
         (ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor, _) => {
             let (op, dtype) = (op.name(), dtype.name());
-            return Err(Error::Unsupported(format!("NCCL has no {op} of {dtype}; reduce a CPU tensor")));
+            return Err(Error::Unsupported(format!(
+                "NCCL cannot reduce {dtype} with {op}; use a CPU tensor"
+            )));
         }
     })
 }

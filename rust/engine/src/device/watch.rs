@@ -88,7 +88,9 @@ impl Watcher {
                 let watch = Arc::new(Watcher::default());
                 let mine = watch.clone();
                 let thread = std::thread::Builder::new().name("trigram-gpu".into());
-                thread.spawn(move || mine.run()).map_err(|e| Error::io("starting a thread", e))?;
+                thread
+                    .spawn(move || mine.run())
+                    .map_err(|e| Error::io("starting a thread that watches GPU calls", e))?;
                 made.insert(watch).clone()
             }
         };

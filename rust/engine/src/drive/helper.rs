@@ -78,7 +78,7 @@ impl Helper {
     /// A member is gone. The workers shall hear of it before they hear that this rank leaves, which is no cause.
     fn end(&mut self, members: Arc<Members>, gone: u32, calls: &mut Calls, out: &mut Outbox, peers: &Peers) {
         let why = peers.reason(gone).map_or_else(String::new, ToString::to_string);
-        let error = Error::PeerLost { rank: gone, what: "a call with helpers".into(), why };
+        let error = Error::PeerLost { rank: gone, what: "a call that this rank helps with".into(), why };
         let (next, _) = calls.number(&members, None);
         let i = calls.enter(members, next, Request::nothing(), Arc::default());
         calls.fail(i, error, true, out);

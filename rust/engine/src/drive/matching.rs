@@ -60,7 +60,7 @@ impl Matching<'_> {
     fn receive_loss(&mut self, peer: u32, rank: u32, payload: &[u8]) {
         let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
         if rank == self.world.rank {
-            let why = Error::Aborted(format!("it has given up this rank, rank {rank}: {why}"));
+            let why = Error::Aborted(format!("it evicted this rank, rank {rank}: {why}"));
             self.peers.report(LossEvent { rank: peer, why, kind: LossKind::Refused, reported_by: None });
         } else if (rank as usize) < self.world.size() {
             self.peers.report(LossEvent { rank, why, kind: LossKind::Silent, reported_by: Some(peer) });
@@ -91,7 +91,7 @@ impl Matching<'_> {
             if frame.kind == Kind::Data {
                 let step = active.exec.schedule().recv_step(place, frame.tag);
                 if !is_due(active, place, frame.tag, step, payload.len()) {
-                    let what = format!("message {} of a call that has none, or has had it", frame.tag);
+                    let what = format!("unexpected or duplicate message (tag {})", frame.tag);
                     return Err(Error::Corrupt { rank: peer, what });
                 }
                 active.body.arrived.push((place, frame.tag, payload));
@@ -124,7 +124,10 @@ fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
     let (to, len) = destination(active, step)?;
     if bytes.len() != len {
         let rank = active.body.members.ranks[place as usize];
-        return Err(Error::Corrupt { rank, what: format!("{} bytes where {len} belong", bytes.len()) });
+        return Err(Error::Corrupt {
+            rank,
+            what: format!("it sent {} bytes in a message of {len}", bytes.len()),
+        });
     }
     // SAFETY: `destination` has checked that the span lies in the call's memory.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
@@ -138,7 +141,7 @@ fn destination(active: &ActiveCall, step: u32) -> Result<(*mut u8, usize)> {
         Step::Recv { span, .. } => {
             Ok((active.body.own(*span)?, span.len * active.body.request.call.dtype.size()))
         }
-        _ => Err(Error::misuse("a message for a step that receives none")),
+        _ => Err(Error::misuse("internal error: a message for a step that receives none; please report it")),
     }
 }
 
@@ -152,7 +155,8 @@ impl Sink for Matching<'_> {
                 _ => 0,
             };
             if frame.len as usize > most {
-                let what = format!("{} bytes where at most {most} belong", frame.len);
+                let what =
+                    format!("it sent a control message of {} bytes, at most {most} are allowed", frame.len);
                 return Err(Error::Corrupt { rank: peer, what });
             }
             return Ok(heap());
@@ -169,7 +173,7 @@ impl Sink for Matching<'_> {
         let Some(step) = step.filter(|&s| active.exec.is_started(s)) else { return Ok(heap()) };
         let (to, len) = destination(active, step)?;
         if len != frame.len as usize {
-            let what = format!("a message of {} bytes where {len} belong", frame.len);
+            let what = format!("it sent {} bytes in a message of {len}", frame.len);
             self.calls.fail(i, Error::Corrupt { rank: peer, what }, true, self.out);
             return Ok(Target::Nowhere);
         }
@@ -188,14 +192,16 @@ impl Sink for Matching<'_> {
             (Kind::Fail, Target::Heap(payload)) => {
                 let rank = peer;
                 let error: Error = postcard::from_bytes(&payload)
-                    .map_err(|_| Error::Corrupt { rank, what: "a failure that cannot be read".into() })?;
+                    .map_err(|_| Error::Corrupt { rank, what: "it reported a failure that this rank cannot decode; do all ranks run the same version of trigram?".into() })?;
                 match self.calls.find(peer, frame) {
                     Some(i) => self.calls.fail(i, error, false, self.out),
                     None if self.calls.is_over(peer, frame) => self.calls.void_rates(frame.group, frame.call),
                     None => {
                         let unexpected = &mut self.calls.unexpected;
                         if !unexpected.keep_failure(frame.group, frame.call, peer, error.clone()) {
-                            let what = format!("more than {MOST_GROUPS} failures of calls that nobody made");
+                            let what = format!(
+                                "it reported failures of more than {MOST_GROUPS} calls that this rank has not made"
+                            );
                             return Err(Error::Corrupt { rank, what });
                         }
                         if !frame.call.is_message() {

@@ -218,7 +218,7 @@ impl Progress {
         let silent = self.heartbeat.beat(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
         for (rank, silent) in silent {
-            let why = Error::Aborted(format!("it has been silent for {:.1} s", silent.as_secs_f64()));
+            let why = Error::Aborted(format!("no heartbeat from it for {:.1} s", silent.as_secs_f64()));
             self.act_on(LossEvent { rank, why, kind: LossKind::Silent, reported_by: None });
         }
     }
@@ -327,7 +327,7 @@ impl Progress {
 /// What the end of a connection means.
 fn closed(rx: &Rx, why: &str) -> (LossKind, Error) {
     match rx.is_leaving {
-        true => (LossKind::Left, Error::Aborted("it has left the active".into())),
+        true => (LossKind::Left, Error::Aborted("it has left the job".into())),
         false => (LossKind::Dead, Error::Aborted(why.into())),
     }
 }

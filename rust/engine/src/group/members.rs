@@ -53,13 +53,16 @@ impl Members {
     /// The group of these world ranks, of which the last `helpers` only help; this rank is one of them.
     pub fn new(id: u64, name: String, ranks: Vec<u32>, helpers: u32, world: &World) -> Result<Self> {
         let Some(me) = ranks.iter().position(|&r| r == world.rank) else {
-            return Err(Error::misuse(format!("rank {} is not in group {name} {ranks:?}", world.rank)));
+            return Err(Error::misuse(format!(
+                "rank {} cannot create group {name}: it is not one of its ranks {ranks:?}",
+                world.rank
+            )));
         };
         let mut hosts: Vec<(usize, Vec<Place>)> = Vec::new();
         for (place, &rank) in (0..).zip(&ranks) {
             let host = *world.host_of.get(rank as usize).ok_or_else(|| {
                 Error::misuse(format!(
-                    "group {name}: rank {rank} is outside of the world of {}",
+                    "group {name}: there is no rank {rank} in a world of {} ranks",
                     world.size()
                 ))
             })?;
@@ -76,7 +79,9 @@ impl Members {
             for &place in &here {
                 let rank = ranks[place as usize];
                 let control = world.control(rank).ok_or_else(|| {
-                    Error::misuse(format!("group {name}: no shared memory with rank {rank}"))
+                    Error::misuse(format!(
+                        "group {name}: this rank shares no memory with rank {rank} of the same host"
+                    ))
                 })?;
                 let found = if place == me { control.enter_group(id)? } else { NOT_FOUND };
                 locals.push(Local { place, control: control.clone(), found: AtomicUsize::new(found) });

@@ -62,7 +62,9 @@ impl Neighbour {
     /// Lets the peer, `rank`, map a segment of ours.
     pub fn share(&self, rank: u32, number: u64, segment: &Segment) -> Result<()> {
         let Some(socket) = &self.socket else {
-            return Err(Error::Unsupported("ranks that are threads share no registered memory".into()));
+            return Err(Error::Unsupported(
+                "ranks that are threads of one process cannot share registered memory".into(),
+            ));
         };
         unix::send(socket, &number.to_le_bytes(), &[segment.fd()])
             .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))
@@ -99,8 +101,8 @@ impl Neighbour {
         self.collect()?;
         find().ok_or_else(|| {
             Error::io(
-                "reading a peer's memory",
-                format!("it names a segment {} that it never sent", place.segment),
+                "reading a peer's registered memory",
+                format!("the peer named segment {}, which it has not shared; do all ranks run the same version of trigram?", place.segment),
             )
         })
     }

@@ -70,12 +70,18 @@ impl fmt::Display for LogLine {
             ),
             Self::Straggler { me, rank, seconds, window } => write!(
                 f,
-                "rank {me} has waited {seconds:.0} of the last {} s for rank {rank}, the slowest",
+                "rank {me} spent {seconds:.0} of the last {} s waiting for rank {rank}, the slowest rank",
                 window.as_secs()
             ),
-            Self::Evicted { me, rank, why } => write!(f, "rank {me}: rank {rank} is given up: {why}"),
+            Self::Evicted { me, rank, why } => {
+                write!(f, "rank {me} evicted rank {rank}: {why}. Calls that need rank {rank} fail")
+            }
             Self::Killed { me, rank } => {
-                write!(f, "rank {me}: ended the process of rank {rank}, which has access to its memory")
+                write!(
+                    f,
+                    "rank {me} ended the process of rank {rank} on this host: it was evicted, and could still have written to \
+                     shared memory"
+                )
             }
         }
     }

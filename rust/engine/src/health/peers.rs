@@ -101,7 +101,7 @@ impl Peers {
         let slept = if kind == LossKind::Dead { self.has_slept() } else { None };
         let why = match slept {
             Some(slept) => Error::Aborted(format!(
-                "it has given up this rank, which had been silent for {:.1} s",
+                "it evicted this rank, which had sent no heartbeat for {:.1} s",
                 slept.as_secs_f64()
             )),
             None => why,

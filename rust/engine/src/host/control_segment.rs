@@ -68,7 +68,10 @@ impl ControlSegment {
     pub fn map(control: OwnedFd, event: OwnedFd) -> Result<Self> {
         let control = Self::on(Arc::new(Segment::map(control)?), event)?;
         if control.layout().magic.load(Ordering::Acquire) != MAGIC {
-            return Err(Error::Auth("a peer's control is not ours: does it run another version?".into()));
+            return Err(Error::Auth(
+                "a peer's control segment has another layout; do all ranks run the same version of trigram?"
+                    .into(),
+            ));
         }
         Ok(control)
     }
@@ -76,7 +79,8 @@ impl ControlSegment {
     fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
         if segment.at(0, size_of::<Layout>()).is_none() {
             return Err(Error::Auth(
-                "a peer's control has the wrong size: does it run another version?".into(),
+                "a peer's control segment has the wrong size; do all ranks run the same version of trigram?"
+                    .into(),
             ));
         }
         let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
@@ -125,7 +129,7 @@ impl ControlSegment {
         let free = layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
         let place = free.or_else(|| left.pop_front()).ok_or_else(|| {
             Error::Unsupported(format!(
-                "more than {MAX_GROUPS} groups at once on one host; let some go, or set TRIGRAM_TRANSPORT=tcp"
+                "more than {MAX_GROUPS} groups at once on one host; delete those no longer used, or set TRIGRAM_TRANSPORT=tcp"
             ))
         })?;
         layout.groups[place].store(CLAIMED, Ordering::Release);

@@ -343,7 +343,10 @@ impl Rx {
             && *got == frame.len as usize
         {
             if check.as_ref().is_some_and(|Check(sum, seen)| seen.value() != *sum) {
-                let what = format!("{} bytes do not have their checksum: bits flipped on the way", frame.len);
+                let what = format!(
+                    "wrong checksum of {} bytes: bits flipped between the two hosts; check their network cards, cables and memory",
+                    frame.len
+                );
                 return Err(Error::Corrupt { rank: self.peer, what });
             }
             let State::Payload(frame, target, ..) =

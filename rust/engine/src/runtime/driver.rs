@@ -38,6 +38,9 @@ const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 const BELL: u64 = u64::MAX;
 const SOCKET: u64 = 1 << 32;
 
+/// Why every call fails once a thread has panicked while it held the progress lock.
+pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
+
 /// What callers ask of whoever drives.
 pub(crate) enum Command {
     Submit(Submission),
@@ -71,7 +74,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// Over connections, one of each way per world rank.
     pub(crate) fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
-        let io = |e: rustix::io::Errno| Error::io("preparing epoll", e);
+        let io = |e: rustix::io::Errno| Error::io("creating an epoll instance", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
         let add = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(data), flags).map_err(io)
@@ -181,7 +184,7 @@ impl Driver {
                 }
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Poisoned(_)) => {
-                    return Err(Error::Aborted("the engine has failed; see above".into()));
+                    return Err(Error::Aborted(ENGINE_FAILED.into()));
                 }
             }
         }
@@ -220,7 +223,7 @@ impl Driver {
             }
             if self.closed.load(Ordering::Acquire) {
                 if let Some(completion) = until {
-                    self.abort_call(&mut progress, completion, "has shut down");
+                    self.abort_call(&mut progress, completion, "shut down while this call was under way");
                     self.finish(&mut progress, completion);
                 }
                 return Ok(Some(progress));
@@ -296,7 +299,9 @@ impl Driver {
                 Command::Submit(submission) => progress.admit(submission),
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
                 Command::Help(members) => progress.help(members),
-                Command::Stop(completion) => self.abort_call(progress, &completion, "was interrupted"),
+                Command::Stop(completion) => {
+                    self.abort_call(progress, &completion, "was interrupted while it waited for this call")
+                }
             }
         }
     }

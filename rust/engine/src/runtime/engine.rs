@@ -14,7 +14,7 @@ use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
-use crate::runtime::driver::{Command, Driver};
+use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::fork;
 
@@ -33,7 +33,9 @@ impl Engine {
         let heartbeat = (!alone).then(|| {
             let driver = driver.clone();
             let thread = std::thread::Builder::new().name("trigram-live".into());
-            thread.spawn(move || driver.heartbeat()).map_err(|e| Error::io("starting a thread", e))
+            thread
+                .spawn(move || driver.heartbeat())
+                .map_err(|e| Error::io("starting a thread of the engine", e))
         });
         let heartbeat = Mutex::new(heartbeat.transpose()?);
         Ok(Self { driver, background: Mutex::default(), heartbeat })
@@ -68,7 +70,7 @@ impl Engine {
         completion.set_awaited();
         let driver = &self.driver;
         let whole = || match driver.progress.is_poisoned() {
-            true => Err(Error::Aborted("the engine has failed; see above".into())),
+            true => Err(Error::Aborted(ENGINE_FAILED.into())),
             false => Ok(()),
         };
         let mut check_interrupt = || whole().and_then(|()| check_interrupt());
@@ -167,8 +169,9 @@ impl Engine {
         if background.is_none() {
             let driver = self.driver.clone();
             let thread = std::thread::Builder::new().name("trigram".into());
-            let thread =
-                thread.spawn(move || driver.background()).map_err(|e| Error::io("starting a thread", e))?;
+            let thread = thread
+                .spawn(move || driver.background())
+                .map_err(|e| Error::io("starting a thread of the engine", e))?;
             *background = Some(thread);
         }
         drop(background);
@@ -201,7 +204,7 @@ impl Engine {
         }
         if let Ok(mut progress) = self.driver.progress.lock() {
             self.driver.take_inbox(&mut progress);
-            let error = Error::Aborted(format!("rank {rank} has shut down with work in flight"));
+            let error = Error::Aborted(format!("rank {rank} shut down while this call was under way"));
             progress.fail_all(&error, true);
             progress.announce_leave();
         }

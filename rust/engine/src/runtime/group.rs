@@ -48,10 +48,15 @@ impl Group {
         sorted.sort_unstable();
         sorted.dedup();
         if sorted.len() != ranks.len() {
-            return Err(Error::misuse(format!("group {name}: a rank is named twice in {ranks:?}")));
+            return Err(Error::misuse(format!(
+                "group {name}: {ranks:?} names a rank twice; name each rank once"
+            )));
         }
         if helpers as usize >= ranks.len() {
-            return Err(Error::misuse(format!("group {name}: {helpers} helpers of {} ranks", ranks.len())));
+            return Err(Error::misuse(format!(
+                "group {name}: with {helpers} helpers among {} ranks, no rank has data; name fewer helpers",
+                ranks.len()
+            )));
         }
         // Neither 0 nor the largest number: the control segment uses them.
         let id = hash([ordinal, u64::from(helpers)].into_iter().chain(ranks.iter().map(|&r| u64::from(r))));
@@ -75,7 +80,7 @@ impl Group {
         let world = self.members.ranks.len();
         if self.members.me >= self.members.layout.workers() {
             return Err(Error::misuse(format!(
-                "{}: this rank only helps group {}; it has no data there",
+                "{}: this rank is a helper of group {} and takes part in its calls by itself; make the call on the other ranks",
                 call.what.name(),
                 self.members.name
             )));
@@ -85,7 +90,7 @@ impl Group {
         }
         if call.root as usize >= world {
             return Err(Error::misuse(format!(
-                "{}: root {} is outside of the group of {world}",
+                "{}: root {} is not a rank of this group of {world} ranks",
                 call.what.name(),
                 call.root
             )));
@@ -94,14 +99,14 @@ impl Group {
             && (*peer as usize >= world || *peer == self.members.me)
         {
             return Err(Error::misuse(format!(
-                "send/recv: rank {peer} is not another rank of the group of {world}"
+                "send/recv: rank {peer} is not another rank of this group of {world} ranks"
             )));
         }
         let size = call.dtype.size();
         let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
         if !aligned(tensors.input, tensors.input_len) || !aligned(tensors.output, tensors.output_len) {
             return Err(Error::misuse(format!(
-                "{}: the tensor is not aligned for its dtype",
+                "{}: the tensor's memory is not aligned to the size of its elements; pass a copy (tensor.clone())",
                 call.what.name()
             )));
         }
@@ -170,7 +175,10 @@ impl Group {
     /// member is gone.
     pub fn help(&self) -> Result<()> {
         if self.members.me < self.members.layout.workers() {
-            return Err(Error::misuse(format!("group {}: this rank is no helper of it", self.members.name)));
+            return Err(Error::misuse(format!(
+                "group {}: this rank is not one of its helpers, so it cannot help",
+                self.members.name
+            )));
         }
         self.engine.help(self.members.clone())
     }

@@ -23,8 +23,8 @@ impl Secret {
     pub fn new(bytes: &[u8]) -> Result<Self> {
         if bytes.is_empty() {
             return Err(Error::Config(
-                "TRIGRAM_SECRET is set, but empty: anybody could guess it. Give all ranks the same long random \
-                 one (openssl rand -hex 32), or unset it on all"
+                "TRIGRAM_SECRET is set but empty, which anybody could guess. Give all ranks the same long random \
+                 value (openssl rand -hex 32), or unset it on all"
                     .into(),
             ));
         }
@@ -70,7 +70,7 @@ impl Security {
             b"1" => true,
             other => {
                 let other = String::from_utf8_lossy(other);
-                return Err(Error::Config(format!("TRIGRAM_TLS={other:?}: it is 1 or 0")));
+                return Err(Error::Config(format!("TRIGRAM_TLS={other:?} is not valid; set it to 1 or 0")));
             }
         };
         Ok(Self { secret, tls })
@@ -104,18 +104,18 @@ impl Security {
         if self.secret.is_none() {
             let with = that(&|c| c.secret);
             if !with.is_empty() {
-                wrong.push(format!("{} use TRIGRAM_SECRET, rank {me} has none", name_ranks(&with)));
+                wrong.push(format!("TRIGRAM_SECRET is set on {} but not on rank {me}", name_ranks(&with)));
             }
         } else {
             let without = that(&|c| !c.secret);
             if !without.is_empty() {
-                wrong.push(format!("rank {me} uses TRIGRAM_SECRET, {} have none", name_ranks(&without)));
+                wrong.push(format!("TRIGRAM_SECRET is set on rank {me} but not on {}", name_ranks(&without)));
             }
             let unsealed = that(&|c| c.secret && !c.sealed);
             if !unsealed.is_empty() {
                 wrong.push(format!(
-                    "what {} wrote to the store was not sealed with rank {me}'s TRIGRAM_SECRET: theirs differs, \
-                     or somebody forged it",
+                    "the endpoint record of {} in the store is not signed with rank {me}'s TRIGRAM_SECRET: the \
+                     secrets differ, or the record was forged",
                     name_ranks(&unsealed)
                 ));
             }
@@ -128,11 +128,11 @@ impl Security {
         }
         let differ = that(&|c| c.tls != self.tls);
         if !differ.is_empty() {
-            let (mine, theirs) = if self.tls { ("1", "not") } else { ("not", "1") };
+            let others = name_ranks(&differ);
+            let mine = format!("rank {me}");
+            let (with, without) = if self.tls { (mine, others) } else { (others, mine) };
             return Err(Error::Config(format!(
-                "init: TRIGRAM_TLS is {mine} set on rank {me} and {theirs} on {}; set it to 1 on all ranks, or on \
-                 none",
-                name_ranks(&differ)
+                "init: TRIGRAM_TLS=1 is set on {with} but not on {without}; set it on all ranks or on none",
             )));
         }
         Ok(())
@@ -192,7 +192,7 @@ pub fn random<const N: usize>() -> Result<[u8; N]> {
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
         .map_err(|e| Error::io("getting random bytes", e))?;
     if got < N {
-        return Err(Error::io("getting random bytes", format!("{got} of {N} came")));
+        return Err(Error::io("getting random bytes", format!("the kernel gave {got} of {N}")));
     }
     Ok(bytes)
 }
@@ -234,9 +234,11 @@ mod tests {
         let said = |s: &Security, claims: &[Claim]| s.check(0, claims).unwrap_err();
         with("s").check(0, &[claim(0, true, true), claim(1, true, true)]).unwrap();
         let error = said(&with("s"), &[claim(0, true, true), claim(1, true, false), claim(2, false, false)]);
-        assert!(matches!(&error, Error::Auth(e) if e.contains("rank 1 wrote") && e.contains("rank 2 have")));
+        assert!(
+            matches!(&error, Error::Auth(e) if e.contains("record of rank 1") && e.contains("not on rank 2"))
+        );
         let error = said(&Security::default(), &[claim(0, false, false), claim(3, true, false)]);
-        assert!(matches!(&error, Error::Auth(e) if e.contains("rank 3 use")), "{error}");
+        assert!(matches!(&error, Error::Auth(e) if e.contains("set on rank 3 but not on rank 0")), "{error}");
         let tls = Security { secret: None, tls: true };
         let error = said(&tls, &[Claim { tls: true, ..claim(0, false, false) }, claim(1, false, false)]);
         assert!(matches!(&error, Error::Config(e) if e.contains("rank 1")), "{error}");

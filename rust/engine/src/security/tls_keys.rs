@@ -28,10 +28,10 @@ impl Tls {
     pub fn new() -> Result<Self> {
         let io = |e: rustls::Error| Error::io("preparing TLS", e);
         let key = ring::signature::Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new())
-            .map_err(|_| Error::io("preparing TLS", "no key could be made"))?;
+            .map_err(|_| Error::io("preparing TLS", "the key could not be generated"))?;
         let key = provider::sign::any_eddsa_type(&PrivatePkcs8KeyDer::from(key.as_ref())).map_err(io)?;
         let Some(public) = key.public_key().map(|k| CertificateDer::from(k.to_vec())) else {
-            return Err(Error::io("preparing TLS", "a key without a public part"));
+            return Err(Error::io("preparing TLS", "the generated key has no public part"));
         };
         let resolver = AlwaysResolvesServerRawPublicKeys::new(Arc::new(CertifiedKey::new(vec![public], key)));
         let provider = Arc::new(provider::default_provider());
@@ -91,7 +91,7 @@ impl ServerCertVerifier for AnyKey {
         _cert: &CertificateDer<'_>,
         _dss: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        Err(rustls::Error::General("TLS 1.2 is not spoken here".into()))
+        Err(rustls::Error::General("TLS 1.2 is not supported".into()))
     }
 
     fn verify_tls13_signature(

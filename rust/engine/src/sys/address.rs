@@ -7,7 +7,7 @@ use trigram_core::{Error, Result};
 /// A name for the memory that ranks could share: the kernel's boot, the network namespace (so that
 /// namespaces count as hosts) and the user.
 pub(crate) fn host_name() -> Result<String> {
-    let io = |e: std::io::Error| Error::io("finding out which host this is", e);
+    let io = |e: std::io::Error| Error::io("reading this host's identity", e);
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(io)?;
     let net = std::fs::read_link("/proc/self/ns/net").map_err(io)?;
     Ok(format!("{}/{}/{}", boot.trim(), net.display(), rustix::process::geteuid().as_raw()))
@@ -25,7 +25,7 @@ pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<I
             let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
             known.sort();
             Error::Config(format!(
-                "no interface or address {wanted:?} (TRIGRAM_IFACE); there are {}",
+                "TRIGRAM_IFACE={wanted:?} is no network interface or address of this host; it has {}",
                 known.join(", ")
             ))
         });

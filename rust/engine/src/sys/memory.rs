@@ -47,7 +47,7 @@ impl Segment {
         let io = |e: rustix::io::Errno| Error::io("mapping shared memory", e);
         let seals = rustix::fs::fcntl_get_seals(&fd).map_err(io)?;
         if !seals.contains(SealFlags::SHRINK) {
-            return Err(Error::Auth("a peer's shared memory is not sealed against shrinking".into()));
+            return Err(Error::Auth("a peer shared memory that it could still shrink, which no rank of trigram does; the connection is refused".into()));
         }
         let len = rustix::fs::fstat(&fd).map_err(io)?.st_size as usize;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
@@ -248,7 +248,7 @@ impl Scratch {
         if self.words.capacity() < lines {
             self.words = Vec::new(); // give the old memory back first: its contents are dead
             let taken = self.words.try_reserve_exact(lines);
-            taken.map_err(|e| Error::io(format!("taking {len} bytes of memory for a call"), e))?;
+            taken.map_err(|e| Error::io(format!("allocating {len} bytes of memory for a call"), e))?;
         }
         Ok(self.words.as_mut_ptr().cast())
     }

@@ -16,7 +16,7 @@ use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Splits a connected socket into its two ways.
 pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
+    let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
@@ -120,7 +120,7 @@ pub(super) fn failed(e: std::io::Error) -> Error {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
             Error::Aborted("its connection has closed".into())
         }
-        _ => Error::io("sending", e),
+        _ => Error::io("sending to a peer", e),
     }
 }
 
@@ -136,7 +136,7 @@ pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bo
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
-            Err(e) => return Err(Error::io("receiving", e)),
+            Err(e) => return Err(Error::io("receiving from a peer", e)),
         }
     }
 }
@@ -184,7 +184,7 @@ pub fn keep_alive(socket: &TcpStream) -> Result<()> {
         .with_time(std::time::Duration::from_secs(5))
         .with_interval(std::time::Duration::from_secs(2))
         .with_retries(5);
-    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("preparing a TCP connection", e))
+    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("setting up a TCP connection", e))
 }
 
 #[cfg(test)]

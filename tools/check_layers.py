@@ -8,6 +8,8 @@ import json
 import subprocess
 import sys
 
+import layers_rust
+
 FORBIDDEN = {
     "trigram-core": {"tokio", "pyo3", "rustix", "libc", "trigram-engine", "trigram-python"},
     "trigram-engine": {"pyo3", "trigram-python"},
@@ -45,6 +47,7 @@ def main() -> int:
         for package in (i for i, n in names.items() if n == crate)
         for name in sorted(forbidden & {names[p] for p in reachable(graph, package)})
     ]
+    wrong += layers_rust.check()
     print("\n".join(wrong) or f"layers: {', '.join(FORBIDDEN)} depend on nothing they must not know")
     return 1 if wrong else 0
 

@@ -82,7 +82,7 @@ class AuthError(TrigramError):
 
 
 class AbortedError(TrigramError):
-    """The operation was given up on purpose, here or on another rank."""
+    """The operation was aborted on purpose, here or on another rank."""
 
 
 class IoError(TrigramError, OSError):

@@ -245,9 +245,9 @@ def test_what_ranks_do(key: tuple[str, str]) -> None:
 DONE_TO = {
     ("PeerLostError", "is gone (its process has ended)"): ("shm", signal.SIGKILL),
     ("PeerLostError", "is gone (its connection has closed)"): ("tcp", signal.SIGKILL),
-    ("PeerLostError", "it has been silent"): ("tcp", signal.SIGSTOP),
-    ("PeerLostError", "it has given up this rank"): ("tcp", signal.SIGSTOP),
-    ("CorruptError", "do not have their checksum"): ("tcp", None),
+    ("PeerLostError", "no heartbeat from it for"): ("tcp", signal.SIGSTOP),
+    ("PeerLostError", "it evicted this rank"): ("tcp", signal.SIGSTOP),
+    ("CorruptError", "wrong checksum of"): ("tcp", None),
 }
 
 
@@ -267,7 +267,7 @@ def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
             wakes = threading.Timer(2.5, lambda: ranks.signal(2, signal.SIGCONT))
             wakes.start()
         results = ranks.results(60, dies=[2] if number == signal.SIGKILL else [])
-    itself = key[1] == "it has given up this rank"
+    itself = key[1] == "it evicted this rank"
     for name, text, about in results[2:] if itself else results[:2]:
         assert name == key[0] and key[1] in text, results
         assert about in (0, 1) if itself else about == 2, results

@@ -351,5 +351,5 @@ def _exit() -> None:
             finish()
         if _world.elastic is not None:
             _world.elastic.leave()
+        logs.flush()  # before the threads that serve the interpreter stop
         _world.engine.shutdown(True)
-        logs.flush()

@@ -1,7 +1,7 @@
 //! What ranks compare to find out that they disagree.
 //!
 //! Every collective call is summed up in 24 bytes. They travel in each message's header and lie in
-//! the shared slot of each rank, so a rank that called something else is found before a number is
+//! the operation slot of each rank, so a rank that called something else is found before a number is
 //! touched, and the error can name both sides.
 
 use std::fmt;

@@ -9,13 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
-use trigram_engine::channel::Channel;
-use trigram_engine::handshake::{Identity, connect};
-use trigram_engine::secret::{Secret, Security};
-use trigram_engine::session::Tls;
-use trigram_engine::transport::Read as Came;
+use trigram_engine::bootstrap::handshake::{Identity, connect};
+use trigram_engine::bootstrap::handshake_stream::HandshakeStream;
+use trigram_engine::security::secret::{Secret, Security};
+use trigram_engine::security::tls_keys::Tls;
+use trigram_engine::transport::stream::Read as Came;
 
-type Ends = Result<HashMap<u32, Channel>>;
+type Ends = Result<HashMap<u32, HandshakeStream>>;
 
 fn identity(rank: u32, secret: &str, tls: bool) -> Identity {
     let security = Security { secret: Some(Secret::new(secret.as_bytes()).unwrap()), tls };

@@ -52,7 +52,7 @@ pub(crate) fn connect(bytes: &mut [u8; handle::SIZE], settings: Settings) -> Res
     };
     let made = match found {
         Some(attempt) => Ok(attempt),
-        None if named != 0 => Err(Error::argument("connect: the handle's connection is not under way")),
+        None if named != 0 => Err(Error::argument("connect: this handle's connection attempt is over")),
         None => Attempt::new(to, settings),
     };
     match made.and_then(Attempt::go_on) {

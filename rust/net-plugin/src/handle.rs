@@ -49,17 +49,23 @@ impl Handle {
     pub(crate) fn read(bytes: &[u8; SIZE]) -> Result<Self> {
         if bytes[..8] != MAGIC {
             return Err(Error::argument(
-                "this handle is not one of Trigram's: is NCCL_NET the same everywhere?",
+                "the peer's handle is not from this plugin; set NCCL_NET alike on all ranks",
             ));
         }
         let version = u16::from_le_bytes(part(bytes, 8));
         if version != VERSION {
-            return Err(Error::usage(format!("the peer's plugin has version {version}, this one {VERSION}")));
+            return Err(Error::usage(format!(
+                "the peer's plugin has version {version}, this one has {VERSION}; install the same on all hosts"
+            )));
         }
         let ip = match bytes[10] {
             4 => IpAddr::V4(Ipv4Addr::from(part::<4>(bytes, 16))),
             6 => IpAddr::V6(Ipv6Addr::from(part::<16>(bytes, 16))),
-            family => return Err(Error::argument(format!("a handle with addresses of family {family}"))),
+            family => {
+                return Err(Error::argument(format!(
+                    "the peer's handle has an address of unknown family {family}"
+                )));
+            }
         };
         let port = u16::from_le_bytes(part(bytes, 12));
         Ok(Self { address: SocketAddr::new(ip, port), token: part(bytes, 32) })

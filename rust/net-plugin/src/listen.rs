@@ -63,10 +63,10 @@ enum Standing {
 impl Listener {
     /// At a free port of this address, and the handle for who is to connect.
     pub(crate) fn new(ip: IpAddr, settings: Settings) -> Result<(Self, Handle)> {
-        let failed = |e: io::Error| Error::io(&format!("listening at {ip}"), &e);
+        let failed = |e: io::Error| Error::io(&format!("listening on {ip}"), &e);
         let socket = socket::listening(SocketAddr::new(ip, 0)).map_err(failed)?;
         let address = socket.local_addr().map_err(failed)?.as_socket();
-        let address = address.ok_or_else(|| Error::internal("a listener without an address"))?;
+        let address = address.ok_or_else(|| Error::internal("the listening socket has no address"))?;
         let token = token::random()?;
         let listener = Self { socket, token, settings, strangers: Vec::new(), partial: Vec::new() };
         Ok((listener, Handle { address, token }))
@@ -90,7 +90,7 @@ impl Listener {
             let partial = self.partial.swap_remove(late);
             let there = partial.streams.iter().flatten().count();
             let e = Error::remote(format!(
-                "accept: a peer connected {there} of {} streams and no more",
+                "accept: a peer opened only {there} of {} streams",
                 partial.streams.len()
             ));
             log::warn(&e.message);
@@ -181,7 +181,7 @@ impl Listener {
 
     fn receiver(&self, streams: Vec<Socket>) -> Result<Receiver> {
         let peer = streams.first().and_then(|s| s.peer_addr().ok()).and_then(|a| a.as_socket());
-        let peer = peer.ok_or_else(|| Error::remote("accept: a peer has gone again"))?;
+        let peer = peer.ok_or_else(|| Error::remote("accept: the peer closed the connection at once"))?;
         log::info(&format!("accepted a connection of {} streams from {peer}", streams.len()));
         Ok(Receiver::new(peer, streams))
     }

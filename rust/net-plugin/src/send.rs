@@ -53,7 +53,7 @@ impl Sender {
     pub(crate) fn test(&mut self, slot: usize) -> Result<Option<usize>> {
         let is_done = |ring: &Ring<Outgoing>| match ring.in_slot(slot) {
             Some(message) => Ok(message.is_done()),
-            None => Err(Error::argument("test of a request that is over")),
+            None => Err(Error::argument("NCCL tested a request that has ended")),
         };
         self.check()?;
         if !is_done(&self.ring)? {
@@ -89,7 +89,7 @@ impl Sender {
         if moved {
             self.watch.moved();
         } else if let Some(silence) = self.watch.silence(self.streams.iter().map(|s| &s.socket)) {
-            return Err(Error::remote(format!("no sign of life for {} s", silence.as_secs())));
+            return Err(Error::remote(format!("no answer from the peer for {} s", silence.as_secs())));
         }
         Ok(())
     }
@@ -109,7 +109,7 @@ impl Sender {
                 },
             };
             let Some(message) = self.ring.by_number(chunk.number) else {
-                return Err(Error::internal("a chunk of no message"));
+                return Err(Error::internal("internal error: a chunk belongs to no message"));
             };
             let sent = self.streams[at].push(&message.region);
             let (bytes, finished) = sent.map_err(|e| Error::remote(format!("sending failed: {e}")))?;

@@ -12,29 +12,29 @@ use std::time::Duration;
 use rustix::event::EventfdFlags;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::host::words::Words;
-use crate::memory::Segment;
+use crate::host::doorbell_words::Words;
+use crate::sys::fork::GuardedFd;
+use crate::sys::memory::Segment;
 
 /// A rank's doorbell, as its owner and as its peers see it.
 #[derive(Clone, Debug)]
 pub struct Doorbell {
-    board: Arc<Segment>,
+    control: Arc<Segment>,
     offset: usize,
     event: Arc<Event>,
 }
 
 #[derive(Debug)]
 struct Event {
-    _watched: Watched,
+    _guard: GuardedFd,
     fd: OwnedFd,
 }
 
 impl Doorbell {
-    /// The doorbell whose words lie at `offset` of a board, with its owner's eventfd.
-    pub fn new(board: Arc<Segment>, offset: usize, event: OwnedFd) -> Self {
-        let event = Event { _watched: Watched::new(&event), fd: event };
-        Self { board, offset, event: Arc::new(event) }
+    /// The doorbell whose words lie at `offset` of a control segment, with its owner's eventfd.
+    pub fn new(control: Arc<Segment>, offset: usize, event: OwnedFd) -> Self {
+        let event = Event { _guard: GuardedFd::new(&event), fd: event };
+        Self { control, offset, event: Arc::new(event) }
     }
 
     /// A new eventfd for a doorbell.
@@ -45,9 +45,9 @@ impl Doorbell {
 
     fn words(&self) -> &Words {
         let len = size_of::<Words>();
-        let at = self.board.at(self.offset, len).map_or(std::ptr::dangling(), |p| p.as_ptr().cast());
-        // SAFETY: the board is mapped as long as `self` lives and is larger than the offset
-        // (checked when it was mapped, see `Board::map`); the words are atomics.
+        let at = self.control.at(self.offset, len).map_or(std::ptr::dangling(), |p| p.as_ptr().cast());
+        // SAFETY: the control segment is mapped as long as `self` lives and is larger than the offset
+        // (checked when it was mapped, see `ControlSegment::map`); the words are atomics.
         unsafe { &*at }
     }
 

@@ -1,11 +1,11 @@
-//! A byte pipe between two processes: one writer, one reader, a ring in the reader's board.
+//! A byte pipe between two processes: one writer, one reader, a ring in the reader's control segment.
 //!
 //! For messages inside a host: two copies through memory that stays in the cache, no system call
 //! unless the other side sleeps.
 
 use std::sync::atomic::Ordering;
 
-use crate::sync::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
+use crate::sys::atomics::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
 
 /// Bytes of a ring. Chunks of this size stay in a core's second-level cache.
 #[cfg(not(trigram_loom))]
@@ -90,47 +90,5 @@ impl Pipe {
         fence(Ordering::SeqCst);
         let waits = self.full.load(Ordering::Relaxed) != 0 && self.full.swap(0, Ordering::AcqRel) != 0;
         (n, waits)
-    }
-}
-
-#[cfg(all(test, not(trigram_loom)))]
-mod tests {
-    use super::*;
-    use crate::host::board::Board;
-
-    #[test]
-    fn bytes_come_out_as_they_went_in() {
-        let board = Board::create().unwrap();
-        let total = 3 * PIPE + 12345;
-        let byte = |i: usize| (i * 31 % 251) as u8;
-        std::thread::scope(|s| {
-            s.spawn(|| {
-                let (pipe, ring) = board.pipe(1);
-                let data: Vec<u8> = (0..total).map(byte).collect();
-                let mut at = 0;
-                while at < total {
-                    let end = (at + 77_777).min(total);
-                    // SAFETY: this thread is the only writer.
-                    let n = unsafe { pipe.write(ring, &data[at..end]) };
-                    at += n;
-                    if n == 0 {
-                        std::thread::yield_now();
-                    }
-                }
-            });
-            let (pipe, ring) = board.pipe(1);
-            let mut at = 0;
-            let mut buf = vec![0; 100_001];
-            while at < total {
-                // SAFETY: this thread is the only reader.
-                let (n, _) = unsafe { pipe.read(ring, &mut buf) };
-                assert!(buf[..n].iter().enumerate().all(|(i, &b)| b == byte(at + i)));
-                at += n;
-                if n == 0 {
-                    std::thread::yield_now();
-                }
-            }
-            assert!(!pipe.has_input());
-        });
     }
 }

@@ -13,7 +13,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
-use crate::transport::{Read, Receiver, Sender};
+use crate::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
@@ -26,7 +26,7 @@ fn word() -> Result<Option<&'static AtomicU32>> {
         let io = |e: rustix::io::Errno| Error::io("opening the file that TRIGRAM_CHAOS names", e);
         let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(io)?;
         if rustix::fs::fstat(&fd).map_err(io)?.st_size < 4 {
-            return Err(Error::Config("TRIGRAM_CHAOS names a file of less than 4 bytes".into()));
+            return Err(Error::Config("TRIGRAM_CHAOS names a file of less than 4 bytes; `trigram chaos` makes one that is large enough".into()));
         }
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing; it is never unmapped.

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use trigram_core::Result;
 
 use crate::host::doorbell::Doorbell;
-use crate::transport::{Read, Receiver, Sender};
+use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Bytes that a queue holds before its sender must wait, as a socket would make it.
 const ROOM: usize = 64 << 10;

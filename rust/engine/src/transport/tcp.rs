@@ -1,6 +1,6 @@
 //! TCP between hosts, over non-blocking sockets.
 //!
-//! Connections are made by [`crate::rendezvous`]; here they carry bytes. One `epoll` watches all
+//! Connections are made by [`crate::bootstrap::rendezvous`]; here they carry bytes. One `epoll` watches all
 //! of them, edge-triggered, so a socket costs a system call only when there is something to do.
 
 use std::io::{ErrorKind, IoSlice, Read as _};
@@ -11,21 +11,21 @@ use std::sync::{Arc, OnceLock};
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender};
+use crate::sys::fork::GuardedFd;
+use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Splits a connected socket into its two ways.
 pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
+    let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
-    let socket = Arc::new(Socket { _watched: Watched::new(&socket), stream: socket });
+    let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
     let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
 struct Socket {
-    _watched: Watched,
+    _guard: GuardedFd,
     stream: TcpStream,
 }
 
@@ -120,7 +120,7 @@ pub(super) fn failed(e: std::io::Error) -> Error {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
             Error::Aborted("its connection has closed".into())
         }
-        _ => Error::io("sending", e),
+        _ => Error::io("sending to a peer", e),
     }
 }
 
@@ -136,7 +136,7 @@ pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bo
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
-            Err(e) => return Err(Error::io("receiving", e)),
+            Err(e) => return Err(Error::io("receiving from a peer", e)),
         }
     }
 }
@@ -184,7 +184,7 @@ pub fn keep_alive(socket: &TcpStream) -> Result<()> {
         .with_time(std::time::Duration::from_secs(5))
         .with_interval(std::time::Duration::from_secs(2))
         .with_retries(5);
-    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("preparing a TCP connection", e))
+    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("setting up a TCP connection", e))
 }
 
 #[cfg(test)]

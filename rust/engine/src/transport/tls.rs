@@ -14,8 +14,9 @@ use rustls::Connection;
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender, tcp};
+use crate::sys::fork::GuardedFd;
+use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::tcp;
 
 /// Plaintext that is encrypted at a time, and that waits for the socket at most.
 const PIECE: usize = 128 << 10;
@@ -24,19 +25,19 @@ const AHEAD: usize = 128 << 10;
 
 /// Splits a connected socket, on which a session has been set up, into its two ways.
 pub fn split(socket: TcpStream, mut session: Connection) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
+    let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     session.set_buffer_limit(None); // the sender keeps to its own
     let state = State { session, writable: true, held: vec![0; AHEAD], at: 0, end: 0 };
-    let link = Arc::new(Link { _watched: Watched::new(&socket), socket, state: Mutex::new(state) });
+    let link = Arc::new(Link { _guard: GuardedFd::new(&socket), socket, state: Mutex::new(state) });
     let sender = TlsSender { link: link.clone(), owed: false, limited: false };
     // Something may have come with the end of the handshake.
     Ok((Box::new(sender), Box::new(TlsReceiver { link, readable: true })))
 }
 
 struct Link {
-    _watched: Watched,
+    _guard: GuardedFd,
     socket: TcpStream,
     state: Mutex<State>,
 }
@@ -114,7 +115,11 @@ impl Sender for TlsSender {
                     &body[done.saturating_sub(head.len())..][..PIECE.min(len - done.max(head.len()))],
                 ),
             ];
-            done += state.session.writer().write_vectored(&slices).map_err(|e| Error::io("sending", e))?;
+            done += state
+                .session
+                .writer()
+                .write_vectored(&slices)
+                .map_err(|e| Error::io("sending to a peer", e))?;
             if !self.link.push(&mut state)? {
                 self.owed = true;
                 return Ok(done - 1);
@@ -160,13 +165,14 @@ impl Receiver for TlsReceiver {
                 Ok(n) => return Ok(Read::Some(n)),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
                 Err(e) if e.kind() == ErrorKind::UnexpectedEof => return Ok(Read::Closed),
-                Err(e) => return Err(Error::io("receiving", e)),
+                Err(e) => return Err(Error::io("receiving from a peer", e)),
             }
             if state.at < state.end {
                 let held = &mut &state.held[state.at..state.end];
-                state.at += state.session.read_tls(held).map_err(|e| Error::io("receiving", e))?;
+                state.at +=
+                    state.session.read_tls(held).map_err(|e| Error::io("receiving from a peer", e))?;
                 // What was altered on the way ends here: the connection is lost, not one byte of it passed on.
-                state.session.process_new_packets().map_err(|e| Error::io("receiving", e))?;
+                state.session.process_new_packets().map_err(|e| Error::io("receiving from a peer", e))?;
                 if state.session.wants_write() {
                     self.link.push(state)?;
                 }

@@ -1,0 +1,128 @@
+//! Fails calls that cannot go on, and names those waited for.
+//!
+//! The first failure of a call reaches every rank (invariant ERR-3): whoever finds it sends it to
+//! all members, and each fails the same call with the same error. Other calls of the group go on;
+//! a lost peer ends all calls that need it, and all later ones.
+
+use std::time::{Duration, Instant};
+
+use trigram_core::Error;
+use trigram_core::error::name_ranks;
+use trigram_core::planner::Opening;
+use trigram_core::signature::Signature;
+use trigram_core::wire::Kind;
+
+use crate::call::active_call::CallState;
+use crate::call::calls::Calls;
+use crate::health::log_lines::LogLine;
+use crate::health::peers::Peers;
+use crate::link::outbox::Outbox;
+
+/// After this long without progress a rank tells the others what it called.
+const STALL: Duration = Duration::from_millis(100);
+/// After this long a log line names those it waits for.
+const NAME_AFTER: Duration = Duration::from_secs(10);
+
+/// The error of a call of `group` that needs the lost rank `rank`; `me`: this rank.
+pub(crate) fn reason(
+    calls: &Calls,
+    peers: &Peers,
+    me: u32,
+    rank: u32,
+    group: u64,
+    signature: &Signature,
+) -> Error {
+    // Who leaves for another's death has told of the call that it failed. That death is the reason here too,
+    // even where it is not known yet: the kernel closes a dead rank's connections one after another.
+    let mut deaths = calls
+        .unexpected
+        .failures_of(rank, group)
+        .filter(|e| matches!(e, Error::PeerLost { rank, .. } if *rank != me));
+    deaths.next().cloned().unwrap_or_else(|| peers.error(rank, signature))
+}
+
+/// Fails a call that could not go on here. If that is for want of a peer, then for the reason why it was lost.
+pub(crate) fn stop(calls: &mut Calls, i: usize, error: Error, out: &mut Outbox, peers: &Peers, me: u32) {
+    let error = match error {
+        Error::PeerLost { rank, .. } if peers.is_lost(rank) => lost(calls, i, rank, peers, me),
+        error => error,
+    };
+    calls.fail(i, error, true, out);
+}
+
+/// The error of a call under way that needs a lost rank.
+pub(crate) fn lost(calls: &Calls, i: usize, rank: u32, peers: &Peers, me: u32) -> Error {
+    let body = &calls.active[i].body;
+    reason(calls, peers, me, rank, body.members.id, &body.signature)
+}
+
+/// Fails calls that need a lost peer.
+pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me: u32) {
+    if peers.are_all_alive() {
+        return;
+    }
+    for i in 0..calls.active.len() {
+        let active = &calls.active[i];
+        if active.state == CallState::Closing {
+            continue;
+        }
+        let members = &active.body.members;
+        // Before its schedule begins a call waits for what any member may have to say.
+        let all = active.state == CallState::Waiting && active.opening == Opening::Messages;
+        let ranks = if all { members.ranks.clone() } else { members.ranks_of(&active.waiting_for()) };
+        if let Some(rank) = peers.first_lost(&ranks) {
+            // A helper need not say so then: who has left may have had its result without it.
+            let tell = !all || members.me < members.layout.workers();
+            let error = lost(calls, i, rank, peers, me);
+            calls.fail(i, error, tell, out);
+        }
+    }
+}
+
+/// Deadlines, stalls and the naming of those waited for.
+pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me: u32, now: Instant) {
+    for i in 0..calls.active.len() {
+        let active = &mut calls.active[i];
+        if active.state == CallState::Closing {
+            continue;
+        }
+        if std::mem::take(&mut active.stirred) {
+            active.moved = now;
+        }
+        if let Some(rank) = peers.broken(&active.body.members.ranks, active.moved, now) {
+            // It waits for the living, who have heard of the loss in another call and will not come.
+            let error = lost(calls, i, rank, peers, me);
+            calls.fail(i, error, true, out);
+            continue;
+        }
+        let late = calls.is_late(i, now);
+        let active = &mut calls.active[i];
+        let waited = now - active.began;
+        // Who has said that it is in the call is sent everything: not before it can take it.
+        let ready = active.state != CallState::Waiting || active.opening != Opening::Messages;
+        let stalled = now - active.moved > STALL && !active.announced && ready;
+        let name = waited > NAME_AFTER && !active.named && active.completion.is_awaited();
+        if !(late || stalled || name) {
+            continue;
+        }
+        let absent = active.body.members.ranks_of(&active.absent());
+        let waiting_for = name_ranks(&absent);
+        if name {
+            active.named = true;
+            peers.log(LogLine::LongWait { me, waited, call: active.body.signature, ranks: absent });
+        }
+        if stalled {
+            active.announced = true;
+            let (members, message) = (active.body.members.clone(), active.body.request.message);
+            let frame = active.body.frame(Kind::Ready, 0, 0);
+            for &rank in members.ranks.iter().filter(|&&rank| rank != me && message.is_none()) {
+                out.give(rank, &frame, Vec::new());
+            }
+        }
+        if late {
+            let what = calls.active[i].body.signature.to_string();
+            let millis = waited.as_millis() as u64;
+            calls.fail(i, Error::Timeout { what, millis, waiting_for }, true, out);
+        }
+    }
+}

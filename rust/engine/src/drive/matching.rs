@@ -1,0 +1,234 @@
+//! Matches what arrives with who waits for it.
+//!
+//! A message finds its call by group and number, and its step by sender and tag. If the step has
+//! begun, the payload goes straight into the call's memory; if not, it is kept until it does.
+
+use trigram_core::schedule::{Place, Step};
+use trigram_core::wire::{Frame, Kind};
+use trigram_core::{Error, Result};
+
+use crate::call::active_call::{ActiveCall, CallState};
+use crate::call::calls::Calls;
+use crate::call::mismatch::mismatch;
+use crate::call::unexpected::{EARLY_COST, MOST_EARLY, MOST_GROUPS};
+use crate::drive::failures;
+use crate::group::world::World;
+use crate::health::losses::{LossEvent, LossKind};
+use crate::health::peers::Peers;
+use crate::link::frames::{AHEAD, Sink, Target, Token};
+use crate::link::outbox::Outbox;
+
+/// Bytes of an error that a peer tells, at most.
+const MOST_WORDS: usize = 1 << 20;
+
+/// What a frame that arrives may touch.
+pub(crate) struct Matching<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) peers: &'a mut Peers,
+    pub(crate) calls: &'a mut Calls,
+    pub(crate) out: &'a mut Outbox,
+}
+
+impl Matching<'_> {
+    /// Hands a new call what came before it.
+    pub(crate) fn take_early(&mut self, i: usize) {
+        let mut from = 0;
+        while let Some((peer, frame, payload)) = self.calls.take_early(i, &mut from) {
+            if self.compare(i, peer, &frame) {
+                self.accept(i, peer, &frame, payload);
+            }
+        }
+    }
+
+    /// A step has finished.
+    pub(crate) fn complete(&mut self, token: Token) {
+        let Some(i) = self.calls.position(token.call) else { return };
+        let active = &mut self.calls.active[i];
+        if active.state == CallState::Closing {
+            return;
+        }
+        if let Err(error) = active.complete(token.step, self.out) {
+            self.stop(i, error);
+        }
+    }
+
+    fn stop(&mut self, i: usize, error: Error) {
+        failures::stop(self.calls, i, error, self.out, self.peers, self.world.rank);
+    }
+
+    /// A peer has evicted a rank: so do we. If it is this rank, it cannot go on with that peer.
+    fn receive_loss(&mut self, peer: u32, rank: u32, payload: &[u8]) {
+        let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
+        if rank == self.world.rank {
+            let why = Error::Aborted(format!("it evicted this rank, rank {rank}: {why}"));
+            self.peers.report(LossEvent { rank: peer, why, kind: LossKind::Refused, reported_by: None });
+        } else if (rank as usize) < self.world.size() {
+            self.peers.report(LossEvent { rank, why, kind: LossKind::Silent, reported_by: Some(peer) });
+        }
+    }
+
+    /// Whether a peer is in the same call as we; if not, the call fails.
+    fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
+        let body = &self.calls.active[i].body;
+        let Some(place) = body.members.place_of(peer) else { return false };
+        let mine = body.expected(place, frame.kind);
+        if mine == frame.signature {
+            return true;
+        }
+        let mut sides = [(self.world.rank, mine), (peer, frame.signature)];
+        sides.sort_by_key(|s| s.0);
+        let error = mismatch(&body.members, body.call_id, &sides);
+        self.calls.fail(i, error, true, self.out);
+        false
+    }
+
+    fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
+        let active = &mut self.calls.active[i];
+        let Some(place) = active.body.members.place_of(peer) else { return };
+        let out = &mut *self.out;
+        let go = || {
+            active.release(place, out)?;
+            if frame.kind == Kind::Data {
+                let step = active.exec.schedule().recv_step(place, frame.tag);
+                if !is_due(active, place, frame.tag, step, payload.len()) {
+                    let what = format!("unexpected or duplicate message (tag {})", frame.tag);
+                    return Err(Error::Corrupt { rank: peer, what });
+                }
+                active.body.arrived.push((place, frame.tag, payload));
+                if let Some(step) = step.filter(|&s| active.exec.is_started(s)) {
+                    return deliver(active, step, out);
+                }
+            }
+            Ok(())
+        };
+        if let Err(error) = go() {
+            self.stop(i, error);
+        }
+    }
+}
+
+/// Whether a call may keep a message: each comes once, and once its schedule is known it says which come. So what
+/// peers can make us keep is what the call was to receive anyway.
+fn is_due(active: &ActiveCall, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
+    let arrived = &active.body.arrived;
+    let known = !active.exec.schedule().steps.is_empty() || active.state == CallState::Running;
+    let held = if known { 0 } else { arrived.iter().map(|m| m.2.len() + EARLY_COST).sum() };
+    held + len <= MOST_EARLY
+        && (!known || step.is_some_and(|s| !active.exec.is_finished(s)))
+        && !arrived.iter().any(|m| m.0 == place && m.1 == tag)
+}
+
+/// Puts the last letter of the mail where its step, which waits for it, wants it.
+fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
+    let Some((place, _, bytes)) = active.body.arrived.pop() else { return Ok(()) };
+    let (to, len) = destination(active, step)?;
+    if bytes.len() != len {
+        let rank = active.body.members.ranks[place as usize];
+        return Err(Error::Corrupt {
+            rank,
+            what: format!("it sent {} bytes in a message of {len}", bytes.len()),
+        });
+    }
+    // SAFETY: `destination` has checked that the span lies in the call's memory.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
+    active.complete(step, out)
+}
+
+/// Where a `Recv` step puts what it receives, and how many bytes.
+fn destination(active: &ActiveCall, step: u32) -> Result<(*mut u8, usize)> {
+    match &active.exec.schedule().steps[step as usize] {
+        Step::Recv { span, .. } if span.len == 0 => Ok((std::ptr::dangling_mut(), 0)),
+        Step::Recv { span, .. } => {
+            Ok((active.body.own(*span)?, span.len * active.body.request.call.dtype.size()))
+        }
+        _ => Err(Error::misuse("internal error: a message for a step that receives none; please report it")),
+    }
+}
+
+impl Sink for Matching<'_> {
+    fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target> {
+        let heap = || Target::Heap(vec![0; AHEAD.min(frame.len as usize)]);
+        if frame.kind != Kind::Data {
+            let most = match frame.kind {
+                Kind::Fail | Kind::Lost => MOST_WORDS,
+                Kind::Rate => size_of::<f64>(),
+                _ => 0,
+            };
+            if frame.len as usize > most {
+                let what =
+                    format!("it sent a control message of {} bytes, at most {most} are allowed", frame.len);
+                return Err(Error::Corrupt { rank: peer, what });
+            }
+            return Ok(heap());
+        }
+        let Some(i) = self.calls.find(peer, frame) else {
+            return Ok(if self.calls.is_over(peer, frame) { Target::Nowhere } else { heap() });
+        };
+        if self.calls.active[i].state == CallState::Closing || !self.compare(i, peer, frame) {
+            return Ok(Target::Nowhere);
+        }
+        let active = &mut self.calls.active[i];
+        let Some(place) = active.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
+        let step = active.exec.schedule().recv_step(place, frame.tag);
+        let Some(step) = step.filter(|&s| active.exec.is_started(s)) else { return Ok(heap()) };
+        let (to, len) = destination(active, step)?;
+        if len != frame.len as usize {
+            let what = format!("it sent {} bytes in a message of {len}", frame.len);
+            self.calls.fail(i, Error::Corrupt { rank: peer, what }, true, self.out);
+            return Ok(Target::Nowhere);
+        }
+        Ok(Target::Memory(to, Token { call: active.body.id, step }))
+    }
+
+    fn end(&mut self, peer: u32, frame: &Frame, target: Target) -> Result<()> {
+        match (frame.kind, target) {
+            (_, Target::Nowhere) | (Kind::Leave | Kind::Heartbeat, _) => {}
+            (_, Target::Memory(_, token)) => {
+                if let Some(i) = self.calls.position(token.call) {
+                    self.accept(i, peer, &Frame { kind: Kind::Ready, ..*frame }, Vec::new());
+                }
+                self.complete(token);
+            }
+            (Kind::Fail, Target::Heap(payload)) => {
+                let rank = peer;
+                let error: Error = postcard::from_bytes(&payload)
+                    .map_err(|_| Error::Corrupt { rank, what: "it reported a failure that this rank cannot decode; do all ranks run the same version of trigram?".into() })?;
+                match self.calls.find(peer, frame) {
+                    Some(i) => self.calls.fail(i, error, false, self.out),
+                    None if self.calls.is_over(peer, frame) => self.calls.void_rates(frame.group, frame.call),
+                    None => {
+                        let unexpected = &mut self.calls.unexpected;
+                        if !unexpected.keep_failure(frame.group, frame.call, peer, error.clone()) {
+                            let what = format!(
+                                "it reported failures of more than {MOST_GROUPS} calls that this rank has not made"
+                            );
+                            return Err(Error::Corrupt { rank, what });
+                        }
+                        if !frame.call.is_message() {
+                            self.peers.add_failed_call(frame.group, error);
+                        }
+                    }
+                }
+            }
+            (Kind::Lost, Target::Heap(payload)) => {
+                self.receive_loss(peer, frame.tag, &payload);
+            }
+            (Kind::Rate, Target::Heap(payload)) => {
+                if let Ok(rate) = payload.as_slice().try_into().map(f64::from_le_bytes) {
+                    self.calls.receive_rate(frame.group, frame.call, peer, rate);
+                }
+            }
+            (_, Target::Heap(payload)) => match self.calls.find(peer, frame) {
+                Some(i) if self.calls.active[i].state == CallState::Closing => {}
+                Some(i) => {
+                    if self.compare(i, peer, frame) {
+                        self.accept(i, peer, frame, payload);
+                    }
+                }
+                None if self.calls.is_over(peer, frame) => {}
+                None => self.calls.unexpected.keep(peer, frame, payload)?,
+            },
+        }
+        Ok(())
+    }
+}

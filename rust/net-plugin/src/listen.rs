@@ -77,7 +77,7 @@ impl Listener {
         let now = Instant::now();
         loop {
             let more = self.take_in(now)?;
-            if let Some(streams) = self.hear(now) {
+            if let Some(streams) = self.poll_strangers(now) {
                 return self.receiver(streams).map(Some);
             }
             if !more {
@@ -136,10 +136,10 @@ impl Listener {
     }
 
     /// Hears what strangers say: the streams of the first connection that becomes complete.
-    fn hear(&mut self, now: Instant) -> Option<Vec<Socket>> {
+    fn poll_strangers(&mut self, now: Instant) -> Option<Vec<Socket>> {
         let mut at = 0;
         while at < self.strangers.len() {
-            match self.strangers[at].hear(&self.token) {
+            match self.strangers[at].read_hello(&self.token) {
                 Standing::Unknown => at += 1,
                 Standing::Refused => {
                     self.strangers.swap_remove(at);
@@ -188,7 +188,7 @@ impl Listener {
 }
 
 impl Stranger {
-    fn hear(&mut self, token: &Token) -> Standing {
+    fn read_hello(&mut self, token: &Token) -> Standing {
         while self.have < hello::SIZE {
             match (&self.socket).read(&mut self.hello[self.have..]) {
                 Ok(0) => return Standing::Refused,

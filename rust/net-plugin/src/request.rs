@@ -69,7 +69,9 @@ impl Connection {
             End::Send(end) if sending => end.post(region)?,
             End::Recv(end) if !sending => end.post(region)?,
             _ => {
-                return Err(Error::usage("NCCL sent on a receiving connection, or received on a sending one"));
+                return Err(Error::usage(
+                    "NCCL sent on a receiving connection, or received on a sending one",
+                ));
             }
         };
         let request = slot.and_then(|slot| self.requests.get(slot));

@@ -6,7 +6,7 @@ use socket2::Socket;
 
 use crate::chunk::{Chunk, Outgoing};
 use crate::error::{Error, Result};
-use crate::liveness::Watch;
+use crate::liveness::SilenceDetector;
 use crate::log;
 use crate::region::Region;
 use crate::ring::Ring;
@@ -22,7 +22,7 @@ pub(crate) struct Sender {
     ring: Ring<Outgoing>,
     /// The oldest message of which streams have not taken all.
     open: u64,
-    watch: Watch,
+    silence_detector: SilenceDetector,
     failure: Option<Error>,
 }
 
@@ -32,7 +32,7 @@ impl Sender {
         Self {
             peer,
             chunk: settings.chunk,
-            watch: Watch::new(sockets.len(), settings.timeout),
+            silence_detector: SilenceDetector::new(sockets.len(), settings.timeout),
             streams: sockets.into_iter().map(OutStream::new).collect(),
             ring: Ring::new(),
             open: 0,
@@ -87,8 +87,8 @@ impl Sender {
             moved |= self.push_one(at)?;
         }
         if moved {
-            self.watch.moved();
-        } else if let Some(silence) = self.watch.silence(self.streams.iter().map(|s| &s.socket)) {
+            self.silence_detector.moved();
+        } else if let Some(silence) = self.silence_detector.silence(self.streams.iter().map(|s| &s.socket)) {
             return Err(Error::remote(format!("no answer from the peer for {} s", silence.as_secs())));
         }
         Ok(())

@@ -1,8 +1,9 @@
-//! Connections between hosts: the higher rank connects, the lower listens, and both prove that they are of the job.
+//! Connects ranks of different hosts: the higher rank connects, the lower one listens, and both prove that they
+//! belong to the job.
 //!
-//! The connecting side proves first, so that whoever just calls learns nothing to try secrets on. A stranger
-//! never fails the job, whatever it sends: it is dropped. All ranks here have the same secret (their endpoint records
-//! were sealed with it), so a rank that is refused again and again has somebody between itself and its peer.
+//! The connecting side proves first, so that a stranger who connects learns nothing to try secrets on. A stranger is
+//! dropped and never fails the job, whatever it sends. All ranks that get here have the same secret (their endpoint
+//! records were sealed with it), so if a rank is rejected again and again, something intercepts its connections.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
@@ -21,39 +22,39 @@ use crate::security::tls_keys::Tls;
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 
-/// How long a stranger may keep a connection without proving who it is.
-const GREETING: Duration = Duration::from_secs(5);
-/// How long at least, when others wait to be heard.
-const PRESSED: Duration = Duration::from_millis(500);
-/// Connections that are being greeted at once.
-const GREETINGS: usize = 256;
-/// A rank that was refused so often in a row gives up: more than one stray answer.
-const REFUSALS: u32 = 3;
+/// The longest time that a connection may take to prove who it is.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// The least time that it gets when other connections wait.
+const LEAST_LIMIT: Duration = Duration::from_millis(500);
+/// The most connections that prove themselves at the same time.
+const MOST_HANDSHAKES: usize = 256;
+/// A rank stops after this many rejections in a row: one may be a stray answer.
+const MOST_REJECTIONS: u32 = 3;
 
 const ACCEPTED: u8 = 1;
-const REFUSED: u8 = 2;
+const REJECTED: u8 = 2;
 
-/// Who this rank is to the others.
+/// How this rank identifies itself to the others.
 #[derive(Clone)]
 pub struct Identity {
     /// Its rank.
     pub rank: u32,
-    /// What it proves that with.
+    /// The keys of its proofs.
     pub keys: Keys,
-    /// How it encrypts, if it does.
+    /// Its TLS configuration, if it encrypts.
     pub tls: Option<Tls>,
 }
 
-/// Those who could not prove to be the rank that they claimed, and from where they called.
-type Refused = Arc<Mutex<HashMap<u32, IpAddr>>>;
+/// Ranks that a caller claimed to be but could not prove, and the caller's address.
+type Rejected = Arc<Mutex<HashMap<u32, IpAddr>>>;
 
 enum Arrival {
-    /// A lower rank has proved itself and accepted us.
-    Reached(u32, HandshakeStream),
-    /// A higher rank has proved itself: it awaits this word.
-    Received(u32, HandshakeStream, [u8; 1 + PROOF]),
-    /// A lower rank refuses us.
-    Barred(Error),
+    /// A lower rank has proved itself and accepted this rank.
+    Connected(u32, HandshakeStream),
+    /// A higher rank has proved itself, and waits for this answer.
+    Accepted(u32, HandshakeStream, [u8; 1 + PROOF]),
+    /// A lower rank rejects this rank.
+    Rejected(Error),
 }
 
 /// Connects this rank with `peers`, by rank and address, within `limit`.
@@ -72,40 +73,40 @@ pub fn connect(
         listener.set_nonblocking(true).map_err(io)?;
         let listener = TcpListener::from_std(listener).map_err(io)?;
         let (send, mut arrivals) = mpsc::channel::<Arrival>(16);
-        let refused = Refused::default();
+        let rejected = Rejected::default();
         let mut tasks = tokio::task::JoinSet::new();
         for &(rank, address) in peers.iter().filter(|p| p.0 < me.rank) {
-            tasks.spawn(reach(rank, address, me.clone(), send.clone()));
+            tasks.spawn(connect_to(rank, address, me.clone(), send.clone()));
         }
         let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
-        tasks.spawn(receive(listener, me.clone(), higher, refused.clone(), send));
+        tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send));
         let mut streams = HashMap::new();
         let began = Instant::now();
         while streams.len() < peers.len() {
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
-                Ok(Some(Arrival::Reached(rank, stream))) => drop(streams.insert(rank, stream)),
-                Ok(Some(Arrival::Received(rank, mut stream, word))) => {
-                    // Said here, where nobody can be dropped any more for others who wait.
-                    if let Ok(Ok(())) = tokio::time::timeout(GREETING, stream.write(&word)).await {
+                Ok(Some(Arrival::Connected(rank, stream))) => drop(streams.insert(rank, stream)),
+                Ok(Some(Arrival::Accepted(rank, mut stream, word))) => {
+                    // Answer here, where the connection can no longer be dropped in favour of others.
+                    if let Ok(Ok(())) = tokio::time::timeout(HANDSHAKE_LIMIT, stream.write(&word)).await {
                         streams.insert(rank, stream);
                     }
                 }
-                Ok(Some(Arrival::Barred(error))) => return Err(error),
+                Ok(Some(Arrival::Rejected(error))) => return Err(error),
                 Ok(None) | Err(_) => {}
             }
             check_interrupt()?;
             if began.elapsed() > limit && streams.len() < peers.len() {
                 let missing = peers.iter().map(|p| p.0).filter(|rank| !streams.contains_key(rank)).collect();
-                return Err(too_late(me.rank, own, missing, &refused, limit));
+                return Err(timed_out(me.rank, own, missing, &rejected, limit));
             }
         }
         Ok(streams)
     })
 }
 
-fn too_late(me: u32, own: SocketAddr, missing: Vec<u32>, refused: &Refused, limit: Duration) -> Error {
-    let refused = refused.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((rank, ip)) = missing.iter().find_map(|rank| Some((rank, refused.get(rank)?))) {
+fn timed_out(me: u32, own: SocketAddr, missing: Vec<u32>, rejected: &Rejected, limit: Duration) -> Error {
+    let rejected = rejected.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((rank, ip)) = missing.iter().find_map(|rank| Some((rank, rejected.get(rank)?))) {
         return Error::Auth(format!(
             "init: rank {me} waited {:.1} s for {}. A process at {ip} claimed to be rank {rank} but could not prove it: \
              it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
@@ -120,13 +121,13 @@ fn too_late(me: u32, own: SocketAddr, missing: Vec<u32>, refused: &Refused, limi
     }
 }
 
-/// What came of calling a lower rank.
-enum Called {
+/// The outcome of connecting to a lower rank.
+enum Reached {
     Proved(HandshakeStream),
-    Refused,
+    Rejected,
 }
 
-async fn call(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<Called> {
+async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<Reached> {
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::connecting).transpose()?;
@@ -141,27 +142,27 @@ async fn call(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<
     let mut word = [0; 1 + PROOF];
     stream.read(&mut word).await?;
     let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
-    Ok(if proved { Called::Proved(stream) } else { Called::Refused })
+    Ok(if proved { Reached::Proved(stream) } else { Reached::Rejected })
 }
 
-/// Connects to a lower rank, again and again until it answers.
-async fn reach(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Sender<Arrival>) {
-    let mut refusals = 0;
+/// Connects to a lower rank, again and again until it accepts.
+async fn connect_to(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Sender<Arrival>) {
+    let mut rejections = 0;
     loop {
-        match tokio::time::timeout(GREETING, call(rank, address, &me)).await {
-            Ok(Ok(Called::Proved(stream))) => {
-                // The receiver has gone only if the wait was given up.
-                let _ = arrived.send(Arrival::Reached(rank, stream)).await;
+        match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(rank, address, &me)).await {
+            Ok(Ok(Reached::Proved(stream))) => {
+                // The receiver is gone only if the caller has stopped waiting.
+                let _ = arrived.send(Arrival::Connected(rank, stream)).await;
                 return;
             }
-            Ok(Ok(Called::Refused)) => refusals += 1,
-            // Nobody there yet, or too many others: neither says anything about the secret.
+            Ok(Ok(Reached::Rejected)) => rejections += 1,
+            // The rank does not listen yet, or has too many callers: neither says anything about the secret.
             Ok(Err(_)) | Err(_) => {}
         }
-        if refusals >= REFUSALS {
+        if rejections >= MOST_REJECTIONS {
             let me = me.rank;
             let _ = arrived
-                .send(Arrival::Barred(Error::Auth(format!(
+                .send(Arrival::Rejected(Error::Auth(format!(
                     "init: rank {me} and rank {rank} at {address} could not authenticate each other: give both the \
                      same TRIGRAM_SECRET; if they have it, something intercepts the connection"
                 ))))
@@ -172,28 +173,28 @@ async fn reach(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Send
     }
 }
 
-/// Receives higher ranks. Strangers are dropped when they say the wrong thing or nothing.
-async fn receive(
+/// Accepts higher ranks. Drops strangers when they send something wrong, or nothing.
+async fn accept_all(
     listener: TcpListener,
     me: Identity,
     higher: Arc<[u32]>,
-    refused: Refused,
+    rejected: Rejected,
     arrived: mpsc::Sender<Arrival>,
 ) {
     let mut tasks = tokio::task::JoinSet::new();
-    let mut greeted: VecDeque<(Instant, tokio::task::AbortHandle)> = VecDeque::new();
+    let mut pending: VecDeque<(Instant, tokio::task::AbortHandle)> = VecDeque::new();
     let mut short = false;
     loop {
         while tasks.try_join_next().is_some() {}
-        greeted.retain(|(_, task)| !task.is_finished());
-        // Out of room, or of descriptors: who has been heard longest gives way.
-        if (short || greeted.len() >= GREETINGS)
-            && greeted.front().is_some_and(|(since, _)| since.elapsed() >= PRESSED)
-            && let Some((_, task)) = greeted.pop_front()
+        pending.retain(|(_, task)| !task.is_finished());
+        // Out of room or of descriptors: drop the connection that has had the most time.
+        if (short || pending.len() >= MOST_HANDSHAKES)
+            && pending.front().is_some_and(|(since, _)| since.elapsed() >= LEAST_LIMIT)
+            && let Some((_, task)) = pending.pop_front()
         {
             task.abort();
         }
-        if greeted.len() >= GREETINGS {
+        if pending.len() >= MOST_HANDSHAKES {
             tokio::time::sleep(Duration::from_millis(5)).await;
             continue;
         }
@@ -203,24 +204,24 @@ async fn receive(
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let (me, higher, refused, arrived) = (me.clone(), higher.clone(), refused.clone(), arrived.clone());
+        let (me, higher, rejected, arrived) = (me.clone(), higher.clone(), rejected.clone(), arrived.clone());
         let task = tasks.spawn(async move {
-            let heard = hear(stream, from.ip(), &me, &higher, &refused);
-            if let Ok(Ok(Some(arrival))) = tokio::time::timeout(GREETING, heard).await {
+            let accepted = accept_one(stream, from.ip(), &me, &higher, &rejected);
+            if let Ok(Ok(Some(arrival))) = tokio::time::timeout(HANDSHAKE_LIMIT, accepted).await {
                 let _ = arrived.send(arrival).await;
             }
         });
-        greeted.push_back((Instant::now(), task));
+        pending.push_back((Instant::now(), task));
     }
 }
 
-/// Hears one caller; `None` if it is a stranger.
-async fn hear(
+/// Talks to one caller; `None` if it is a stranger.
+async fn accept_one(
     stream: TcpStream,
     from: IpAddr,
     me: &Identity,
     higher: &[u32],
-    refused: &Refused,
+    rejected: &Rejected,
 ) -> std::io::Result<Option<Arrival>> {
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::accepting).transpose()?;
@@ -234,12 +235,12 @@ async fn hear(
     stream.read(&mut proof).await?;
     let mut word = [0; 1 + PROOF];
     if !handshake.is_proof(Side::Connecting, &me.keys, &proof) {
-        refused.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
-        word[0] = REFUSED;
+        rejected.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
+        word[0] = REJECTED;
         stream.write(&word).await?;
         return Ok(None);
     }
     word[0] = ACCEPTED;
     word[1..].copy_from_slice(&handshake.prove(Side::Accepting, &me.keys));
-    Ok(Some(Arrival::Received(handshake.from, stream, word)))
+    Ok(Some(Arrival::Accepted(handshake.from, stream, word)))
 }

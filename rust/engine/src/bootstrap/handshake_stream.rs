@@ -1,4 +1,4 @@
-//! A connection between hosts while its two ends prove who they are: TCP, plain or under TLS.
+//! A connection between hosts during the handshake: TCP, plain or under TLS.
 
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
 
@@ -8,7 +8,7 @@ use crate::security::proofs::Binding;
 use crate::transport::stream::{Receiver, Sender};
 use crate::transport::{tcp, tls};
 
-/// One end of a connection that is being made.
+/// This rank's end of the connection.
 #[derive(Debug)]
 pub struct HandshakeStream {
     stream: TcpStream,
@@ -16,7 +16,7 @@ pub struct HandshakeStream {
 }
 
 impl HandshakeStream {
-    /// A connection, encrypted if a TLS session is given, which is then set up.
+    /// Wraps a connection. If a TLS session is given, completes its handshake.
     pub async fn open(stream: TcpStream, tls: Option<rustls::Connection>) -> Result<Self> {
         let mut stream = Self { stream, tls: tls.map(Box::new) };
         while stream.tls.as_ref().is_some_and(|tls| tls.is_handshaking()) {
@@ -29,14 +29,14 @@ impl HandshakeStream {
         Ok(stream)
     }
 
-    /// What proofs are bound to.
+    /// What proofs on this connection are bound to.
     pub fn binding(&self) -> Result<Binding> {
         let Some(tls) = &self.tls else { return Ok(Binding::Plain) };
         let name = tls.export_keying_material([0; 32], b"EXPORTER-trigram-channel", None);
         Ok(Binding::Tls(name.map_err(Error::other)?))
     }
 
-    /// Sends all of it.
+    /// Sends all bytes.
     pub async fn write(&mut self, mut bytes: &[u8]) -> Result<()> {
         if let Some(tls) = &mut self.tls {
             tls.writer().write_all(bytes)?;
@@ -53,7 +53,7 @@ impl HandshakeStream {
         Ok(())
     }
 
-    /// Receives exactly so much.
+    /// Fills `into`.
     pub async fn read(&mut self, mut into: &mut [u8]) -> Result<()> {
         while !into.is_empty() {
             let read = match &mut self.tls {
@@ -78,7 +78,7 @@ impl HandshakeStream {
         Ok(())
     }
 
-    /// Writes what the session has to say.
+    /// Writes what the TLS session has to send.
     async fn flush(&mut self) -> Result<()> {
         let Self { stream, tls: Some(tls) } = self else { return Ok(()) };
         while tls.wants_write() {
@@ -91,7 +91,7 @@ impl HandshakeStream {
         Ok(())
     }
 
-    /// Gives the session what has come.
+    /// Passes what has arrived to the TLS session.
     async fn take_in(&mut self) -> Result<()> {
         let Self { stream, tls: Some(tls) } = self else { return Ok(()) };
         stream.readable().await?;
@@ -103,7 +103,7 @@ impl HandshakeStream {
         }
     }
 
-    /// The two ways of the finished connection.
+    /// Both directions of the finished connection.
     pub fn split(self) -> trigram_core::Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
         let io = |e: Error| trigram_core::Error::io("setting up a TCP connection", e);
         let stream = self.stream.into_std().map_err(io)?;

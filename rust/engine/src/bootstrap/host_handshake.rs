@@ -1,8 +1,9 @@
-//! Ranks of one host introduce themselves over unix sockets, and give each other their control segments.
+//! Connects ranks of one host over unix sockets, and passes them each other's control segments.
 //!
-//! The higher rank connects to the lower. Four messages: who it is and a nonce; a nonce and the lower rank's proof;
-//! the higher rank's proof with its control segment; the lower rank's control segment. So a control segment goes only to who has proved itself.
-//! Who is of another user is not even heard ([`unix::accept`]).
+//! The higher rank connects to the lower. There are four messages: the higher rank's number and nonce; the lower
+//! rank's nonce and proof; the higher rank's proof and control segment; the lower rank's control segment. So a rank
+//! passes its control segment only to a peer that has proved itself. Connections from other users are closed at once
+//! ([`unix::accept`]).
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
@@ -18,21 +19,22 @@ use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::unix::{self, Connected, Received};
 
-/// How long ranks that claim the same host take to prove it.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// Connections that are being heard at once; who has been heard longest gives way.
-const GREETINGS: usize = 256;
-/// The message that brings a control segment to who has proved itself.
+/// The longest time that ranks which claim the same host may take to prove it.
+const TIME_LIMIT: Duration = Duration::from_secs(10);
+/// The most connections that prove themselves at the same time; beyond, the oldest is dropped.
+const MOST_HANDSHAKES: usize = 256;
+/// The content of the message that passes a control segment.
 const CONTROL_SEGMENT: &[u8] = b"control";
 
-/// A conversation under way.
-struct Conversation {
+/// A handshake under way.
+struct Pending {
     socket: OwnedFd,
     handshake: Handshake,
     proved: bool,
 }
 
-/// Meets the ranks of this host, given by rank and the name of their socket. `None` if not all could be met.
+/// Connects this rank with the ranks of its host, given by rank and the name of their socket. `None` if any of them
+/// cannot be reached.
 pub fn connect(
     me: u32,
     local: &[(u32, &str)],
@@ -41,63 +43,59 @@ pub fn connect(
     keys: &Keys,
     check_interrupt: InterruptCheck<'_>,
 ) -> Result<Option<HashMap<u32, Neighbour>>> {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIME_LIMIT;
     let controls = [control.segment().fd(), control.bell().fd()];
     let mut met = HashMap::new();
-    let mut to_call: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
-    let mut calling = Vec::new();
+    let mut to_connect: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
+    let mut connecting = Vec::new();
     let mut strangers: VecDeque<OwnedFd> = VecDeque::new();
-    let mut called: Vec<Conversation> = Vec::new();
+    let mut accepted: Vec<Pending> = Vec::new();
     let mut checked = Instant::now();
     loop {
-        for (rank, name) in std::mem::take(&mut to_call) {
+        for (rank, name) in std::mem::take(&mut to_connect) {
             let socket = match unix::connect(name)? {
                 Connected::To(socket) if unix::is_same_user(&socket) => socket,
                 Connected::Busy => {
-                    to_call.push((rank, name));
+                    to_connect.push((rank, name));
                     continue;
                 }
                 _ => return Ok(None),
             };
             let handshake = Handshake::begin(me, rank, Binding::Host)?;
             unix::send(&socket, &handshake.hello(keys), &[])?;
-            calling.push(Conversation { socket, handshake, proved: false });
+            connecting.push(Pending { socket, handshake, proved: false });
         }
-        // Lower ranks answer.
+        // Answers of lower ranks.
         let mut still = Vec::new();
-        for mut conversation in calling {
-            let rank = conversation.handshake.to;
-            match unix::receive(&conversation.socket)? {
-                Received::Nothing => still.push(conversation),
+        for mut pending in connecting {
+            let rank = pending.handshake.to;
+            match unix::receive(&pending.socket)? {
+                Received::Nothing => still.push(pending),
                 Received::Closed => return Ok(None),
-                Received::Message(bytes, fds) if conversation.proved => {
+                Received::Message(bytes, fds) if pending.proved => {
                     if bytes != CONTROL_SEGMENT {
                         return Ok(None);
                     }
-                    met.insert(rank, neighbour(rank, fds, conversation.socket)?);
+                    met.insert(rank, neighbour(rank, fds, pending.socket)?);
                 }
                 Received::Message(bytes, _) => {
                     let Some((nonce, proof)) = bytes.split_first_chunk::<NONCE>() else { return Ok(None) };
-                    conversation.handshake.accepting_nonce = *nonce;
-                    if !conversation.handshake.is_proof(Side::Accepting, keys, proof) {
+                    pending.handshake.accepting_nonce = *nonce;
+                    if !pending.handshake.is_proof(Side::Accepting, keys, proof) {
                         return Ok(None);
                     }
-                    unix::send(
-                        &conversation.socket,
-                        &conversation.handshake.prove(Side::Connecting, keys),
-                        &controls,
-                    )?;
-                    conversation.proved = true;
-                    still.push(conversation);
+                    unix::send(&pending.socket, &pending.handshake.prove(Side::Connecting, keys), &controls)?;
+                    pending.proved = true;
+                    still.push(pending);
                 }
             }
         }
-        calling = still;
-        // Higher ranks introduce themselves. Strangers are dropped when they say the wrong thing.
+        connecting = still;
+        // Connections from higher ranks. Strangers are dropped when they send something wrong.
         while let Some(socket) = unix::accept(listener)? {
             strangers.push_back(socket);
-            if strangers.len() + called.len() > GREETINGS && strangers.pop_front().is_none() {
-                called.pop();
+            if strangers.len() + accepted.len() > MOST_HANDSHAKES && strangers.pop_front().is_none() {
+                accepted.pop();
             }
         }
         for socket in std::mem::take(&mut strangers) {
@@ -111,26 +109,25 @@ pub fn connect(
                     let mut answer = handshake.accepting_nonce.to_vec();
                     answer.extend(handshake.prove(Side::Accepting, keys));
                     unix::send(&socket, &answer, &[])?;
-                    called.push(Conversation { socket, handshake, proved: false });
+                    accepted.push(Pending { socket, handshake, proved: false });
                 }
             }
         }
         let mut still = Vec::new();
-        for conversation in called {
-            let rank = conversation.handshake.from;
-            match unix::receive(&conversation.socket)? {
-                Received::Nothing => still.push(conversation),
+        for pending in accepted {
+            let rank = pending.handshake.from;
+            match unix::receive(&pending.socket)? {
+                Received::Nothing => still.push(pending),
                 Received::Closed => {}
                 Received::Message(proof, fds) => {
-                    if proof.len() == PROOF && conversation.handshake.is_proof(Side::Connecting, keys, &proof)
-                    {
-                        unix::send(&conversation.socket, CONTROL_SEGMENT, &controls)?;
-                        met.insert(rank, neighbour(rank, fds, conversation.socket)?);
+                    if proof.len() == PROOF && pending.handshake.is_proof(Side::Connecting, keys, &proof) {
+                        unix::send(&pending.socket, CONTROL_SEGMENT, &controls)?;
+                        met.insert(rank, neighbour(rank, fds, pending.socket)?);
                     }
                 }
             }
         }
-        called = still;
+        accepted = still;
         if met.len() + 1 == local.len() {
             return Ok(Some(met));
         }
@@ -140,7 +137,7 @@ pub fn connect(
         if checked.elapsed() > INTERRUPT_INTERVAL {
             checked = Instant::now();
             check_interrupt()?;
-            // Who listens no more has gone: it would not have left before it had met this rank.
+            // A rank that no longer listens is gone: it would not have left before it had connected to this one.
             let awaited = local.iter().filter(|(rank, _)| *rank > me && !met.contains_key(rank));
             for (_, name) in awaited {
                 if matches!(unix::connect(name)?, Connected::Nobody) {

@@ -1,10 +1,10 @@
-//! How ranks find each other.
+//! Brings the ranks of a job together.
 //!
-//! Each rank makes a *endpoint record* (where it listens, on which host it is) and gives it to the caller,
-//! who carries the endpoint records of all ranks to all ranks, through whatever store there is. Ranks that
-//! claim the same host prove it over an abstract unix socket and exchange control segments ([`crate::bootstrap::host_handshake`]);
-//! the verdicts go through the store too, so that everybody has the same picture of the hosts. Between
-//! hosts every pair opens a TCP connection and proves what it is ([`crate::bootstrap::handshake`]).
+//! Each rank makes an *endpoint record* (the address at which it listens, the host it is on). The caller exchanges
+//! the records of all ranks through whatever store there is. Ranks that claim the same host prove it over an abstract
+//! unix socket and exchange control segments ([`crate::bootstrap::host_handshake`]); the results go through the store
+//! too, so that all ranks agree on the hosts. Between hosts, every pair of ranks opens a TCP connection and proves
+//! its identity ([`crate::bootstrap::handshake`]).
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -36,13 +36,13 @@ pub enum Transport {
     /// Shared memory inside a host, TCP between hosts.
     #[default]
     Auto,
-    /// Shared memory, or an error where it cannot be had.
+    /// Shared memory, or an error if it cannot be used.
     Shm,
     /// TCP only: every rank counts as a host of its own.
     Tcp,
 }
 
-/// What a rank tells all others.
+/// The endpoint record of a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct EndpointRecord {
     version: u32,
@@ -50,18 +50,19 @@ struct EndpointRecord {
     address: SocketAddr,
     /// Equal on ranks that should be able to share memory.
     host: String,
-    /// Abstract name of the unix socket.
+    /// The abstract name of its unix socket.
     socket: String,
     token: [u8; 16],
-    /// It was given a secret, and seals its endpoint record with it.
+    /// Whether it has a secret, with which it seals its record.
     secret: bool,
-    /// It encrypts between hosts.
+    /// Whether it encrypts between hosts.
     tls: bool,
 }
 
 const VERSION: u32 = 3;
 
-/// Whether this is a endpoint record of that rank, of this version, guarded as this one's and with the seal of the job's secret.
+/// Whether this is an endpoint record of that rank, of this version, with this rank's security settings, and sealed
+/// with the job's secret.
 pub fn is_record(security: &Security, bytes: &[u8], rank: u32) -> bool {
     let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
     let guarded = |c: &EndpointRecord| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
@@ -70,7 +71,7 @@ pub fn is_record(security: &Security, bytes: &[u8], rank: u32) -> bool {
     reads && (security.secret.is_none() || security.is_sealed(body, seal))
 }
 
-/// A rank that has not met the others.
+/// A rank that has not connected to the others yet.
 pub struct Rendezvous {
     record: EndpointRecord,
     size: usize,
@@ -80,7 +81,7 @@ pub struct Rendezvous {
     control: ControlSegment,
     neighbours: HashMap<u32, Neighbour>,
     arena: Arc<Arena>,
-    /// By rank; None where this world has no such rank.
+    /// By rank; `None` where this world has no such rank.
     records: Vec<Option<EndpointRecord>>,
     security: Security,
 }
@@ -135,24 +136,24 @@ impl Rendezvous {
         })
     }
 
-    /// Takes registered memory over from the world that this one follows: tensors in it stay registered.
+    /// Takes over the registered memory of an earlier world, so that tensors in it stay registered.
     pub fn inherit(&mut self, world: &World) {
         self.arena = world.arena.clone();
     }
 
-    /// What all ranks of this job have in common.
+    /// The token that all ranks of this job derive their keys from.
     fn job(&self) -> [u8; 16] {
         self.records.iter().flatten().next().map_or(self.record.token, |c| c.token)
     }
 
-    /// Guards the rank against strangers; to be said before it gives its endpoint record away.
+    /// Applies security settings; to be called before the endpoint record is handed out.
     pub fn secured(mut self, security: Security) -> Self {
         (self.record.secret, self.record.tls) = (security.secret.is_some(), security.tls);
         self.security = security;
         self
     }
 
-    /// This rank's endpoint record, and its seal.
+    /// This rank's endpoint record with its seal.
     pub fn record(&self) -> Result<Vec<u8>> {
         let mut bytes = postcard::to_stdvec(&self.record)
             .map_err(|e| Error::io("encoding this rank's endpoint record", e))?;
@@ -161,10 +162,11 @@ impl Rendezvous {
         Ok(bytes)
     }
 
-    /// Proves to the ranks that claim the same host that we are there, and gets their control segments.
-    /// False if not all could: then none of that host share memory.
+    /// Connects to the ranks that claim the same host, proves to them that this rank is there, and gets their control
+    /// segments. False if not all could be reached: then no ranks of that host share memory.
     ///
-    /// `endpoint records`: by rank; empty where there is no such rank: those who go on after a death keep their numbers.
+    /// `records`: endpoint records by rank, empty where there is no such rank: after a loss, the others keep their
+    /// numbers.
     pub fn handshake(&mut self, records: &[Vec<u8>], check_interrupt: InterruptCheck<'_>) -> Result<bool> {
         if records.len() < self.size {
             return Err(Error::misuse(format!(
@@ -188,7 +190,7 @@ impl Rendezvous {
                     claims.push(Claim { rank, secret: record.secret, tls: record.tls, sealed });
                     self.records.push(Some(record));
                 }
-                // Nobody who has our secret wrote this.
+                // No rank with this secret wrote this.
                 Err(_) if self.security.secret.is_some() && !sealed => {
                     claims.push(Claim { rank, secret: true, tls: self.security.tls, sealed });
                     self.records.push(None);
@@ -234,8 +236,8 @@ impl Rendezvous {
         Ok(all)
     }
 
-    /// Opens the connections and starts the engine. `verdicts[r]`: rank r's answer of
-    /// [`Rendezvous::handshake`].
+    /// Opens the connections and starts the engine. `verdicts[r]` is what [`Rendezvous::handshake`] returned on rank
+    /// r.
     pub fn connect(
         mut self,
         verdicts: &[bool],
@@ -283,13 +285,13 @@ impl Rendezvous {
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
         for rank in 0..size {
-            let ways = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
+            let halves = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
                 Some(shm::pair(&self.control, index(me), &neighbour.control, index(rank)))
             } else {
-                let ways = streams.remove(&(rank as u32)).map(HandshakeStream::split).transpose()?;
-                ways.map(faulty::wrap).transpose()?
+                let halves = streams.remove(&(rank as u32)).map(HandshakeStream::split).transpose()?;
+                halves.map(faulty::wrap).transpose()?
             };
-            let (out, inn) = ways.unzip();
+            let (out, inn) = halves.unzip();
             tx.push(out.map(Tx::new));
             rx.push(inn.map(|r| Rx::new(rank as u32, r)));
         }

@@ -1,7 +1,7 @@
 //! One call under way on this rank.
 //!
-//! A call goes through bounce buffers: it waits for its operation slot, meets the ranks of its host, walks its
-//! schedule, and leaves.
+//! A call waits for its operation slot, passes the opening barrier of the ranks of its host, runs its schedule, and
+//! ends.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,54 +15,54 @@ use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER};
 use crate::call::request::Request;
-use crate::call::steps::Wire;
+use crate::call::steps::StepRunner;
 use crate::group::members::Members;
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
-/// How far a call has come.
+/// The state of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallState {
     /// An earlier call still uses its operation slot.
     Waiting,
-    /// Not everyone on this host has entered the call.
+    /// Not all ranks of this host have entered the call.
     Opening,
     /// Its schedule runs.
     Running,
-    /// It has failed; peers may still be at our memory.
+    /// It has failed; peers may still access its memory.
     Closing,
 }
 
 /// One call under way.
 pub struct ActiveCall {
-    /// How far it has come.
+    /// Its state.
     pub state: CallState,
-    /// Everything but the executor.
+    /// Its memory and messages: everything but the executor.
     pub body: Body,
-    /// The run of its schedule.
+    /// The executor of its schedule.
     pub exec: Executor,
     /// How it begins.
     pub opening: Opening,
-    /// Where its caller waits.
+    /// The handle on which its caller waits.
     pub completion: Arc<Completion>,
-    /// Whether it has entered its operation slot, so that peers can see it there.
+    /// Whether it has entered its operation slot, where peers can see it.
     pub entered: bool,
-    /// Why it fails, in [`CallState::Closing`].
+    /// Why it failed, in [`CallState::Closing`].
     pub error: Option<Error>,
     /// When it was started.
     pub began: Instant,
-    /// Whether something has happened to it since the last look at the clock.
+    /// Whether it has progressed since the last look at the clock.
     pub stirred: bool,
-    /// When something last happened to it, as of that look.
+    /// When it last progressed, as of that look.
     pub moved: Instant,
-    /// Whether peers have been told what we called, after a stall.
+    /// Whether this rank has told the others what it called, after a stall.
     pub announced: bool,
-    /// Whether a log line has named those it waits for.
+    /// Whether a log line has named the ranks that it waits for.
     pub named: bool,
 }
 
-// SAFETY: addresses of callers' and peers' memory are followed while the progress lock is held.
+// SAFETY: addresses of callers' and peers' memory are used only while the progress lock is held.
 unsafe impl Send for ActiveCall {}
 
 impl ActiveCall {
@@ -96,26 +96,26 @@ impl ActiveCall {
         }
     }
 
-    /// Begins to walk a schedule.
+    /// Begins to run a schedule.
     pub fn run(&mut self, schedule: Arc<Schedule>, out: &mut Outbox) -> Result<()> {
         let size = self.body.request.call.dtype.size();
         self.body.set_schedule(schedule.clone())?;
-        // Tell those who will send us much that we are here.
+        // Peers that will send much wait until they know that this rank is in the call.
         for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {
             let frame = self.body.frame(Kind::Ready, 0, 0);
             out.give(self.body.members.ranks[t.peer as usize], &frame, Vec::new());
         }
         self.exec.reset(schedule);
-        self.exec.start(&mut Wire { body: &mut self.body, out })
+        self.exec.start(&mut StepRunner { body: &mut self.body, out })
     }
 
     /// A step has finished.
     pub fn complete(&mut self, step: u32, out: &mut Outbox) -> Result<()> {
         self.stirred = true;
-        self.exec.complete(step, &mut Wire { body: &mut self.body, out })
+        self.exec.complete(step, &mut StepRunner { body: &mut self.body, out })
     }
 
-    /// A peer is in this call too: what was kept for it may go.
+    /// A peer is in this call too: sends the messages that were held back for it.
     pub fn release(&mut self, place: Place, out: &mut Outbox) -> Result<()> {
         if self.body.inside.contains(&place) {
             return Ok(());
@@ -141,7 +141,7 @@ impl ActiveCall {
             CallState::Opening => body.members.absent(body.call_id, 0),
             CallState::Running => {
                 let mut places = self.exec.waiting_for();
-                // What has come before its step is not waited for: its sender may have left since.
+                // Do not wait for a message that came before its step: its sender may have left since.
                 for (from, ..) in &body.arrived {
                     if let Some(i) = places.iter().position(|p| p == from) {
                         places.swap_remove(i);
@@ -161,8 +161,8 @@ impl ActiveCall {
         places
     }
 
-    /// Whom to blame for a wait: members that have not entered the call, as far as this rank has
-    /// heard (ranks that stall tell all others that they are inside), else those it waits for.
+    /// The ranks to name when a call waits: members that have not entered the call as far as this rank knows (ranks
+    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for.
     pub fn absent(&self) -> Vec<Place> {
         let body = &self.body;
         let members = &body.members;
@@ -177,7 +177,7 @@ impl ActiveCall {
         if absent.is_empty() { self.waiting_for() } else { absent }
     }
 
-    /// Gives the scratch memory back for another call.
+    /// Returns the scratch memory for another call.
     pub fn into_scratch(self) -> Scratch {
         self.body.into_scratch()
     }

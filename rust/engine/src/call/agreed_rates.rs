@@ -1,15 +1,14 @@
-//! How the ranks of a group agree on what each one's link carries.
+//! How the ranks of a group agree on what each rank's link carries.
 //!
-//! All ranks must cut a call into the same shares, so they must go by the same rates. Calls of a
-//! group are numbered alike on all ranks; every [`EPOCH`] of them make an epoch. With its first
-//! large AllReduce of an epoch a rank declares to all what its link has carried since the last
-//! declaration; with the first one of the next epoch all go by what was declared, for by then each
-//! has heard all (that call waits for it). So agreeing costs a small message per epoch, which nobody waits for
-//! unless a whole epoch is in flight.
+//! All ranks must cut a call into the same shares, so they must use the same rates. All ranks number the calls of a
+//! group alike; every [`EPOCH`] calls make an epoch. With its first large AllReduce of an epoch, a rank declares to
+//! all others what its link has carried since its last declaration. From the first large AllReduce of the next epoch
+//! on, all ranks use these rates: that call waits until it has received all declarations. So agreeing costs one small
+//! message per epoch, and no rank waits for it unless a whole epoch is in flight.
 //!
-//! A failed call may have been skipped by some ranks and not by others, so what is declared in an
-//! epoch with a failed call counts for nothing, and what was declared before: shares are equal until
-//! the next declaration. Failures carry the number of their call, so all ranks forget the same.
+//! Some ranks may have skipped a call that failed. So a failed call voids what was declared in its epoch and before:
+//! shares are equal until the next declaration. A failure carries the number of its call, so all ranks void the same
+//! declarations.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -17,55 +16,55 @@ use std::time::Instant;
 use trigram_core::planner::Links;
 use trigram_core::topology::balance;
 
-/// Calls of an epoch. A change of rates is followed within three.
+/// Calls of an epoch. Calls follow a change of rates within three epochs.
 pub const EPOCH: u64 = 6;
 
-/// Rates are steady when so many exchanges have not changed them: what was measured in the epoch that began with
-/// a change is heard two epochs later.
+/// Rates are steady once this many declarations have not changed them: what was measured in the epoch of a change is
+/// in use two epochs later.
 const HELD: u32 = 2;
 
 /// See [`AgreedRates::declare`].
 const FADES: f64 = 0.9;
 
-/// Declarations kept at most, so that a peer cannot fill our memory.
+/// The most declarations kept, so that a peer cannot fill our memory.
 const KEPT: usize = 4;
 
-/// The agreement of one group.
+/// The rates of one group.
 #[derive(Debug, Default)]
 pub struct AgreedRates {
     /// The number of the call with which rates were last declared.
     declaration: Option<u64>,
-    /// The one before, whose rates are in use or about to be.
+    /// The declaration before that, whose rates are in use or will be next.
     previous: Option<u64>,
-    /// What was declared, by call, and by world rank.
+    /// Declared rates, by call and by world rank.
     declared: BTreeMap<u64, BTreeMap<u32, Option<f64>>>,
-    /// What this rank declared last, and when.
+    /// What this rank declared last.
     last: Option<f64>,
     /// See [`AgreedRates::since`].
     at: Option<Instant>,
     failed: Option<u64>,
     rates: Vec<f64>,
-    /// With helpers, the second epoch is for them alone and the ones around it for the workers, so that each
-    /// link is full once and shows what it carries: rates that are not measured, but have these shares.
+    /// With helpers, the second epoch loads the helpers alone, and the epochs around it the workers, so that each
+    /// link is busy once and shows what it carries. These are not measured rates; they only produce those shares.
     trial: Vec<f64>,
-    /// What calls went by when it was asked last.
+    /// What calls used when this was last asked.
     reported: (Vec<f64>, bool),
-    /// For how many exchanges no rate has become worse.
+    /// For how many declarations no rate has become worse.
     held: u32,
     /// See [`AgreedRates::version`].
     version: u64,
 }
 
 impl AgreedRates {
-    /// Whether the call with this number is the first of its epoch that is asked about.
+    /// Whether this call is the first of its epoch that is asked about.
     pub fn is_first(&self, call: u64) -> bool {
         self.declaration.is_none_or(|x| call / EPOCH > x / EPOCH)
     }
 
-    /// This rank declares its rate with a call that [`AgreedRates::is_first`]; returns what to tell.
+    /// This rank declares its rate with a call for which [`AgreedRates::is_first`] holds; returns the rate to send.
     ///
-    /// Where ranks only help, links are not always full: then what one carried says little of what it can, and
-    /// what is known is forgotten slowly.
+    /// With helpers in the group, links are not always busy, so a low measurement says little about what a link can
+    /// carry: the last rate fades slowly.
     pub fn declare(&mut self, call: u64, rank: u32, measured: Option<f64>, aided: bool) -> Option<f64> {
         self.last = match (measured, self.last) {
             (Some(now), Some(last)) if aided => Some(now.max(FADES * last)),
@@ -82,7 +81,7 @@ impl AgreedRates {
         self.at
     }
 
-    /// A rank has declared its rate with this call.
+    /// Records the rate that a rank declared with this call.
     pub fn receive(&mut self, call: u64, rank: u32, rate: Option<f64>) {
         let rate = rate.filter(|r| r.is_finite() && *r > 0.0);
         self.declared.entry(call).or_default().insert(rank, rate);
@@ -91,15 +90,15 @@ impl AgreedRates {
         }
     }
 
-    /// A call with this number has failed somewhere.
+    /// Voids what was declared up to a failed call.
     pub fn void(&mut self, call: u64) {
         self.failed = self.failed.max(Some(call));
         self.version += 1;
     }
 
-    /// Brings the rates up to date for the exchange that is due; `None` while one of `ranks`, of which the last
-    /// `helpers` have no data, has not been heard, else whether what is known of the links has changed. Calls ask
-    /// in the order of their numbers.
+    /// Brings the rates up to date for the declaration that is due; `None` while the declaration of one of `ranks` is
+    /// missing; otherwise whether what is known of the links has changed. The last `helpers` ranks have no data.
+    /// Calls ask in the order of their numbers.
     pub fn settle(&mut self, ranks: &[u32], helpers: usize) -> Option<bool> {
         let trial = match self.declaration.map_or(0, |call| call / EPOCH) {
             epoch @ 0..3 if helpers > 0 => {
@@ -118,10 +117,10 @@ impl AgreedRates {
             Vec::new()
         } else {
             let declared = self.declared.get(&call)?;
-            let heard = ranks.iter().map(|r| declared.get(r).copied()).collect::<Option<Vec<_>>>()?;
-            balance::agree(&self.rates, &heard)
+            let rates = ranks.iter().map(|r| declared.get(r).copied()).collect::<Option<Vec<_>>>()?;
+            balance::agree(&self.rates, &rates)
         };
-        // Only now, when it is time for the change: who waits asks again.
+        // Only now: a call that had to wait asks again.
         self.previous = None;
         self.trial = trial;
         self.declared = self.declared.split_off(&(call + 1));
@@ -132,7 +131,7 @@ impl AgreedRates {
         Some(self.has_changed())
     }
 
-    /// Whether calls go by something else than when this was asked before.
+    /// Whether calls use other rates than when this was last asked.
     fn has_changed(&mut self) -> bool {
         let links = self.links();
         if links.rates == self.reported.0 && links.steady == self.reported.1 {
@@ -143,7 +142,7 @@ impl AgreedRates {
         true
     }
 
-    /// Grows whenever calls go by something else than before: schedules that were made earlier are out of date.
+    /// Grows whenever calls use other rates than before: schedules that were made earlier are out of date.
     pub fn version(&self) -> u64 {
         self.version
     }
@@ -153,8 +152,8 @@ impl AgreedRates {
         &self.rates
     }
 
-    /// What is known of the links; nothing as long as rates are not known, or not trusted: some ranks may have
-    /// skipped a call that failed, and with it the change that came with the call.
+    /// What is known of the links. Empty if rates are unknown or void: some ranks may have skipped a failed call, and
+    /// with it a change of rates.
     pub fn links(&self) -> Links<'_> {
         let Some(declaration) = self.declaration else { return Links::default() };
         if self.failed.is_some_and(|f| f / EPOCH >= declaration / EPOCH) {
@@ -187,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_has_not_been_heard_is_waited_for() {
+    fn a_missing_declaration_is_waited_for() {
         let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), false);
         assert_eq!(b.settle(&[0, 4], 0), Some(false));
@@ -222,12 +221,12 @@ mod tests {
         assert_eq!(declaration(0, 8.0, None), [1.0, 1.0, 1e-6]);
         assert_eq!(declaration(6, 8.0, None), [1.0, 1.0, 1e6]);
         assert_eq!(declaration(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
-        // A worker that carried little while the helper did all is not taken for slow.
+        // A worker that carried little while the helper did all the work does not count as slow.
         assert_eq!(declaration(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
     }
 
     #[test]
-    fn a_change_that_was_waited_for_is_told() {
+    fn a_change_that_was_waited_for_is_reported() {
         let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), true);
         assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
@@ -240,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn who_skipped_a_failed_call_goes_by_the_same() {
+    fn a_rank_that_skipped_a_failed_call_uses_the_same_rates() {
         let (mut made, mut skipped) = (AgreedRates::default(), AgreedRates::default());
         for b in [&mut made, &mut skipped] {
             declare(b, 0, [1.0, 2.0, 3.0]);

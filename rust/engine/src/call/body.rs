@@ -1,7 +1,7 @@
-//! A call's memory and messages: everything of a call under way but the run of its schedule.
+//! A call's memory and messages: everything of a call under way but its executor.
 //!
-//! Memory is named by the schedule and resolved here; this file, [`crate::call::steps`] and [`crate::link::frames`]
-//! hold all accesses to memory that belongs to callers.
+//! The schedule names memory, and this file resolves the names to addresses. This file, [`crate::call::steps`] and
+//! [`crate::link::frames`] hold all accesses to callers' memory.
 
 use std::sync::Arc;
 
@@ -20,50 +20,50 @@ use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
 use crate::sys::memory::Scratch;
 
-/// Messages to one peer of up to this many bytes in a call are sent before the peer has said that
-/// it is in the call too. Above, the sender waits for that: nobody is flooded.
+/// A call sends messages of up to this many bytes per peer at once. For more, it waits until the peer is known to be
+/// in the call too, so that no peer is flooded.
 pub const EAGER: usize = 1 << 20;
 
-/// Memory of a peer on this host, as far as it lent it for this call: its input, or its bounce buffer.
+/// Memory that a peer on this host shares for this call: its input or its bounce buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Loan {
-    /// Whose.
+    /// The peer's place.
     pub place: Place,
-    /// First byte of its input.
+    /// First byte of the memory.
     pub base: *mut u8,
     /// Bytes of it.
     pub len: usize,
 }
 
-/// All of a call but its executor.
+/// Everything of a call but its executor.
 pub struct Body {
     /// Its number in this process.
     pub id: u64,
     /// The group.
     pub members: Arc<Members>,
-    /// Which call of the group.
+    /// The number of the call in its group.
     pub call_id: CallId,
     /// What was asked.
     pub request: Request,
-    /// What peers compare.
+    /// What the ranks compare.
     pub signature: Signature,
-    /// The barrier that it waits at: step and ordinal.
+    /// The barrier at which it waits: step and ordinal.
     pub barrier: Option<(u32, u32)>,
     /// Places known to be in this call.
     pub inside: Vec<Place>,
-    /// Messages kept until their receiver is known to be in this call.
+    /// Messages held back until their receiver is known to be in this call.
     pub held: Vec<(u32, Place, u32, Span)>,
     /// Messages that came before their step: place, tag, payload.
     pub arrived: Vec<(Place, u32, Vec<u8>)>,
-    /// What the ranks of this host lend each other.
+    /// Which memory the ranks of this host share for this call.
     pub lent: Lent,
-    /// Peers' memory that may be touched.
+    /// Peers' memory that the call may access.
     pub loans: Vec<Loan>,
-    /// Bytes moved through peers' memory.
+    /// Bytes moved directly through peers' memory.
     pub direct_bytes: u64,
     /// This rank's own bounce buffer.
     pub bounce: (*mut u8, usize),
-    /// What it walks.
+    /// The schedule that it runs.
     pub(crate) schedule: Arc<Schedule>,
     scratch: Scratch,
     scratch_base: *mut u8,
@@ -100,7 +100,7 @@ impl Body {
         }
     }
 
-    /// Goes by a schedule from now on.
+    /// Sets the schedule, and allocates its scratch memory.
     pub(crate) fn set_schedule(&mut self, schedule: Arc<Schedule>) -> Result<()> {
         self.scratch_len = schedule.scratch * self.request.call.dtype.size();
         self.scratch_base = self.scratch.reserve(self.scratch_len)?;
@@ -117,8 +117,8 @@ impl Body {
         Frame { kind, group: self.members.id, call: self.call_id, tag, len, signature: self.signature }
     }
 
-    /// What a frame of a peer in the same call must say. Messages of uneven exchanges carry the
-    /// length that the two agree on, for no other rank knows it.
+    /// The signature that a frame from a peer in the same call must have. Messages of an all-to-all with unequal
+    /// lengths carry the length that the two ranks agree on, because no other rank knows it.
     pub fn expected(&self, peer: Place, kind: Kind) -> Signature {
         let mut expected = self.signature;
         if let (Some((_, lengths)), Kind::Data) = (&self.request.call.splits, kind) {
@@ -127,8 +127,8 @@ impl Body {
         expected
     }
 
-    /// Finds the memory that the ranks of this host lend for a call: their inputs, else their bounce buffers,
-    /// if each does.
+    /// Finds the memory that the ranks of this host share for a call: their inputs if all are registered memory,
+    /// otherwise their bounce buffers if all have one.
     pub(crate) fn lend(&mut self, world: &World) -> Result<Lent> {
         let members = self.members.clone();
         let size = self.request.call.dtype.size();
@@ -184,7 +184,7 @@ impl Body {
         inside(base, have, span, size)
     }
 
-    /// The address of a span of anyone's memory on this host, checked.
+    /// The address of a span of any rank's memory on this host, checked.
     pub(crate) fn at(&self, loc: Loc) -> Result<*mut u8> {
         if loc.place == self.members.me {
             return self.own(loc.span);
@@ -200,7 +200,7 @@ impl Body {
         inside(loan.map_or(std::ptr::null_mut(), |l| l.base), loan.map_or(0, |l| l.len), loc.span, size)
     }
 
-    /// Hands a message to the peer's connection.
+    /// Passes a message to the peer's connection.
     pub(crate) fn transmit(
         &mut self,
         step: u32,

@@ -1,4 +1,4 @@
-//! The calls under way on this rank, and the numbering by which ranks know which call a message belongs to.
+//! The calls under way on this rank, and the numbers by which ranks know which call a message belongs to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
-/// Where a group's calls stand.
+/// The state of a group.
 #[derive(Default)]
 struct GroupState {
     /// The number of the next collective.
@@ -31,21 +31,21 @@ struct GroupState {
 /// The calls under way, under the progress lock.
 #[derive(Default)]
 pub struct Calls {
-    /// The calls, in no order.
+    /// The calls, in no particular order.
     pub active: Vec<ActiveCall>,
     /// What came before its call.
     pub(crate) unexpected: Unexpected,
     groups: HashMap<u64, GroupState>,
     deadlines: HashMap<u64, Instant>,
-    /// Failed calls whose memory must not be written to any more.
+    /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
     failed: Vec<u64>,
     scratch: Vec<Scratch>,
     last_id: u64,
 }
 
 impl Calls {
-    /// The number of a call that is made now, and the other rank if it is a message. Collectives of a group are
-    /// numbered in the order in which they are made.
+    /// The number of a call that is made now, and the other rank if it is a message. Each group numbers its
+    /// collectives in the order in which they are made.
     pub(crate) fn number(&mut self, members: &Members, message: Option<Message>) -> (CallId, Option<u32>) {
         let group = self.groups.entry(members.id).or_default();
         match message {
@@ -62,36 +62,36 @@ impl Calls {
         }
     }
 
-    /// The next collective of a group.
+    /// The number of the next collective of a group.
     pub(crate) fn next(&mut self, group: u64) -> CallId {
         CallId::collective(self.groups.entry(group).or_default().next)
     }
 
-    /// What the ranks of a group know of their links.
+    /// What the ranks of a group have agreed on about their links.
     pub(crate) fn rates(&mut self, group: u64) -> &mut AgreedRates {
         &mut self.groups.entry(group).or_default().rates
     }
 
-    /// See [`Calls::rates`]; `None` for a group that nobody has spoken of.
+    /// See [`Calls::rates`]; `None` for an unknown group.
     pub(crate) fn known_rates(&self, group: u64) -> Option<&AgreedRates> {
         self.groups.get(&group).map(|g| &g.rates)
     }
 
-    /// A peer declares its rate, perhaps in a group that this rank has not made yet.
+    /// A peer declares its rate, perhaps in a group that this rank has not created yet.
     pub(crate) fn receive_rate(&mut self, group: u64, call: CallId, peer: u32, rate: f64) {
         if self.groups.len() < MOST_GROUPS || self.groups.contains_key(&group) {
             self.rates(group).receive(call.0, peer, Some(rate));
         }
     }
 
-    /// A collective has failed somewhere: what was declared up to it is void.
+    /// A collective has failed on some rank: voids the rates that were declared up to it.
     pub(crate) fn void_rates(&mut self, group: u64, call: CallId) {
         if let Some(group) = self.groups.get_mut(&group).filter(|_| !call.is_message()) {
             group.rates.void(call.0);
         }
     }
 
-    /// Adds a call that has a number.
+    /// Adds a call that has a number, and returns its index.
     pub(crate) fn enter(
         &mut self,
         members: Arc<Members>,
@@ -108,27 +108,27 @@ impl Calls {
         self.active.len() - 1
     }
 
-    /// When a call is given up.
+    /// Sets the time at which a call times out.
     pub(crate) fn set_deadline(&mut self, i: usize, deadline: Instant) {
         self.deadlines.insert(self.active[i].body.id, deadline);
     }
 
-    /// Whether a call should have ended by now.
+    /// Whether a call has timed out.
     pub(crate) fn is_late(&self, i: usize, now: Instant) -> bool {
         self.deadlines.get(&self.active[i].body.id).is_some_and(|d| now >= *d)
     }
 
-    /// The call of this number in this process.
+    /// The index of the call with this id.
     pub(crate) fn position(&self, id: u64) -> Option<usize> {
         self.active.iter().position(|j| j.body.id == id)
     }
 
-    /// The call that a frame from a peer belongs to.
+    /// The index of the call that a frame from a peer belongs to.
     pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
         find(&self.active, peer, frame)
     }
 
-    /// Whether this rank is past a call that is not under way.
+    /// Whether this rank has already finished or skipped the call of a frame that belongs to no call under way.
     pub(crate) fn is_over(&self, peer: u32, frame: &Frame) -> bool {
         let Some(group) = self.groups.get(&frame.group) else { return false };
         match frame.call.as_message() {
@@ -140,15 +140,15 @@ impl Calls {
         }
     }
 
-    /// Takes a message that came before the call `i`; `from`: where to look, then where to look next.
-    pub(crate) fn take_early(&mut self, i: usize, from: &mut usize) -> Option<(u32, Frame, Vec<u8>)> {
+    /// Takes out a message that came before call `i` was made. `from` is where to look, and where to go on looking.
+    pub(crate) fn take_unexpected(&mut self, i: usize, from: &mut usize) -> Option<(u32, Frame, Vec<u8>)> {
         let active = &self.active;
-        let (at, early) = self.unexpected.take(*from, |e| find(active, e.peer, &e.frame) == Some(i))?;
+        let (at, message) = self.unexpected.take(*from, |e| find(active, e.peer, &e.frame) == Some(i))?;
         *from = at;
-        Some((early.peer, early.frame, early.payload))
+        Some((message.peer, message.frame, message.payload))
     }
 
-    /// Fails a call, and tells the other members if they may not know.
+    /// Fails a call; with `tell`, also tells the other members.
     pub(crate) fn fail(&mut self, i: usize, error: Error, tell: bool, out: &mut Outbox) {
         let active = &mut self.active[i];
         if active.state == CallState::Closing {
@@ -164,7 +164,7 @@ impl Calls {
         self.void_rates(members.id, call);
         if let Some(op_slot) = members.op_slot(members.me, call).filter(|_| entered) {
             op_slot.fail(call.0);
-            // From here on we touch nobody's memory for this call.
+            // From here on, this rank accesses no peer's memory for this call.
             op_slot.leave(call.0);
             members.ring();
         }
@@ -181,7 +181,8 @@ impl Calls {
         (0..self.active.len()).for_each(|i| self.fail(i, error.clone(), tell, out));
     }
 
-    /// Skips the collectives of a group up to `through`, failing those under way, here and on all ranks.
+    /// Aborts the collectives of a group before the `through`-th, on all ranks: those under way fail, the others are
+    /// skipped.
     pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error, out: &mut Outbox) {
         for i in 0..self.active.len() {
             let body = &self.active[i].body;
@@ -194,7 +195,7 @@ impl Calls {
         group.next = group.next.max(through);
         for call in skipped.map(CallId::collective) {
             self.unexpected.drop_failures(members.id, call);
-            // A call like any other, that fails before it begins: its operation slot must be passed on.
+            // A skipped call is entered and fails at once, so that its operation slot is passed on to the next call.
             let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
             self.fail(i, error.clone(), true, out);
         }
@@ -210,14 +211,14 @@ impl Calls {
         std::mem::take(&mut self.failed)
     }
 
-    /// Takes out a call that is over.
+    /// Takes out a call that has ended.
     pub(crate) fn remove(&mut self, i: usize) -> ActiveCall {
         let active = self.active.swap_remove(i);
         self.deadlines.remove(&active.body.id);
         active
     }
 
-    /// Keeps the private memory of a call for the next.
+    /// Keeps a call's scratch memory for the next call.
     pub(crate) fn recycle(&mut self, active: ActiveCall) {
         self.scratch.push(active.into_scratch());
     }

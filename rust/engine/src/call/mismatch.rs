@@ -1,4 +1,4 @@
-//! Ranks that have called different things, and the error that names both sides.
+//! Finds ranks that have made different calls, and makes the error that names both sides.
 
 use trigram_core::signature::Signature;
 use trigram_core::wire::CallId;

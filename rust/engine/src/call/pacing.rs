@@ -1,4 +1,4 @@
-//! What this rank's link carries: measured, and told to the connections now and then so that they queue no more.
+//! Measures this rank's link, and paces connections by it, so that they queue no more than keeps the link busy.
 
 use std::time::Instant;
 
@@ -12,7 +12,7 @@ use crate::link::frames::Rx;
 use crate::link::outbox::Outbox;
 use crate::link::rate_meter::RateMeter;
 
-/// The meter of this rank's link, and when connections were last paced by it.
+/// The meter of this rank's link, and when it last paced the connections.
 #[derive(Default)]
 pub(crate) struct Pacing {
     meter: RateMeter,
@@ -22,19 +22,19 @@ pub(crate) struct Pacing {
 }
 
 impl Pacing {
-    /// Looks at what has come and gone, see [`RateMeter::sample`].
+    /// See [`RateMeter::sample`].
     pub(crate) fn sample(&mut self, rx: &[Option<Rx>], out: &Outbox) {
         self.meter.sample(rx, out.connections());
     }
 
-    /// What the link has carried since then, see [`RateMeter::rate`].
+    /// See [`RateMeter::rate`].
     pub(crate) fn rate(&self, since: Option<Instant>) -> Option<f64> {
         self.meter.rate(since)
     }
 
-    /// Now and then, before a large AllReduce among several hosts, tells the connections what this
-    /// rank's link carries, so that they queue no more than keeps it busy. Not where one of them carries most of
-    /// it, as to a fast helper: then nobody shares the link, and what is acknowledged waits behind what is not paced.
+    /// Now and then, before a large AllReduce among several hosts, tells the connections what this rank's link
+    /// carries. Not if one connection carries most of the call, such as one to a fast helper: then no flows share the
+    /// link, and acknowledgements would wait behind unpaced data.
     pub(crate) fn pace(&mut self, body: &Body, schedule: &Schedule, out: &mut Outbox) {
         let (members, call) = (&body.members, &body.request.call);
         let bytes = call.len * call.dtype.size();

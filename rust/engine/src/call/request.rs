@@ -11,10 +11,10 @@ use trigram_core::{DType, ReduceOp};
 use crate::group::members::Members;
 use crate::sys::completion::Completion;
 
-/// Elements of a call that a helper takes part in, at most: a peer's word is no reason for more memory.
+/// The most elements of a call that a helper takes part in: a peer decides the size, so it must be bounded.
 const LARGEST_HELPED: usize = 1 << 30;
 
-/// A caller's memory. The caller keeps it valid until its completion handle is resolved.
+/// A caller's memory. The caller keeps it valid until the call's completion handle is resolved.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
     /// What the call reads.
@@ -27,7 +27,7 @@ pub struct Tensors {
     pub output_len: usize,
 }
 
-// SAFETY: addresses only; they are followed while the progress lock is held.
+// SAFETY: these are addresses only; they are used while the progress lock is held.
 unsafe impl Send for Tensors {}
 
 /// What a caller asks for.
@@ -41,7 +41,7 @@ pub struct Request {
     pub tensors: Tensors,
     /// For messages between two ranks: the peer, the user's tag, and whether we send.
     pub message: Option<Message>,
-    /// What peers compare in place of this call: that of a call elsewhere, which this one stands for.
+    /// For a consistency check: the signature of the call that this one stands for, which the ranks compare.
     pub declared: Option<Signature>,
 }
 
@@ -61,8 +61,8 @@ impl Request {
         Self { call, op: ReduceOp::Sum, tensors, message: None, declared: None }
     }
 
-    /// What a helper does in a call of this signature. One that no helper can take part in does not match,
-    /// and fails.
+    /// What a helper does in a call with this signature. For a call that no helper can take part in: an empty call,
+    /// which does not match and so fails.
     pub fn helping(signature: &Signature) -> Self {
         let Some((dtype, op, via)) = signature.how() else { return Self::nothing() };
         let Some(len) = usize::try_from(signature.count).ok().filter(|len| *len <= LARGEST_HELPED) else {
@@ -72,7 +72,7 @@ impl Request {
         Self { call, op, ..Self::nothing() }
     }
 
-    /// What peers compare of it.
+    /// The signature that ranks compare.
     pub fn signature(&self) -> Signature {
         if let Some(declared) = self.declared {
             return declared;
@@ -99,14 +99,14 @@ pub struct Message {
     pub sends: bool,
 }
 
-/// A call, on its way from a caller's thread.
+/// A call on its way from the caller's thread to the one that drives.
 pub struct Submission {
     /// The group.
     pub members: Arc<Members>,
-    /// What is asked.
+    /// What the caller asks for.
     pub request: Request,
-    /// Where the caller waits.
+    /// The handle on which the caller waits.
     pub completion: Arc<Completion>,
-    /// When it is given up.
+    /// When the call times out.
     pub deadline: Option<Instant>,
 }

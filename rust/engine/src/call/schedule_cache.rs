@@ -1,4 +1,4 @@
-//! The schedules of calls that have been made: a training loop makes the same calls again and again.
+//! The schedules of calls that were made before: a training loop repeats the same calls.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,44 +12,46 @@ use crate::call::agreed_rates::AgreedRates;
 use crate::call::body::Body;
 use crate::call::request::Message;
 
-/// The group, the call, what is lent in it, and whether its payload fits the slot.
+/// Identifies a schedule: the group, the call, the memory shared for it, and whether its payload fits the inline
+/// buffer.
 #[derive(PartialEq, Eq, Hash)]
 struct Key(u64, Call, Lent, bool);
 
-/// Schedules at most: lengths that change with every call must not fill the memory.
+/// The most schedules kept: lengths that change with every call must not fill the memory.
 const KEPT: usize = 1024;
 
-/// A schedule, and the version of the agreed rates that it goes by (0 where it goes by none).
+/// A schedule, and the version of the agreed rates that it was made for (0 if it depends on no rates).
 type Cached = (u64, Arc<Schedule>);
 
-/// The schedules that were made last, by call.
+/// Cached schedules, by call.
 #[derive(Default)]
 pub struct ScheduleCache {
     kept: HashMap<Key, Cached>,
-    /// The last one found. Most loops repeat one call, and comparing is faster than hashing.
+    /// The last one found. Most loops repeat one call, and comparing keys is faster than hashing.
     last: Option<(Key, Cached)>,
 }
 
 impl ScheduleCache {
-    /// The schedule of a call, or its key back.
+    /// The cached schedule of a call, or the key back.
     fn find(&mut self, key: Key, version: u64) -> Result<Arc<Schedule>, Key> {
-        if let Some((_, (_, plan))) = self.last.as_ref().filter(|l| l.0 == key && l.1.0 == version) {
-            return Ok(plan.clone());
+        if let Some((_, (_, schedule))) = self.last.as_ref().filter(|l| l.0 == key && l.1.0 == version) {
+            return Ok(schedule.clone());
         }
         let Some(cached) = self.kept.get(&key).filter(|k| k.0 == version).cloned() else { return Err(key) };
-        let plan = cached.1.clone();
+        let schedule = cached.1.clone();
         self.last = Some((key, cached));
-        Ok(plan)
+        Ok(schedule)
     }
 
-    fn keep(&mut self, key: Key, version: u64, plan: &Arc<Schedule>) {
+    fn keep(&mut self, key: Key, version: u64, schedule: &Arc<Schedule>) {
         if self.kept.len() >= KEPT {
             self.kept.clear();
         }
-        self.kept.insert(key, (version, plan.clone()));
+        self.kept.insert(key, (version, schedule.clone()));
     }
 
-    /// The schedule of a call that knows what it may touch. `rates`: what its group knows of the links.
+    /// The schedule of a call whose shared memory is known. `rates`: what its group has agreed on, if the schedule
+    /// depends on it.
     pub(crate) fn schedule(
         &mut self,
         body: &Body,
@@ -66,17 +68,17 @@ impl ScheduleCache {
         let version = rates.map_or(0, AgreedRates::version);
         let key = Key(members.id, request.call.clone(), body.lent, one_shot);
         let key = match self.find(key, version) {
-            Ok(plan) => return Ok(plan),
+            Ok(schedule) => return Ok(schedule),
             Err(key) => key,
         };
-        let plan = Arc::new(match one_shot {
+        let schedule = Arc::new(match one_shot {
             true => planner::one_shot(&request.call, &members.layout),
             false => {
                 let links = rates.map(AgreedRates::links).unwrap_or_default();
                 planner::schedule(&request.call, &members.layout, body.lent, links)?
             }
         });
-        self.keep(key, version, &plan);
-        Ok(plan)
+        self.keep(key, version, &schedule);
+        Ok(schedule)
     }
 }

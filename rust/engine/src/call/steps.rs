@@ -1,7 +1,7 @@
-//! How the steps of a schedule are carried out on real memory and connections.
+//! Carries out the steps of a schedule on real memory and connections.
 //!
-//! With [`crate::call::body`], which resolves addresses, and [`crate::link::frames`] this file holds all accesses
-//! to memory that belongs to callers.
+//! This file, [`crate::call::body`] (which resolves addresses) and [`crate::link::frames`] hold all accesses to
+//! callers' memory.
 
 use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Loc, Place, Span};
@@ -11,18 +11,18 @@ use crate::call::body::{Body, EAGER};
 use crate::link::outbox::Outbox;
 
 /// Carries out the steps of one call.
-pub(crate) struct Wire<'a> {
+pub(crate) struct StepRunner<'a> {
     pub(crate) body: &'a mut Body,
     pub(crate) out: &'a mut Outbox,
 }
 
-/// Bytes folded at a time: all blocks of a fold stay in the first-level cache.
+/// Bytes reduced at a time: all tiles of one reduction stay in the first-level cache.
 const TILE: usize = 8 << 10;
 
 #[repr(align(64))]
 struct Tile([u8; TILE]);
 
-impl Io for Wire<'_> {
+impl Io for StepRunner<'_> {
     fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
         let body = &mut *self.body;
         let size = body.request.call.dtype.size();
@@ -60,7 +60,7 @@ impl Io for Wire<'_> {
         let len = from.first().map_or(0, |l| l.span.len) * dtype.size();
         let divide_by = finish.then_some(body.members.layout.workers());
         let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
-        // Most folds have few ends; more than eight take a vector.
+        // Most reductions have few operands; more than eight take a vector.
         let mut many;
         let count = from.len().max(to.len());
         let ends = if count <= ends.len() {
@@ -94,11 +94,11 @@ impl Io for Wire<'_> {
             }
             return reduce::fold_into_all(dtype, op, divide_by, &mut all[..count]);
         }
-        // A lone destination that is no source is written straight away.
+        // A single destination that is no source is written directly.
         let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
         let mut sources: [&[u8]; 8] = [&[]; 8];
         let mut many_sources: Vec<&[u8]> = Vec::new();
-        // Zeroed where it is used at all: most folds write straight to where they go.
+        // Zeroed only if used: most reductions write directly to their destination.
         let mut zeroed;
         let block: &mut [u8] = if apart {
             &mut []
@@ -140,7 +140,7 @@ impl Io for Wire<'_> {
     fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {
         let body = &mut *self.body;
         if ordinal == 0 && body.members.all_arrived(body.call_id, 0) {
-            return Ok(Started::Done); // the meeting, already held
+            return Ok(Started::Done); // the opening barrier, passed already
         }
         body.members.arrive(body.call_id, ordinal);
         body.barrier = Some((step, ordinal));

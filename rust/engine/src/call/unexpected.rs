@@ -1,20 +1,20 @@
-//! What came before this rank made the call it belongs to: messages, and failures.
+//! Messages and failures that arrive before this rank has made the call that they belong to.
 
 use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
-/// Payload bytes of messages that nobody has asked for yet, at most.
-pub(crate) const MOST_EARLY: usize = 1 << 30;
+/// The most bytes of messages for calls that this rank has not made yet.
+pub(crate) const MOST_MESSAGE_BYTES: usize = 1 << 30;
 
-/// What a message that nobody has asked for yet counts at least: many without a payload take memory too, and time to
-/// look through.
-pub(crate) const EARLY_COST: usize = 1 << 10;
+/// The least that such a message counts for: many messages without payload take memory too, and time to search.
+pub(crate) const MESSAGE_COST: usize = 1 << 10;
 
-/// Groups that peers may speak of before we know them, at most; and failures of calls that we have not made.
+/// The most groups that peers may mention before this rank knows them, and the most failures of calls that it has not
+/// made.
 pub(crate) const MOST_GROUPS: usize = 4096;
 
 /// A message that came before its call.
-pub(crate) struct Early {
+pub(crate) struct UnexpectedMessage {
     pub(crate) peer: u32,
     pub(crate) frame: Frame,
     pub(crate) payload: Vec<u8>,
@@ -31,7 +31,7 @@ struct Failure {
 /// Messages and failures of calls that this rank has not made yet.
 #[derive(Default)]
 pub(crate) struct Unexpected {
-    messages: Vec<Early>,
+    messages: Vec<UnexpectedMessage>,
     bytes: usize,
     failures: Vec<Failure>,
 }
@@ -41,32 +41,37 @@ impl Unexpected {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] where that would take too much memory.
+    /// [`Error::Io`] if that would take too much memory.
     pub(crate) fn keep(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.bytes += payload.len() + EARLY_COST;
-        if self.bytes > MOST_EARLY {
+        self.bytes += payload.len() + MESSAGE_COST;
+        if self.bytes > MOST_MESSAGE_BYTES {
             return Err(Error::io(
                 "receiving from a peer",
                 "more than 1 GiB of messages for calls that this rank has not made yet",
             ));
         }
-        self.messages.push(Early { peer, frame: *frame, payload });
+        self.messages.push(UnexpectedMessage { peer, frame: *frame, payload });
         Ok(())
     }
 
-    /// The first message from `from` on that is wanted, and where the search goes on.
-    pub(crate) fn take(&mut self, from: usize, is_wanted: impl Fn(&Early) -> bool) -> Option<(usize, Early)> {
+    /// Takes out the first message from index `from` on that `is_wanted`; returns it with its index.
+    pub(crate) fn take(
+        &mut self,
+        from: usize,
+        is_wanted: impl Fn(&UnexpectedMessage) -> bool,
+    ) -> Option<(usize, UnexpectedMessage)> {
         let at = from + self.messages.get(from..)?.iter().position(is_wanted)?;
-        let early = self.messages.remove(at);
-        self.bytes -= early.payload.len() + EARLY_COST;
-        Some((at, early))
+        let message = self.messages.remove(at);
+        self.bytes -= message.payload.len() + MESSAGE_COST;
+        Some((at, message))
     }
 
     /// Drops the messages of a collective that has failed.
     pub(crate) fn drop_messages(&mut self, group: u64, call: CallId) {
-        let is_dropped = |e: &Early| e.frame.group == group && e.frame.call == call && !call.is_message();
+        let is_dropped =
+            |e: &UnexpectedMessage| e.frame.group == group && e.frame.call == call && !call.is_message();
         let dropped = self.messages.iter().filter(|e| is_dropped(e));
-        self.bytes -= dropped.map(|e| e.payload.len() + EARLY_COST).sum::<usize>();
+        self.bytes -= dropped.map(|e| e.payload.len() + MESSAGE_COST).sum::<usize>();
         self.messages.retain(|e| !is_dropped(e));
     }
 
@@ -75,7 +80,7 @@ impl Unexpected {
         self.messages.iter().map(|e| (e.peer, &e.frame))
     }
 
-    /// Keeps a failure until its call is made; false if there are too many.
+    /// Keeps a failure until its call is made; false if there are too many already.
     pub(crate) fn keep_failure(&mut self, group: u64, call: CallId, peer: u32, error: Error) -> bool {
         if self.failures.len() >= MOST_GROUPS {
             return false;
@@ -84,7 +89,7 @@ impl Unexpected {
         true
     }
 
-    /// Takes the failure of a call that is made now; `peer`: the other rank of a message.
+    /// Takes the failure of a call that is being made; `peer` is the other rank of a message.
     pub(crate) fn take_failure(&mut self, group: u64, call: CallId, peer: Option<u32>) -> Option<Error> {
         let is_its = |f: &Failure| f.group == group && f.call == call && peer.is_none_or(|p| p == f.peer);
         let at = self.failures.iter().position(is_its)?;
@@ -95,17 +100,17 @@ impl Unexpected {
         Some(failure.error)
     }
 
-    /// Whether a call has failed elsewhere.
+    /// Whether a call has failed on another rank.
     pub(crate) fn has_failed(&self, group: u64, call: CallId) -> bool {
         self.failures.iter().any(|f| f.group == group && f.call == call)
     }
 
-    /// Forgets the failures of a call that this rank skips.
+    /// Drops the failures of a call that this rank skips.
     pub(crate) fn drop_failures(&mut self, group: u64, call: CallId) {
         self.failures.retain(|f| f.group != group || f.call != call);
     }
 
-    /// What a peer has said of its failed calls in a group.
+    /// The failures that a peer has reported in a group.
     pub(crate) fn failures_of(&self, peer: u32, group: u64) -> impl Iterator<Item = &Error> {
         self.failures.iter().filter(move |f| f.peer == peer && f.group == group).map(|f| &f.error)
     }

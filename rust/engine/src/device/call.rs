@@ -9,7 +9,7 @@ use trigram_core::Result;
 use crate::device::failure::{Failure, POLL_INTERVAL, from_nccl};
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 
-/// How long an aborted call is given to end on the GPU before the error is told all the same.
+/// How long an aborted call may take to end on the GPU before its error is returned all the same.
 const CLOSE: Duration = Duration::from_secs(5);
 
 /// A call under way on a GPU.
@@ -20,17 +20,17 @@ pub struct DeviceCall {
 }
 
 impl DeviceCall {
-    /// Whether it has ended, well or not.
+    /// Whether it has ended, successfully or not.
     ///
     /// # Errors
     ///
-    /// [`trigram_core::Error::Io`] where the GPU has failed.
+    /// [`trigram_core::Error::Io`] if the GPU has failed.
     pub fn is_done(&self) -> Result<bool> {
         Ok(self.failure.get().is_err() || self.is_agreed()? && self.done.is_reached().map_err(from_nccl)?)
     }
 
-    /// Whether all ranks are known to have made the same call: where they have not, NCCL may have
-    /// ended it with numbers all the same.
+    /// Whether all ranks are known to have made the same call. If they have not, NCCL may have ended it with wrong
+    /// numbers all the same.
     fn is_agreed(&self) -> Result<bool> {
         match self.check.as_ref().map(|w| w.outcome()) {
             Some(Some(outcome)) => outcome.map(|()| true),
@@ -39,11 +39,11 @@ impl DeviceCall {
         }
     }
 
-    /// What is given to the stream `caller` from now on comes after it.
+    /// Orders work given to the stream `caller` from now on after this call.
     ///
     /// # Errors
     ///
-    /// What it has failed with, if that is known.
+    /// The call's error, if it is known to have failed.
     ///
     /// # Safety
     ///
@@ -55,16 +55,16 @@ impl DeviceCall {
         theirs.wait_for(&self.done).map_err(from_nccl)
     }
 
-    /// Sleeps until it has ended; false if `deadline` came first.
+    /// Waits until it has ended; false if `deadline` came first.
     ///
     /// # Errors
     ///
-    /// What it has failed with.
+    /// The call's error.
     pub fn wait(&self, deadline: Option<Instant>, check_interrupt: InterruptCheck<'_>) -> Result<bool> {
         let (mut checked, mut looks) = (Instant::now(), 0u32);
         loop {
             let reached = self.done.is_reached().map_err(from_nccl)?;
-            // An aborted call is reached too.
+            // An aborted call counts as reached too.
             let state = self.failure.get().and_then(|()| self.is_agreed());
             match state {
                 Ok(agreed) if agreed && reached => return Ok(true),
@@ -86,7 +86,7 @@ impl DeviceCall {
         }
     }
 
-    /// Waits until the GPU no longer touches the memory of a call that has failed, and was aborted.
+    /// Waits until the GPU no longer accesses the memory of an aborted call.
     fn wait_released(&self) {
         let since = Instant::now();
         while since.elapsed() < CLOSE && matches!(self.done.is_reached(), Ok(false)) {

@@ -1,4 +1,4 @@
-//! What has gone wrong with a device group, and how the other ranks hear of it.
+//! The failure of a device group, and how the other ranks learn of it.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,12 +9,12 @@ use trigram_core::{Error, Result};
 
 use crate::runtime::group::Group;
 
-/// How often the watching thread looks while something is under way.
+/// How often the watching thread looks while a call is under way.
 pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(1);
-/// A rank that has died may have done its part of a call that is under way still.
+/// A rank that has died may have finished its part of a call that is still under way here.
 pub(crate) const DYING: Duration = Duration::from_millis(30);
 
-/// What has gone wrong with a device group; the first counts.
+/// The first failure of a device group.
 #[derive(Default)]
 pub(crate) struct Failure(Mutex<Option<Error>>);
 
@@ -27,7 +27,7 @@ impl Failure {
         self.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// This rank cannot go on, and neither can the others.
+    /// Records that this rank cannot go on, and aborts the others.
     pub(crate) fn raise(&self, error: &Error, comm: &Communicator, abort_group: &Group) {
         self.lock().get_or_insert_with(|| error.clone());
         abort_others(error, abort_group); // first: aborting takes its time
@@ -39,14 +39,14 @@ impl Failure {
 pub(crate) fn abort_others(error: &Error, abort_group: &Group) {
     let members = abort_group.members();
     let why = match error {
-        // It says of itself who differs, and is the same on all ranks, whoever sees it first.
+        // It names the ranks that differ, and is the same on all ranks, whichever finds it first.
         Error::Mismatch { .. } => error.clone(),
         _ => Error::Aborted(format!("rank {}: {error}", members.ranks[members.me as usize])),
     };
     let _ = abort_group.fail(abort_group.next() + 1, why);
 }
 
-/// What to blame: where a rank is gone, NCCL may notice before the engine does, and not say which.
+/// The error to report: if a rank is lost, NCCL may notice before the engine does, and does not say which.
 pub(crate) fn blame(error: Error, abort_group: &Group, what: &Signature) -> Error {
     let since = Instant::now();
     while since.elapsed() < DYING {
@@ -60,7 +60,7 @@ pub(crate) fn blame(error: Error, abort_group: &Group, what: &Signature) -> Erro
     error
 }
 
-/// NCCL's and CUDA's errors in this library's terms.
+/// Converts NCCL's and CUDA's errors.
 pub fn from_nccl(error: nccl_rs::Error) -> Error {
     use nccl_rs::Error as Theirs;
     let text = error.to_string();

@@ -1,11 +1,10 @@
-//! Collectives on GPU memory: NCCL carries the data, the engine watches over the ranks.
+//! Collectives on GPU memory: NCCL moves the data, the engine watches the ranks.
 //!
-//! NCCL neither compares what ranks call nor says who is gone: ranks that disagree hang, and so do
-//! the survivors of a death. So every call has a *witness* in the engine, an empty call of the same
-//! group that declares the same signature: ranks that disagree are told, all of them, and the order
-//! of calls is one for both kinds of memory. And as long as a call is under way on the GPU a thread
-//! looks whether all ranks are alive. Whatever is wrong, the communicator is aborted, which ends what
-//! is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+//! NCCL neither compares what ranks call nor reports a lost rank: ranks that disagree hang, and so do the survivors
+//! of a death. So every call has a *consistency check* in the engine, an empty call of the same group with the same
+//! signature: if ranks disagree, all get an error, and calls on both kinds of memory have one order. While a call is
+//! under way on the GPU, a thread checks whether all ranks are alive. On any failure the communicator is aborted,
+//! which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
@@ -33,29 +32,29 @@ pub struct DeviceGroup {
     failure: Arc<Failure>,
 }
 
-/// One of several messages that travel together.
+/// One of several messages that are sent and received together.
 #[derive(Clone, Copy, Debug)]
 pub struct PeerMessage {
     /// Whether this rank sends it.
     pub sends: bool,
     /// The other rank's place.
     pub peer: u32,
-    /// Its address on the device.
+    /// Its address in device memory.
     pub address: usize,
-    /// Its values.
+    /// How many values it has.
     pub len: usize,
-    /// What they are.
+    /// Their type.
     pub dtype: DType,
 }
 
 impl DeviceGroup {
-    /// Meets the other ranks, each of which calls this with the same `id`. `alarm` is a group of the same
-    /// ranks that nobody calls any more: what fails on one rank is told to all in it. Lower numbers of
-    /// `priority` go first on the GPU.
+    /// Connects to the other ranks, each of which calls this with the same `id`. `abort_group` is a group of the same
+    /// ranks in which no calls are made: a rank that fails aborts it to tell the others. Lower numbers of `priority`
+    /// go first on the GPU.
     ///
     /// # Errors
     ///
-    /// [`Error::Unsupported`] without the device; [`Error::Timeout`], [`Error::PeerLost`].
+    /// [`Error::Unsupported`] without the device; [`Error::Timeout`]; [`Error::PeerLost`].
     #[allow(clippy::too_many_arguments)] // one call from one place
     pub fn join(
         group: &Group,
@@ -86,7 +85,7 @@ impl DeviceGroup {
         let size = members.ranks.len() as u32;
         let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(from_nccl)?;
         let stream = Stream::new(&device, priority).map_err(from_nccl)?;
-        // PyTorch's allocator records events on it when tensors that it has used are freed, however late.
+        // Leaked: PyTorch's allocator records events on the stream when tensors used on it are freed, however late.
         std::mem::forget(stream.clone());
         let patience = limit.unwrap_or(Duration::MAX);
         let mut pending = Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience)
@@ -98,7 +97,7 @@ impl DeviceGroup {
                 Ok(comm) => break comm,
                 Err(still) => pending = still,
             }
-            // Dropping it on the way out aborts it.
+            // Returning drops the communicator, which aborts it.
             group.engine().check_peers(abort_group.members(), &what)?;
             if limit.is_some_and(|l| since.elapsed() > l) {
                 let millis = since.elapsed().as_millis() as u64;
@@ -119,17 +118,17 @@ impl DeviceGroup {
         Ok(Self { group, abort_group, nccl, comm, failure: Arc::default() })
     }
 
-    /// `CUstream` of its work.
+    /// The `CUstream` of its work.
     pub fn stream(&self) -> usize {
         self.comm.stream().raw() as usize
     }
 
-    /// Makes a collective, after what was given to the stream `caller` so far. `witnessed` is false
-    /// where a CUDA graph is being captured: it is replayed without us.
+    /// Starts a collective after the work given to the stream `caller` so far. `checked` is false while a CUDA graph
+    /// is captured, because the engine takes no part in its replays.
     ///
     /// # Errors
     ///
-    /// What an earlier call has failed with; [`Error::Unsupported`] for what NCCL cannot do.
+    /// The error of an earlier call; [`Error::Unsupported`] for what NCCL cannot do.
     ///
     /// # Safety
     ///
@@ -145,17 +144,17 @@ impl DeviceGroup {
         fork::check()?;
         self.failure.get()?;
         self.group.check(&request)?;
-        let plan = NcclCall::of(&request, self.comm.rank(), self.comm.size())?;
+        let nccl_call = NcclCall::of(&request, self.comm.rank(), self.comm.size())?;
         let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;
         let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
-        let run = || plan.run(&self.comm, &self.nccl);
+        let run = || nccl_call.run(&self.comm, &self.nccl);
         // SAFETY: passed on to the caller.
         unsafe { self.submit(signature, check, caller, checked, run) }
     }
 
-    /// Makes several messages that travel together, all sent and received at once. Only the ranks that
-    /// they are between take part, so there is no witness; who is gone is noticed all the same.
+    /// Starts several messages that are sent and received together. Only the ranks that they are between take part,
+    /// so there is no consistency check; lost ranks are noticed all the same.
     ///
     /// # Errors
     ///
@@ -208,7 +207,7 @@ impl DeviceGroup {
             run()?;
             Event::record(stream)
         };
-        // Before it is given to NCCL, whose first call of a kind waits for all ranks.
+        // Watch it before it is given to NCCL, whose first call of a kind waits for all ranks.
         let end: Arc<OnceLock<Event>> = Arc::default();
         if watched {
             let (abort_group, comm, failure) =
@@ -233,12 +232,12 @@ impl DeviceGroup {
         Ok(DeviceCall { done, check, failure: self.failure.clone() })
     }
 
-    /// This rank cannot go on: neither can the others.
+    /// Records that this rank cannot go on, and aborts the others.
     fn fail(&self, error: &Error) {
         self.failure.raise(error, &self.comm, &self.abort_group);
     }
 
-    /// Ends it now, on all ranks.
+    /// Aborts the group now, on all ranks.
     pub fn abort(&self, why: &str) {
         self.fail(&Error::Aborted(why.to_owned()));
     }
@@ -246,7 +245,7 @@ impl DeviceGroup {
 
 impl Drop for DeviceGroup {
     fn drop(&mut self) {
-        // Ending well takes all ranks.
+        // A regular end needs all ranks.
         let what = Request::nothing().signature();
         if self.abort_group.engine().check_peers(self.abort_group.members(), &what).is_err() {
             self.comm.abort();

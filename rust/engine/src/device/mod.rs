@@ -1,4 +1,4 @@
-//! Collectives on GPU memory: NCCL carries the data, the engine watches over the ranks.
+//! Collectives on GPU memory: NCCL moves the data, the engine watches the ranks.
 //!
 //! Uses [`crate::runtime`] and what it uses, and nccl-rs.
 

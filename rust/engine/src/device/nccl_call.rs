@@ -1,4 +1,4 @@
-//! What a call becomes for NCCL: its own collectives, or messages in a group where it has none.
+//! Translates a call for NCCL: into its own collectives, or into grouped messages where it has none.
 
 use nccl_rs::{Communicator, Data, DataMut, DataType, Nccl, Op};
 use trigram_core::signature::Collective;
@@ -13,7 +13,7 @@ pub(crate) struct NcclCall<'a> {
     root: u32,
     inp: Data<'a>,
     out: Data<'a>,
-    /// Parts sent to and received from each rank, for those that NCCL has no call for.
+    /// Parts that are sent to and received from each rank, for calls that NCCL does not have.
     parts: Vec<(bool, u32, Data<'a>)>,
 }
 
@@ -24,7 +24,7 @@ impl NcclCall<'_> {
         let (what, len, root) = (call.what, call.len, call.root);
         let Tensors { input, input_len, output, output_len } = *tensors;
         let width = call.dtype.size();
-        // SAFETY: whoever made the request answers for its memory.
+        // SAFETY: the request's maker promises that its memory is valid.
         let data = |at: usize, count: usize| unsafe { Data::from_raw(at as u64, count, kind) };
         let (inp, out) = (data(input as usize, input_len / width), data(output as usize, output_len / width));
         let part = |base: usize, k: usize| data(base + k * len * width, len);
@@ -55,7 +55,7 @@ impl NcclCall<'_> {
                     }
                 }
             }
-            // Unequal parts, each reduced by its owner, or given by it to all.
+            // Unequal parts: each is reduced by, or broadcast from, its owner.
             Collective::ReduceScatter | Collective::AllGather if call.splits.is_some() => {
                 let base = if what == Collective::AllGather { output as usize } else { input as usize };
                 let mut at = base;
@@ -76,11 +76,11 @@ impl NcclCall<'_> {
     pub(crate) fn run(&self, comm: &Communicator, nccl: &Nccl) -> nccl_rs::Result<()> {
         let in_place = self.inp.address() == self.out.address();
         let inp = (!in_place).then_some(self.inp);
-        // SAFETY: as for the plan; what is read and written at once is the same.
+        // SAFETY: as for the request; memory that is read and written at the same time is the same buffer.
         let out = unsafe { raw_mut(&self.out) };
         match self.what {
             Collective::AllReduce => comm.all_reduce(inp, out, self.op),
-            // Elsewhere than on the root there is no output, and none is written.
+            // Other ranks than the root have no output, and none is written.
             // SAFETY: as above.
             Collective::Reduce => comm.reduce(None, unsafe { raw_mut(&self.inp) }, self.op, self.root),
             Collective::Broadcast => comm.broadcast(out, self.root),
@@ -109,7 +109,7 @@ impl NcclCall<'_> {
     }
 }
 
-/// The same memory, to be written.
+/// The same memory, writable.
 ///
 /// # Safety
 ///
@@ -134,7 +134,7 @@ pub(crate) fn data_type(dtype: DType) -> Result<DataType> {
 
 fn operator(op: ReduceOp, dtype: DType) -> Result<Op> {
     Ok(match (op, dtype) {
-        // Of zeros and ones the largest is whether any is one, the smallest whether all are.
+        // For zeros and ones, max is or, and min is and.
         (ReduceOp::Bor, DType::Bool) => Op::MAX,
         (ReduceOp::Band, DType::Bool) => Op::MIN,
         (ReduceOp::Sum, _) => Op::SUM,

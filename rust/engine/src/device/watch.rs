@@ -1,4 +1,4 @@
-//! One thread looks after all calls under way on GPUs: whether their ranks agree and are alive.
+//! One thread that watches all calls under way on GPUs: whether their ranks agree and are alive.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,10 +11,10 @@ use crate::device::failure::{DYING, Failure, POLL_INTERVAL, blame, from_nccl};
 use crate::runtime::group::Group;
 use crate::sys::completion::Completion;
 
-/// A rank that has left may have done its part of a call that is under way still.
+/// A rank that has left may have finished its part of a call that is still under way here.
 const LEAVING: Duration = Duration::from_secs(2);
 
-/// What is under way on GPUs, and the thread that looks after it.
+/// The calls under way on GPUs, and the thread that watches them.
 #[derive(Default)]
 pub(crate) struct Watcher {
     calls: Mutex<Vec<WatchedCall>>,
@@ -28,12 +28,12 @@ pub(crate) struct WatchedCall {
     pub(crate) signature: Signature,
     pub(crate) check: Option<Arc<Completion>>,
     pub(crate) done: Arc<OnceLock<Event>>,
-    /// Since when a peer is gone that had made the call: what it had to do with it may be done.
+    /// Since when a peer is lost that had made the call: its part may be done.
     pub(crate) gone: Option<Instant>,
 }
 
 impl WatchedCall {
-    /// Whether it is over, well or not.
+    /// Whether the call has ended, successfully or not.
     fn poll(&mut self) -> bool {
         match self.state() {
             Ok(over) => over,
@@ -57,7 +57,7 @@ impl WatchedCall {
         if reached && self.check.is_none() {
             return Ok(true);
         }
-        // Who is gone is told before what NCCL noticed of it.
+        // A lost rank comes before what NCCL noticed of it.
         if let Err(error) = self.abort_group.engine().check_peers(self.abort_group.members(), &self.signature)
         {
             let grace = match &error {
@@ -77,9 +77,9 @@ impl WatchedCall {
 }
 
 impl Watcher {
-    /// Looks after a call from now on, in one thread for all.
+    /// Watches a call from now on, in one thread for all calls.
     pub(crate) fn over(call: WatchedCall) -> Result<()> {
-        // Made when it is first needed, and again where its thread could not be started.
+        // Created at first use, and again if its thread could not be started.
         static WATCH: Mutex<Option<Arc<Watcher>>> = Mutex::new(None);
         let mut made = WATCH.lock().unwrap_or_else(PoisonError::into_inner);
         let watch = match &*made {
@@ -110,10 +110,10 @@ impl Watcher {
             calls.append(&mut new);
             drop(new);
             if let Some(call) = calls.first() {
-                // Or a graph that is captured meanwhile would forbid this thread to ask for events.
+                // Otherwise a graph that is captured meanwhile would forbid this thread to query events.
                 let _ = call.comm.stream().device().ignore_captures();
             }
-            // Not under the lock: an abort takes its time, and callers must not wait for it.
+            // Not under the lock: an abort takes time, and callers must not wait for it.
             calls.retain_mut(|call| !call.poll());
             if !calls.is_empty() {
                 std::thread::sleep(POLL_INTERVAL);

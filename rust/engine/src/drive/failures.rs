@@ -1,8 +1,8 @@
-//! Fails calls that cannot go on, and names those waited for.
+//! Fails calls that cannot go on, and names the ranks that a call waits for.
 //!
-//! The first failure of a call reaches every rank (invariant ERR-3): whoever finds it sends it to
-//! all members, and each fails the same call with the same error. Other calls of the group go on;
-//! a lost peer ends all calls that need it, and all later ones.
+//! The first failure of a call reaches every rank (invariant ERR-3): the rank that finds it sends it to all members,
+//! and each fails the same call with the same error. Other calls of the group go on. A lost peer fails all calls that
+//! need it, and all later ones.
 
 use std::time::{Duration, Instant};
 
@@ -18,9 +18,9 @@ use crate::health::log_lines::LogLine;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
 
-/// After this long without progress a rank tells the others what it called.
+/// After this long without progress, a rank tells the others what it called.
 const STALL: Duration = Duration::from_millis(100);
-/// After this long a log line names those it waits for.
+/// After this long, a log line names the ranks that a call waits for.
 const NAME_AFTER: Duration = Duration::from_secs(10);
 
 /// The error of a call of `group` that needs the lost rank `rank`; `me`: this rank.
@@ -32,8 +32,9 @@ pub(crate) fn reason(
     group: u64,
     signature: &Signature,
 ) -> Error {
-    // Who leaves for another's death has told of the call that it failed. That death is the reason here too,
-    // even where it is not known yet: the kernel closes a dead rank's connections one after another.
+    // If a peer exits because a third rank died, blame the third: before it exits, the peer reports the calls that
+    // failed. This rank may not know of that death yet, because the kernel closes a dead process's connections one
+    // after another.
     let mut deaths = calls
         .unexpected
         .failures_of(rank, group)
@@ -41,7 +42,7 @@ pub(crate) fn reason(
     deaths.next().cloned().unwrap_or_else(|| peers.error(rank, signature))
 }
 
-/// Fails a call that could not go on here. If that is for want of a peer, then for the reason why it was lost.
+/// Fails a call that cannot go on here. If it lacks a peer, the error gives the reason why that peer was lost.
 pub(crate) fn stop(calls: &mut Calls, i: usize, error: Error, out: &mut Outbox, peers: &Peers, me: u32) {
     let error = match error {
         Error::PeerLost { rank, .. } if peers.is_lost(rank) => lost(calls, i, rank, peers, me),
@@ -67,11 +68,11 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
             continue;
         }
         let members = &active.body.members;
-        // Before its schedule begins a call waits for what any member may have to say.
+        // Before its schedule begins, a call waits for messages from every member.
         let all = active.state == CallState::Waiting && active.opening == Opening::Messages;
         let ranks = if all { members.ranks.clone() } else { members.ranks_of(&active.waiting_for()) };
         if let Some(rank) = peers.first_lost(&ranks) {
-            // A helper need not say so then: who has left may have had its result without it.
+            // A helper need not tell then: ranks that have left may have had their result without it.
             let tell = !all || members.me < members.layout.workers();
             let error = lost(calls, i, rank, peers, me);
             calls.fail(i, error, tell, out);
@@ -79,7 +80,8 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
     }
 }
 
-/// Deadlines, stalls and the naming of those waited for.
+/// Fails calls that have timed out, announces stalled calls to the other ranks, and queues log lines that name the
+/// ranks that a call waits for.
 pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me: u32, now: Instant) {
     for i in 0..calls.active.len() {
         let active = &mut calls.active[i];
@@ -90,7 +92,7 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
             active.moved = now;
         }
         if let Some(rank) = peers.broken(&active.body.members.ranks, active.moved, now) {
-            // It waits for the living, who have heard of the loss in another call and will not come.
+            // It waits for surviving ranks that have learned of the loss in another call and will not make this one.
             let error = lost(calls, i, rank, peers, me);
             calls.fail(i, error, true, out);
             continue;
@@ -98,7 +100,7 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
         let late = calls.is_late(i, now);
         let active = &mut calls.active[i];
         let waited = now - active.began;
-        // Who has said that it is in the call is sent everything: not before it can take it.
+        // A rank that announces that it is in a call gets all data sent, so it must be able to take it.
         let ready = active.state != CallState::Waiting || active.opening != Opening::Messages;
         let stalled = now - active.moved > STALL && !active.announced && ready;
         let name = waited > NAME_AFTER && !active.named && active.completion.is_awaited();

@@ -1,7 +1,7 @@
-//! A rank without data takes part in the calls of the group that it helps.
+//! A helper: a rank without data that takes part in the calls of a group.
 //!
-//! It has no caller that would say what comes next. The first message of a call does, for its signature is all that
-//! a schedule is made of; calls are taken up in the order of their numbers.
+//! It has no caller that says what comes next. The first message of a call says it: a call's signature determines its
+//! schedule. The helper takes calls up in the order of their numbers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,24 +14,25 @@ use crate::group::members::Members;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
 
-/// Calls in which a helper takes part at the same time, at most: each takes memory for its share, from each worker.
+/// The most calls that a helper takes part in at the same time: each takes memory for its share of each worker's
+/// data.
 const MOST_HELPED: usize = 8;
 
-/// The group that this rank helps, if it does.
+/// The group that this rank helps, if any.
 #[derive(Default)]
 pub(crate) struct Helper {
     group: Option<Arc<Members>>,
-    /// Whether it has not ended that yet, for other threads.
+    /// Whether it still helps, for other threads.
     active: Arc<AtomicBool>,
 }
 
-/// What a look at the group that this rank helps came to.
+/// What a helper does next.
 pub(crate) enum Helped {
-    /// There is nothing to do now.
+    /// Nothing now.
     Nothing,
-    /// It helps no more: a member is lost.
+    /// It has stopped helping: a member is lost.
     Ended,
-    /// It takes part in this call. What the call is, its first message has said.
+    /// It takes part in this call.
     Call(Submission),
 }
 
@@ -41,7 +42,7 @@ impl Helper {
         self.group = Some(members);
     }
 
-    /// Whether it helps none.
+    /// Whether it helps no group.
     pub(crate) fn is_idle(&self) -> bool {
         self.group.is_none()
     }
@@ -51,11 +52,11 @@ impl Helper {
         self.active.clone()
     }
 
-    /// Looks whether there is a call of the group to take part in.
+    /// Checks whether there is a call of the group to take part in.
     pub(crate) fn look(&mut self, calls: &mut Calls, out: &mut Outbox, peers: &Peers) -> Helped {
         let Some(members) = self.group.clone() else { return Helped::Nothing };
         if let Some(rank) = peers.first_lost(&members.ranks) {
-            // Who has left may have its result, and others not yet.
+            // A rank that left may have its result already, while others still need the helper.
             if calls.active.iter().any(|j| j.body.members.id == members.id) {
                 return Helped::Nothing;
             }
@@ -66,8 +67,8 @@ impl Helper {
             return Helped::Nothing;
         }
         let next = calls.next(members.id);
-        let mut early = calls.unexpected.frames();
-        let request = match early.find(|(_, f)| f.group == members.id && f.call == next) {
+        let mut message = calls.unexpected.frames();
+        let request = match message.find(|(_, f)| f.group == members.id && f.call == next) {
             Some((_, frame)) => Request::helping(&frame.signature),
             None if calls.unexpected.has_failed(members.id, next) => Request::nothing(),
             None => return Helped::Nothing,
@@ -75,7 +76,8 @@ impl Helper {
         Helped::Call(Submission { members, request, completion: Arc::default(), deadline: None })
     }
 
-    /// A member is gone. The workers shall hear of it before they hear that this rank leaves, which is no cause.
+    /// Stops helping because a member is lost. The workers must learn that before they learn that this rank leaves,
+    /// which is not the cause.
     fn end(&mut self, members: Arc<Members>, gone: u32, calls: &mut Calls, out: &mut Outbox, peers: &Peers) {
         let why = peers.reason(gone).map_or_else(String::new, ToString::to_string);
         let error = Error::PeerLost { rank: gone, what: "a call that this rank helps with".into(), why };

@@ -1,4 +1,4 @@
-//! What happens when a peer is lost: the others are told, its connection goes, and calls that sent to it fail.
+//! Handles the loss of a peer: tells the others, removes its connection, and fails the calls that were sending to it.
 
 use std::time::Instant;
 
@@ -14,8 +14,8 @@ use crate::health::peers::Peers;
 use crate::link::frames::Tx;
 use crate::link::outbox::{Outbox, control_frame};
 
-/// Evicts a rank that may live on: it is silent, or what it sends is corrupt. The others are told, so
-/// that all name the same rank. Returns what is left to say to it.
+/// Evicts a rank that may still run but sends no heartbeats or corrupt data. Tells the others, so that all blame the
+/// same rank. Returns the connection, if there is still something to send to the evicted rank.
 pub(crate) fn evict(
     calls: &mut Calls,
     out: &mut Outbox,
@@ -35,8 +35,8 @@ pub(crate) fn evict(
     lose(calls, out, peers, world, rank, why, LossKind::Silent)
 }
 
-/// A peer is gone. Calls that need it fail now; later calls of its groups fail at once. Returns what is left to say
-/// to it, if it may live on.
+/// Handles a lost peer. Calls that need it fail now; later calls of its groups fail at once. Returns the connection,
+/// if the peer may still run and there is still something to send to it.
 pub(crate) fn lose(
     calls: &mut Calls,
     out: &mut Outbox,
@@ -51,7 +51,7 @@ pub(crate) fn lose(
     }
     let (why, kind) = peers.lose(rank, why, kind);
     if kind == LossKind::Silent {
-        // Only what fits now: it may never take it.
+        // Only what fits now: the peer may never read it.
         announce(out, rank, rank, &why);
     }
     let mut tx = out.remove(rank);
@@ -69,8 +69,8 @@ pub(crate) fn lose(
     tx.filter(|_| kind == LossKind::Silent && !world.neighbours.contains_key(&rank))
 }
 
-/// A rank of this host that is evicted may only be stopped, in the middle of a call that lets it write
-/// to our memory. It must never wake up to do so: so it is ended, and known to be dead.
+/// Kills the process of an evicted rank of this host, and records its death. The process may only be stopped, in the
+/// middle of a call that lets it write to this rank's memory, so it must never wake up.
 fn kill(peers: &mut Peers, world: &World, rank: u32) {
     let Some(neighbour) = world.neighbours.get(&rank) else { return };
     if neighbour.end() {
@@ -78,11 +78,11 @@ fn kill(peers: &mut Peers, world: &World, rank: u32) {
         peers.set_dead(rank);
     }
     neighbour.dismiss();
-    // What that took was no sleep of this rank.
+    // The time that this took does not count as sleep of this rank.
     peers.note_heartbeat(Instant::now());
 }
 
-/// Tells `peer` that `rank` is evicted, perhaps `peer` itself. It must be there before the rank's process is ended,
+/// Tells `peer` that `rank`, perhaps `peer` itself, is evicted. This must arrive before the rank's process is killed,
 /// see [`kill`].
 fn announce(out: &mut Outbox, peer: u32, rank: u32, why: &Error) {
     if let Ok(payload) = postcard::to_stdvec(why) {

@@ -1,7 +1,7 @@
-//! Matches what arrives with who waits for it.
+//! Matches frames that arrive with the calls that wait for them.
 //!
-//! A message finds its call by group and number, and its step by sender and tag. If the step has
-//! begun, the payload goes straight into the call's memory; if not, it is kept until it does.
+//! A message finds its call by group and number, and its step by sender and tag. If the step has begun, the payload
+//! goes straight into the call's memory; otherwise it is kept until the step begins.
 
 use trigram_core::schedule::{Place, Step};
 use trigram_core::wire::{Frame, Kind};
@@ -10,7 +10,7 @@ use trigram_core::{Error, Result};
 use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::calls::Calls;
 use crate::call::mismatch::mismatch;
-use crate::call::unexpected::{EARLY_COST, MOST_EARLY, MOST_GROUPS};
+use crate::call::unexpected::{MESSAGE_COST, MOST_GROUPS, MOST_MESSAGE_BYTES};
 use crate::drive::failures;
 use crate::group::world::World;
 use crate::health::losses::{LossEvent, LossKind};
@@ -18,10 +18,10 @@ use crate::health::peers::Peers;
 use crate::link::frames::{AHEAD, Sink, Target, Token};
 use crate::link::outbox::Outbox;
 
-/// Bytes of an error that a peer tells, at most.
-const MOST_WORDS: usize = 1 << 20;
+/// The most bytes of an error that a peer reports.
+const MOST_ERROR_BYTES: usize = 1 << 20;
 
-/// What a frame that arrives may touch.
+/// What a frame that arrives may change.
 pub(crate) struct Matching<'a> {
     pub(crate) world: &'a World,
     pub(crate) peers: &'a mut Peers,
@@ -30,10 +30,10 @@ pub(crate) struct Matching<'a> {
 }
 
 impl Matching<'_> {
-    /// Hands a new call what came before it.
-    pub(crate) fn take_early(&mut self, i: usize) {
+    /// Passes messages that came before a call was made to the new call.
+    pub(crate) fn take_unexpected(&mut self, i: usize) {
         let mut from = 0;
-        while let Some((peer, frame, payload)) = self.calls.take_early(i, &mut from) {
+        while let Some((peer, frame, payload)) = self.calls.take_unexpected(i, &mut from) {
             if self.compare(i, peer, &frame) {
                 self.accept(i, peer, &frame, payload);
             }
@@ -56,7 +56,7 @@ impl Matching<'_> {
         failures::stop(self.calls, i, error, self.out, self.peers, self.world.rank);
     }
 
-    /// A peer has evicted a rank: so do we. If it is this rank, it cannot go on with that peer.
+    /// A peer has evicted a rank, and so does this rank. If the evicted rank is this one, it loses the peer.
     fn receive_loss(&mut self, peer: u32, rank: u32, payload: &[u8]) {
         let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
         if rank == self.world.rank {
@@ -67,7 +67,7 @@ impl Matching<'_> {
         }
     }
 
-    /// Whether a peer is in the same call as we; if not, the call fails.
+    /// Whether a peer has made the same call as this rank; if not, the call fails.
     fn compare(&mut self, i: usize, peer: u32, frame: &Frame) -> bool {
         let body = &self.calls.active[i].body;
         let Some(place) = body.members.place_of(peer) else { return false };
@@ -107,18 +107,18 @@ impl Matching<'_> {
     }
 }
 
-/// Whether a call may keep a message: each comes once, and once its schedule is known it says which come. So what
-/// peers can make us keep is what the call was to receive anyway.
+/// Whether a call may keep a message. Each message comes once, and once the schedule is known, so are its messages.
+/// So peers can make this rank keep only what the call was to receive anyway.
 fn is_due(active: &ActiveCall, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
     let arrived = &active.body.arrived;
     let known = !active.exec.schedule().steps.is_empty() || active.state == CallState::Running;
-    let held = if known { 0 } else { arrived.iter().map(|m| m.2.len() + EARLY_COST).sum() };
-    held + len <= MOST_EARLY
+    let held = if known { 0 } else { arrived.iter().map(|m| m.2.len() + MESSAGE_COST).sum() };
+    held + len <= MOST_MESSAGE_BYTES
         && (!known || step.is_some_and(|s| !active.exec.is_finished(s)))
         && !arrived.iter().any(|m| m.0 == place && m.1 == tag)
 }
 
-/// Puts the last letter of the mail where its step, which waits for it, wants it.
+/// Copies the last message that arrived into the memory of the step that waits for it.
 fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
     let Some((place, _, bytes)) = active.body.arrived.pop() else { return Ok(()) };
     let (to, len) = destination(active, step)?;
@@ -134,7 +134,7 @@ fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
     active.complete(step, out)
 }
 
-/// Where a `Recv` step puts what it receives, and how many bytes.
+/// Where a `Recv` step puts what it receives, and its length in bytes.
 fn destination(active: &ActiveCall, step: u32) -> Result<(*mut u8, usize)> {
     match &active.exec.schedule().steps[step as usize] {
         Step::Recv { span, .. } if span.len == 0 => Ok((std::ptr::dangling_mut(), 0)),
@@ -150,7 +150,7 @@ impl Sink for Matching<'_> {
         let heap = || Target::Heap(vec![0; AHEAD.min(frame.len as usize)]);
         if frame.kind != Kind::Data {
             let most = match frame.kind {
-                Kind::Fail | Kind::Lost => MOST_WORDS,
+                Kind::Fail | Kind::Lost => MOST_ERROR_BYTES,
                 Kind::Rate => size_of::<f64>(),
                 _ => 0,
             };

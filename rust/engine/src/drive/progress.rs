@@ -1,6 +1,6 @@
-//! One round of everything that moves: what arrived, the calls under way, what waits to be sent.
+//! One round of progress: reads what has arrived, advances the calls under way, and writes what waits to be sent.
 //!
-//! Whoever holds the progress lock (`crate::runtime::driver`) calls `Progress::poll` until nothing moves.
+//! Whichever thread holds the progress lock (`crate::runtime::driver`) calls `Progress::poll` until nothing moves.
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -29,12 +29,12 @@ use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 
-/// How long a rank that leaves waits for those that it gave up to take the word that they are.
+/// On shutdown, how long to keep delivering LOST notices to evicted peers.
 const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
 
-/// Everything that moves, under the progress lock.
+/// Everything that the progress lock protects.
 pub struct Progress {
-    /// The call as this rank sees it.
+    /// The job as this rank sees it.
     pub(crate) world: Arc<World>,
     /// Counters for callers.
     pub counters: Arc<Counters>,
@@ -48,9 +48,9 @@ pub struct Progress {
     schedules: ScheduleCache,
     pacing: Pacing,
     helper: Helper,
-    /// By rank: what arrives from it; None for this rank, and for those that are lost.
+    /// The inward connections, by rank; `None` for this rank and for lost ones.
     pub rx: Vec<Option<Rx>>,
-    /// Neighbours whose control connection has ended.
+    /// Ranks of this host whose socket has closed.
     gone: Vec<u32>,
     closing: Vec<ClosingConnection>,
     heartbeat: Heartbeat,
@@ -59,7 +59,7 @@ pub struct Progress {
 }
 
 impl Progress {
-    /// Nothing has moved yet.
+    /// For the start of a job.
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Self {
         let counters = Arc::new(Counters::new(world.size()));
         Self {
@@ -92,12 +92,12 @@ impl Progress {
         }
     }
 
-    /// Takes a call up.
+    /// Takes up a call.
     pub fn admit(&mut self, submission: Submission) {
         self.scheduling().admit(submission);
     }
 
-    /// Skips the collectives of a group up to `through`, failing those under way, here and on all ranks.
+    /// Aborts the collectives of a group before the `through`-th, on all ranks.
     pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
         self.calls.abort(members, through, error, &mut self.out);
     }
@@ -109,12 +109,12 @@ impl Progress {
         }
     }
 
-    /// Fails everything under way, and tells the other members if they may not know.
+    /// Fails all calls under way; with `tell`, also tells the other members.
     pub fn fail_all(&mut self, error: &Error, tell: bool) {
         self.calls.fail_all(error, tell, &mut self.out);
     }
 
-    /// Takes part in the calls of a group from now on.
+    /// Helps a group from now on.
     pub fn help(&mut self, members: Arc<Members>) {
         self.helper.begin(members);
     }
@@ -124,7 +124,7 @@ impl Progress {
         self.helper.active()
     }
 
-    /// Whether there is nothing to do, and nothing may come to be done.
+    /// Whether no call is under way, and none can come without a caller.
     pub fn is_idle(&self) -> bool {
         self.calls.active.is_empty() && self.helper.is_idle()
     }
@@ -134,7 +134,7 @@ impl Progress {
         !self.out.is_idle()
     }
 
-    /// The socket of a peer may be read from and written to again.
+    /// The socket of a peer has become readable or writable.
     pub(crate) fn wake(&mut self, rank: u32) {
         if let Some(rx) = self.rx.get_mut(rank as usize).and_then(Option::as_mut) {
             rx.wake();
@@ -144,10 +144,10 @@ impl Progress {
         }
     }
 
-    /// The control connection of a rank of this host has ended, or `error`: what came over it cannot be used.
+    /// The socket of a rank of this host has closed, or failed with `error`.
     pub(crate) fn end_socket(&mut self, rank: u32, error: Option<Error>) {
         match error {
-            // It lives on, and what it lent cannot be used.
+            // The rank lives, but the memory that it shares cannot be used.
             Some(why) => self.report(rank, why, LossKind::Silent),
             None => self.gone.push(rank),
         }
@@ -157,7 +157,7 @@ impl Progress {
         self.peers.report(LossEvent { rank, why, kind, reported_by: None });
     }
 
-    /// The ranks that the oldest call with a waiting caller waits for, before this rank sleeps.
+    /// The ranks that the oldest call with a waiting caller waits for.
     pub(crate) fn awaited(&self) -> Vec<u32> {
         let active = self.calls.active.iter().find(|active| active.completion.is_awaited());
         active.map_or_else(Vec::new, |active| active.body.members.ranks_of(&active.absent()))
@@ -166,7 +166,7 @@ impl Progress {
     /// Moves everything once; true if anything moved.
     pub fn poll(&mut self) -> bool {
         let mut moved = self.read();
-        // Only now: what a peer said before its connection closed is acted on before that.
+        // Only now: frames that a peer sent before its connection closed come first.
         for event in self.peers.take_events() {
             self.act_on(event);
             moved = true;
@@ -202,20 +202,20 @@ impl Progress {
         moved
     }
 
-    /// Ends the calls that are done, well or not; true if there were any.
+    /// Ends the calls that are done, successfully or not; true if there were any.
     pub fn reap(&mut self, now: Instant) -> bool {
         self.scheduling().reap(now)
     }
 
-    /// Deadlines, stalls and the naming of those waited for.
+    /// Fails calls that have timed out, announces stalled calls, and queues log lines about long waits.
     pub fn check_time(&mut self, now: Instant) {
         check_time(&mut self.calls, &mut self.out, &self.peers, self.world.rank, now);
     }
 
-    /// Shows that this rank is alive, and looks who else is. What has arrived has just been read.
+    /// Sends heartbeats and checks those of the peers. What has arrived has just been read.
     pub(crate) fn heartbeat(&mut self) {
         self.closing.retain_mut(ClosingConnection::pump);
-        let silent = self.heartbeat.beat(&self.world, &mut self.peers, &mut self.out, &self.rx);
+        let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
         for (rank, silent) in silent {
             let why = Error::Aborted(format!("no heartbeat from it for {:.1} s", silent.as_secs_f64()));
@@ -223,7 +223,7 @@ impl Progress {
         }
     }
 
-    /// Reads what has arrived, and takes note of who is gone; true if anything has.
+    /// Reads what has arrived, and reports peers that are lost; true if anything arrived.
     fn read(&mut self) -> bool {
         let mut moved = false;
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
@@ -243,7 +243,7 @@ impl Progress {
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         for (rank, error) in sink.out.take_unwritable() {
-            // What it said before it closed is still to be read, and may be why.
+            // What it sent before it closed is still to be read, and may be the reason.
             let Some(rx) = self.rx[rank as usize].as_mut() else { continue };
             rx.wake();
             let end = loop {
@@ -267,10 +267,10 @@ impl Progress {
         moved
     }
 
-    /// Acts on what was heard of a rank.
+    /// Handles the loss of a peer.
     fn act_on(&mut self, event: LossEvent) {
         let LossEvent { rank, why, kind, reported_by } = event;
-        // Two that are cut off from each other accuse each other: who comes second is not heard.
+        // Two ranks that are cut off from each other blame each other: the second report is ignored.
         let kind_of = |rank| self.peers.kind(rank);
         if reported_by.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
             return;
@@ -286,7 +286,7 @@ impl Progress {
         }
     }
 
-    /// Tells the peers that this rank leaves, and sees that what it sent gets through.
+    /// Tells the peers that this rank leaves, and waits until what it has sent is delivered.
     pub(crate) fn announce_leave(&mut self) {
         let leave = control_frame(Kind::Leave, 0, 0);
         self.out.all().for_each(|(_, tx)| tx.give(&leave, Vec::new()));
@@ -305,7 +305,7 @@ impl Progress {
         }
         self.closing.clear();
         self.out.all().for_each(|(_, tx)| tx.close());
-        // Read what is there: closing over unread bytes would tear down what we have just sent.
+        // Read what is there: closing over unread bytes would discard what was just sent.
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
         let mut sink = Matching { world: &self.world, peers, calls, out };
         for rx in self.rx.iter_mut().flatten() {
@@ -316,7 +316,7 @@ impl Progress {
         self.reap(Instant::now() + Duration::from_secs(60));
     }
 
-    /// What still arrives for failed calls goes nowhere: their memory is about to be given back.
+    /// Redirects what still arrives for failed calls, because their memory is about to be returned to the callers.
     fn redirect_failed(&mut self) {
         for active in self.calls.take_failed() {
             self.rx.iter_mut().flatten().for_each(|rx| rx.redirect(active));
@@ -324,7 +324,7 @@ impl Progress {
     }
 }
 
-/// What the end of a connection means.
+/// How a peer was lost whose connection has closed.
 fn closed(rx: &Rx, why: &str) -> (LossKind, Error) {
     match rx.is_leaving {
         true => (LossKind::Left, Error::Aborted("it has left the job".into())),

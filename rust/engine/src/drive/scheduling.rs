@@ -1,4 +1,4 @@
-//! Moves the calls under way: takes them up, walks their schedules, ends them.
+//! Moves the calls under way: takes them up, runs their schedules, ends them.
 //!
 //! Everything here happens under the progress lock, in one thread at a time.
 
@@ -26,10 +26,10 @@ use crate::health::peers::Peers;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
 
-/// How long a failed call waits for peers to let go of its memory, beyond the silence that is forgiven.
+/// How long a failed call waits for peers to release its memory, in addition to the tolerated silence.
 const CLOSE: Duration = Duration::from_secs(2);
 
-/// What moving a call may touch.
+/// What moving a call may change.
 pub(crate) struct Scheduling<'a> {
     pub(crate) world: &'a World,
     pub(crate) counters: &'a Counters,
@@ -41,13 +41,13 @@ pub(crate) struct Scheduling<'a> {
 }
 
 impl Scheduling<'_> {
-    /// Takes a call up.
+    /// Takes up a call.
     pub(crate) fn admit(&mut self, submission: Submission) {
         let Submission { members, request, completion, deadline } = submission;
         let calls = &mut *self.calls;
         let (call_id, peer) = calls.number(&members, request.message);
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
-        // Whose message has come may have left since.
+        // A sender whose message has arrived may have left since.
         let has_come = calls.unexpected.frames().any(|(from, frame)| {
             Some(from) == peer
                 && frame.group == members.id
@@ -59,7 +59,7 @@ impl Scheduling<'_> {
             Some(_) if has_come => None,
             Some(rank) => self.peers.first_lost(&[rank]),
         };
-        // Others may not know of a loss; of a failure that came here, they do.
+        // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
         let error = match (failed, gone) {
             (Some(error), _) => {
                 self.peers.remove_failed_call(members.id);
@@ -79,11 +79,11 @@ impl Scheduling<'_> {
             calls.set_deadline(i, deadline);
         }
         let (peers, out) = (&mut *self.peers, &mut *self.out);
-        Matching { world: self.world, peers, calls: self.calls, out }.take_early(i);
+        Matching { world: self.world, peers, calls: self.calls, out }.take_unexpected(i);
         self.advance(i);
     }
 
-    /// Moves one call on as far as it goes now; true if it moved.
+    /// Advances one call as far as possible; true if it moved.
     pub(crate) fn advance(&mut self, i: usize) -> bool {
         let mut moved = false;
         loop {
@@ -147,7 +147,7 @@ impl Scheduling<'_> {
                 Ok(())
             }
             CallState::Opening => {
-                // Who gave the call up has sent word of why; it is on its way.
+                // A rank that has aborted the call has sent the reason, which is on its way.
                 if !members.all_arrived(call, 0) || members.has_failed(call) {
                     return Ok(());
                 }
@@ -173,7 +173,7 @@ impl Scheduling<'_> {
         }
     }
 
-    /// The schedule of a call that knows what it may touch.
+    /// The schedule of a call whose shared memory is known.
     fn schedule(&mut self, i: usize) -> Result<Arc<Schedule>> {
         let active = &self.calls.active[i];
         let members = &active.body.members;
@@ -182,8 +182,8 @@ impl Scheduling<'_> {
         self.schedules.schedule(&active.body, active.opening, rates)
     }
 
-    /// Brings the rates that a call goes by up to date; false if it must wait for its turn, or for
-    /// what a peer has to say. Rates change with a call, so the calls before and after it must not overtake it.
+    /// Brings the rates that a call uses up to date; false if the call must wait for its turn, or for a peer's
+    /// declaration. Rates change with a call, so no call before or after it may overtake it.
     fn settle(&mut self, i: usize) -> bool {
         let Body { members, call_id, .. } = &self.calls.active[i].body;
         let (members, call) = (members.clone(), *call_id);
@@ -218,7 +218,7 @@ impl Scheduling<'_> {
         true
     }
 
-    /// Steps whose frames have left since the last look; true if there were any.
+    /// Completes steps whose frames have left; true if there were any.
     pub(crate) fn finish_sends(&mut self) -> bool {
         let mut moved = false;
         while let Some(token) = self.out.next_finished() {
@@ -233,13 +233,13 @@ impl Scheduling<'_> {
         Matching { world: self.world, peers, calls: self.calls, out }.complete(token);
     }
 
-    /// Writes what waits; true if anything moved.
+    /// Writes what waits to be sent; true if anything moved.
     pub(crate) fn pump_out(&mut self) -> bool {
         let moved = self.out.pump();
         self.finish_sends() | moved
     }
 
-    /// Ends the calls that are done, well or not; true if there were any.
+    /// Ends the calls that are done, successfully or not; true if there were any.
     pub(crate) fn reap(&mut self, now: Instant) -> bool {
         let mut moved = false;
         let mut i = 0;
@@ -249,12 +249,13 @@ impl Scheduling<'_> {
             let members = &active.body.members;
             let over = match active.state {
                 CallState::Running => active.exec.is_done(),
-                // Its turn in the operation slot has not come: the call before is still under way here.
+                // It has not got its operation slot yet: an earlier call of this rank still uses it.
                 CallState::Closing if !active.entered => !members.busy(call).any(|p| p == members.me),
                 CallState::Closing => {
                     let held = members.inside(call).into_iter();
                     let held = held.filter(|&p| !self.peers.is_lost(members.ranks[p as usize])).count();
-                    // Who holds it may be stopped: that is forgiven up to the limit, and ends in a loss beyond.
+                    // A rank that holds the memory may be stopped: that is tolerated up to the limit, and ends in its
+                    // loss.
                     held == 0 || now - active.moved > CLOSE + self.peers.limit()
                 }
                 _ => false,

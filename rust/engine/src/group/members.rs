@@ -1,4 +1,4 @@
-//! Who is in a group, and how each member is reached.
+//! The members of a group, and the operation slots and bounce buffers that those of one host share.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -13,12 +13,12 @@ use crate::group::world::World;
 use crate::host::control_segment::{ControlSegment, OP_SLOTS, OpSlot};
 use crate::sys::memory::RegisteredBuffer;
 
-/// A member on this host, this rank included.
+/// A member on this host; this rank is one too.
 #[derive(Debug)]
 struct Local {
     place: Place,
     control: ControlSegment,
-    /// Where its directory has the group, once found.
+    /// The group's index in the member's directory, once it has been found.
     found: AtomicUsize,
 }
 
@@ -37,12 +37,12 @@ pub struct Members {
     pub me: Place,
     /// The group as schedules see it.
     pub layout: Layout,
-    /// What each member's link carries in bytes per second, as all go by now; empty if equal shares.
+    /// What each member's link carries, in bytes per second, as all ranks agreed; empty if shares are equal.
     rates: Mutex<Vec<f64>>,
-    /// Collectives that this rank has made, or skipped.
+    /// Collectives that this rank has made or skipped.
     pub made: AtomicU64,
     locals: Vec<Local>,
-    /// This rank's bounce buffers, one for each operation slot, once used.
+    /// This rank's bounce buffers, one for each operation slot, allocated at first use.
     bounce_buffers: [OnceLock<Option<RegisteredBuffer>>; OP_SLOTS],
     /// By operation slot, one more than the last call that used the bounce buffer.
     bounce_buffer_used: [AtomicU64; OP_SLOTS],
@@ -50,7 +50,7 @@ pub struct Members {
 }
 
 impl Members {
-    /// The group of these world ranks, of which the last `helpers` only help; this rank is one of them.
+    /// The group of these world ranks, of which the last `helpers` have no data; this rank is one of them.
     pub fn new(id: u64, name: String, ranks: Vec<u32>, helpers: u32, world: &World) -> Result<Self> {
         let Some(me) = ranks.iter().position(|&r| r == world.rank) else {
             return Err(Error::misuse(format!(
@@ -103,8 +103,7 @@ impl Members {
         })
     }
 
-    /// What each member's link carries, in bytes per second, as schedules go by; empty while nobody
-    /// knows.
+    /// What each member's link carries, in bytes per second, as all ranks agreed; empty while nobody knows.
     pub fn rates(&self) -> Vec<f64> {
         self.rates.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -124,7 +123,7 @@ impl Members {
         places.iter().filter_map(|&p| self.ranks.get(p as usize).copied()).collect()
     }
 
-    /// Whether calls of this group meet on the control segment.
+    /// Whether calls of this group use operation slots.
     pub fn has_op_slots(&self) -> bool {
         !self.locals.is_empty()
     }
@@ -134,20 +133,20 @@ impl Members {
         self.locals.iter().map(|l| l.place)
     }
 
-    /// The operation slot of a member on this host for a collective, once the member has made the group.
-    /// Messages between two ranks have none.
+    /// The operation slot of a member on this host for a collective, once the member has created the group. Messages
+    /// between two ranks have none.
     pub fn op_slot(&self, place: Place, call: CallId) -> Option<&OpSlot> {
         self.locals.iter().find(|l| l.place == place)?.op_slot(self.id, call)
     }
 
-    /// This rank's bounce buffer for a call: what larger payloads pass through that only their owner can see.
-    /// `None` where there is no shared memory to be had.
+    /// This rank's bounce buffer for a call: larger payloads in private memory pass through it. `None` if there is no
+    /// shared memory left.
     pub fn bounce_buffer(&self, call: CallId, world: &World) -> Option<&RegisteredBuffer> {
         let buffer = &self.bounce_buffers[call.0 as usize % OP_SLOTS];
         buffer.get_or_init(|| world.allocate(BOUNCE_BYTES).ok()).as_ref()
     }
 
-    /// A call uses the bounce buffers: peers may read from this rank's until they have left it.
+    /// Records that a call uses the bounce buffers: peers may read from this rank's until they have left the call.
     pub fn use_bounce_buffer(&self, call: CallId) {
         self.bounce_buffer_used[call.0 as usize % OP_SLOTS].store(call.0 + 1, Ordering::Relaxed);
     }
@@ -170,7 +169,7 @@ impl Members {
         self.locals.iter().all(|l| l.has_arrived(self.id, call, ordinal))
     }
 
-    /// Whether a member on this host has given up a call. To be asked after arriving.
+    /// Whether a member on this host has aborted a call. To be asked after arriving.
     pub fn has_failed(&self, call: CallId) -> bool {
         self.locals.iter().any(|l| l.op_slot(self.id, call).is_some_and(|op_slot| op_slot.has_failed(call.0)))
     }
@@ -181,7 +180,7 @@ impl Members {
         absent.map(|l| l.place).collect()
     }
 
-    /// Members on this host that are not done with the call that used the operation slot before.
+    /// Members on this host that have not left the call that used the operation slot before.
     pub fn busy(&self, call: CallId) -> impl Iterator<Item = Place> + '_ {
         let busy = self.locals.iter().filter(move |l| {
             !l.is_past(self.id)
@@ -209,7 +208,7 @@ impl Drop for Members {
         if crate::sys::fork::is_child() {
             return buffers.for_each(|(_, buffer)| std::mem::forget(buffer)); // they are the parent's
         }
-        // A peer may still be reading from a bounce buffer, on its way out of the last call that used it.
+        // A peer that is leaving the last call may still be reading from a bounce buffer.
         for (i, buffer) in buffers {
             let call = self.bounce_buffer_used[i].load(Ordering::Relaxed);
             let readers = self.locals.iter().filter(|l| l.place != self.me);
@@ -236,7 +235,7 @@ impl Local {
         Some(self.control.op_slot(found, call.0))
     }
 
-    /// Whether the member has let the group go, after its last call.
+    /// Whether the member has deleted the group, after its last call.
     fn is_past(&self, id: u64) -> bool {
         let found = self.found.load(Ordering::Relaxed);
         found != NOT_FOUND && !self.control.has_group(found, id)

@@ -1,11 +1,11 @@
-//! Bounce buffers of groups that are gone, kept until no peer reads from them any more.
+//! Bounce buffers of deleted groups, kept until no peer reads from them any more.
 
 use std::sync::{Mutex, PoisonError};
 
 use crate::host::control_segment::ControlSegment;
 use crate::sys::memory::RegisteredBuffer;
 
-/// Bounce buffers of groups that have been let go, until no peer reads from them any more.
+/// Bounce buffers of deleted groups that a peer may still read.
 #[derive(Debug, Default)]
 pub struct Retired(Mutex<Vec<RetiredBuffer>>);
 
@@ -15,7 +15,7 @@ pub(crate) struct RetiredBuffer {
     pub(crate) group: u64,
     /// One more than the last call that used it.
     pub(crate) call: u64,
-    /// Boards of the ranks that may read it, and where each has the group.
+    /// Control segments of the ranks that may read it, and the group's index in each.
     pub(crate) readers: Vec<(ControlSegment, usize)>,
 }
 
@@ -35,7 +35,7 @@ impl Retired {
         self.sweep();
     }
 
-    /// Gives back the bounce buffers that nobody reads any more.
+    /// Frees the bounce buffers that no peer reads any more.
     pub fn sweep(&self) {
         let mut buffers = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let read = std::mem::take(&mut *buffers).into_iter().filter(RetiredBuffer::is_read).collect();

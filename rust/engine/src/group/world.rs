@@ -1,4 +1,4 @@
-//! The job as this rank sees it: who there is, on which host, and what memory they share.
+//! The job as this rank sees it: the ranks, their hosts, and the memory that the ranks of this host share.
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -19,26 +19,26 @@ use crate::sys::unix;
 pub struct Neighbour {
     /// Its control segment.
     pub control: ControlSegment,
-    /// A connection for descriptors; its end tells that the peer has gone. `None` for this rank
-    /// and for ranks that are threads.
+    /// A socket that carries descriptors; it closes when the peer's process ends. `None` for this rank and for ranks
+    /// that are threads.
     socket: Option<OwnedFd>,
-    /// Its process, where this one can see it.
+    /// Its process, if visible from this one's namespace.
     process: Option<OwnedFd>,
     _guard: Option<GuardedFd>,
-    /// Its registered memory, by its numbers.
+    /// Its registered memory, by segment number.
     segments: Mutex<HashMap<u64, Arc<Segment>>>,
 }
 
 impl Neighbour {
-    /// A rank whose control segment and control connection are open.
+    /// A rank whose control segment is mapped and whose socket is open.
     pub fn new(control: ControlSegment, socket: Option<OwnedFd>) -> Self {
         let watched = socket.as_ref().map(GuardedFd::new);
         let process = socket.as_ref().and_then(unix::peer_process);
         Self { control, socket, process, _guard: watched, segments: Mutex::default() }
     }
 
-    /// Ends its process, and waits a little until it is over; false where that takes longer, or where it cannot be
-    /// seen from here, being in another process namespace. Others must not miss this rank meanwhile.
+    /// Kills its process, and waits briefly for its end; false if that takes longer, or if the process is not visible
+    /// from this one's namespace. The wait is short because this rank sends no heartbeats meanwhile.
     pub fn end(&self) -> bool {
         let Some(process) = &self.process else { return false };
         let _ = rustix::process::pidfd_send_signal(process, rustix::process::Signal::KILL);
@@ -47,19 +47,19 @@ impl Neighbour {
         matches!(rustix::event::poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Lets it know, when it wakes, that nobody waits for it.
+    /// Closes the connection, so that the rank notices when it wakes that it was evicted.
     pub fn dismiss(&self) {
         if let Some(socket) = &self.socket {
             let _ = rustix::net::shutdown(socket, rustix::net::Shutdown::Both);
         }
     }
 
-    /// What becomes readable when the peer sends a segment or dies.
+    /// Becomes readable when the peer sends a segment or its process ends.
     pub fn socket(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)
     }
 
-    /// Lets the peer, `rank`, map a segment of ours.
+    /// Passes a segment of this rank to the peer, `rank`.
     pub fn share(&self, rank: u32, number: u64, segment: &Segment) -> Result<()> {
         let Some(socket) = &self.socket else {
             return Err(Error::Unsupported(
@@ -70,7 +70,7 @@ impl Neighbour {
             .map_err(|e| Error::io(format!("sharing memory with rank {rank}"), e))
     }
 
-    /// Takes the segments that the peer has sent; false if it has gone.
+    /// Maps the segments that the peer has sent; false if the peer has gone.
     pub fn collect(&self) -> Result<bool> {
         let Some(socket) = &self.socket else { return Ok(true) };
         let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,7 +97,7 @@ impl Neighbour {
         if let Some(at) = find() {
             return Ok(at);
         }
-        // It was sent before the peer could name it, so it is there now.
+        // The peer sent the segment before it could refer to it, so it has arrived by now.
         self.collect()?;
         find().ok_or_else(|| {
             Error::io(
@@ -121,7 +121,7 @@ pub struct World {
     pub neighbours: HashMap<u32, Neighbour>,
     /// This rank's registered memory.
     pub arena: Arc<Arena>,
-    /// Bounce buffers of groups that have been let go.
+    /// Bounce buffers of deleted groups.
     pub retired: Arc<Retired>,
 }
 
@@ -136,7 +136,7 @@ impl World {
         if rank == self.rank { Some(&self.control) } else { self.neighbours.get(&rank).map(|n| &n.control) }
     }
 
-    /// `len` bytes of registered memory: collectives on it copy nothing inside a host.
+    /// Allocates `len` bytes of registered memory: collectives on it copy nothing inside a host.
     pub fn allocate(&self, len: usize) -> Result<RegisteredBuffer> {
         self.retired.sweep();
         self.arena.allocate(len, |number, segment| {

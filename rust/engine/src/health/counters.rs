@@ -1,4 +1,4 @@
-//! What an engine has done so far, and what has gone wrong: for threads that do not drive the work.
+//! What an engine has done and what has failed, for threads that do not hold the progress lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -12,27 +12,27 @@ use crate::health::losses::Failures;
 pub struct Counters {
     /// Calls that ended well.
     pub calls: AtomicU64,
-    /// Bytes moved through peers' memory.
+    /// Bytes moved directly through peers' memory.
     pub direct_bytes: AtomicU64,
     /// Payload bytes sent, by world rank.
     pub sent: Vec<AtomicU64>,
     /// Nanoseconds slept while a caller waited, by the world rank that was waited for.
     pub waited: Vec<AtomicU64>,
-    /// Processor time of the background thread, in nanoseconds, as it last looked.
+    /// Processor time of the background thread in nanoseconds, as of its last look at the clock.
     pub background: AtomicU64,
     failures: Mutex<Failures>,
-    /// Log lines that wait until nobody holds the progress lock.
+    /// Log lines that wait until the progress lock is free.
     pub(crate) log: LogQueue,
 }
 
 impl Counters {
-    /// Nothing has been done, in a world of this many ranks.
+    /// All zero, for a world of this many ranks.
     pub(crate) fn new(ranks: usize) -> Self {
         let zeros = || (0..ranks).map(|_| AtomicU64::new(0)).collect();
         Self { sent: zeros(), waited: zeros(), ..Self::default() }
     }
 
-    /// This rank has slept while it waited for these.
+    /// Records that this rank slept while it waited for these ranks.
     pub(crate) fn note_wait(&self, ranks: &[u32], slept: Duration) {
         for &rank in ranks {
             if let Some(counter) = self.waited.get(rank as usize) {
@@ -41,7 +41,7 @@ impl Counters {
         }
     }
 
-    /// What has gone wrong.
+    /// What has failed so far.
     pub fn failures(&self) -> MutexGuard<'_, Failures> {
         self.failures.lock().unwrap_or_else(PoisonError::into_inner)
     }

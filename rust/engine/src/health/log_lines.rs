@@ -1,8 +1,8 @@
-//! Log lines of the thread that drives the work: queued under the progress lock, written out after it is released.
+//! Log lines of the thread that holds the progress lock: queued under it, written after it is released.
 //!
-//! Formatting a line takes memory, and whatever the process has installed as its logger may take its time. Neither may
-//! happen while this thread holds the progress lock, for then the rank would send no heartbeats. So the lock's holder
-//! only queues what happened, and a thread without the lock formats it and hands it to the `log` crate.
+//! Formatting a line allocates memory, and the process's logger may be slow. Neither may happen under the progress
+//! lock, because the rank would send no heartbeats meanwhile. So the thread that holds the lock only queues what
+//! happened; a thread without the lock formats the line and passes it to the `log` crate.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,48 +13,48 @@ use trigram_core::Error;
 use trigram_core::error::name_ranks;
 use trigram_core::signature::Signature;
 
-/// Lines that wait at most; more are dropped.
+/// The most lines that wait; further ones are dropped.
 const MOST: usize = 1024;
 
-/// Something to log; `me` is this rank.
+/// An event to log.
 #[derive(Debug)]
 pub(crate) enum LogLine {
-    /// This rank has waited long for others to make the same call.
+    /// This rank has waited long for other ranks in one call.
     LongWait {
         /// This rank.
         me: u32,
-        /// For how long.
+        /// How long it has waited.
         waited: Duration,
         /// The call.
         call: Signature,
-        /// For whom.
+        /// The ranks that it waits for.
         ranks: Vec<u32>,
     },
-    /// One rank keeps this one waiting far longer than any other does.
+    /// This rank spends far more time waiting for one rank than for any other.
     Straggler {
         /// This rank.
         me: u32,
-        /// The rank that is waited for.
+        /// The slow rank.
         rank: u32,
-        /// Seconds waited for it,
+        /// Seconds spent waiting for it,
         seconds: f64,
-        /// of the last so many.
+        /// out of the last period of this length.
         window: Duration,
     },
     /// This rank has evicted another.
     Evicted {
         /// This rank.
         me: u32,
-        /// The rank that is evicted.
+        /// The evicted rank.
         rank: u32,
         /// Why.
         why: Error,
     },
-    /// This rank has ended the process of a rank that was evicted.
+    /// This rank has killed the process of an evicted rank.
     Killed {
         /// This rank.
         me: u32,
-        /// The rank whose process was ended.
+        /// The rank whose process was killed.
         rank: u32,
     },
 }
@@ -90,7 +90,7 @@ impl fmt::Display for LogLine {
 /// Lines that wait to be written out.
 #[derive(Debug, Default)]
 pub(crate) struct LogQueue {
-    /// Whether there are any: looking costs no lock.
+    /// Whether there are any: checking it takes no lock.
     waiting: AtomicBool,
     lines: Mutex<Vec<LogLine>>,
 }
@@ -105,7 +105,7 @@ impl LogQueue {
         }
     }
 
-    /// Hands the lines to the logger. To be called without the progress lock.
+    /// Passes the lines to the logger. To be called without the progress lock.
     pub(crate) fn write_out(&self) {
         if !self.waiting.load(Ordering::Relaxed) {
             return;

@@ -1,4 +1,4 @@
-//! How peers are lost, and the record of failures that any thread may read.
+//! How peers get lost, and the record of failures that any thread may read.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -10,39 +10,39 @@ use crate::group::members::Members;
 /// How a peer was lost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LossKind {
-    /// It said that it leaves.
+    /// It announced that it leaves the job.
     Left,
-    /// Its connection has closed: the process is gone. Or it has sent what no correct peer sends.
+    /// Its connection closed because the process ended, or it sent data that no correct peer sends.
     Dead,
-    /// It is silent, or cannot be reached: it may live on.
+    /// It sends no heartbeats or cannot be reached, but its process may still run.
     Silent,
     /// It has evicted this rank.
     Refused,
 }
 
-/// A loss that this rank has noticed or heard of, not acted on yet.
+/// The loss of a peer, noticed or reported, but not acted on yet.
 #[derive(Debug)]
 pub struct LossEvent {
-    /// The peer that is lost.
+    /// The lost peer.
     pub rank: u32,
     /// Why.
     pub why: Error,
     /// How.
     pub kind: LossKind,
-    /// The rank that reports the loss of a third; `None` for what this rank has noticed itself.
+    /// The rank that reported the loss of a third rank; `None` if this rank noticed it.
     pub reported_by: Option<u32>,
 }
 
-/// What has gone wrong so far, for threads that do not drive the work.
+/// What has failed so far, for threads that do not hold the progress lock.
 #[derive(Debug, Default)]
 pub struct Failures {
     /// Why each lost peer is lost.
     lost: BTreeMap<u32, Error>,
     /// And how.
     kinds: BTreeMap<u32, LossKind>,
-    /// In which order: those that left have done so because of the others, and come last.
+    /// In which order. Ranks that left come last: they left because of the others.
     order: Vec<u32>,
-    /// By group, the last failure of a call that this rank has not made.
+    /// By group, the last failure of a call that this rank has not made yet.
     calls: HashMap<u64, Error>,
 }
 
@@ -67,7 +67,7 @@ impl Failures {
         self.kinds.values().any(|&kind| kind == LossKind::Refused)
     }
 
-    /// A peer is lost.
+    /// Records the loss of a peer.
     pub(crate) fn add(&mut self, rank: u32, why: Error, kind: LossKind) {
         self.lost.insert(rank, why);
         self.kinds.insert(rank, kind);
@@ -76,17 +76,17 @@ impl Failures {
         self.order.insert(at, rank);
     }
 
-    /// A peer that was lost otherwise is dead by now.
+    /// The process of a lost peer has ended by now.
     pub(crate) fn set_dead(&mut self, rank: u32) {
         self.kinds.insert(rank, LossKind::Dead);
     }
 
-    /// A call of a group has failed elsewhere that this rank has not made yet.
+    /// A call has failed elsewhere before this rank has made it.
     pub(crate) fn add_call(&mut self, group: u64, error: Error) {
         self.calls.insert(group, error);
     }
 
-    /// This rank has made that call.
+    /// This rank has now made that call.
     pub(crate) fn remove_call(&mut self, group: u64) {
         self.calls.remove(&group);
     }
@@ -95,7 +95,7 @@ impl Failures {
     ///
     /// # Errors
     ///
-    /// Why it cannot: a member is lost, or has aborted a call that this rank has not made yet.
+    /// If it cannot: a member is lost, or has aborted a call that this rank has not made yet.
     pub fn check(&self, members: &Members, what: &Signature) -> Result<()> {
         if let Some(rank) = self.first(&members.ranks) {
             return Err(peer_lost(rank, self.lost.get(&rank), what));

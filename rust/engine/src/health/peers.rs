@@ -1,4 +1,4 @@
-//! Which peers are alive, as the thread that drives the work knows it.
+//! Which peers are alive and which are lost, under the progress lock.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
@@ -11,17 +11,17 @@ use crate::health::counters::Counters;
 use crate::health::log_lines::LogLine;
 use crate::health::losses::{LossEvent, LossKind, peer_lost};
 
-/// Between two heartbeats.
+/// The time between two heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
-/// Silence that is always forgiven, unless `TRIGRAM_SILENCE` says otherwise.
+/// Silence that is always tolerated, unless `TRIGRAM_SILENCE` is set.
 const LEAST: Duration = Duration::from_millis(1200);
-/// For so long after it woke a rank takes closed connections for refusals.
+/// For this long after it woke, a rank takes closed connections for evictions.
 const DROWSY: Duration = Duration::from_secs(10);
-/// After a loss a call of the group that does not need the lost rank has so long to get on.
+/// After a loss, a call that does not need the lost rank has this long to make progress.
 const GRACE: Duration = Duration::from_millis(500);
 
-/// Silence that is always forgiven: `TRIGRAM_SILENCE` seconds, where a job must survive longer pauses, as
-/// of a machine that moves or of a debugger.
+/// Silence that is always tolerated: `TRIGRAM_SILENCE` seconds, for jobs that must survive longer pauses, such as the
+/// migration of a virtual machine or a debugger.
 pub(crate) fn least_silence() -> Duration {
     static LEAST_NOW: OnceLock<Duration> = OnceLock::new();
     *LEAST_NOW.get_or_init(|| {
@@ -30,24 +30,24 @@ pub(crate) fn least_silence() -> Duration {
     })
 }
 
-/// The peers of this rank: those that are lost, and what was heard of them that is not acted on yet.
+/// Lost peers, and losses that were reported but not acted on yet.
 #[derive(Debug)]
 pub struct Peers {
     counters: Arc<Counters>,
     /// Peers that are gone, and why.
     lost: BTreeMap<u32, Error>,
-    /// Those of the lost that did not leave in good order, and when they were lost.
+    /// Lost peers that did not leave in good order, and when they were lost.
     broken: BTreeMap<u32, Instant>,
     events: Vec<LossEvent>,
     /// The silence after which a rank is evicted, as of the last heartbeat.
     limit: Duration,
-    /// When this rank last sent a heartbeat, and when and after how long it last woke from not doing so.
+    /// When this rank last sent a heartbeat; when it last woke after sending none, and how long that had lasted.
     last_heartbeat: Instant,
     woke: Option<(Instant, Duration)>,
 }
 
 impl Peers {
-    /// All are alive. What is lost is recorded in `counters` too, for other threads.
+    /// All peers alive. Losses are also recorded in `counters`, for other threads.
     pub fn new(counters: Arc<Counters>) -> Self {
         Self {
             counters,
@@ -60,7 +60,7 @@ impl Peers {
         }
     }
 
-    /// Whether nobody is lost.
+    /// Whether no peer is lost.
     pub fn are_all_alive(&self) -> bool {
         self.lost.is_empty()
     }
@@ -85,7 +85,8 @@ impl Peers {
         self.counters.failures().kind(rank)
     }
 
-    /// One of these ranks that broke off more than a moment ago, for a call that has not moved since.
+    /// A rank among these that was lost more than [`GRACE`] ago without leaving in good order, if the call has not
+    /// progressed since.
     pub(crate) fn broken(&self, ranks: &[u32], moved: Instant, now: Instant) -> Option<u32> {
         let is_broken = |r: &u32| self.broken.get(r).is_some_and(|&at| now - at > GRACE);
         ranks.iter().copied().find(is_broken).filter(|_| now - moved > GRACE)
@@ -96,7 +97,7 @@ impl Peers {
         peer_lost(rank, self.lost.get(&rank), signature)
     }
 
-    /// A peer is lost. Returns why and how, in the light of what else is known.
+    /// Records the loss of a peer. Returns why and how it was lost, corrected by what else is known.
     pub(crate) fn lose(&mut self, rank: u32, why: Error, kind: LossKind) -> (Error, LossKind) {
         let slept = if kind == LossKind::Dead { self.has_slept() } else { None };
         let why = match slept {
@@ -107,7 +108,7 @@ impl Peers {
             None => why,
         };
         let mut failures = self.counters.failures();
-        // Who has been refused by one is refused by all: a connection that closes then is no death.
+        // A rank that one peer has evicted is evicted by all, so a connection that closes then means no death.
         let refused = slept.is_some() || kind == LossKind::Dead && failures.is_refused();
         let kind = if refused { LossKind::Refused } else { kind };
         failures.add(rank, why.clone(), kind);
@@ -119,17 +120,17 @@ impl Peers {
         (why, kind)
     }
 
-    /// The process of a lost peer was ended.
+    /// The process of a lost peer has been killed.
     pub(crate) fn set_dead(&mut self, rank: u32) {
         self.counters.failures().set_dead(rank);
     }
 
-    /// A call of a group has failed elsewhere that this rank has not made yet.
+    /// A call has failed elsewhere before this rank has made it.
     pub(crate) fn add_failed_call(&mut self, group: u64, error: Error) {
         self.counters.failures().add_call(group, error);
     }
 
-    /// This rank has made that call.
+    /// This rank has now made that call.
     pub(crate) fn remove_failed_call(&mut self, group: u64) {
         self.counters.failures().remove_call(group);
     }
@@ -139,12 +140,12 @@ impl Peers {
         self.counters.log.push(line);
     }
 
-    /// A loss was noticed or heard of.
+    /// Records a loss that was noticed or reported, to be acted on later.
     pub(crate) fn report(&mut self, event: LossEvent) {
         self.events.push(event);
     }
 
-    /// What was reported since this was asked last.
+    /// The losses reported since this was asked last.
     pub(crate) fn take_events(&mut self) -> Vec<LossEvent> {
         std::mem::take(&mut self.events)
     }
@@ -159,12 +160,12 @@ impl Peers {
         self.limit = limit;
     }
 
-    /// This rank sends a heartbeat, or has spent its time on something else than sleep.
+    /// This rank sends a heartbeat, or has just done something other than sleep.
     pub(crate) fn note_heartbeat(&mut self, now: Instant) {
         self.last_heartbeat = now;
     }
 
-    /// Takes note if this rank has not run for so long that others have evicted it.
+    /// Records it if this rank did not run for so long that others have evicted it.
     pub(crate) fn note_sleep(&mut self, now: Instant) {
         let slept = now - self.last_heartbeat;
         if slept > least_silence().max(self.limit) {
@@ -173,8 +174,8 @@ impl Peers {
         }
     }
 
-    /// For how long this rank had slept, if it has woken just now: connections that are closed then were closed
-    /// by those who evicted it, and not by their deaths.
+    /// How long this rank slept, if it has woken just now. Connections that close soon after were closed by peers
+    /// that evicted it, not by their deaths.
     fn has_slept(&mut self) -> Option<Duration> {
         let now = Instant::now();
         self.note_sleep(now);

@@ -1,4 +1,4 @@
-//! Who is waited for: seconds by rank, and a log line that names the one who keeps this rank waiting.
+//! Measures how long this rank waits for each other rank, and logs a line that names a straggler.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -6,14 +6,14 @@ use std::time::{Duration, Instant};
 use crate::health::counters::Counters;
 use crate::health::log_lines::LogLine;
 
-/// Log lines come once in so long at most.
+/// The least time between two such lines.
 const WINDOW: Duration = Duration::from_secs(60);
-/// A rank is named if this share of the time went into waiting for it,
+/// A rank is named if this share of the time was spent waiting for it,
 const SHARE: f64 = 0.2;
-/// and it is waited for so many times as long as the next: else all are slow alike.
+/// and it was waited for this many times as long as the next; otherwise all ranks are equally slow.
 const LEAD: f64 = 2.0;
 
-/// What was waited until the last log line.
+/// The time waited for each rank, as of the last line.
 #[derive(Debug)]
 pub(crate) struct WaitWindow {
     began: Instant,
@@ -44,7 +44,7 @@ impl WaitWindow {
 }
 
 impl WaitWindow {
-    /// Now and then, a line that names the straggler; `me`: this rank.
+    /// At the end of a window, queues a log line that names the straggler, if there is one; `me` is this rank.
     pub(crate) fn name_straggler(&mut self, counters: &Counters, me: u32) {
         if self.began.elapsed() < WINDOW {
             return;

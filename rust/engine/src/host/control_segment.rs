@@ -1,14 +1,14 @@
-//! The control segment: what each rank shows to the ranks of its host.
+//! The control segment: what each rank shows to the other ranks of its host.
 //!
-//! One segment per rank. Only its owner writes to it, except for the pipes (their writers put
-//! bytes into them) and the doorbell (whoever rings clears the sleeper's mark). It holds
+//! There is one segment per rank. Only its owner writes to it, except for the pipes (each has one writer, a peer) and
+//! the doorbell (whoever rings it clears the sleeper's mark). It holds
 //!
 //! * the doorbell, and a count of heartbeats,
 //! * a pipe from each other rank of the host,
-//! * for each group and each call in flight a *operation slot*: how far the owner has come, what it called,
-//!   where its memory is, and a slot for small payloads.
+//! * for each group and each call in flight an *operation slot*: how far the owner has come, what it called,
+//!   where its memory is, and an inline buffer for small payloads.
 //!
-//! An operation slot is reused every [`OP_SLOTS`] calls, when all ranks have shown that they are done with it.
+//! An operation slot is reused every [`OP_SLOTS`] calls, once all ranks have left the earlier call.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
@@ -24,14 +24,14 @@ pub use crate::host::op_slot::{OP_SLOTS, OpSlot};
 use crate::host::pipe::{PIPE, Pipe};
 use crate::sys::memory::Segment;
 
-/// Ranks of one host at most.
+/// The most ranks of one host.
 pub const MAX_LOCAL: usize = 64;
-/// Groups of one process at most that have members on one host.
+/// The most groups of one process with members on one host.
 pub const MAX_GROUPS: usize = 512;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x03\0");
 
-/// Directory entries that are no group's identity.
+/// Directory entries that are no group's id.
 const NO_GROUP: u64 = 0;
 const CLAIMED: u64 = u64::MAX;
 
@@ -46,17 +46,17 @@ struct Layout {
     rings: [[u8; PIPE]; MAX_LOCAL],
 }
 
-/// A control segment, one's own or a peer's.
+/// A control segment, this rank's own or a peer's.
 #[derive(Clone, Debug)]
 pub struct ControlSegment {
     segment: Arc<Segment>,
     bell: Doorbell,
-    /// Places of groups that the owner has let go, the oldest first.
+    /// Directory entries of groups that the owner has deleted, the oldest first.
     left: Arc<Mutex<VecDeque<usize>>>,
 }
 
 impl ControlSegment {
-    /// A new control segment of one's own.
+    /// A new control segment for this rank.
     pub fn create() -> Result<Self> {
         let segment = Arc::new(Segment::create(size_of::<Layout>())?);
         let control = Self::on(segment, Doorbell::event()?)?;
@@ -64,7 +64,7 @@ impl ControlSegment {
         Ok(control)
     }
 
-    /// A peer's control segment, from the descriptors it passed.
+    /// A peer's control segment, from the descriptors that it passed.
     pub fn map(control: OwnedFd, event: OwnedFd) -> Result<Self> {
         let control = Self::on(Arc::new(Segment::map(control)?), event)?;
         if control.layout().magic.load(Ordering::Acquire) != MAGIC {
@@ -89,8 +89,8 @@ impl ControlSegment {
 
     fn layout(&self) -> &Layout {
         let at = self.segment.at(0, size_of::<Layout>()).map_or(NonNull::dangling(), NonNull::cast);
-        // SAFETY: `on` has checked the size; the mapping is page-aligned and lives as long as
-        // `self`; every shared field is an atomic, slots and rings are reached by raw pointers only.
+        // SAFETY: `on` has checked the size; the mapping is page-aligned and lives as long as `self`; every shared
+        // field is an atomic, inline buffers and rings are reached by raw pointers only.
         unsafe { at.as_ref() }
     }
 
@@ -104,12 +104,12 @@ impl ControlSegment {
         &self.bell
     }
 
-    /// The owner is alive.
+    /// Counts one more heartbeat of the owner.
     pub fn count_heartbeat(&self) {
         self.layout().heartbeats.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// How often it has shown that it is.
+    /// How many heartbeats the owner has sent.
     pub fn heartbeats(&self) -> u64 {
         self.layout().heartbeats.load(Ordering::Relaxed)
     }
@@ -121,8 +121,8 @@ impl ControlSegment {
         (&self.layout().pipes[index % MAX_LOCAL], ring)
     }
 
-    /// Enters a group into the owner's directory and returns its place there. Places of groups that
-    /// have been let go are taken again when there is no other, the oldest first.
+    /// Enters a group into the owner's directory and returns its index there. Entries of deleted groups are reused
+    /// when there is no free one, the oldest first.
     pub fn enter_group(&self, id: u64) -> Result<usize> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = self.layout();
@@ -140,24 +140,24 @@ impl ControlSegment {
         Ok(place)
     }
 
-    /// Where the owner has a group, if it has made it already.
+    /// The index of a group in the owner's directory, if the owner has created it already.
     pub fn find_group(&self, id: u64) -> Option<usize> {
         self.layout().groups.iter().position(|g| g.load(Ordering::Acquire) == id)
     }
 
-    /// Whether the owner still has the group that was found at `place`. It lets a group go only
-    /// after its last call, so a peer that finds it gone may take it to have finished.
+    /// Whether the owner still has the group that was found at `place`. It deletes a group only after its last call,
+    /// so a peer that finds the group gone may take the owner to have finished all calls.
     pub fn has_group(&self, place: usize, id: u64) -> bool {
         self.layout().groups[place % MAX_GROUPS].load(Ordering::Acquire) == id
     }
 
-    /// The owner lets a group go. The directory keeps it until the place is needed: a peer that is
-    /// still on its way out of the last call may not have looked for it yet.
+    /// The owner deletes a group. The directory keeps the entry until another group needs it: a peer that is leaving
+    /// the last call may not have looked the group up yet.
     pub fn leave_group(&self, place: usize) {
         self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
     }
 
-    /// The operation slot of a call of the group at `place`.
+    /// The operation slot for a call of the group at index `place`.
     pub fn op_slot(&self, place: usize, call: u64) -> &OpSlot {
         &self.layout().op_slots[place % MAX_GROUPS][call as usize % OP_SLOTS]
     }

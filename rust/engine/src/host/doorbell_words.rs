@@ -1,7 +1,8 @@
-//! The words of a doorbell: how a rank goes to sleep so that no ring is missed.
+//! The shared words of a doorbell, and how a rank goes to sleep without missing a ring.
 //!
-//! Who sleeps says so, and looks for work once more before it does; who rings publishes the work first, and looks
-//! whether anybody sleeps. A fence on each side sees that not both look too early.
+//! A rank that goes to sleep first marks itself as asleep and then checks once more for work; a rank that rings first
+//! publishes the work and then checks whether the other sleeps. A fence on each side ensures that not both check too
+//! early.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use crate::sys::atomics::{AtomicU32, fence, futex_wait, futex_wake};
 #[derive(Debug, Default)]
 #[repr(C, align(64))]
 pub struct Words {
-    /// Counts the rings that found somebody asleep; the futex.
+    /// Counts the rings that found the owner asleep; the futex.
     count: AtomicU32,
     /// How the owner sleeps: one of the constants below.
     asleep: AtomicU32,
@@ -26,7 +27,8 @@ impl Words {
     /// Wakes the owner if it sleeps, by `event` if it sleeps on that. Everything written before is visible to it when
     /// it wakes.
     pub fn ring(&self, event: impl FnOnce()) {
-        // Pairs with the fence in `arm`: either we see that it sleeps, or it sees what we wrote.
+        // Pairs with the fence in `arm`: either this rank sees that the owner sleeps, or the owner sees what was
+        // published.
         fence(Ordering::SeqCst);
         if self.asleep.load(Ordering::Relaxed) == AWAKE {
             return;
@@ -41,7 +43,7 @@ impl Words {
         }
     }
 
-    /// Says that the owner is about to sleep. It must look once more for work before it does.
+    /// Announces that the owner is about to sleep. It must check once more for work before it does.
     pub fn arm(&self, on_event: bool) -> u32 {
         let seen = self.count.load(Ordering::Acquire);
         self.asleep.store(if on_event { ON_EVENT } else { ON_FUTEX }, Ordering::Relaxed);
@@ -49,7 +51,7 @@ impl Words {
         seen
     }
 
-    /// The owner found work after all, or has woken.
+    /// The owner has found work after all, or has woken.
     pub fn disarm(&self) {
         self.asleep.store(AWAKE, Ordering::Relaxed);
     }

@@ -1,7 +1,8 @@
-//! An operation slot: how far one rank has come in one call, what it called, where its memory is, and a slot for small payloads.
+//! An operation slot: how far one rank has come in one call, what it called, where its memory is, and an inline
+//! buffer for small payloads.
 //!
-//! Only its owner writes to it. What the others read in it is there before the owner *arrives*, and stays until it
-//! has seen that they have *left*.
+//! Only its owner writes to it. The owner writes what the others read before it *arrives* at the first barrier, and
+//! does not change it until it has seen that they have *left* the call.
 
 use std::sync::atomic::Ordering;
 
@@ -13,17 +14,17 @@ use zerocopy_words::{from_words, to_words};
 use crate::sys::atomics::AtomicU64;
 use crate::sys::memory::SegmentOffset;
 
-/// Calls of one group in flight inside a host at most; more wait their turn.
+/// The most calls of one group in flight inside a host; further calls wait.
 #[cfg(not(trigram_loom))]
 pub const OP_SLOTS: usize = 8;
 /// One, so that the second call must wait for the first.
 #[cfg(trigram_loom)]
 pub const OP_SLOTS: usize = 1;
-/// The stacks of its threads are small.
+/// Small, because loom's threads have small stacks.
 #[cfg(trigram_loom)]
 const INLINE_BYTES: usize = 32;
 
-/// One call in flight, as one rank shows it. Times are monotonic, so nothing is ever reset.
+/// One call in flight, as one rank shows it. Counters only grow, so nothing is ever reset.
 #[derive(Debug)]
 #[cfg_attr(trigram_loom, derive(Default))]
 #[repr(C, align(64))]
@@ -32,13 +33,13 @@ pub struct OpSlot {
     arrived: AtomicU64,
     /// `call + 1` of the last call that the owner has left.
     done: AtomicU64,
-    /// `call + 1` of the last call that the owner entered and gave up.
+    /// `call + 1` of the last call that the owner entered and aborted.
     failed: AtomicU64,
     signature: [AtomicU64; 3],
-    /// Number of the segment that the input lies in, plus one; 0: not registered.
+    /// Number of the segment that holds the input, plus one; 0: the input is not registered memory.
     segment: AtomicU64,
     offset: AtomicU64,
-    /// The same of the bounce buffer.
+    /// The same for the bounce buffer.
     bounce_segment: AtomicU64,
     bounce_offset: AtomicU64,
     inline: Inline,
@@ -49,23 +50,23 @@ pub struct OpSlot {
 #[repr(C, align(64))]
 struct Inline([u8; INLINE_BYTES]);
 
-/// Barriers of a call at most.
+/// The most barriers of a call.
 const BARRIERS: u64 = 1 << 20;
 
 impl OpSlot {
-    /// Its place has been given to another group.
+    /// Another group takes the directory entry.
     pub fn begin_anew(&self) {
         for word in [&self.arrived, &self.done, &self.failed] {
             word.store(0, Ordering::Relaxed);
         }
     }
 
-    /// Whether the owner is done with the call that used this operation slot before `call`.
+    /// Whether the owner has left the call that used this operation slot before `call`.
     pub fn is_free_for(&self, call: u64) -> bool {
         call < OP_SLOTS as u64 || self.done.load(Ordering::Acquire) > call - OP_SLOTS as u64
     }
 
-    /// Shows what the owner calls, and where its input and its bounce buffer lie. Published by the first
+    /// Shows what the owner called, and where its input and its bounce buffer are. Published by the first
     /// [`OpSlot::arrive`].
     pub fn describe(
         &self,
@@ -82,18 +83,18 @@ impl OpSlot {
         self.bounce_offset.store(bounce_buffer.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
     }
 
-    /// What the owner called; to be read after it has arrived.
+    /// What the owner called; valid once it has arrived.
     pub fn signature(&self) -> Signature {
         from_words(std::array::from_fn(|i| self.signature[i].load(Ordering::Relaxed)))
     }
 
-    /// Where the owner's input lies, if it is registered; to be read after it has arrived.
+    /// Where the owner's input is, if it is registered; valid once the owner has arrived.
     pub fn input(&self) -> Option<SegmentOffset> {
         let segment = self.segment.load(Ordering::Relaxed).checked_sub(1)?;
         Some(SegmentOffset { segment, offset: self.offset.load(Ordering::Relaxed) as usize })
     }
 
-    /// Where the owner's bounce buffer lies, if it has one; to be read after it has arrived.
+    /// Where the owner's bounce buffer is, if it has one; valid once the owner has arrived.
     pub fn bounce_buffer(&self) -> Option<SegmentOffset> {
         let segment = self.bounce_segment.load(Ordering::Relaxed).checked_sub(1)?;
         Some(SegmentOffset { segment, offset: self.bounce_offset.load(Ordering::Relaxed) as usize })
@@ -124,13 +125,13 @@ impl OpSlot {
         self.done.load(Ordering::Acquire)
     }
 
-    /// The owner gives up a call that it has entered. Who has not passed the meeting must not, for
-    /// the owner's memory is not its own any more; who has, is waited for.
+    /// The owner aborts a call that it has entered. A rank that has not passed the opening barrier must not pass it,
+    /// because the owner takes its memory back; ranks that have passed it are waited for.
     pub fn fail(&self, call: u64) {
         self.failed.store(call + 1, Ordering::Release);
     }
 
-    /// Whether the owner has given a call up.
+    /// Whether the owner has aborted a call.
     pub fn has_failed(&self, call: u64) -> bool {
         self.failed.load(Ordering::Acquire) == call + 1
     }

@@ -1,7 +1,7 @@
-//! A byte pipe between two processes: one writer, one reader, a ring in the reader's control segment.
+//! A byte pipe between two processes: one writer, one reader, and a ring in the reader's control segment.
 //!
-//! For messages inside a host: two copies through memory that stays in the cache, no system call
-//! unless the other side sleeps.
+//! It carries messages inside a host: two copies through memory that stays in the cache, and no system call unless
+//! the other side sleeps.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::sys::atomics::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
 /// Bytes of a ring. Chunks of this size stay in a core's second-level cache.
 #[cfg(not(trigram_loom))]
 pub const PIPE: usize = 256 << 10;
-/// So few that a message goes around.
+/// Small, so that a message wraps around.
 #[cfg(trigram_loom)]
 pub const PIPE: usize = 3;
 
@@ -20,7 +20,7 @@ pub const PIPE: usize = 3;
 #[repr(C, align(64))]
 pub struct Pipe {
     written: AtomicU64,
-    /// The writer waits for room.
+    /// The writer waits for free space.
     full: AtomicU32,
     #[cfg(not(trigram_loom))]
     apart: [u8; 48],
@@ -45,7 +45,7 @@ impl Pipe {
         let room = |read: u64| PIPE - (written.wrapping_sub(read) as usize).min(PIPE);
         let mut free = room(self.read.load(Ordering::Acquire));
         if free == 0 {
-            // Say so, and look again: the reader may have made room before it could see it.
+            // Announce it, and check again: the reader may have freed space before it could see the mark.
             self.full.store(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
             free = room(self.read.load(Ordering::Acquire));
@@ -57,7 +57,7 @@ impl Pipe {
         let n = bytes.len().min(free);
         let at = written as usize % PIPE;
         let first = n.min(PIPE - at);
-        // SAFETY: both parts lie inside the ring, in the stretch that the reader has given back.
+        // SAFETY: both parts lie inside the ring, in the stretch that the reader has released.
         unsafe {
             copy_in(bytes.as_ptr(), ring.add(at), first);
             copy_in(bytes.as_ptr().add(first), ring, n - first);
@@ -66,8 +66,8 @@ impl Pipe {
         n
     }
 
-    /// Copies as much as there is into `into`; returns how much, and whether the writer waits for
-    /// the room that this made.
+    /// Copies as much as there is into `into`; returns how many bytes, and whether the writer waits for the space
+    /// that this freed.
     ///
     /// # Safety
     ///

@@ -1,4 +1,4 @@
-//! Frames over a byte stream: a queue on the way out, a small state machine on the way in.
+//! Frames over a byte stream: a queue in the outward direction, a small state machine in the inward one.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,7 +8,7 @@ use trigram_core::{Error, Result};
 
 use crate::transport::stream::{Read, Receiver, Sender};
 
-/// Which step of which job a frame belongs to.
+/// The step of a call that a frame belongs to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Token {
     /// The call's number in this process.
@@ -28,7 +28,7 @@ enum Payload {
 impl Payload {
     fn bytes(&self) -> &[u8] {
         match self {
-            // SAFETY: see `Body::Lent`.
+            // SAFETY: see `Payload::Lent`.
             Payload::Lent(at, len) => unsafe { std::slice::from_raw_parts(*at, *len) },
             Payload::Owned(bytes) => bytes,
         }
@@ -43,7 +43,7 @@ struct Out {
     token: Option<Token>,
 }
 
-/// The way out to a peer: frames in the order in which they became ready.
+/// The outward direction to a peer: frames in the order in which they became ready.
 pub struct Tx {
     sender: Box<dyn Sender>,
     queue: VecDeque<Out>,
@@ -57,12 +57,12 @@ pub struct Tx {
 unsafe impl Send for Tx {}
 
 impl Tx {
-    /// A way out over a stream.
+    /// The outward direction over a stream.
     pub fn new(sender: Box<dyn Sender>) -> Self {
         Self { sender, queue: VecDeque::new(), bytes: 0, written: 0 }
     }
 
-    /// Whether frames wait.
+    /// Whether no frame waits.
     pub fn is_idle(&self) -> bool {
         self.queue.is_empty()
     }
@@ -76,8 +76,8 @@ impl Tx {
     ///
     /// # Safety
     ///
-    /// `len` bytes from `body` stay readable until the token comes back from [`Tx::pump`] or the
-    /// job has been taken back.
+    /// `len` bytes from `body` stay readable until the token comes back from [`Tx::pump`] or the call has been taken
+    /// back.
     pub unsafe fn lend(
         &mut self,
         frame: &Frame,
@@ -91,7 +91,7 @@ impl Tx {
         self.push(frame, Payload::Lent(body, len), Some(token));
         if was_idle {
             let before = done.len();
-            // Who writes next finds the same error, and why the peer takes nothing more.
+            // Whoever writes next finds the same error, and why the peer takes nothing more.
             if self.pump(done).is_err() {
                 return Ok(false);
             }
@@ -109,7 +109,7 @@ impl Tx {
     }
 
     fn push(&mut self, frame: &Frame, body: Payload, token: Option<Token>) {
-        // Before anything is sent: the sum leaves the payload in the cache, where sending finds it.
+        // The checksum first: it leaves the payload in the cache, where sending finds it.
         let sum = self.sender.is_summed().then(|| Sum::of(body.bytes()));
         self.queue.push_back(Out { head: frame.encode(sum), body, sent: 0, token });
     }
@@ -141,8 +141,8 @@ impl Tx {
         Ok(moved)
     }
 
-    /// Forgets a call: frames not begun are dropped, the rest of one begun is copied, so that the
-    /// stream stays in step.
+    /// Takes a call's memory back: drops frames not begun, and copies the rest of one begun, so that the stream stays
+    /// in step.
     pub fn take_back(&mut self, call: u64) {
         let is_its = |out: &Out| out.token.is_some_and(|t| t.call == call);
         self.queue.retain(|out| !is_its(out) || out.sent > 0);
@@ -152,7 +152,7 @@ impl Tx {
         }
     }
 
-    /// Whether a frame of this call has not left.
+    /// Whether a frame of this call has not left yet.
     pub fn holds(&self, call: u64) -> bool {
         self.queue.iter().any(|out| out.token.is_some_and(|t| t.call == call))
     }
@@ -162,7 +162,7 @@ impl Tx {
         self.sender.pace(rate);
     }
 
-    /// No more frames.
+    /// Closes the direction: no more frames.
     pub fn close(&mut self) {
         self.sender.close();
     }
@@ -173,13 +173,13 @@ impl Tx {
 pub enum Target {
     /// Into a call's memory. The call redirects it ([`Rx::redirect`]) before the memory goes away.
     Memory(*mut u8, Token),
-    /// Kept until somebody asks for it. It grows with what arrives, see [`AHEAD`].
+    /// Into memory that grows with what arrives, see [`AHEAD`], until its call wants it.
     Heap(Vec<u8>),
-    /// Read and dropped: nobody wants it any more.
+    /// Read and dropped.
     Nowhere,
 }
 
-/// Who decides where payloads go.
+/// Decides where payloads go.
 pub trait Sink {
     /// A frame begins.
     fn begin(&mut self, peer: u32, frame: &Frame) -> Result<Target>;
@@ -192,10 +192,10 @@ enum State {
     Payload(Frame, Target, usize, Option<Check>),
 }
 
-/// The sum that a payload must have, and that of what has come.
+/// The checksum that a payload must have, and that of the bytes so far.
 struct Check(u32, Sum);
 
-/// The way in from a peer.
+/// The inward direction from a peer.
 pub struct Rx {
     /// The peer's world rank.
     pub peer: u32,
@@ -204,16 +204,16 @@ pub struct Rx {
     ahead: Vec<u8>,
     ahead_at: usize,
     ahead_end: usize,
-    /// The peer said that it leaves.
+    /// The peer has announced that it leaves the job.
     pub is_leaving: bool,
     /// Bytes received so far, headers included.
     pub bytes: u64,
 }
 
-// SAFETY: job memory is written only while the progress lock is held, and redirected before it goes.
+// SAFETY: memory of a call is written only while the progress lock is held, and redirected before it goes away.
 unsafe impl Send for Rx {}
 
-/// What a call of [`Rx::pump`] came to.
+/// The outcome of [`Rx::pump`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pumped {
     /// Bytes arrived.
@@ -224,15 +224,15 @@ pub enum Pumped {
     Closed,
 }
 
-/// Memory for a payload that nobody has asked for yet is taken so many bytes ahead of what has arrived, or as much
-/// again as has arrived: a peer's word that much will come is no reason for memory.
+/// For a payload that no call wants yet, memory is allocated this many bytes ahead of what has arrived, or as much
+/// again as has arrived, whichever is more: a peer that announces much gets no memory for the announcement.
 pub const AHEAD: usize = 1 << 20;
 
-/// Payload bytes taken from one peer before the others have their turn.
+/// Payload bytes read from one peer before the others have their turn.
 const TURN: usize = 1 << 20;
 
 impl Rx {
-    /// A way in over a stream.
+    /// The inward direction over a stream.
     pub fn new(peer: u32, receiver: Box<dyn Receiver>) -> Self {
         let ahead = vec![0; receiver.read_ahead()];
         Self {
@@ -247,12 +247,12 @@ impl Rx {
         }
     }
 
-    /// Whether pumping is worth a try.
+    /// Whether [`Rx::pump`] may find something.
     pub fn has_input(&self) -> bool {
         self.ahead_at < self.ahead_end || self.receiver.has_input()
     }
 
-    /// What to wait on.
+    /// The descriptor to wait on, see [`Receiver::fd`].
     pub fn fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         self.receiver.fd()
     }
@@ -262,7 +262,7 @@ impl Rx {
         self.receiver.wake();
     }
 
-    /// Redirects what is arriving for a call to nowhere.
+    /// Drops what is arriving for a call from now on.
     pub fn redirect(&mut self, call: u64) {
         if let State::Payload(_, target, ..) = &mut self.state
             && matches!(target, Target::Memory(_, token) if token.call == call)
@@ -384,8 +384,8 @@ impl Rx {
     }
 }
 
-/// A connection to a rank that was given up, kept for a while: closed at once, over bytes that nobody has read, the
-/// system would throw away what is left to say, and the rank would take us for dead.
+/// The connection to an evicted rank, kept for a while. If it were closed over unread bytes, the system would discard
+/// what is still to be sent, and the rank would take this one for dead.
 pub(crate) struct ClosingConnection {
     tx: Tx,
     rx: Rx,
@@ -393,7 +393,7 @@ pub(crate) struct ClosingConnection {
     open: bool,
 }
 
-/// For how long it is kept at least.
+/// The least time that it is kept.
 const CLOSING: Duration = Duration::from_secs(2);
 
 impl ClosingConnection {
@@ -401,7 +401,7 @@ impl ClosingConnection {
         Self { tx, rx, since: Instant::now(), open: true }
     }
 
-    /// Says what is left to say, and drops what comes; false once that is over.
+    /// Sends what is left, and drops what arrives; false once that is done.
     pub(crate) fn pump(&mut self) -> bool {
         let mut nowhere = [0; 16 << 10];
         self.rx.receiver.wake();
@@ -420,7 +420,7 @@ impl ClosingConnection {
         self.open && (self.is_due() || self.since.elapsed() < CLOSING)
     }
 
-    /// Whether something is left to say.
+    /// Whether something is left to send.
     pub(crate) fn is_due(&self) -> bool {
         !self.tx.is_idle()
     }

@@ -6,13 +6,13 @@ use trigram_core::wire::{CallId, Frame, Kind};
 
 use crate::link::frames::{Token, Tx};
 
-/// The connections to all peers, in the outward direction.
+/// The outward connections to all peers.
 pub struct Outbox {
     /// By world rank; `None` for this rank, and for those that are lost.
     tx: Vec<Option<Tx>>,
-    /// Steps whose frames have left since the last look.
+    /// Steps whose frames have left since this was asked last.
     finished: Vec<Token>,
-    /// Peers that take nothing more, and why.
+    /// Peers that can no longer be written to, and why.
     unwritable: Vec<(u32, Error)>,
 }
 
@@ -22,7 +22,7 @@ pub(crate) fn control_frame(kind: Kind, tag: u32, len: u32) -> Frame {
 }
 
 impl Outbox {
-    /// Over one connection per world rank.
+    /// With one connection per world rank.
     pub fn new(tx: Vec<Option<Tx>>) -> Self {
         Self { tx, finished: Vec::new(), unwritable: Vec::new() }
     }
@@ -37,12 +37,12 @@ impl Outbox {
         self.tx.get_mut(rank as usize)?.as_mut()
     }
 
-    /// The connections that are left, by rank.
+    /// The connections to ranks that are not lost.
     pub fn all(&mut self) -> impl Iterator<Item = (u32, &mut Tx)> {
         (0..).zip(&mut self.tx).filter_map(|(rank, tx)| Some((rank, tx.as_mut()?)))
     }
 
-    /// Takes the connection to a rank that is lost out of use.
+    /// Removes the connection to a lost rank.
     pub(crate) fn remove(&mut self, rank: u32) -> Option<Tx> {
         self.tx.get_mut(rank as usize)?.take()
     }
@@ -52,8 +52,8 @@ impl Outbox {
         self.tx.iter().flatten().all(Tx::is_idle)
     }
 
-    /// Sends a frame with memory of a call. `None`: there is no connection to this rank; else whether all of it is
-    /// sent already.
+    /// Sends a frame with memory of a call. `None` if there is no connection to this rank; else whether all of it has
+    /// been sent already.
     ///
     /// # Safety
     ///
@@ -81,7 +81,7 @@ impl Outbox {
     /// Writes what waits for one rank, as far as it fits now.
     pub(crate) fn pump_to(&mut self, rank: u32) {
         if let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::as_mut) {
-            // Who writes next finds the same error.
+            // Whoever writes next finds the same error.
             let _ = tx.pump(&mut self.finished);
         }
     }
@@ -102,12 +102,12 @@ impl Outbox {
         moved
     }
 
-    /// A step whose frame has left since the last look.
+    /// A step whose frame has left, if there is one.
     pub fn next_finished(&mut self) -> Option<Token> {
         self.finished.pop()
     }
 
-    /// Peers that have been found to take nothing more, and why.
+    /// Peers that could not be written to since this was asked last, and why.
     pub(crate) fn take_unwritable(&mut self) -> Vec<(u32, Error)> {
         std::mem::take(&mut self.unwritable)
     }

@@ -1,10 +1,10 @@
-//! What this rank's link carries, measured from the traffic itself.
+//! Measures what this rank's link carries, from the traffic itself.
 //!
-//! Bytes are counted where the kernel has them: what has been read or waits to be read has come in,
-//! what has been written and is acknowledged has gone out. So a rank that is late in looking
-//! mistakes neither a full buffer for a fast link nor its own lateness for a slow one. A link is
-//! seldom full all the time: what it can carry is what it carried in the best tenth of many short
-//! windows. Not in the very best, for acknowledgements that waited behind data arrive in bursts.
+//! Bytes are counted in the kernel: received are those that have been read or wait to be read, sent are those that
+//! have been written and acknowledged. So a rank that looks late mistakes neither a full buffer for a fast link nor
+//! its own lateness for a slow one. A link is seldom busy all the time, so its rate is what it carried in the best
+//! tenth of many short windows; not in the very best, because acknowledgements that waited behind data arrive in
+//! bursts.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -14,12 +14,12 @@ use crate::link::frames::{Rx, Tx};
 
 /// A window lasts at least this long, and
 const WINDOW: Duration = Duration::from_millis(8);
-/// carries at least this many bytes one way: far above what a shaper lets through at once.
+/// carries at least this many bytes in one direction: far more than a traffic shaper lets through at once.
 const LEAST: u64 = 512 << 10;
-/// How often the counters are looked at, at most: in bytes that this rank has moved.
+/// Bytes that this rank moves between two looks at the counters, at least.
 const LOOK: u64 = 128 << 10;
 
-/// How many windows are remembered.
+/// The most windows that are remembered.
 const KEPT: usize = 1024;
 
 /// The last windows.
@@ -66,8 +66,8 @@ impl RateMeter {
         self.began = Some((now, inn, gone));
     }
 
-    /// Bytes per second that the link carried in the best tenth of its windows that ended after
-    /// `since`, in the direction that carried less; `None` if there was too little traffic to tell.
+    /// Bytes per second that the link carried in the best tenth of the windows that ended after `since`, in the
+    /// slower direction; `None` if there was too little traffic to tell.
     pub fn rate(&self, since: Option<Instant>) -> Option<f64> {
         let windows = || self.windows.iter().rev().take_while(|w| since.is_none_or(|s| w.0 > s));
         let best = |mut rates: Vec<f64>| {

@@ -1,10 +1,9 @@
-//! Who drives the work, and how it sleeps.
+//! Which thread drives the work, and how it sleeps.
 //!
-//! One thread at a time holds the progress lock and moves *all* jobs. A synchronous caller that
-//! finds the lock free drives in its own thread: on few cores waking another costs more than a
-//! small collective. Otherwise, and for asynchronous calls, the background thread drives; it
-//! exists only once something asynchronous has been asked for, and sleeps when nothing is under
-//! way. Nobody ever sleeps without a doorbell that wakes it.
+//! One thread at a time holds the progress lock and moves *all* calls. A synchronous caller that finds the lock free
+//! drives in its own thread: on few cores, waking another thread costs more than a small collective. Otherwise, and
+//! for asynchronous calls, the background thread drives; it starts with the first asynchronous call, and sleeps when
+//! no call is under way. No thread sleeps without a doorbell that wakes it.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -25,14 +24,14 @@ use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 use crate::sys::fork::GuardedFd;
 
-/// Looks for work this often at full speed, where every rank of the host has a core.
+/// Rounds of progress at full speed, if every rank of the host has a core.
 const SPINS: u32 = 16;
-/// Then this often giving the core away in between: where ranks share a core, or something else
-/// runs on it, the peer that has the work gets it. On an idle core that costs next to nothing.
+/// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
+/// work gets it. On an idle core a yield costs next to nothing.
 const YIELDS: u32 = 40;
-/// The same between hosts, where each look costs a system call, and what is waited for takes longer.
+/// The same between hosts, where each round costs a system call, and waits are longer.
 const SOCKET_YIELDS: u32 = 4;
-/// Sleeps on the futex this long; then in `epoll`, which hears of deaths too.
+/// Sleeps on the futex for this long; then in `epoll`, which reports deaths too.
 const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 
 const BELL: u64 = u64::MAX;
@@ -41,12 +40,12 @@ const SOCKET: u64 = 1 << 32;
 /// Why every call fails once a thread has panicked while it held the progress lock.
 pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
 
-/// What callers ask of whoever drives.
+/// What callers ask of the thread that drives.
 pub(crate) enum Command {
     Submit(Submission),
     Abort(Arc<Members>, u64, Error),
     Help(Arc<Members>),
-    /// The caller has stopped waiting: its call fails everywhere, and lets go of its memory.
+    /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
     Stop(Arc<Completion>),
 }
 
@@ -60,7 +59,7 @@ pub(crate) struct Driver {
     pub(crate) helping: Arc<AtomicBool>,
     /// It is time for a heartbeat.
     due: AtomicBool,
-    /// The thread that gives it has the progress lock, for a moment.
+    /// The heartbeat thread holds the progress lock, for a moment.
     pub(crate) in_heartbeat: AtomicBool,
     pub(crate) epoll: OwnedFd,
     has_sockets: bool,
@@ -72,7 +71,7 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Over connections, one of each way per world rank.
+    /// With one inward and one outward connection per world rank.
     pub(crate) fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
         let io = |e: rustix::io::Errno| Error::io("creating an epoll instance", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
@@ -117,7 +116,7 @@ impl Driver {
         })
     }
 
-    /// Drives whenever there is work and no caller does, until the engine is closed.
+    /// The background thread: drives whenever there is work and no caller does, until the engine is closed.
     pub(crate) fn background(&self) {
         loop {
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -129,7 +128,7 @@ impl Driver {
                 return;
             }
             let Ok(progress) = self.progress.lock() else { return };
-            // Nothing stops this thread but the end of the work and of the engine.
+            // This thread checks for no interrupts: only the end of the work or of the engine stops it.
             let Ok(Some(progress)) = self.drive(progress, None, 0, &mut || Ok(())) else { return };
             self.note_time();
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,12 +136,12 @@ impl Driver {
         }
     }
 
-    /// Shows that this rank is alive, see [`crate::drive::heartbeat`].
+    /// The heartbeat thread, see [`crate::drive::heartbeat`].
     pub(crate) fn heartbeat(&self) {
         while !self.closed.load(Ordering::Acquire) {
             self.world.control.count_heartbeat();
             self.due.store(true, Ordering::Release);
-            // Whoever holds the lock looks at `due`.
+            // The thread that holds the lock checks `due`.
             self.in_heartbeat.store(true, Ordering::Release);
             match self.progress.try_lock() {
                 Ok(mut progress) => {
@@ -151,7 +150,7 @@ impl Driver {
                     self.send_heartbeat(&mut progress);
                 }
                 Err(TryLockError::WouldBlock) => {}
-                // Who cannot go on does not claim to live.
+                // A rank that cannot go on must not claim to be alive.
                 Err(TryLockError::Poisoned(_)) => return,
             }
             self.in_heartbeat.store(false, Ordering::Release);
@@ -166,7 +165,7 @@ impl Driver {
         }
     }
 
-    /// What the background thread has spent so far; to be called in it.
+    /// Records the processor time of the background thread; to be called in it.
     fn note_time(&self) {
         let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
@@ -178,7 +177,7 @@ impl Driver {
         loop {
             match self.progress.try_lock() {
                 Ok(progress) => return Ok(Some(progress)),
-                // The pulse lets go of it in a moment.
+                // The heartbeat thread releases it in a moment.
                 Err(TryLockError::WouldBlock) if self.in_heartbeat.load(Ordering::Acquire) => {
                     std::thread::yield_now()
                 }
@@ -190,12 +189,11 @@ impl Driver {
         }
     }
 
-    /// Moves everything until `until` has its outcome, or all work is done. `None` if another thread has come to
-    /// drive instead.
+    /// Moves everything until `until` has its outcome, or all work is done. `None` if another thread has taken over.
     ///
     /// # Errors
     ///
-    /// That of `check_interrupt`; the call goes on.
+    /// That of `check_interrupt`; the call stays under way.
     pub(crate) fn drive<'a>(
         &'a self,
         mut progress: MutexGuard<'a, Progress>,
@@ -231,7 +229,7 @@ impl Driver {
             if moved {
                 idle = 0;
                 idle_since = None;
-                // While one way is busy, hear that the other has room again: both must stay full.
+                // While one direction is busy, check whether the other has become writable: both must stay busy.
                 if self.has_sockets && progress.is_sending() {
                     self.events(&mut progress, Duration::ZERO);
                 }
@@ -259,8 +257,8 @@ impl Driver {
                     self.note_time();
                     continue;
                 }
-                // Not under the lock: it waits for the interpreter's, and may run a handler of the user's. This
-                // rank must go on showing that it lives.
+                // Not under the lock: it waits for the interpreter's lock, and may run a signal handler of the
+                // user's, while this rank must go on sending heartbeats.
                 drop(progress);
                 check_interrupt()?;
                 match self.try_lock()? {
@@ -271,12 +269,12 @@ impl Driver {
         }
     }
 
-    /// Fails the call of a completion handle, everywhere.
+    /// Fails the call of a completion handle on all ranks.
     fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
         progress.stop(completion, Error::Aborted(format!("rank {} {why}", self.world.rank)));
     }
 
-    /// Sees a failed call to its end.
+    /// Moves everything until a failed call has ended.
     fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
         while !completion.is_done() {
             if !progress.poll() {
@@ -306,7 +304,7 @@ impl Driver {
         }
     }
 
-    /// Sleeps until something happens, or it is time to look up.
+    /// Sleeps until something happens, or it is time for a check.
     fn sleep(&self, progress: &mut Progress, idle: Duration) {
         let bell = self.world.control.bell();
         let on_event = self.has_sockets || idle > FUTEX_SLEEP;
@@ -325,14 +323,14 @@ impl Driver {
         self.counters.note_wait(&awaited, before.elapsed());
     }
 
-    /// Takes note of what sockets and bells have to say, waiting up to `limit` for it.
+    /// Takes note of events on sockets and doorbells, waiting up to `limit` for one.
     pub(crate) fn events(&self, progress: &mut Progress, limit: Duration) {
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 64];
         let limit = rustix::time::Timespec {
             tv_sec: limit.as_secs() as i64,
             tv_nsec: i64::from(limit.subsec_nanos()),
         };
-        // Interrupted by a signal: the caller looks up, and comes back.
+        // Interrupted by a signal: the caller checks for it, and comes back.
         let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&limit)) else { return };
         for event in events {
             match event.data.u64() {
@@ -345,7 +343,7 @@ impl Driver {
                         continue;
                     }
                     if let Some(fd) = neighbour.socket() {
-                        // It would be readable for ever. That it is gone already is as good.
+                        // A closed socket would be readable for ever. An error means that it is removed already.
                         let _ = epoll::delete(&self.epoll, fd);
                     }
                     progress.end_socket(rank, found.err());

@@ -1,4 +1,4 @@
-//! Calls of any thread, on their way to whoever drives the work, and the threads that do when no caller does.
+//! The engine: takes calls of any thread, and runs the background and heartbeat threads.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
@@ -18,7 +18,7 @@ use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::fork;
 
-/// Runs calls. One per process and job.
+/// Runs the calls of one job. A process has one per job.
 pub struct Engine {
     driver: Arc<Driver>,
     background: Mutex<Option<JoinHandle<()>>>,
@@ -26,7 +26,7 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// An engine over connections, one of each way per world rank.
+    /// With one inward and one outward connection per world rank.
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
         let driver = Arc::new(Driver::new(world, tx, rx)?);
         let alone = driver.world.size() == 1;
@@ -69,14 +69,14 @@ impl Engine {
         let completion = submission.completion.clone();
         completion.set_awaited();
         let driver = &self.driver;
-        let whole = || match driver.progress.is_poisoned() {
+        let check_engine = || match driver.progress.is_poisoned() {
             true => Err(Error::Aborted(ENGINE_FAILED.into())),
             false => Ok(()),
         };
-        let mut check_interrupt = || whole().and_then(|()| check_interrupt());
+        let mut check_interrupt = || check_engine().and_then(|()| check_interrupt());
         let waited = match self.driver.try_lock()? {
             Some(mut progress) => {
-                // Calls are numbered in the order of submission: those that wait come first.
+                // Calls are numbered in the order of submission: those that wait in the inbox come first.
                 self.driver.take_inbox(&mut progress);
                 progress.admit(submission);
                 match self.driver.drive(progress, Some(&completion), self.driver.spins, &mut check_interrupt)
@@ -103,19 +103,19 @@ impl Engine {
         match waited {
             Ok(outcome) => outcome.unwrap_or(Ok(())),
             Err(stop) => {
-                // Not before nobody uses the caller's memory any more.
+                // Return only when nobody uses the caller's memory any more.
                 self.command(Command::Stop(completion.clone()))?;
-                let _ = completion.wait(None, &mut || whole());
+                let _ = completion.wait(None, &mut || check_engine());
                 Err(stop)
             }
         }
     }
 
-    /// Hears what there is to hear, and tells whether the group can go on: for calls whose data travels
-    /// elsewhere, so that nobody here notices that it has stopped.
+    /// Reads what has arrived, and checks whether the group can go on: for calls whose data travels over NCCL, where
+    /// nothing here would notice that they have stopped.
     pub fn check_peers(&self, members: &Members, what: &Signature) -> Result<()> {
         self.check_open()?;
-        // If another thread is at work, that one hears it.
+        // If another thread drives, it reads what arrives.
         if let Ok(mut progress) = self.driver.progress.try_lock() {
             self.driver.take_inbox(&mut progress);
             self.driver.events(&mut progress, Duration::ZERO);
@@ -130,13 +130,13 @@ impl Engine {
         self.driver.counters.failures().check(members, what)
     }
 
-    /// Makes a call that the background thread carries out.
+    /// Submits a call to the background thread.
     pub fn start(&self, submission: Submission) -> Result<()> {
         self.check_open()?;
         self.command(Command::Submit(submission))
     }
 
-    /// Gives up the collectives of a group up to the `through`-th, on all ranks.
+    /// Aborts the collectives of a group before the `through`-th, on all ranks.
     pub fn abort(&self, members: Arc<Members>, through: u64, error: Error) -> Result<()> {
         self.check_open()?;
         self.command(Command::Abort(members, through, error))
@@ -149,7 +149,7 @@ impl Engine {
         self.command(Command::Help(members))
     }
 
-    /// Whether it does; not any more once a member is gone, or the engine has failed.
+    /// Whether this rank still helps; not after a member is lost or the engine has failed.
     pub fn is_helping(&self) -> bool {
         let over = self.driver.closed.load(Ordering::Acquire) || self.driver.progress.is_poisoned();
         self.driver.helping.load(Ordering::Acquire) && !over
@@ -183,7 +183,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Ends everything: what is under way fails, peers are told that this rank leaves.
+    /// Shuts down: calls under way fail, and the peers are told that this rank leaves.
     pub fn shutdown(&self) {
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
             return;
@@ -195,7 +195,7 @@ impl Engine {
             self.driver.work.notify_all();
         }
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
-            // It drops the progress lock at its next interrupt check.
+            // It releases the progress lock at its next check.
             let _ = thread.join();
         }
         if let Some(thread) = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).take() {

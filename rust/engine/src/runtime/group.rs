@@ -21,7 +21,7 @@ pub struct Group {
     members: Arc<Members>,
 }
 
-/// FNV-1a: spreads a few numbers over 64 bits, the same on every rank.
+/// The FNV-1a hash: spreads a few numbers over 64 bits, the same on every rank.
 fn hash(numbers: impl Iterator<Item = u64>) -> u64 {
     let mut h = 0xcbf2_9ce4_8422_2325u64;
     for n in numbers {
@@ -33,9 +33,9 @@ fn hash(numbers: impl Iterator<Item = u64>) -> u64 {
 }
 
 impl Group {
-    /// The group of `ranks` (world ranks, in the order of their places). Every member makes the
-    /// same group, in the same order if it makes several; nothing is exchanged. `ordinal` tells
-    /// groups of the same ranks apart. The last `helpers` have no data; they [`Group::help`].
+    /// The group of `ranks` (world ranks, in the order of their places). Every member creates it, in the same order
+    /// if there are several; no message is sent. `ordinal` distinguishes groups of the same ranks. The last `helpers`
+    /// ranks have no data; they call [`Group::help`].
     pub fn new(
         engine: &Arc<Engine>,
         name: String,
@@ -65,7 +65,7 @@ impl Group {
         Ok(Self { engine: engine.clone(), members: Arc::new(members) })
     }
 
-    /// Who is in it.
+    /// Its members.
     pub fn members(&self) -> &Members {
         &self.members
     }
@@ -125,8 +125,8 @@ impl Group {
         }
     }
 
-    /// Makes a call and waits for its end. `check_interrupt` is asked every few milliseconds while waiting;
-    /// its error ends the call on every rank.
+    /// Makes a call and waits for its end. Calls `check_interrupt` every few milliseconds while waiting; its error
+    /// ends the call on every rank.
     ///
     /// # Safety
     ///
@@ -142,7 +142,7 @@ impl Group {
         self.engine.run(self.submission(request, limit), check_interrupt)
     }
 
-    /// Makes a call that goes on in the background.
+    /// Starts a call that the background thread carries out.
     ///
     /// # Safety
     ///
@@ -156,8 +156,8 @@ impl Group {
         Ok(completion)
     }
 
-    /// Makes an empty call that stands for one elsewhere, such as on GPU memory: ranks that disagree on it
-    /// are told, and it ends when all have made it.
+    /// Starts a consistency check: an empty call that stands for one elsewhere, such as on GPU memory. If ranks
+    /// disagree on it, all get an error; otherwise it ends when all have made it.
     pub fn consistency_check(
         &self,
         mut request: Request,
@@ -171,8 +171,7 @@ impl Group {
         unsafe { self.start(request, limit) }
     }
 
-    /// This rank, a helper, takes part in all calls of the group from now on, in the background, until a
-    /// member is gone.
+    /// Makes this rank, a helper, take part in all calls of the group in the background, until a member is lost.
     pub fn help(&self) -> Result<()> {
         if self.members.me < self.members.layout.workers() {
             return Err(Error::misuse(format!(
@@ -183,7 +182,7 @@ impl Group {
         self.engine.help(self.members.clone())
     }
 
-    /// Whether it still does.
+    /// Whether this rank still helps.
     pub fn is_helping(&self) -> bool {
         self.engine.is_helping()
     }
@@ -193,25 +192,25 @@ impl Group {
         self.members.made.load(Ordering::Relaxed)
     }
 
-    /// Gives up all collectives of this group before the `through`-th, on all ranks: those under
-    /// way fail with [`Error::Aborted`], those not yet made are skipped.
+    /// Aborts all collectives of this group before the `through`-th, on all ranks: those under way fail with
+    /// [`Error::Aborted`], those not yet made are skipped.
     pub fn abort(&self, through: u64, why: &str) -> Result<()> {
         self.fail(through, Error::Aborted(why.to_string()))
     }
 
-    /// The same, for a reason of another kind.
+    /// The same with another error.
     pub fn fail(&self, through: u64, why: Error) -> Result<()> {
         self.members.made.fetch_max(through, Ordering::Relaxed);
         self.engine.abort(self.members.clone(), through, why)
     }
 }
 
-/// Memory of an in-place call.
+/// The memory of an in-place call.
 pub fn in_place(at: *mut u8, len: usize) -> Tensors {
     Tensors { input: at, input_len: len, output: at, output_len: len }
 }
 
-/// A call with nothing special.
+/// A call with default options.
 pub fn call(what: Collective, dtype: trigram_core::DType, len: usize) -> Call {
     Call { what, dtype, len, root: 0, via: trigram_core::signature::Via::Auto, splits: None }
 }

@@ -11,13 +11,13 @@ use log::{Level, LevelFilter};
 
 use crate::sys::fork;
 
-/// Lines that wait to be fetched, at most. Then the oldest gives way.
+/// The most lines that wait; beyond, the oldest is dropped.
 const MOST: usize = 1000;
 
 #[derive(Default)]
 struct Lines {
     lines: VecDeque<(Level, String)>,
-    /// How many lines have given way since the last fetch.
+    /// How many lines have been dropped since they were last fetched.
     dropped: u64,
 }
 
@@ -62,13 +62,14 @@ impl log::Log for Queue {
 pub fn install() {
     // In a forked child the queue's lock may be held by a thread that the child does not have.
     fork::watch();
-    // Another logger can only have been installed by this process's own Rust code, which then has the lines.
+    // If the process's own Rust code has installed another logger, that one gets the lines.
     if log::set_logger(&QUEUE).is_ok() {
         log::set_max_level(LevelFilter::Info);
     }
 }
 
-/// The lines that wait, the oldest first. Where there are none, waits for one, until `deadline` or until `is_over`.
+/// The lines that wait, the oldest first. If there are none, waits for one until `deadline`, or until `is_over` and
+/// [`wake`].
 pub fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<(Level, String)> {
     if fork::is_child() {
         return Vec::new();
@@ -92,7 +93,7 @@ pub fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<(Level, String
     taken
 }
 
-/// Wakes whoever waits for lines, so that it looks whether it is over.
+/// Wakes a thread that waits in [`next()`], so that it checks `is_over`.
 pub fn wake() {
     if !fork::is_child() {
         drop(QUEUE.lock());

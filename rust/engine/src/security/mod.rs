@@ -1,5 +1,5 @@
-//! What keeps strangers out: the secret of the job, the proofs that two ranks give each other, and the keys of TLS
-//! sessions. No sockets; [`crate::bootstrap`] uses this when it connects ranks.
+//! Keeps strangers out: the secret of the job, the proofs that two ranks exchange, and the keys of TLS sessions. It
+//! opens no sockets; [`crate::bootstrap`] uses it when it connects ranks.
 //!
 //! Uses nothing else of the engine.
 

@@ -1,9 +1,9 @@
-//! What two ranks prove to each other when one connects to the other: sums over what both have said.
+//! What two ranks prove to each other when one connects to the other: MACs over everything both have sent.
 //!
-//! Both sides give a fresh nonce, so a proof that was recorded is worth nothing later. Which side proves is part
-//! of the sum, so a side cannot be made to answer its own question; so are the ranks, the job, and the channel.
-//! Over TLS the channel is named by keys that only its two ends have: somebody who stands between ends two
-//! channels, and a proof for the one is none for the other.
+//! Both sides contribute a fresh nonce, so a recorded proof is useless later. The MAC covers which side proves, so
+//! that nobody can reflect a side's own message to it; it also covers the ranks, the job and the channel. Over TLS
+//! the channel is identified by keys that only its two ends have: a man in the middle terminates two channels, and a
+//! proof for one is invalid on the other.
 
 use trigram_core::Result;
 
@@ -15,18 +15,18 @@ pub const HELLO: usize = 8 + 16 + 4 + 4 + NONCE;
 /// Bytes of a nonce.
 pub const NONCE: usize = 32;
 
-/// The channel that a proof is good for.
+/// The channel that a proof is valid for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Binding {
     /// A unix socket inside a host.
     Host,
-    /// TCP without encryption: who stands between can pass proofs on.
+    /// TCP without encryption: a man in the middle can forward proofs.
     Plain,
     /// TLS, named by a secret that only its two ends can derive.
     Tls([u8; 32]),
 }
 
-/// Who proves.
+/// Which side proves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
     /// The rank that connects, the higher one.
@@ -35,7 +35,7 @@ pub enum Side {
     Accepting,
 }
 
-/// One meeting of two ranks, as either sees it.
+/// One handshake of two ranks, as either side sees it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Handshake {
     /// The rank that connects.
@@ -51,19 +51,19 @@ pub struct Handshake {
 }
 
 impl Handshake {
-    /// The connecting side's view before it has heard anything.
+    /// The connecting side's state before it has received anything.
     pub fn begin(from: u32, to: u32, binding: Binding) -> Result<Self> {
         Ok(Self { from, to, connecting_nonce: random()?, accepting_nonce: [0; NONCE], binding })
     }
 
-    /// The accepting side's view of a first message; `None` if it is not of this job, or not for `me`.
+    /// The accepting side's state after a first message; `None` if the message is not of this job, or not for `me`.
     pub fn accept(hello: &[u8], me: u32, keys: &Keys, binding: Binding) -> Option<Self> {
         let hello: &[u8; HELLO] = hello.try_into().ok()?;
         let number = |at: usize| Some(u32::from_le_bytes(hello[at..at + 4].try_into().ok()?));
         let (from, to) = (number(24)?, number(28)?);
         let connecting_nonce = hello[32..].try_into().ok()?;
         let is_ours = hello[..8] == *MAGIC && hello[8..24] == keys.id && to == me && from != me;
-        // Without random bytes of its own a side cannot tell old from new, so it hears nobody.
+        // Without fresh random bytes a side cannot tell a replayed message from a new one, so it accepts none.
         is_ours.then_some(Self { from, to, connecting_nonce, accepting_nonce: random().ok()?, binding })
     }
 
@@ -88,7 +88,7 @@ impl Handshake {
         self.with_parts(side, keys, |parts| keys.is_proof(parts, proof))
     }
 
-    /// All parts but the last are of one length, so no two contacts have the same sum.
+    /// All parts but the last have a fixed length, so no two handshakes give the same MAC input.
     fn with_parts<T>(&self, side: Side, keys: &Keys, f: impl FnOnce(&[&[u8]]) -> T) -> T {
         let side: &[u8] = match side {
             Side::Connecting => b"trigram connects",

@@ -1,17 +1,19 @@
-//! What ranks of one job know and strangers do not, and what is proved with it.
+//! The secret that the ranks of one job share, and what they prove with it.
 //!
-//! `TRIGRAM_SECRET`, where it is given, is the secret of the job. Where it is not, the token on the lowest rank's
-//! endpoint record stands in for it. That stops accidents, not strangers: whoever reads the store knows the token.
+//! `TRIGRAM_SECRET`, if set, is the secret of the job. Otherwise the token in the lowest rank's endpoint record
+//! stands in for it. That prevents accidents but keeps no attacker out: whoever can read the store can read the
+//! token.
 //!
-//! Cards travel through a store that others may write to. With a secret each carries a seal (an HMAC over
-//! all of it), so a endpoint record that no rank of the job wrote is refused by name, and so is a rank with another secret.
+//! Endpoint records travel through a store that others may write to. With a secret, each record carries a seal (an
+//! HMAC over the whole record), so a record that no rank of the job wrote is rejected by name, and so is a rank with
+//! another secret.
 
 use hmac::{Hmac, KeyInit, Mac};
 use sha2::{Digest, Sha256};
 use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
-/// Bytes of a seal, and of a proof.
+/// Bytes of a seal and of a proof.
 pub const PROOF: usize = 32;
 
 /// The secret of a job, from `TRIGRAM_SECRET`. It is never printed.
@@ -19,7 +21,7 @@ pub const PROOF: usize = 32;
 pub struct Secret(Vec<u8>);
 
 impl Secret {
-    /// From the bytes that all ranks were given; nothing is no secret.
+    /// From the bytes that all ranks were given; an empty secret is an error.
     pub fn new(bytes: &[u8]) -> Result<Self> {
         if bytes.is_empty() {
             return Err(Error::Config(
@@ -38,7 +40,7 @@ impl std::fmt::Debug for Secret {
     }
 }
 
-/// How a rank guards itself against strangers.
+/// The security settings of a rank.
 #[derive(Clone, Debug, Default)]
 pub struct Security {
     /// The secret of the job, if one was given.
@@ -50,13 +52,13 @@ pub struct Security {
 /// What a rank's endpoint record says about its security.
 #[derive(Clone, Copy, Debug)]
 pub struct Claim {
-    /// Whose endpoint record it is.
+    /// The rank that the record belongs to.
     pub rank: u32,
-    /// It has a secret.
+    /// Whether the rank has a secret.
     pub secret: bool,
-    /// It encrypts.
+    /// Whether the rank encrypts.
     pub tls: bool,
-    /// The endpoint record bears the seal of this rank's own secret.
+    /// Whether the record is sealed with this rank's own secret.
     pub sealed: bool,
 }
 
@@ -76,12 +78,12 @@ impl Security {
         Ok(Self { secret, tls })
     }
 
-    /// The seal of a endpoint record; zeros where there is no secret to seal it with.
+    /// The seal of an endpoint record; zeros if there is no secret to seal it with.
     pub fn seal(&self, record: &[u8]) -> [u8; PROOF] {
         self.secret.as_ref().map_or([0; PROOF], |s| mac(&s.0, &[b"trigram record", record]).into())
     }
 
-    /// Whether a endpoint record bears the seal of this rank's secret.
+    /// Whether an endpoint record is sealed with this rank's secret.
     pub fn is_sealed(&self, record: &[u8], seal: &[u8]) -> bool {
         self.secret.as_ref().is_some_and(|s| is_mac(&s.0, &[b"trigram record", record], seal))
     }
@@ -95,7 +97,7 @@ impl Security {
         Keys { id: short, key: mac(secret, &[b"trigram key", token]).into() }
     }
 
-    /// Compares this rank's security with what the endpoint records of all ranks say.
+    /// Checks this rank's security settings against the endpoint records of all ranks.
     pub fn check(&self, me: u32, claims: &[Claim]) -> Result<()> {
         let that = |f: &dyn Fn(&Claim) -> bool| -> Vec<u32> {
             claims.iter().filter(|c| c.rank != me && f(c)).map(|c| c.rank).collect()
@@ -139,21 +141,21 @@ impl Security {
     }
 }
 
-/// What a rank proves with that it belongs to a job.
+/// The keys with which a rank proves that it belongs to a job.
 #[derive(Clone)]
 pub struct Keys {
-    /// Which job: not secret, so that ranks of another job on the same port are told apart.
+    /// Identifies the job. It is not secret; it tells ranks of another job on the same port apart.
     pub id: [u8; 16],
     key: [u8; PROOF],
 }
 
 impl Keys {
-    /// The proof of what is in `parts`, each of a length of its own.
+    /// The proof for `parts`, each of a fixed length.
     pub fn prove(&self, parts: &[&[u8]]) -> [u8; PROOF] {
         mac(&self.key, parts).into()
     }
 
-    /// Whether a proof is that of `parts`; takes the same time whatever it differs in.
+    /// Whether this is the proof for `parts`, in constant time.
     pub fn is_proof(&self, parts: &[&[u8]], proof: &[u8]) -> bool {
         is_mac(&self.key, parts, proof)
     }
@@ -186,7 +188,7 @@ fn is_mac(key: &[u8], parts: &[&[u8]], proof: &[u8]) -> bool {
     begin(key, parts).verify_slice(proof).is_ok()
 }
 
-/// Bytes that nobody can foretell.
+/// Unpredictable random bytes.
 pub fn random<const N: usize>() -> Result<[u8; N]> {
     let mut bytes = [0; N];
     let got = rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())
@@ -230,7 +232,7 @@ mod tests {
     }
 
     #[test]
-    fn who_differs_is_named() {
+    fn ranks_that_differ_are_named() {
         let said = |s: &Security, claims: &[Claim]| s.check(0, claims).unwrap_err();
         with("s").check(0, &[claim(0, true, true), claim(1, true, true)]).unwrap();
         let error = said(&with("s"), &[claim(0, true, true), claim(1, true, false), claim(2, false, false)]);

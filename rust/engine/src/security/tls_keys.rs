@@ -1,7 +1,8 @@
 //! TLS 1.3 sessions of connections between hosts.
 //!
-//! Keys are made for each process and belong to nobody: TLS makes the channel, and who is at its other end is proved
-//! inside of it, bound to it ([`crate::security::proofs`]). So there are no certificates, only raw public keys (RFC 7250).
+//! Each process generates its own key, which identifies nobody: TLS only protects the channel, and the two ranks then
+//! prove who they are inside of it, with proofs bound to it ([`crate::security::proofs`]). So there are no
+//! certificates, only raw public keys (RFC 7250).
 
 use std::sync::Arc;
 
@@ -16,7 +17,7 @@ use rustls::{
 };
 use trigram_core::{Error, Result};
 
-/// How this process encrypts.
+/// The TLS configuration of this process.
 #[derive(Clone, Debug)]
 pub struct Tls {
     client: Arc<ClientConfig>,
@@ -24,7 +25,7 @@ pub struct Tls {
 }
 
 impl Tls {
-    /// With a key of its own, which ends with the process.
+    /// With a fresh key, which ends with the process.
     pub fn new() -> Result<Self> {
         let io = |e: rustls::Error| Error::io("preparing TLS", e);
         let key = ring::signature::Ed25519KeyPair::generate_pkcs8(&ring::rand::SystemRandom::new())
@@ -50,7 +51,7 @@ impl Tls {
             .map_err(io)?
             .with_no_client_auth()
             .with_cert_resolver(Arc::new(resolver));
-        // Nobody comes back to a session.
+        // No session is ever resumed.
         server.send_tls13_tickets = 0;
         Ok(Self { client: Arc::new(client), server: Arc::new(server) })
     }
@@ -69,7 +70,7 @@ impl Tls {
     }
 }
 
-/// Any key will do, but whoever shows it must have it: the handshake's signature is checked.
+/// Accepts any key, but checks the handshake's signature: the peer must own the key it shows.
 #[derive(Debug)]
 struct AnyKey(WebPkiSupportedAlgorithms);
 

@@ -1,11 +1,11 @@
-//! Where a rank is: which host, and at which of its addresses others reach it.
+//! Which host a rank runs on, and the address at which other ranks reach it.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use trigram_core::{Error, Result};
 
-/// A name for the memory that ranks could share: the kernel's boot, the network namespace (so that
-/// namespaces count as hosts) and the user.
+/// Identifies the memory that ranks could share: the kernel's boot id, the network namespace (so that each namespace
+/// counts as a host) and the user.
 pub(crate) fn host_name() -> Result<String> {
     let io = |e: std::io::Error| Error::io("reading this host's identity", e);
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(io)?;
@@ -13,8 +13,8 @@ pub(crate) fn host_name() -> Result<String> {
     Ok(format!("{}/{}/{}", boot.trim(), net.display(), rustix::process::geteuid().as_raw()))
 }
 
-/// The address that others can reach: of the interface named, else the one that leads to
-/// `toward` (no packet is sent to find out), else the first that is not loopback.
+/// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`
+/// (no packet is sent to find it); otherwise the first that is not loopback.
 pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
     let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
     if let Some(wanted) = iface {

@@ -1,8 +1,8 @@
-//! What ranks and threads share memory with: atomics, and copies to and from memory that another process sees.
+//! Atomics and futexes, and copies into and out of memory that another process accesses.
 //!
-//! The files that hold a protocol (`host/pipe.rs`, `host/operation slot.rs`, `host/words.rs` and `completion handle.rs`) take them from
-//! here, so that `tests/loom` can compile the same files over loom's, which try every order that the processor may
-//! show.
+//! The files that hold a shared-memory protocol (`host/pipe.rs`, `host/op_slot.rs`, `host/doorbell_words.rs` and
+//! `sys/completion.rs`) take them from here. `tests/loom` compiles the same files over loom's versions, which try
+//! every order of accesses that the processor may show.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
 pub(crate) use std::sync::{Condvar, Mutex};
@@ -19,7 +19,7 @@ pub(crate) type Byte = u8;
 ///
 /// As for [`std::ptr::copy_nonoverlapping`].
 pub(crate) unsafe fn copy_in(from: *const u8, to: *mut Byte, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as the caller of this function promises.
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) }
 }
 
@@ -29,18 +29,18 @@ pub(crate) unsafe fn copy_in(from: *const u8, to: *mut Byte, len: usize) {
 ///
 /// As for [`std::ptr::copy_nonoverlapping`].
 pub(crate) unsafe fn copy_out(from: *const Byte, to: *mut u8, len: usize) {
-    // SAFETY: the caller's promise.
+    // SAFETY: as the caller of this function promises.
     unsafe { std::ptr::copy_nonoverlapping(from, to, len) }
 }
 
 /// Sleeps while `word` is `seen`, for at most `limit`.
 pub(crate) fn futex_wait(word: &AtomicU32, seen: u32, limit: std::time::Duration) {
     let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
-    // Rung already, timed out or interrupted: in each case the caller looks for itself.
+    // Rung already, timed out or interrupted: in each case the caller checks for itself.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&limit));
 }
 
-/// Wakes all who sleep on `word`.
+/// Wakes all threads that sleep on `word`.
 pub(crate) fn futex_wake(word: &AtomicU32) {
     // A failed wake-up means that nobody waits.
     let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);

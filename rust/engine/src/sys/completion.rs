@@ -1,4 +1,4 @@
-//! What a caller holds while its call is under way.
+//! The completion handle of a call: its caller holds it while the call is under way.
 
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
@@ -8,40 +8,40 @@ use trigram_core::Result;
 
 use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
 
-/// How often a waiting caller looks up, to answer Ctrl-C (invariant PY-3).
+/// How often a waiting caller checks for an interrupt such as Ctrl-C (invariant PY-3).
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A caller's wish to stop waiting, asked for from time to time: Ctrl-C.
+/// Called from time to time while a caller waits; an error, such as Ctrl-C, ends the wait.
 pub type InterruptCheck<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// The outcome of a call, now or later.
+/// The outcome of a call, once there is one.
 #[derive(Debug, Default)]
 pub struct Completion {
     done: AtomicBool,
     awaited: AtomicBool,
-    /// Whether a thread sleeps on `arrived`: waking nobody costs a system call too.
+    /// Whether a thread sleeps on `arrived`: a wake-up is a system call, even if no thread sleeps.
     asleep: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
     arrived: Condvar,
 }
 
 impl Completion {
-    /// Whether the call has ended, well or not.
+    /// Whether the call has ended, successfully or not.
     pub fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Says that a caller waits, or has waited, for the end: then it is told for whom.
+    /// Records that a caller waits, or has waited, for the end. Only then log lines name the ranks it waits for.
     pub fn set_awaited(&self) {
         self.awaited.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a caller waits. A message that is merely listened for may be long in coming.
+    /// Whether a caller waits. A receive that runs in the background may take as long as it likes.
     pub fn is_awaited(&self) -> bool {
         self.awaited.load(Ordering::Relaxed)
     }
 
-    /// The outcome, once there is one.
+    /// The outcome, if the call has ended.
     pub fn outcome(&self) -> Option<Result<()>> {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

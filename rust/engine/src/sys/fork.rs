@@ -1,9 +1,9 @@
-//! Forked children: they get a clear error, and hold none of our sockets (invariant PY-4).
+//! Forked children: trigram raises a clear error there, and they hold none of its sockets (invariant PY-4).
 //!
-//! A process that forks (a DataLoader's workers) duplicates every descriptor. A worker that
-//! outlives a dead rank would keep its connections open, and its peers waiting. So every
-//! descriptor of the engine is entered here, and in a child replaced by `/dev/null`: replaced, not
-//! closed, so that the child's copies of our objects never close a number that is someone else's.
+//! A process that forks (for the workers of a DataLoader) duplicates every descriptor. A worker that outlives a dead
+//! rank would keep the rank's connections open, and its peers would wait. So the engine registers every descriptor
+//! here, and in a child each is replaced by `/dev/null`: replaced, not closed, so that the child's copies of our
+//! objects never close a descriptor that meanwhile belongs to something else.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Once;
@@ -16,21 +16,21 @@ static FDS: [AtomicI32; ROOM] = [const { AtomicI32::new(-1) }; ROOM];
 static FORKED: AtomicBool = AtomicBool::new(false);
 static WATCH: Once = Once::new();
 
-/// From now on [`is_child`] tells forked children of this process apart.
+/// Registers the fork handler: from now on [`is_child`] recognizes forked children of this process.
 pub fn watch() {
     WATCH.call_once(|| {
-        // SAFETY: the handler makes only async-signal-safe calls. That no handler could be
-        // entered means no memory; then children keep descriptors, as with any library.
+        // SAFETY: the handler makes only async-signal-safe calls. If it cannot be registered for lack of memory,
+        // children keep the descriptors, as with any other library.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
     });
 }
 
-/// A descriptor that no child keeps. Held beside the descriptor, and dropped before it.
+/// A descriptor that no forked child keeps. Held beside the descriptor, and dropped before it.
 #[derive(Debug)]
 pub struct GuardedFd(RawFd);
 
 impl GuardedFd {
-    /// Enters a descriptor. Beyond 16,384 of them a child keeps the rest.
+    /// Registers a descriptor. Beyond 16,384 of them, a child keeps the rest.
     pub fn new(fd: &impl AsRawFd) -> Self {
         watch();
         let fd = fd.as_raw_fd();
@@ -53,7 +53,7 @@ impl Drop for GuardedFd {
     }
 }
 
-/// Refuses to work in a forked child.
+/// Returns an error in a forked child.
 pub fn check() -> Result<()> {
     if !FORKED.load(Ordering::Relaxed) {
         return Ok(());

@@ -1,9 +1,8 @@
-//! Memory that several processes see: memfd segments, and an arena that hands out parts of them.
+//! Memory that several processes map: memfd segments, and an arena that hands out parts of them.
 //!
-//! A segment is created by one rank and passed to the others on its host over a unix socket, so it
-//! needs no name and no `/dev/shm` (64 MB in a container), and vanishes with its last user even
-//! when every process is killed. It is sealed against shrinking, so that no peer can turn an
-//! access into a fault.
+//! One rank creates a segment and passes it to the others on its host over a unix socket, so it needs no name and no
+//! `/dev/shm` (64 MB in a container). The kernel frees it with its last user, even when every process is killed. It
+//! is sealed against shrinking, so that no peer can make an access fault.
 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -25,8 +24,7 @@ pub struct Segment {
     fd: OwnedFd,
 }
 
-// SAFETY: a segment is a plain range of memory; who may touch which part of it when is the
-// business of the schedules, not of the mapping.
+// SAFETY: a segment is a plain range of memory; the schedules decide who accesses which part of it when.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
@@ -90,10 +88,10 @@ impl Drop for Segment {
     }
 }
 
-/// Where registered memory lies, in terms that a peer understands.
+/// The position of registered memory, as a peer can resolve it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SegmentOffset {
-    /// The owner's number of the segment.
+    /// The number that the owner gave the segment.
     pub segment: u64,
     /// Bytes into it.
     pub offset: usize,
@@ -119,14 +117,14 @@ const ALIGN: usize = 4096;
 /// The least size of a segment. Pages cost nothing before they are touched.
 const SEGMENT: usize = 256 << 20;
 
-/// An odd number of pages more, because the segments of a host's ranks are mapped side by side and a fold
-/// reads all of them at the same offset: with addresses that are the same but for high bits, AMD's first-level
-/// cache predicts the wrong way for each access, and the fold takes five times as long.
+/// An odd number of extra pages. The segments of a host's ranks are mapped side by side, and a reduction reads all of
+/// them at the same offset. With addresses that differ in high bits only, AMD's first-level cache mispredicts the way
+/// of each access, and the reduction takes five times as long.
 const SKEW: usize = 37 * ALIGN;
 
 impl Arena {
-    /// `len` bytes, zeroed only when fresh. `announce` is called with each new segment before any
-    /// of it is handed out, so that peers know it before they can hear of it.
+    /// Allocates `len` bytes, zeroed only if they are fresh. Calls `announce` with each new segment before handing
+    /// out any of it, so that peers have the segment before they can be asked to access it.
     pub fn allocate(
         self: &Arc<Self>,
         len: usize,
@@ -154,13 +152,13 @@ impl Arena {
         let number = regions.len() as u64;
         let announced = announce(number, &segment);
         let free = (size > len && announced.is_ok()).then_some((len, size - len)).into_iter().collect();
-        // Some peers may know it even if others could not be told: its number is never used again.
+        // Some peers may have it even if others could not be told, so its number is never used again.
         regions.push(Region { segment: segment.clone(), number, free });
         announced?;
         Ok(RegisteredBuffer { arena: self.clone(), segment, at: 0, len })
     }
 
-    /// Where an address lies, if `len` bytes from it are registered memory.
+    /// The position of an address, if `len` bytes from it are registered memory.
     pub fn locate(&self, ptr: *const u8, len: usize) -> Option<SegmentOffset> {
         let regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         regions.iter().find_map(|r| {
@@ -193,7 +191,7 @@ impl Arena {
     }
 }
 
-/// Registered memory, given back when dropped.
+/// Registered memory; the arena gets it back when this is dropped.
 #[derive(Debug)]
 pub struct RegisteredBuffer {
     arena: Arc<Arena>,
@@ -229,7 +227,7 @@ impl Drop for RegisteredBuffer {
     }
 }
 
-/// Private memory for partial results, kept from call to call and never zeroed.
+/// Private memory for partial results, reused from call to call and never zeroed.
 #[derive(Debug, Default)]
 pub struct Scratch {
     words: Vec<std::mem::MaybeUninit<Line>>,
@@ -241,8 +239,8 @@ pub struct Scratch {
 struct Line(#[allow(dead_code)] [u8; 64]);
 
 impl Scratch {
-    /// At least `len` bytes, with what the last call left in them. How many a call needs may be a peer's word, so
-    /// that there are not so many is an error.
+    /// At least `len` bytes, with whatever the last call left in them. A peer may have chosen `len`, so running out
+    /// of memory is an error and no panic.
     pub fn reserve(&mut self, len: usize) -> Result<*mut u8> {
         let lines = len.div_ceil(64);
         if self.words.capacity() < lines {

@@ -1,8 +1,7 @@
-//! Unix sockets inside a host: they carry descriptors, and prove who the peer is.
+//! Unix sockets inside a host: they carry descriptors, and tell which user and process the peer is.
 //!
-//! Names are abstract, so they belong to the network namespace: ranks in different namespaces do
-//! not find each other and count as different hosts, as they should. Sockets are
-//! `SOCK_SEQPACKET`: a message arrives whole, with its descriptors.
+//! Names are abstract, so they belong to the network namespace: ranks in different namespaces do not find each other
+//! and count as different hosts. Sockets are `SOCK_SEQPACKET`: a message arrives whole, with its descriptors.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -14,17 +13,17 @@ use rustix::net::{
 };
 use trigram_core::{Error, Result};
 
-/// Descriptors in one message at most.
+/// The most descriptors in one message.
 const MOST_FDS: usize = 4;
 
-/// What came of an attempt to receive.
+/// The outcome of an attempt to receive.
 #[derive(Debug)]
 pub enum Received {
     /// A message and its descriptors.
     Message(Vec<u8>, Vec<OwnedFd>),
-    /// None now.
+    /// No message yet.
     Nothing,
-    /// None ever.
+    /// The peer has closed the connection.
     Closed,
 }
 
@@ -47,14 +46,14 @@ pub fn listen(name: &str) -> Result<OwnedFd> {
     Ok(listener)
 }
 
-/// What came of an attempt to connect.
+/// The outcome of an attempt to connect.
 #[derive(Debug)]
 pub enum Connected {
     /// A connection.
     To(OwnedFd),
-    /// Too many wait to be accepted: try again.
+    /// The listener's queue is full: try again.
     Busy,
-    /// Nobody listens there in this network namespace.
+    /// No process listens there in this network namespace.
     Nobody,
 }
 
@@ -68,14 +67,14 @@ pub fn connect(name: &str) -> Result<Connected> {
     })
 }
 
-/// The next connection, if one waits. Connections of other users are closed unheard.
+/// The next connection, if one waits. Connections from other users are closed at once.
 pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>> {
     use rustix::io::Errno;
     loop {
         match rustix::net::accept_with(listener, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
             Ok(stream) if is_same_user(&stream) => return Ok(Some(stream)),
             Ok(_) | Err(Errno::INTR | Errno::CONNABORTED) => {}
-            // Out of descriptors or memory: it waits until there are some again.
+            // Out of descriptors or memory: the connection waits until there are some again.
             Err(Errno::AGAIN | Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
                 return Ok(None);
             }
@@ -89,15 +88,14 @@ pub fn is_same_user(stream: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
 }
 
-/// The process at the other end, where it can be seen from this process's namespace and is another one.
+/// The process at the other end, if it is another one and visible from this process's namespace.
 pub fn peer_process(stream: &OwnedFd) -> Option<OwnedFd> {
     let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
     let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
     (pid != rustix::process::getpid()).then_some(process)
 }
 
-/// Sends a message with descriptors. A peer that has gone is not an error here: who needs it hears
-/// of it.
+/// Sends a message with descriptors. A peer that has gone is no error here: the failure detector notices it.
 pub fn send(stream: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<()> {
     use rustix::io::Errno;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST_FDS))];

@@ -1,11 +1,11 @@
-//! Messages inside a host: a pipe in the receiver's control segment for each sender.
+//! Messages inside a host: for each sender, a pipe in the receiver's control segment.
 
 use trigram_core::Result;
 
 use crate::host::control_segment::ControlSegment;
 use crate::transport::stream::{Read, Receiver, Sender};
 
-/// The two ways between this rank, at `me` of its host, and the rank at `peer`.
+/// Both directions between this rank, at index `me` of its host, and the rank at index `peer`.
 pub fn pair(
     mine: &ControlSegment,
     me: usize,

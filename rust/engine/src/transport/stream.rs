@@ -1,27 +1,26 @@
-//! How bytes reach a peer. A transport is one file: a [`Sender`] and a [`Receiver`] of a byte
-//! stream that never block. Frames, matching and errors are the same above all of them.
+//! What a transport is: a [`Sender`] and a [`Receiver`] of a byte stream, which never block.
 
 use std::os::fd::BorrowedFd;
 
 use trigram_core::Result;
 
-/// What came of an attempt to read.
+/// The outcome of an attempt to read.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Read {
-    /// So many bytes.
+    /// This many bytes.
     Some(usize),
-    /// None now.
+    /// No bytes yet.
     Nothing,
-    /// None ever: the peer has closed its end.
+    /// End of the stream: the peer has closed its end.
     Closed,
 }
 
-/// The way out to one peer.
+/// The outward direction to one peer.
 pub trait Sender: Send {
     /// Writes as much of `head` and then `body` as fits now; 0 if nothing does.
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize>;
 
-    /// Whether writing is worth a try. May be wrong in saying yes.
+    /// Whether a write may succeed now. A wrong yes is allowed.
     fn has_room(&self) -> bool {
         true
     }
@@ -29,33 +28,33 @@ pub trait Sender: Send {
     /// The descriptor has become writable.
     fn wake(&mut self) {}
 
-    /// Called after a burst of writes: wakes the peer where the transport does not do so itself.
+    /// Called after a burst of writes: wakes the peer if the transport does not do so by itself.
     fn flush(&mut self) {}
 
-    /// The link carries so many bytes per second: queue no more than keeps it busy.
+    /// The link carries `rate` bytes per second: queue no more than keeps it busy.
     ///
-    /// Flows that meet at a receiver share its link in the ratio of what they have queued. With a
-    /// bounded queue they share alike, so that pieces of one sum arrive together.
+    /// Flows that share a receiver's link get shares in the ratio of what they have queued. With bounded queues the
+    /// shares are equal, so that pieces of one sum arrive together.
     fn pace(&mut self, _rate: f64) {}
 
-    /// Whether bytes may be damaged on the way, so that frames carry checksums.
+    /// Whether bytes may be damaged in transit, so that frames carry checksums.
     fn is_summed(&self) -> bool {
         false
     }
 
-    /// No more will be written; what was written will still arrive.
+    /// Closes this direction; what was written still arrives.
     fn close(&mut self) {}
 }
 
-/// The way in from one peer.
+/// The inward direction from one peer.
 pub trait Receiver: Send {
-    /// Reads what there is, up to the size of `into`.
+    /// Reads what there is, at most the size of `into`.
     fn read(&mut self, into: &mut [u8]) -> Result<Read>;
 
-    /// Whether reading is worth a try. May be wrong in saying yes.
+    /// Whether a read may succeed now. A wrong yes is allowed.
     fn has_input(&self) -> bool;
 
-    /// What to wait on for input; `None` where the sender rings the receiver's doorbell.
+    /// The descriptor to wait on for input; `None` if the sender rings the receiver's doorbell instead.
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         None
     }
@@ -63,7 +62,7 @@ pub trait Receiver: Send {
     /// The descriptor has become readable.
     fn wake(&mut self) {}
 
-    /// How much to read ahead of a header: system calls are saved by reading more than asked.
+    /// How many bytes to read ahead of a header: reading more than was asked for saves system calls.
     fn read_ahead(&self) -> usize {
         0
     }

@@ -24,7 +24,7 @@ pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Ve
             rx[b][a] = Some(Rx::new(a as u32, inn));
         }
     }
-    let ways = controls.into_iter().zip(tx).zip(rx).enumerate();
+    let ranks = controls.into_iter().zip(tx).zip(rx).enumerate();
     let make = |(rank, ((control, tx), rx))| {
         let world = World {
             rank: rank as u32,
@@ -36,5 +36,5 @@ pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Ve
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };
-    ways.map(make).collect()
+    ranks.map(make).collect()
 }

@@ -73,7 +73,7 @@ fn a_lane_is_reused_when_all_have_left_it() {
 }
 
 /// Rank 1 gives a call up that it has entered, and takes its memory back as soon as nobody is inside who may read it.
-fn give_up(controls: &[ControlSegment; 2]) {
+fn abort(controls: &[ControlSegment; 2]) {
     let (mine, theirs) = (&controls[1], &controls[0]);
     mine.op_slot.describe(&signature(0), None, None);
     mine.op_slot.arrive(0, 0);
@@ -90,7 +90,7 @@ fn memory_of_a_failed_call_is_not_read_any_more() {
     check(Some(4), || {
         let controls = ControlSegment::pair();
         let other = controls.clone();
-        let one = thread::spawn(move || give_up(&other));
+        let one = thread::spawn(move || abort(&other));
         let (mine, theirs) = (&controls[0], &controls[1]);
         mine.op_slot.describe(&signature(0), None, None);
         mine.op_slot.arrive(0, 0);

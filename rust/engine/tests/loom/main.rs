@@ -97,7 +97,7 @@ fn a_ring_is_never_missed() {
 }
 
 /// Bytes through a ring of [`PIPE`], each side sleeping when it can do nothing.
-struct Way {
+struct Link {
     pipe: Pipe,
     ring: [Byte; PIPE],
     reader: Words,
@@ -107,7 +107,7 @@ struct Way {
 #[test]
 fn a_pipe_loses_nothing_and_both_sides_sleep() {
     check(Some(3), || {
-        let way = Arc::new(Way {
+        let link = Arc::new(Link {
             pipe: Pipe::default(),
             ring: std::array::from_fn(|_| Byte::new(0)),
             reader: Words::default(),
@@ -115,15 +115,15 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
         });
         let sent = [1, 2, 3, 4, 5];
         let writer = {
-            let way = way.clone();
+            let link = link.clone();
             thread::spawn(move || {
                 let at = std::cell::Cell::new(0);
-                drive(&way.writer, || {
+                drive(&link.writer, || {
                     // SAFETY: this thread is the only writer, and the ring is the pipe's.
-                    let n = unsafe { way.pipe.write(way.ring.as_ptr().cast_mut(), &sent[at.get()..]) };
+                    let n = unsafe { link.pipe.write(link.ring.as_ptr().cast_mut(), &sent[at.get()..]) };
                     at.set(at.get() + n);
                     if n > 0 {
-                        way.reader.ring(|| unreachable!());
+                        link.reader.ring(|| unreachable!());
                     }
                     match n {
                         _ if at.get() == sent.len() => Polled::Over,
@@ -134,12 +134,12 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
             })
         };
         let got = std::cell::RefCell::new(Vec::<u8>::new());
-        drive(&way.reader, || {
+        drive(&link.reader, || {
             let mut into = [0; 2];
             // SAFETY: this thread is the only reader, and the ring is the pipe's.
-            let (n, waits) = unsafe { way.pipe.read(way.ring.as_ptr(), &mut into) };
+            let (n, waits) = unsafe { link.pipe.read(link.ring.as_ptr(), &mut into) };
             if waits {
-                way.writer.ring(|| unreachable!());
+                link.writer.ring(|| unreachable!());
             }
             got.borrow_mut().extend(&into[..n]);
             match n {
@@ -154,7 +154,7 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
 }
 
 #[test]
-fn who_waits_for_a_ticket_is_told() {
+fn a_waiting_caller_is_woken() {
     check(None, || {
         let completion = Arc::new(Completion::default());
         let other = completion.clone();

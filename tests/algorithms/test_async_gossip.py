@@ -16,6 +16,7 @@ from tests.support.algorithm_rows import NAMES_ONCE, ROWS
 from tests.support.algorithm_run import OPTIMIZERS, distance, loss, net, total
 from tests.support.cases import Cases
 from tests.support.harness import Died, Ranks, run, say
+from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -97,7 +98,7 @@ def one_never_trains(rank: int, world: int, label: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world, by", [(2, "shm"), (4, "shm"), (3, "tcp")])
+@pytest.mark.parametrize("world, by", [long(2, "shm"), (4, "shm"), (3, "tcp")])
 def test_free_running(in_launch: Callable[..., None], by: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=by)
 
@@ -182,7 +183,16 @@ def _until_killed(rank: int, world: int, label: str) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("label", NAMES_ONCE)
+WAYS_TO_END = [
+    "gradient_allreduce sgd",
+    "decentralized",
+    "async third",
+    "async_decentralized third",
+    "local_sgd",
+]
+
+
+@pytest.mark.parametrize("label", long_unless(WAYS_TO_END, NAMES_ONCE))
 def test_killed_peer(label: str) -> None:
     """Whoever needs it is told who is gone; nobody waits for it."""
     with Ranks(3, _until_killed, label) as ranks:

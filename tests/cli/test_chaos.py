@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.harness import ROOT
+from tests.support.marks import long
 from trigram.cli.chaos import LASTING, Chaos, Report, Settings
 
 pytestmark = pytest.mark.waits
@@ -51,7 +52,7 @@ def reports() -> dict[str, Report]:
         return dict(zip(CASES, pool.map(run, CASES), strict=True))
 
 
-@pytest.mark.parametrize("transport", list(CASES))
+@pytest.mark.parametrize("transport", [long("auto"), "tcp"])
 def test_a_job_under_fire(transport: str) -> None:
     report, (faults, words) = reports()[transport], CASES[transport]
     whole = f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())

@@ -12,6 +12,7 @@ import trigram
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, same_on_all_ranks, says
 from tests.support.data import DTYPES, HALVES, each_hop_rounds, numbers, ops, reduced
+from tests.support.marks import long
 
 CASES = Cases()
 BIG = 1_000_003
@@ -248,6 +249,16 @@ def barrier(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "transport, world",
+    [
+        *(("shm", n) for n in (1, 2, 3, 4)),
+        long("shm", 5),
+        ("tcp", 2),
+        long("tcp", 3),
+        long("tcp", 4),
+        ("tcp", 5),
+    ],
+)
 def test_collective(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)

@@ -19,13 +19,13 @@ import trigram
 from tests.support.checks import raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
+from tests.support.marks import long
 from trigram import _core, membership
 
 pytestmark = pytest.mark.waits
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport, victim", [("shm", 0), ("tcp", 2), long("shm", 2), long("tcp", 0)])
 def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
     world, steps = 3, 400
     arguments = (steps, "gradient_allreduce", {victim: 5}, 0.01)

@@ -14,6 +14,7 @@ import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.checks import fingerprint, relative
 from tests.support.harness import run
+from tests.support.marks import long
 from tests.support.models import History, train, workload
 
 STEPS = 50
@@ -71,8 +72,14 @@ def _both_in_float64(rank: int, world: int, workload: str, bucket_mb: float) -> 
     return theirs, ours
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("workload", ["digits", "gpt"])
+MORE_RANKS = [
+    *[("digits", 3, "shm"), ("digits", 4, "tcp"), ("gpt", 3, "tcp")],
+    *[long("gpt", 4, "shm"), long("gpt", 4, "tcp"), long("gpt", 3, "shm")],
+    *[long("digits", 3, "tcp"), long("digits", 4, "shm")],
+]
+
+
+@pytest.mark.parametrize("workload, world, transport", MORE_RANKS)
 def test_more_ranks_in_float64(workload: str, world: int, transport: str) -> None:
     """50 steps amplify the last bit of a sum: float64 has enough of them left, on any CPU."""
     results = run(world, _both_in_float64, workload, 0.05, transport=transport, timeout=90)
@@ -108,8 +115,7 @@ def _side_by_side(
     return apart, prints
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("workload", ["digits", "gpt"])
+@pytest.mark.parametrize("workload, world, transport", MORE_RANKS)
 def test_more_ranks_closely(workload: str, world: int, transport: str) -> None:
     """In float32, each of 50 steps from the same weights: only the order of a sum may differ."""
     results = run(world, _side_by_side, workload, 0.05, transport=transport, timeout=90)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from trigram import codecs, kernels
+from trigram import codecs
+from trigram.codecs.registry import find_kernel
 
 CODECS = "bf16,f16,int8,int4,fp8,sign,topk:0.01,randomk:0.01"
 CALLS, REPEATS = 20, 7
@@ -48,7 +49,7 @@ def copy_rate() -> float:
 def rows(name: str, n: int, copy: float) -> list[tuple[str, str, float, float]]:
     """Each operation on ``n`` float32 values: codec, operation, GB/s, share of the copy's rate."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
-    kernel, codec = kernels.find(name), codecs.find(name)
+    kernel, codec = find_kernel(name), codecs.find(name)
     here, residual = x.cuda(), torch.zeros(n, device="cuda")
     code = torch.empty(codec.size(n), dtype=torch.uint8, device="cuda")
     out = torch.zeros(n, device="cuda")

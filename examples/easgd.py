@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trigram
-from trigram.exchange import Mean
+from trigram.mixing import Mean
 
 
 class Elastic(Mean):
@@ -18,9 +18,9 @@ class Elastic(Mean):
 
     exact = False  # ranks keep weights of their own
 
-    def __init__(self, tensors, channels, alpha):
-        super().__init__(tensors, channels)
-        self.pull, self.beta = alpha, min(alpha * channels.size, 1.0)
+    def __init__(self, tensors, groups, alpha):
+        super().__init__(tensors, groups)
+        self.pull, self.beta = alpha, min(alpha * groups.size, 1.0)
         self.take()
         self.centre = self.inp.clone()
 
@@ -40,9 +40,7 @@ class Elastic(Mean):
         self.centre.copy_(state["centre"])
 
 
-trigram.register(
-    "easgd", trigram.Trigram("central", "full", "every:4", "weights"), exchange=Elastic, alpha=0.2
-)
+trigram.register("easgd", trigram.Trigram("central", "full", "every:4", "weights"), step=Elastic, alpha=0.2)
 
 
 def main() -> None:

@@ -10,15 +10,14 @@ Start the ranks with torchrun, or anything that provides a ``torch.distributed.S
 """
 
 from trigram._core import __version__
-from trigram.algorithms import Trigram, algorithms, register
-from trigram.collectives import (
-    Work,
+from trigram.algorithms.names import algorithms, register
+from trigram.algorithms.trigram import Trigram
+from trigram.collectives.calls import (
     all_gather,
     all_reduce,
     all_to_all,
     barrier,
     broadcast,
-    empty,
     gather,
     recv,
     reduce,
@@ -26,8 +25,8 @@ from trigram.collectives import (
     scatter,
     send,
 )
-from trigram.ddp import ddp_hook
-from trigram.elastic import public_recover as recover
+from trigram.collectives.work import Work
+from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (
     AbortedError,
     AuthError,
@@ -41,8 +40,12 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
-from trigram.qadam import QAdam
-from trigram.training import (
+from trigram.runtime.group import Group
+from trigram.runtime.memory import empty
+from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
+from trigram.training.ddp_hook import ddp_hook
+from trigram.training.qadam import QAdam
+from trigram.training.with_bagua import (
     algorithm_state,
     consensus,
     join,
@@ -51,15 +54,6 @@ from trigram.training import (
     stats,
     switch,
     with_bagua,
-)
-from trigram.world import (
-    Group,
-    init,
-    is_initialized,
-    new_group,
-    rank,
-    shutdown,
-    world_size,
 )
 
 __all__ = [

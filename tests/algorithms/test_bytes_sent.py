@@ -18,7 +18,7 @@ from tests.support.algorithm_rows import always
 from tests.support.algorithm_run import OPTIMIZERS, loss
 from tests.support.cases import Cases
 from tests.support.marks import long
-from trigram import graphs
+from trigram.algorithms import graphs
 
 CASES = Cases()
 PARAMETERS = 6

@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.support.checks import close, equal, raises, says
-from trigram import graphs
+from trigram.algorithms import graphs
 
 UNDIRECTED = ["ring", "pairs", "random", "torus", "complete"]
 DIRECTED = ["exponential", "one_peer"]

@@ -7,7 +7,7 @@ import torch
 
 from tests.reference.codec_roundtrip import how_many
 from tests.reference.graphs import graph
-from trigram import graphs
+from trigram.algorithms import graphs
 
 
 @pytest.mark.parametrize("kind", ["ring", "exponential", "one_peer", "pairs", "torus", "complete"])

@@ -18,11 +18,11 @@ from tests.support.algorithm_run import Reversed, Run, loss, net
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, same_on_all_ranks, says
 from tests.support.marks import long
-from trigram.average import padded
-from trigram.carrier import Channels
-from trigram.codecs import find
-from trigram.robust import RobustAverage
-from trigram.rules import Rule
+from trigram.algorithms.robust import RobustAggregation
+from trigram.averaging.average import padded
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.robust import RobustAverage
+from trigram.codecs.registry import find
 
 CASES = Cases()
 RULES = ("median", "trimmed", "clip:1", "clip:2.5")
@@ -150,20 +150,20 @@ def nobody_has_a_number(rank: int, world: int) -> None:
 
 def average(
     rank: int, world: int, name: str, values: Callable[[int], Tensor], codec: str | None = None
-) -> tuple[Tensor, Channels]:
+) -> tuple[Tensor, ModelGroups]:
     """One average of every rank's values."""
-    channels = Channels(trigram.new_group(range(world)))
+    groups = ModelGroups(trigram.new_group(range(world)))
     mine = values(rank)
     memory = trigram.empty(padded(len(mine), world), dtype=mine.dtype)
     memory.zero_()
     memory[: len(mine)] = mine
-    found = Rule.parse(name)
+    found = RobustAggregation.parse(name)
     assert found is not None
     codecs = (find(codec), find(codec)) if codec else None
-    made = RobustAverage(memory, channels, found, codecs)
+    made = RobustAverage(memory, groups, found, codecs)
     made.start(0)
     made.wait()
-    return memory[: len(mine)].clone(), channels
+    return memory[: len(mine)].clone(), groups
 
 
 def noise(rank: int, n: int = 1000) -> Tensor:
@@ -206,12 +206,12 @@ def attacks(rank: int, world: int, label: str) -> None:
             every = torch.stack([values(r) for r in range(world)])
             low, high = every.min(0)[0], torch.where(every.max(0)[0].isinf(), high, every.max(0)[0])
         assert ((out >= low) & (out <= high)).all(), name
-    out, channels = average(rank, world, "clip:1", values)
+    out, groups = average(rank, world, "clip:1", values)
     # Three iterations, in each of which a bad rank moves the result by the median distance over n at most.
     reach = 3 * bad / world * float(honest.norm(dim=1).max()) + float(honest.norm(dim=1).max())
     assert float(out.norm()) <= reach, (float(out.norm()), reach)
     blamed = list(range(bad)) if label == "one infinity" else []
-    assert sorted(channels.suspects.counts) == blamed, channels.suspects.counts
+    assert sorted(groups.non_finite_senders.counts) == blamed, groups.non_finite_senders.counts
 
 
 @CASES
@@ -224,15 +224,15 @@ def no_code(rank: int, world: int) -> None:
             super().encode(src, out, *rest)
             return out.fill_(255) if rank == 1 else out
 
-    channels = Channels(trigram.new_group(range(world)))
+    groups = ModelGroups(trigram.new_group(range(world)))
     memory = trigram.empty(padded(500, world))
     memory.copy_(torch.arange(len(memory)) + 1.0)
-    found = Rule.parse("median")
+    found = RobustAggregation.parse("median")
     assert found is not None
-    made = RobustAverage(memory, channels, found, (Liar("topk:0.5"), find("f16")))
+    made = RobustAverage(memory, groups, found, (Liar("topk:0.5"), find("f16")))
     made.start(0)
     made.wait()
-    assert channels.suspects.counts == {1: 1}, channels.suspects.counts
+    assert groups.non_finite_senders.counts == {1: 1}, groups.non_finite_senders.counts
     assert memory.isfinite().all() and memory.max() > 1
     same_on_all_ranks(rank, world, "no-code", [memory])
 

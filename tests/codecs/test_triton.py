@@ -16,7 +16,7 @@ import trigram
 from tests.support import kernel_run
 from tests.support.checks import raises, says
 from tests.support.marks import long_unless, pairs_with
-from trigram import kernels
+from trigram.codecs.registry import find_kernel
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -67,18 +67,18 @@ def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """Neither the kernels with trigram, nor with them what needs Triton (which torch may import itself)."""
-    code = "import sys, trigram; assert 'trigram.kernels' not in sys.modules; import trigram.kernels;"
-    code += "sys.exit('trigram.kernels.floats' in sys.modules)"
+    code = "import sys, trigram; assert 'trigram.codecs.triton' not in sys.modules; import trigram.codecs.triton;"
+    code += "sys.exit('trigram.codecs.triton.floats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    says(raises(trigram.UnsupportedError, kernels.find, "int8"), "triton", "pip install")
+    says(raises(trigram.UnsupportedError, find_kernel, "int8"), "triton", "pip install")
 
 
 @needs_triton
 def test_names_are_checked_as_for_the_cpu() -> None:
     for name, block in (("int7", None), ("topk", None), ("bf16", 64), ("int8", 7)):
-        raises(trigram.UnsupportedError, kernels.find, name, block)
-    assert kernels.find("int4", 64).size(100) == trigram.codecs.find("int4", 64).size(100)
+        raises(trigram.UnsupportedError, find_kernel, name, block)
+    assert find_kernel("int4", 64).size(100) == trigram.codecs.find("int4", 64).size(100)

@@ -55,7 +55,7 @@ def _train(rank: int, world: int, workers: int) -> tuple[list[float], list[str]]
         group = trigram.init(helper=True)
         assert group.ranks == list(range(workers))
         says(raises(trigram.MisuseError, trigram.barrier), "not in group")
-        counters = trigram.world.current().engine.counters()
+        counters = trigram.runtime.world.current().engine.counters()
         assert counters["calls"] >= 30, "it has not helped"
         return None
     trigram.init()

@@ -120,7 +120,7 @@ def test_same_bits_in_every_run(world: int, transport: str) -> None:
 def _calls_by_rates(rank: int, world: int) -> tuple[int, bool]:
     """Large and small sums in flight together, until rates have changed schedules; and how long that took."""
     sizes = [600_000, 1, 900, 2_000, 700_000, 5_000, 8_000]
-    group = trigram.world.resolve(None)
+    group = trigram.runtime.world.resolve(None)
     for round_ in range(400):
         tensors = [torch.full((n,), float(rank + round_ + i)) for i, n in enumerate(sizes)]
         works = [trigram.all_reduce(t, async_op=True) for t in tensors]

@@ -20,7 +20,8 @@ from tests.support.checks import raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
 from tests.support.marks import long
-from trigram import _core, membership
+from trigram import _core
+from trigram.elastic import membership
 
 pytestmark = pytest.mark.waits
 

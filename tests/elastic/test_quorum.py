@@ -17,7 +17,7 @@ from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
 from tests.support.marks import long
-from trigram.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 

@@ -15,7 +15,8 @@ import torch
 import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
-from trigram import _core, device
+from trigram import _core
+from trigram.gpu.nccl import library
 
 LIMIT = 15.0
 
@@ -53,12 +54,12 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
 
 
 def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
-    from trigram import collectives
+    from trigram.collectives import calls
 
     x = torch.ones(10)
     trigram.all_reduce(x)
     if rank == 0:
-        collectives._go = gpu_standin._go  # type: ignore[assignment]
+        calls._dispatch = gpu_standin._dispatch  # type: ignore[assignment]
     return _error(lambda: trigram.all_reduce(x))
 
 
@@ -196,7 +197,7 @@ def _gpus(rank: int, world: int) -> str:
 
 
 def _nccl_of_torch(rank: int, world: int) -> tuple[str, int, bool, str, str]:
-    nccl = device.library()
+    nccl = library()
     fresh = nccl.unique_id() != nccl.unique_id()
     return nccl.version, len(nccl.unique_id()), fresh, nccl.path, _gpus(rank, world)
 

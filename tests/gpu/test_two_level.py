@@ -11,9 +11,9 @@ from tests.gpu.test_routes import LAYOUTS
 from tests.support import gpu_standin
 from tests.support.harness import run
 from trigram import codecs
-from trigram.average import CodedAverage
-from trigram.carrier import Channels
-from trigram.hierarchy import Hierarchical, TwoLevels
+from trigram.averaging.coded import CodedAverage
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 
 COUNT, ROUNDS = 5003, 3
 
@@ -59,12 +59,12 @@ def expected(hosts: list[list[int]], length: int, name: str, feedback: bool) -> 
 
 def _averages(rank: int, world: int, name: str, feedback: bool) -> list[Tensor]:
     group = trigram.init()
-    channels = Channels(group)
-    levels = TwoLevels.of(channels, torch.empty(0))
+    groups = ModelGroups(group)
+    levels = HostLevels.of(groups, torch.empty(0))
     assert levels is not None
     memory = trigram.empty(levels.length(COUNT))
     codec = codecs.find(name)
-    average = Hierarchical(
+    average = HierarchicalAverage(
         memory, levels, lambda m, c: CodedAverage(m, c, codec, codec, (feedback, feedback))
     )
     means = []

@@ -12,7 +12,7 @@ from tests.reference.central import CentralWeights, CodedGradients, FullGradient
 from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, PushSum
 from tests.reference.graphs import Graph, graph
 from tests.reference.simulation import Algorithm
-from trigram import graphs
+from trigram.algorithms import graphs
 
 
 def every_third(done: int) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.support.harness import Ranks, await_flag, flag, say, scratch
-from trigram import elastic
+from trigram.elastic import recovery as elastic
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 

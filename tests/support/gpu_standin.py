@@ -14,7 +14,10 @@ from typing import Any
 
 import torch
 
-from trigram import codes, collectives, device, world
+from trigram.collectives import calls
+from trigram.collectives.work import Work
+from trigram.gpu import device, nccl, routes
+from trigram.runtime import engine_codes, memory, world
 
 SOURCE = Path(__file__).resolve().parents[2] / "rust/nccl/tests/standin"
 
@@ -68,8 +71,8 @@ class StandIn:
         return lambda: True
 
 
-_empty = collectives.empty
-_go = collectives._go
+_empty = memory.empty
+_dispatch = calls._dispatch
 COUNT = {"calls": 0}
 
 
@@ -77,15 +80,15 @@ def _on_device(
     group: Any, asked: Any, source: Any, target: Any, async_op: bool, what: str, splits: Any = None
 ) -> Any:
     t = source if source is not None else target
-    bitwise = asked[3] >= codes.OPS["band"] and (
-        asked[1] != codes.DTYPES[torch.bool] or asked[3] == codes.OPS["bxor"]
+    bitwise = asked[3] >= engine_codes.OPS["band"] and (
+        asked[1] != engine_codes.DTYPES[torch.bool] or asked[3] == engine_codes.OPS["bxor"]
     )
     if t is None or asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
-        return _go(group, asked, source, target, async_op, what, splits)
+        return _dispatch(group, asked, source, target, async_op, what, splits)
     COUNT["calls"] += 1
-    call = device.start(group, asked, source, target, splits)
+    call = routes.start(group, asked, source, target, splits)
     if async_op:
-        return collectives.Work(call, (source, target), what)
+        return Work(call, (source, target), what)
     call.order()
     return None
 
@@ -93,11 +96,11 @@ def _on_device(
 def _message(sends: bool, t: torch.Tensor, peer: int, tag: int, group: Any, async_op: bool) -> Any:
     what = "send" if sends else "recv"
     g = world.resolve(group)
-    code = collectives._check(t, what)
-    call = device.message(g, sends, g.place(peer, what), tag, t, code)
+    code = calls._check(t, what)
+    call = routes.message(g, sends, g.place(peer, what), tag, t, code)
     COUNT["calls"] += 1
     if async_op:
-        return collectives.Work(call, (t,), what)
+        return Work(call, (t,), what)
     call.wait()
     return None
 
@@ -106,6 +109,6 @@ def use() -> None:
     """From now on, in this process."""
     device.kinds["cpu"] = StandIn
     # The host reads and writes at once what a stream would put in order.
-    device._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
-    collectives._go = _on_device  # type: ignore[assignment]
-    collectives._message = _message
+    nccl._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
+    calls._dispatch = _on_device  # type: ignore[assignment]
+    calls._message = _message

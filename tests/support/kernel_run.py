@@ -18,7 +18,8 @@ import torch
 
 import trigram
 from tests.support.codec_cases import DTYPES, MAX, normal
-from trigram import codecs, kernels
+from trigram import codecs
+from trigram.codecs.registry import find_kernel
 
 BLOCKWISE = ["int8", "int4", "fp8", "sign"]
 SPARSE = ["topk:0.01", "topk:0.3", "topk:1", "randomk:0.1", "randomk:1"]
@@ -125,7 +126,7 @@ def decodes(name: str, block: int | None, encoded: torch.Tensor, n: int, target:
     dtype, weight = TARGETS[target % len(TARGETS)]
     cpu = normal(n, 7).to(dtype)
     gpu = cpu.clone().to(DEVICE)
-    kernels.find(name, block).decode(encoded.to(DEVICE), gpu, weight)
+    find_kernel(name, block).decode(encoded.to(DEVICE), gpu, weight)
     try:
         codecs.find(name, block).decode(encoded, cpu, weight)
     except trigram.CorruptError:
@@ -137,7 +138,7 @@ def agrees(
     name: str, block: int | None, src: torch.Tensor, keep: int, seed: int, targets: list[int], what: str
 ) -> None:
     """Bytes, residuals and numbers are the CPU's. `keep`: nothing, feedback, remainder."""
-    codec, kernel, n = codecs.find(name, block), kernels.find(name, block), src.numel()
+    codec, kernel, n = codecs.find(name, block), find_kernel(name, block), src.numel()
     what = f"{name} block {block} n {n} {src.dtype} {what} keep {keep}"
     assert kernel.size(n) == codec.size(n), what
     cpu = [None, normal(n, 3) * 0.01, torch.full((n,), math.nan)][keep]
@@ -197,7 +198,7 @@ def check_blocks(name: str) -> None:
 
 
 def check_rounds(name: str) -> None:
-    n, codec, kernel = 1003, codecs.find(name), kernels.find(name)
+    n, codec, kernel = 1003, codecs.find(name), find_kernel(name)
     for dtype in (torch.float32, torch.float16):
         cpu = torch.zeros(n)
         gpu = cpu.clone().to(DEVICE)
@@ -214,7 +215,7 @@ def check_rounds(name: str) -> None:
 
 def check_places(name: str) -> None:
     """Anywhere in memory, and nothing beside it is written."""
-    n, codec, kernel = 1003, codecs.find(name), kernels.find(name)
+    n, codec, kernel = 1003, codecs.find(name), find_kernel(name)
     encoded, guard = codec.encode(normal(n), seed=9), 0xA5
     for shift in (1, 2, 3):
         wide = torch.zeros(n + 8, device=DEVICE)

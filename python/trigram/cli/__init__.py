@@ -71,7 +71,7 @@ def chaos_command(
 
     trigram chaos --ranks 4 --seed 1 -- train.py ARGS
     """
-    from trigram.cli import chaos
+    from trigram.cli import chaos  # each command loads what it needs
 
     if not context.args:
         raise typer.BadParameter("name the script and its arguments after --")
@@ -130,7 +130,7 @@ def bench_command(
     ] = None,
 ) -> None:
     """Measure an operation over sizes, checking every result, in nccl-tests' columns."""
-    from trigram.cli import bench, launch
+    from trigram.cli import bench, launch  # each command loads what it needs
 
     peers = [name for name in against.split(",") if name]
     if unknown := set(peers) - set(PEERS[device]):
@@ -192,7 +192,7 @@ def demo_command(
     ),
 ) -> None:
     """Train two small models on real data, with DistributedDataParallel and then with each algorithm."""
-    from trigram.cli import demo, launch
+    from trigram.cli import demo, launch  # each command loads what it needs
 
     if absent := demo.missing():
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
@@ -206,7 +206,7 @@ def demo_command(
 @app.command("doctor")
 def doctor_command() -> None:
     """Report what this machine has, try two ranks on it, and say what to do about what is missing."""
-    from trigram.cli import doctor
+    from trigram.cli import doctor  # each command loads what it needs
 
     raise typer.Exit(doctor.run())
 
@@ -214,6 +214,6 @@ def doctor_command() -> None:
 @app.command("algorithms")
 def algorithms_command() -> None:
     """List the eight trigrams and their relatives."""
-    from trigram.cli import algorithms
+    from trigram.cli import algorithms  # each command loads what it needs
 
     algorithms.show()

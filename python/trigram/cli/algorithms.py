@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 import trigram
-from trigram import graphs
-from trigram.algorithms import WHO
+from trigram.algorithms import graphs
+from trigram.algorithms.trigram import WHO
 
 SIZES = (4, 5, 8, 16, 32)
 

@@ -18,10 +18,10 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
-from trigram import device
 from trigram._core import interfaces
 from trigram.cli.trials import crossover, trial
 from trigram.errors import UnsupportedError
+from trigram.gpu import nccl
 
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
@@ -242,8 +242,8 @@ def accelerators() -> Iterator[Check]:
             advice if apart else "",
         )
     try:
-        nccl = device.library()
-        yield Check("NCCL", "ok", f"{nccl.version}, {nccl.path}")
+        library = nccl.library()
+        yield Check("NCCL", "ok", f"{library.version}, {library.path}")
     except UnsupportedError as reason:
         advice = "install a CUDA build of torch, or GPU tensors travel through host memory" if gpus else ""
         yield Check("NCCL", "warn" if gpus else "ok", str(reason) if gpus else "none", advice)

@@ -195,7 +195,7 @@ def leave_job() -> None:
     """Ends this rank's part in the job: trigram's first, for torch.distributed may have lent it its store."""
     import torch.distributed as dist
 
-    import trigram
+    import trigram  # takes seconds, and whoever starts ranks does not need it
 
     trigram.shutdown()
     if dist.is_initialized():

@@ -1,0 +1,154 @@
+"""PowerSGD (arXiv 1905.13727): matrices as products of two thin ones, which can be summed on the way.
+
+Every rank multiplies its matrix by the same Q, the products are averaged and made orthonormal (P),
+and multiplying back by P gives the next Q: one step of the power method, warm since Q is kept. The
+products are torch's. What a rank's matrix has outside of P's span is kept and added next time:
+``e = M - P P'M`` with its own M; subtracting the shared result instead would grow e a hundredfold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
+
+
+class _Matrix:
+    """One parameter's gradient as a matrix: rows are its first dimension."""
+
+    def __init__(self, values: torch.Tensor, rows: int, rank: int) -> None:
+        self.values = values.view(rows, -1)
+        self.residual = torch.zeros(self.values.shape, device=values.device)
+        self.rank = rank
+        # The same start on all ranks.
+        generator = torch.Generator().manual_seed(0)
+        self.q = torch.randn(self.values.shape[1], rank, generator=generator).to(values.device)
+        self.mine = self.q.clone()
+
+
+class PowerAverage:
+    """The mean of the matrices' approximations, and of everything else in full.
+
+    Args:
+        memory: The flat tensor.
+        views: Its parts, with their shapes.
+        groups: Where to talk.
+        rank: Columns of P and Q.
+    """
+
+    calls = 1
+
+    def __init__(
+        self, memory: torch.Tensor, views: list[torch.Tensor], groups: ModelGroups, rank: int
+    ) -> None:
+        self.memory, self.groups = memory, groups
+        self.matrices: list[_Matrix] = []
+        self.rest: list[torch.Tensor] = []
+        base = memory.storage_offset()
+        for view in views:
+            rows = view.shape[0] if view.dim() > 1 else 1
+            columns = view.numel() // max(rows, 1)
+            at = view.storage_offset() - base
+            part = memory[at : at + view.numel()]
+            if view.dim() > 1 and rank * (rows + columns) < rows * columns:
+                self.matrices.append(_Matrix(part, rows, rank))
+            else:
+                self.rest.append(part)
+        rest = [torch.empty_like(t, dtype=torch.float32) for t in self.rest]
+        p = [torch.empty(m.values.shape[0], rank, device=memory.device) for m in self.matrices]
+        self.p = coalesced.Coalesced([*p, *rest])
+        self.q = coalesced.Coalesced([m.q for m in self.matrices]) if self.matrices else None
+        n = groups.size
+        numbers = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
+        self.sent = 2 * (n - 1) * numbers // n
+        self.work: collectives.Work | None = None
+        self.phase = 0
+
+    def start(self, round: int) -> None:
+        """See :class:`trigram.average.Average`."""
+        k = len(self.matrices)
+        for m, p in zip(self.matrices, self.p.views, strict=False):
+            m.residual += m.values
+            torch.matmul(m.residual, m.q, out=p)
+        if self.rest:
+            torch._foreach_copy_(self.p.views[k:], self.rest)
+        self.phase = 1
+        self.work = collectives.all_reduce(self.p.memory, "avg", None, self.groups.main, async_op=True)
+
+    def advance(self) -> bool:
+        """See :class:`trigram.average.Average`."""
+        if self.phase == 1 and self.work is not None and self.work.is_completed():
+            self._project()
+        return self.phase != 1
+
+    def _project(self) -> None:
+        assert self.work is not None
+        self.work.wait()
+        self.phase, self.work = 2, None
+        if self.q is None:
+            return
+        for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
+            if bool(p.isfinite().all()):
+                p.copy_(torch.linalg.qr(p)[0])
+            m.mine = m.residual.T @ p
+            q.copy_(m.mine)
+        self.work = collectives.all_reduce(
+            self.q.memory, "avg", None, self.groups.second_phase, async_op=True
+        )
+
+    def ready(self) -> bool:
+        """See :class:`trigram.average.Average`."""
+        self.advance()
+        return self.phase == 0 or (self.phase == 2 and (self.work is None or self.work.is_completed()))
+
+    def wait(self) -> None:
+        """See :class:`trigram.average.Average`."""
+        if self.phase == 1:
+            self._project()
+        if self.phase != 2:
+            return
+        if self.work is not None:
+            self.work.wait()
+        self.phase, self.work = 0, None
+        k = len(self.matrices)
+        if self.rest:
+            torch._foreach_copy_(self.rest, self.p.views[k:])
+        for m, p, q in zip(self.matrices, self.p.views, self.q.views if self.q else [], strict=False):
+            m.residual -= p @ m.mine.T
+            m.values.copy_(p @ q.T)
+            if bool(q.isfinite().all()):
+                m.q.copy_(q)
+            else:  # told once, to all; the next round begins anew
+                m.residual.nan_to_num_(0.0, 0.0, 0.0)
+
+    def forget(self) -> None:
+        """See :class:`trigram.average.Average`."""
+        self.phase, work, self.work = 0, self.work, None
+        if work is not None:
+            work.wait()
+
+    def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """Residual and Q of those that are matrices."""
+        found = {m.values.data_ptr(): m for m in self.matrices}
+        return [
+            {"residual": m.residual, "q": m.q} if (m := found.get(v.data_ptr())) is not None else {}
+            for v in views
+        ]
+
+    def fold(self) -> None:
+        """Nothing."""
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Residuals and Q, by matrix."""
+        kept = {f"residual {k}": m.residual.clone() for k, m in enumerate(self.matrices)}
+        return kept | {f"q {k}": m.q.clone() for k, m in enumerate(self.matrices)}
+
+    def load(self, state: dict[str, torch.Tensor]) -> None:
+        """See :meth:`state`."""
+        for k, m in enumerate(self.matrices):
+            m.residual.copy_(state[f"residual {k}"])
+            m.q.copy_(state[f"q {k}"])

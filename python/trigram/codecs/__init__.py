@@ -1,0 +1,10 @@
+"""Codecs: fewer bits for the same numbers. Public: ``find`` and ``Codec``.
+
+What lives here: the codec (``codec.py``), codecs by name (``registry.py``) and their GPU kernels
+(``triton/``). The CPU's loops are in ``rust/core/src/codec``. Uses: errors.
+"""
+
+from trigram.codecs.codec import Codec
+from trigram.codecs.registry import find
+
+__all__ = ["Codec", "find"]

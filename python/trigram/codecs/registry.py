@@ -1,0 +1,36 @@
+"""Codecs by name, each with its GPU kernel."""
+
+from __future__ import annotations
+
+from trigram.codecs.codec import Codec, GpuKernel
+from trigram.errors import UnsupportedError
+
+
+def find(name: str, block: int | None = None) -> Codec:
+    """The codec of a name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION``, ``randomk:FRACTION``.
+
+    Args:
+        name: As written in a trigram.
+        block: Values per block, for int8, int4, fp8 and sign; a multiple of 8 up to 2048.
+
+    Raises:
+        UnsupportedError: There is no such codec, or not with this parameter.
+    """
+    if block is not None and block <= 0:
+        raise UnsupportedError(f"codec {name!r}: block={block} is not positive")
+    return Codec(name, block, _kernel)
+
+
+def find_kernel(name: str, block: int | None = None) -> GpuKernel:
+    """The GPU kernel of the codec that :func:`find` finds.
+
+    Raises:
+        UnsupportedError: There is no such codec, or Triton is not installed.
+    """
+    return _kernel(find(name, block))
+
+
+def _kernel(codec: Codec) -> GpuKernel:
+    from trigram.codecs import triton  # imported where a GPU needs it: Triton takes seconds to load
+
+    return triton.kernel_of(codec)

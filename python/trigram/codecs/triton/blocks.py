@@ -1,0 +1,319 @@
+"""What is common to codecs that work block by block: tiles, tails, residuals, targets.
+
+A program takes a tile of several blocks, a row each. In full tiles no address depends on the number of
+values, so the compiler joins accesses; the last tile is masked value by value.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from trigram.codecs.codec import Codec
+from trigram.codecs.triton.floats import (
+    FEEDBACK,
+    INFINITE,
+    LOSE,
+    fetch,
+    float_of,
+    format_of,
+    keep_of,
+    put,
+    raw,
+    size_of,
+    weight_of,
+)
+from trigram.codecs.triton.kernel import Kernel
+from trigram.codecs.triton.words import load_words, pack, store_words, unpack
+
+TILE = 4096  # values per program: 16 for each of its threads
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A block codec: two functions, compiled into the kernels, and its shape.
+
+    Attributes:
+        block: Values per block where nothing else is asked for.
+        bits: Bits per value.
+        header: Whether a word precedes each block's codes.
+        quantise: ``(x, mean, BITS)`` to the headers, a column, and the codes; rows are blocks.
+        values: ``(headers, codes, BITS)`` to the numbers.
+        mean: Whether `quantise` wants the mean of |x|, as the CPU sums it.
+    """
+
+    block: int
+    bits: int
+    header: bool
+    quantise: Any
+    values: Any
+    mean: bool = False
+
+
+class Blocks(Kernel):
+    """A block codec over whole tensors: a kernel to encode, a kernel to decode."""
+
+    __slots__ = ("_quantise", "_shape", "_tile")
+
+    def __init__(self, codec: Codec, plan: Plan) -> None:
+        super().__init__(codec)
+        block = codec.block or plan.block
+        cols = triton.next_power_of_2(block)
+        rows = max(1, TILE // cols)
+        self._tile = rows * block
+        self._quantise = {"QUANTISE": plan.quantise, "MEAN": plan.mean}
+        self._shape = {
+            "VALUES": plan.values,
+            "BITS": plan.bits,
+            "HEADER": 4 if plan.header else 0,
+            "BLOCK": block,
+            "COLS": cols,
+            "ROWS": rows,
+            "num_warps": 8,
+            "enable_fp_fusion": False,
+        }
+
+    def encode(
+        self,
+        src: torch.Tensor,
+        out: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        feedback: bool = True,
+        seed: int = 0,
+    ) -> None:
+        """As :meth:`Kernel.encode`; nothing is drawn, so the seed is not looked at."""
+        n = src.numel()
+        if n == 0:
+            return
+        keep = keep_of(residual, feedback)
+        with torch.cuda.device_of(src):
+            _encode[(triton.cdiv(n, self._tile),)](
+                raw(src), residual, out, n, FORMAT=format_of(src), KEEP=keep, **self._quantise, **self._shape
+            )
+
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
+        """As :meth:`Kernel.decode`; any bytes are a code."""
+        n = out.numel()
+        if n == 0:
+            return
+        add = weight is not None
+        with torch.cuda.device_of(out):
+            _decode[(triton.cdiv(n, self._tile),)](
+                encoded, raw(out), weight_of(weight), n, FORMAT=format_of(out), ADD=add, **self._shape
+            )
+
+
+@triton.jit
+def _mean(
+    src,
+    residual,
+    left,
+    FORMAT: tl.constexpr,
+    KEEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """The mean of |x| of each row, in the CPU's order: eight sums in f64, each over every eighth value,
+    what exceeds a multiple of eight first and in the first of them; then these in turn.
+
+    Values are read once more for that, a column of eight at a time, and are in the cache.
+    """
+    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    sums = tl.zeros((ROWS, 8), tl.float64)
+    count = tl.full((ROWS, 1), BLOCK, tl.int32)
+    if TAIL:
+        count = tl.maximum(tl.minimum(left - row * BLOCK, BLOCK), 0)
+    whole = count // 8 * 8
+    if TAIL:
+        for k in range(7):
+            there = (lane == 0) & (whole + k < count)
+            x = fetch(src, residual, row * BLOCK + whole + k + lane, there, FORMAT, KEEP)
+            sums += float_of(size_of(x)).to(tl.float64)
+    for start in tl.range(0, BLOCK, 8, loop_unroll_factor=4):
+        there = (start < whole) & (lane < 8)
+        x = fetch(src, residual, row * BLOCK + start + lane, there, FORMAT, KEEP)
+        sums += float_of(size_of(x)).to(tl.float64)
+    total = tl.zeros((ROWS, 1), tl.float64)
+    for k in tl.static_range(8):
+        total += tl.sum(tl.where(lane == k, sums, 0.0), axis=1, keep_dims=True)
+    return (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+
+
+@triton.jit
+def _encode_tile(
+    src,
+    residual,
+    out,
+    left,
+    QUANTISE: tl.constexpr,
+    VALUES: tl.constexpr,
+    MEAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KEEP: tl.constexpr,
+    BITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Encodes the blocks of a tile, of which `left` values are there."""
+    STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
+    WIDTH: tl.constexpr = COLS * BITS // 8
+    rows = tl.arange(0, ROWS)
+    row, col, byte = rows[:, None], tl.arange(0, COLS)[None, :], tl.arange(0, WIDTH)[None, :]
+    at = row * BLOCK + col
+    there = (row < ROWS) & (col < BLOCK)
+    filled = (row < ROWS) & (byte < BLOCK * BITS // 8)
+    begun = rows < ROWS
+    if TAIL:
+        there = there & (at < left)
+        filled = filled & (row * BLOCK + byte * 8 // BITS < left)
+        begun = rows * BLOCK < left
+    x = fetch(src, residual, at, there, FORMAT, KEEP)
+    mean = 0.0
+    if MEAN:
+        mean = _mean(src, residual, left, FORMAT, KEEP, BLOCK, ROWS, TAIL)
+    headers, codes = QUANTISE(x, mean, BITS)
+    codes = tl.where(there, codes, 0)
+    if HEADER:
+        store_words(out, rows * STEP, tl.reshape(headers, (ROWS,)), begun)
+    tl.store(out + row * STEP + HEADER + byte, pack(codes, ROWS, COLS, BITS), mask=filled)
+    if KEEP != LOSE:
+        lost = x - VALUES(headers, codes, BITS)
+        if KEEP == FEEDBACK:
+            # What is not finite has been told once, and must not come back for ever.
+            lost = tl.where(size_of(lost) < INFINITE, lost, 0.0)
+        tl.store(residual + at, lost, mask=there)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _encode(
+    src,
+    residual,
+    out,
+    n,
+    QUANTISE: tl.constexpr,
+    VALUES: tl.constexpr,
+    MEAN: tl.constexpr,
+    FORMAT: tl.constexpr,
+    KEEP: tl.constexpr,
+    BITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
+    tile = tl.program_id(0).to(tl.int64)
+    done = tile * (ROWS * BLOCK)
+    left = tl.minimum(n - done, ROWS * BLOCK).to(tl.int32)
+    src += done
+    out += tile * (ROWS * STEP)
+    if KEEP != LOSE:
+        residual += done
+    if left == ROWS * BLOCK:
+        _encode_tile(
+            src,
+            residual,
+            out,
+            left,
+            QUANTISE,
+            VALUES,
+            MEAN,
+            FORMAT,
+            KEEP,
+            BITS,
+            HEADER,
+            BLOCK,
+            COLS,
+            ROWS,
+            False,
+        )
+    else:
+        _encode_tile(
+            src,
+            residual,
+            out,
+            left,
+            QUANTISE,
+            VALUES,
+            MEAN,
+            FORMAT,
+            KEEP,
+            BITS,
+            HEADER,
+            BLOCK,
+            COLS,
+            ROWS,
+            True,
+        )
+
+
+@triton.jit
+def _decode_tile(
+    code,
+    out,
+    weight,
+    left,
+    VALUES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ADD: tl.constexpr,
+    BITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """Decodes the blocks of a tile, of which `left` values are there."""
+    STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
+    WIDTH: tl.constexpr = COLS * BITS // 8
+    rows = tl.arange(0, ROWS)
+    row, col, byte = rows[:, None], tl.arange(0, COLS)[None, :], tl.arange(0, WIDTH)[None, :]
+    at = row * BLOCK + col
+    there = (row < ROWS) & (col < BLOCK)
+    filled = (row < ROWS) & (byte < BLOCK * BITS // 8)
+    begun = rows < ROWS
+    if TAIL:
+        there = there & (at < left)
+        filled = filled & (row * BLOCK + byte * 8 // BITS < left)
+        begun = rows * BLOCK < left
+    headers = tl.zeros((ROWS, 1), tl.int32)
+    if HEADER:
+        headers = tl.reshape(load_words(code, rows * STEP, begun), (ROWS, 1))
+    packed = tl.load(code + row * STEP + HEADER + byte, mask=filled, other=0)
+    x = VALUES(headers, unpack(packed, ROWS, COLS, BITS), BITS)
+    put(out + at, x, weight, there, FORMAT, ADD)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode(
+    code,
+    out,
+    weight,
+    n,
+    VALUES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    ADD: tl.constexpr,
+    BITS: tl.constexpr,
+    HEADER: tl.constexpr,
+    BLOCK: tl.constexpr,
+    COLS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
+    tile = tl.program_id(0).to(tl.int64)
+    done = tile * (ROWS * BLOCK)
+    left = tl.minimum(n - done, ROWS * BLOCK).to(tl.int32)
+    code += tile * (ROWS * STEP)
+    out += done
+    if left == ROWS * BLOCK:
+        _decode_tile(code, out, weight, left, VALUES, FORMAT, ADD, BITS, HEADER, BLOCK, COLS, ROWS, False)
+    else:
+        _decode_tile(code, out, weight, left, VALUES, FORMAT, ADD, BITS, HEADER, BLOCK, COLS, ROWS, True)

@@ -1,0 +1,63 @@
+"""What codecs that send some of the values and drop the others have in common."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from trigram.codecs.codec import Codec
+from trigram.codecs.triton.floats import F16, F32, NAN, float_of
+from trigram.codecs.triton.kernel import Kernel
+from trigram.errors import UnsupportedError
+
+TILE = 2048  # values per program: 8 for each of its threads
+DRAWN = 1024  # indices per program, where these are computed in 64 bits
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+
+
+class Sparse(Kernel):
+    """A codec of a fraction of the values."""
+
+    __slots__ = ("fraction",)
+
+    def __init__(self, codec: Codec) -> None:
+        super().__init__(codec)
+        self.fraction = float(codec.name.partition(":")[2])
+
+    def count(self, n: int) -> int:
+        """How many of `n` values are sent: at least one, at most all."""
+        if n >= 1 << 31:
+            raise UnsupportedError(f"codec {self.name!r} on a GPU takes fewer than 2^31 values, not {n}")
+        return min(max(math.ceil(self.fraction * n), 1), n)
+
+
+def tiles(n: int, tile: int = TILE) -> int:
+    """Programs for `n` values."""
+    return triton.cdiv(n, tile)
+
+
+def none(device: torch.device, n: int = 1) -> torch.Tensor:
+    """Scratch of int32 zeros: flags, counters."""
+    return torch.zeros(n, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def spoil(out, flag, n, BITS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """If the flag is set, the float32 of BITS (NaN or 0) everywhere."""
+    if tl.load(flag) != 0:
+        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+        there = at < n
+        if FORMAT == F32:
+            tl.store(out + at, float_of(tl.full([TILE], BITS, tl.int32)), mask=there)
+        else:
+            short: tl.constexpr = 0 if BITS == 0 else 0x7E00 if FORMAT == F16 else 0x7FC0
+            tl.store(out + at, tl.full([TILE], short, tl.int16), mask=there)
+
+
+def nan_if(flag: torch.Tensor, out: torch.Tensor, form: int) -> None:
+    """All of `out` becomes NaN if the flag is set; else nothing is read but that."""
+    n = out.numel()
+    spoil[(tiles(n),)](out, flag, n, BITS=NAN.value, FORMAT=form, TILE=TILE, **OPTIONS)

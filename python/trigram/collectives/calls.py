@@ -1,0 +1,351 @@
+"""Collectives on torch tensors.
+
+Each takes ``group`` (ours, a torch ``ProcessGroup``, or None for the world) and ``async_op``; then
+it returns a :class:`Work` at once, else None when it is done. ``src`` and ``dst`` are world ranks,
+as in ``torch.distributed``. Tensors are contiguous, on the CPU or a GPU; dtypes are float32, float64,
+float16, bfloat16, int8, uint8, int32, int64 and bool. Sums of 16-bit floats are accumulated in
+float32. No collective on CPU tensors returns before every rank has entered it, and ranks that
+disagree get ``MismatchError``, all of them. On GPU tensors collectives are in the order of the
+current stream, as torch's: see docs/gpu.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trigram.collectives.work import Work
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.gpu import device, routes
+from trigram.runtime import engine_codes
+from trigram.runtime.group import Group
+from trigram.runtime.world import AnyGroup, resolve
+
+_DTYPES = engine_codes.DTYPES
+_STRIDED = torch.strided
+
+
+def _check(t: torch.Tensor, what: str) -> int:
+    """The dtype's code of a tensor that can be worked on."""
+    try:
+        if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
+            return _DTYPES[t.dtype]
+    except (AttributeError, KeyError):
+        pass
+    return _refuse(t, what)
+
+
+def _refuse(t: torch.Tensor, what: str) -> int:
+    """Says why the engine cannot work on a tensor."""
+    if not isinstance(t, torch.Tensor):
+        raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
+    code = _DTYPES.get(t.dtype)
+    if code is None:
+        raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor")
+    if not t.is_cpu and t.device.type not in device.kinds:
+        kinds = ", ".join(["cpu", *device.kinds])
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; collectives take tensors on {kinds}")
+    if t.layout != torch.strided:
+        raise UnsupportedError(f"{what}: the tensor is {t.layout}; collectives take dense tensors")
+    if not t.is_contiguous():
+        raise MisuseError(f"{what}: the tensor is not contiguous; pass t.contiguous() and copy back")
+    return code
+
+
+def _op(op: Any, what: str) -> int:
+    try:
+        return engine_codes.OPS[op]
+    except (KeyError, TypeError):
+        names = ", ".join(engine_codes.OP_NAMES)
+        raise MisuseError(f"{what}: unknown op {op!r}; there are {names}") from None
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
+    if a.dtype != b.dtype:
+        raise MisuseError(f"{what}: dtypes differ: {a.dtype} and {b.dtype}")
+    if a.device != b.device:
+        raise MisuseError(f"{what}: the tensors are on different devices: {a.device} and {b.device}")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
+    """``a`` holds ``times`` as many elements as ``b``, of the same dtype."""
+    _alike(a, b, what)
+    if a.numel() != times * b.numel():
+        raise MisuseError(
+            f"{what}: the larger tensor has {a.numel()} elements and the smaller {b.numel()}; "
+            f"with {times} ranks it must have {times * b.numel()}"
+        )
+
+
+def _dispatch(
+    group: Group,
+    asked: engine_codes.Asked,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    async_op: bool,
+    what: str,
+    splits: engine_codes.Splits = None,
+) -> Work | None:
+    if (tensor := source if source is not None else target) is not None and not tensor.is_cpu:
+        return _on_device(group, asked, source, target, async_op, what, splits)
+    given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
+    wanted = given if target is source else (0, 0) if target is None else (target.data_ptr(), target.nbytes)
+    memory = given + wanted
+    if target is not None and target.requires_grad:
+        torch.autograd.graph.increment_version(target)
+    if async_op:
+        return Work(group.core.start(asked, memory, group.timeout, splits), (source, target), what)
+    try:
+        group.core.run(asked, memory, group.timeout, splits)
+    except TrigramError as e:
+        routes.abort(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
+        raise
+    return None
+
+
+def _on_device(
+    group: Group,
+    asked: engine_codes.Asked,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    async_op: bool,
+    what: str,
+    splits: engine_codes.Splits,
+) -> Work | None:
+    """The same on GPU memory: in the order of the current stream."""
+    if asked[4]:
+        raise UnsupportedError(f"{what}: via is for CPU tensors; TRIGRAM_GPU_TRANSPORT chooses for GPUs")
+    if target is not None and target.requires_grad:
+        torch.autograd.graph.increment_version(target)
+    call = routes.start(group, asked, source, target, splits)
+    if async_op:
+        return Work(call, (source, target), what)
+    call.order()
+    return None
+
+
+def all_reduce(
+    t: torch.Tensor,
+    op: Any = "sum",
+    via: str | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Combines ``t`` of all ranks, in place; all ranks get the same bits.
+
+    Args:
+        t: Any shape; the same number of elements on all ranks.
+        op: sum, avg, min, max, prod, band, bor, bxor, or torch's ``ReduceOp``. avg divides the sum
+            by the number of ranks and rounds once.
+        via: How: shared, ring, tree, recursive_doubling or scatter_gather. None: the best known.
+        group: The ranks that take part.
+        async_op: Return at once, with a :class:`Work`.
+    """
+    dtype = _check(t, "all_reduce")
+    if via not in engine_codes.VIAS:
+        raise UnsupportedError(
+            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in engine_codes.VIAS if v)}"
+        )
+    asked = (engine_codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), engine_codes.VIAS[via], 0)
+    return _dispatch(resolve(group), asked, t, t, async_op, "all_reduce")
+
+
+def reduce(
+    t: torch.Tensor, dst: int, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
+    g = resolve(group)
+    root = g.place(dst, "reduce")
+    asked = (engine_codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
+    return _dispatch(g, asked, t, t if g.rank == root else None, async_op, "reduce")
+
+
+def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
+    """Copies ``t`` of rank ``src`` into ``t`` of all ranks."""
+    g = resolve(group)
+    asked = (engine_codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
+    return _dispatch(g, asked, t, t, async_op, "broadcast")
+
+
+def barrier(group: AnyGroup = None, async_op: bool = False) -> Work | None:
+    """Returns when every rank has called it."""
+    return _dispatch(resolve(group), (engine_codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
+
+
+def all_gather(
+    out: torch.Tensor, t: torch.Tensor, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Collects ``t`` of all ranks, in rank order, in ``out`` of all ranks.
+
+    Args:
+        out: ``size * t.numel()`` elements of the same dtype, any shape.
+        t: The same number of elements on all ranks.
+        group: The ranks that take part.
+        async_op: Return at once, with a :class:`Work`.
+    """
+    g = resolve(group)
+    dtype = _check(t, "all_gather")
+    _check(out, "all_gather")
+    _same(out, t, g.size, "all_gather")
+    return _dispatch(g, (engine_codes.ALL_GATHER, dtype, t.numel(), 0, 0, 0), t, out, async_op, "all_gather")
+
+
+def reduce_scatter(
+    out: torch.Tensor, t: torch.Tensor, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Combines ``t`` of all ranks; rank i gets the i-th of ``size`` equal parts in ``out``.
+
+    Args:
+        out: One part.
+        t: ``size * out.numel()`` elements of the same dtype.
+        op: As for :func:`all_reduce`.
+        group: The ranks that take part.
+        async_op: Return at once, with a :class:`Work`.
+    """
+    g = resolve(group)
+    dtype = _check(t, "reduce_scatter")
+    _check(out, "reduce_scatter")
+    _same(t, out, g.size, "reduce_scatter")
+    asked = (engine_codes.REDUCE_SCATTER, dtype, out.numel(), _op(op, "reduce_scatter"), 0, 0)
+    return _dispatch(g, asked, t, out, async_op, "reduce_scatter")
+
+
+def gather(
+    out: torch.Tensor | None,
+    t: torch.Tensor,
+    dst: int,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Collects ``t`` of all ranks, in rank order, in ``out`` of rank ``dst`` (None elsewhere)."""
+    g = resolve(group)
+    root = g.place(dst, "gather")
+    dtype = _check(t, "gather")
+    if g.rank == root:
+        if out is None:
+            raise MisuseError(f"gather: rank {dst} is dst and needs out")
+        _check(out, "gather")
+        _same(out, t, g.size, "gather")
+    asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
+    return _dispatch(g, asked, t, out if g.rank == root else None, async_op, "gather")
+
+
+def scatter(
+    t: torch.Tensor,
+    inp: torch.Tensor | None,
+    src: int,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Copies the i-th of ``size`` equal parts of ``inp`` of rank ``src`` to ``t`` of rank i."""
+    g = resolve(group)
+    root = g.place(src, "scatter")
+    dtype = _check(t, "scatter")
+    if g.rank == root:
+        if inp is None:
+            raise MisuseError(f"scatter: rank {src} is src and needs inp")
+        _check(inp, "scatter")
+        _same(inp, t, g.size, "scatter")
+    asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
+    return _dispatch(g, asked, inp if g.rank == root else None, t, async_op, "scatter")
+
+
+def all_to_all(
+    out: torch.Tensor,
+    inp: torch.Tensor,
+    out_splits: Sequence[int] | None = None,
+    in_splits: Sequence[int] | None = None,
+    group: AnyGroup = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Sends part j of ``inp`` to rank j, and collects the parts meant for this rank in ``out``.
+
+    Args:
+        out: The parts received, in rank order.
+        inp: The parts sent, in rank order.
+        out_splits: Length of each part of ``out`` along the first dimension; None: equal.
+        in_splits: The same of ``inp``. Either both are given, on all ranks, or neither.
+        group: The ranks that take part.
+        async_op: Return at once, with a :class:`Work`.
+    """
+    g = resolve(group)
+    dtype = _check(inp, "all_to_all")
+    _check(out, "all_to_all")
+    _alike(inp, out, "all_to_all")
+    if (out_splits is None) != (in_splits is None):
+        raise MisuseError("all_to_all: give both out_splits and in_splits, or neither")
+    if out_splits is None or in_splits is None:
+        _same(out, inp, 1, "all_to_all")
+        if inp.numel() % g.size:
+            raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
+        asked = (engine_codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
+        return _dispatch(g, asked, inp, out, async_op, "all_to_all")
+    lengths = (
+        _elements(inp, in_splits, g.size, "in_splits"),
+        _elements(out, out_splits, g.size, "out_splits"),
+    )
+    if lengths[0][g.rank] != lengths[1][g.rank]:
+        raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
+    return _dispatch(
+        g, (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths
+    )
+
+
+def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
+    """Splits along the first dimension, in elements."""
+    rows = t.shape[0] if t.dim() else 1
+    if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
+        raise MisuseError(f"all_to_all: {what}={list(splits)} must be {size} lengths that add up to {rows}")
+    row = t.numel() // rows if rows else 0
+    return [int(n) * row for n in splits]
+
+
+def send(
+    t: torch.Tensor, dst: int, tag: int = 0, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Sends ``t`` to rank ``dst``. Messages with the same tag arrive in order.
+
+    Up to 1 MiB it returns when the message is on its way; above, when the receiver takes it.
+    """
+    return _message(True, t, dst, tag, group, async_op)
+
+
+def recv(
+    t: torch.Tensor, src: int, tag: int = 0, group: AnyGroup = None, async_op: bool = False
+) -> Work | None:
+    """Receives the next message of rank ``src`` with this tag into ``t``, of the same size and dtype."""
+    return _message(False, t, src, tag, group, async_op)
+
+
+def _message(
+    sends: bool, t: torch.Tensor, peer: int, tag: int, group: AnyGroup, async_op: bool
+) -> Work | None:
+    what = "send" if sends else "recv"
+    g = resolve(group)
+    dtype = _check(t, what)
+    if not 0 <= tag < 1 << 31:
+        raise MisuseError(f"{what}: tag {tag} is not in [0, 2**31)")
+    place = g.place(peer, what)
+    if not sends and t.requires_grad:
+        torch.autograd.graph.increment_version(t)
+    if not t.is_cpu:
+        call = routes.message(g, sends, place, tag, t, dtype)
+        if async_op:
+            return Work(call, (t,), what)
+        call.wait()
+        return None
+    core = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, g.timeout)
+    return None if core is None else Work(core, (t,), what)
+
+
+def exchange(parcels: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
+    """Messages on a GPU that travel together, of all ranks of a group at once.
+
+    Args:
+        parcels: Whether this rank sends it, the other's place, and the tensor.
+        group: The ranks, each of which calls this.
+    """
+    coded = [(sends, place, t, _check(t, "exchange")) for sends, place, t in parcels]
+    return Work(routes.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")

@@ -1,0 +1,103 @@
+"""Tensors side by side in one flat stretch of registered memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from trigram.collectives import calls
+from trigram.runtime.group import Group
+from trigram.runtime.memory import empty
+
+_ALIGN = 64
+"""Bytes: tensors start on cache lines of their own."""
+
+
+def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Groups tensors by dtype and device, in order."""
+    groups: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for t in tensors:
+        groups.setdefault((t.dtype, t.device), []).append(t)
+    return list(groups.values())
+
+
+def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
+    """Where each tensor starts in a flat one, in elements, and the length of the whole."""
+    at, total = [], 0
+    for t in tensors:
+        step = max(_ALIGN // (dtype or t.dtype).itemsize, 1)
+        at.append(total)
+        total += -(-t.numel() // step) * step
+    return at, total
+
+
+def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of part of ``flat`` with the shape, and where possible the strides, of ``like``."""
+    part = flat[offset : offset + like.numel()]
+    if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+        return part.as_strided(like.shape, like.stride(), part.storage_offset())
+    return part.view(like.shape)
+
+
+class Coalesced:
+    """Tensors with a place each in registered memory.
+
+    Args:
+        tensors: Of one dtype, or any with ``dtype``.
+        dtype: That of the memory; None: the tensors'.
+        length: Of the memory, if not just what the tensors take; called with that. Zeros follow.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        dtype: torch.dtype | None = None,
+        length: Callable[[int], int] | None = None,
+    ) -> None:
+        self.tensors = list(tensors)
+        dtype = dtype or tensors[0].dtype
+        at, self.total = offsets(tensors, dtype)
+        total = self.total if length is None else length(self.total)
+        self.memory = empty(total, dtype=dtype, device=tensors[0].device)
+        self.memory.zero_()
+        self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
+
+    def pack(self) -> None:
+        """Copies the tensors here."""
+        torch._foreach_copy_(self.views, self.tensors)
+
+    def unpack(self) -> None:
+        """Copies the values here to the tensors."""
+        torch._foreach_copy_(self.tensors, self.views)
+
+    def broadcast(self, src: int, group: Group) -> None:
+        """Gives all ranks the tensors of the rank at place ``src``."""
+        if group.rank == src:
+            self.pack()
+        calls.broadcast(self.memory, group.ranks[src], group)
+        if group.rank != src:
+            self.unpack()
+
+
+@torch.no_grad()
+def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_bytes: int = 64 << 20) -> None:
+    """Gives all ranks the tensors of the rank at place ``src``, in few messages."""
+    for same in alike(t.detach() for t in tensors):
+        chunk: list[torch.Tensor] = []
+        size = 0
+        for t in same:
+            if chunk and size + t.nbytes > chunk_bytes:
+                Coalesced(chunk).broadcast(src, group)
+                chunk, size = [], 0
+            if t.numel():
+                chunk.append(t)
+                size += t.nbytes
+        if chunk:
+            Coalesced(chunk).broadcast(src, group)
+
+
+def of_buffers(model: nn.Module) -> list[Coalesced]:
+    """A model's buffers that have anything in them, in one for each dtype."""
+    return [Coalesced(b) for b in alike(b for b in model.buffers() if b.numel())]

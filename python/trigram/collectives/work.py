@@ -1,0 +1,79 @@
+"""An asynchronous collective under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from trigram import _core
+from trigram.errors import TimeoutError
+from trigram.gpu import device
+from trigram.runtime import world
+
+# Works whose tensors must live until the engine is done with them, even when the caller has let go.
+_in_flight: set[Work] = set()
+
+
+class Work:
+    """An asynchronous collective under way."""
+
+    __slots__ = ("__weakref__", "_core", "_tensors", "_what")
+
+    def __init__(
+        self, core: _core.Work | device.Call, tensors: tuple[torch.Tensor | None, ...], what: str
+    ) -> None:
+        self._core = core
+        self._tensors = tensors
+        self._what = what
+        if len(_in_flight) > 64 and not device.capturing():
+            _collect()
+        _in_flight.add(self)
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._core.is_completed()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end.
+
+        Args:
+            timeout: Seconds; None waits as long as the peers are alive.
+
+        Raises:
+            TimeoutError: The timeout came first; the collective goes on.
+            TrigramError: The collective failed.
+        """
+        try:
+            if not self._core.wait(timeout):
+                raise TimeoutError(f"{self._what}: not done after {timeout} s; it goes on, wait again")
+        finally:
+            if self._core.is_completed():
+                _in_flight.discard(self)
+        return True
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the output tensors."""
+        devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
+
+        def finish() -> None:
+            try:
+                self.wait()
+            except Exception as e:
+                future.set_exception(e)  # type: ignore[arg-type]  # torch's stub is wrong
+            else:
+                future.set_result([t for t in self._tensors[-1:] if t is not None])
+
+        threading.Thread(target=finish, name="trigram-future", daemon=True).start()
+        return future
+
+
+def _collect() -> None:
+    """Lets go of works that have ended, and so of what they hold on GPUs."""
+    for work in [w for w in list(_in_flight) if w.is_completed()]:
+        _in_flight.discard(work)
+
+
+world.at_exit.append(_collect)

@@ -1,0 +1,84 @@
+"""The one logger, ``logging.getLogger("trigram")``, and the thread that writes to it.
+
+Lines come from two sides: the engine, which must never wait for a terminal or for the interpreter, and this
+package. Both put a line into one bounded queue of the engine's; a daemon thread takes lines out and gives
+them to the logger. So a closed or full stderr stops that thread and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+
+from trigram import _core
+
+if not hasattr(_core, "log_line"):  # TEMPORARY until the engine has it
+    import queue as _queue
+
+    _q = _queue.SimpleQueue()
+    _core.log_line = lambda level, text: _q.put((level, text))
+    _core.next_log_lines = lambda timeout: [_q.get()]
+
+logger = logging.getLogger("trigram")
+
+_FLUSH_SECONDS = 1.0
+"""How long a process that leaves waits until its last lines are written."""
+_FLUSH = 0
+"""The level of a line that is no line: the writer has come as far."""
+
+_lock = threading.Lock()
+_started_in = 0  # the process that has the thread: a forked child has none
+_flushed = threading.Event()
+
+
+def warning(text: str) -> None:
+    """Logs a line that a user should see; returns at once."""
+    _core.log_line(logging.WARNING, text)
+
+
+def info(text: str) -> None:
+    """Logs a line about the normal course of a job; returns at once."""
+    _core.log_line(logging.INFO, text)
+
+
+def start() -> None:
+    """Starts the thread that hands lines to the logger, once per process."""
+    global _started_in
+    with _lock:
+        if _started_in != os.getpid():
+            _started_in = os.getpid()
+            threading.Thread(target=_serve, name="trigram-log", daemon=True).start()
+
+
+def flush() -> None:
+    """Waits until the lines logged so far are written, a second at most."""
+    if _started_in == os.getpid():
+        _flushed.clear()
+        _core.log_line(_FLUSH, "")
+        _flushed.wait(_FLUSH_SECONDS)
+
+
+def _serve() -> None:
+    while True:
+        for level, text in _core.next_log_lines(3600.0):
+            if level == _FLUSH:
+                _flushed.set()
+            else:
+                _emit(level, text)
+
+
+def _emit(level: int, text: str) -> None:
+    if not logger.isEnabledFor(level):
+        return
+    if logger.hasHandlers():
+        logger.log(level, "%s", text)
+    elif level >= logging.WARNING and sys.stderr is not None:
+        # Nobody has configured logging: as Python's handler of last resort, but saying who speaks. One
+        # write, since several ranks may share the terminal.
+        try:
+            sys.stderr.write(f"trigram: {text}\n")
+            sys.stderr.flush()
+        except (OSError, ValueError):
+            pass  # closed: the line has no reader

@@ -1,0 +1,52 @@
+"""Registered memory: tensors that the ranks of a host share, so that collectives copy nothing."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trigram import _core
+from trigram.errors import MisuseError
+from trigram.runtime.world import current
+
+
+def empty(
+    *shape: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
+    """An uninitialised tensor in registered memory: inside a host, collectives on it copy nothing.
+
+    The memory is shared with the ranks of this host, and given back when the tensor is collected.
+
+    Args:
+        *shape: As for ``torch.empty``.
+        dtype: None: torch's default.
+        device: On a GPU it is torch's own memory. None: the CPU.
+    """
+    dims = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
+    sizes = [int(d) for d in dims]  # type: ignore[arg-type]
+    dtype = dtype or torch.get_default_dtype()
+    count = math.prod(sizes)
+    if any(d < 0 for d in sizes):
+        raise MisuseError(f"empty: negative dimension in {sizes}")
+    if count == 0 or (device is not None and torch.device(device).type != "cpu"):
+        return torch.empty(sizes, dtype=dtype, device=device)
+    block = current().engine.allocate(count * dtype.itemsize)
+    # torch holds the array, the array holds the block.
+    array = _Owned.of(block)
+    return torch.frombuffer(array, dtype=dtype, count=count).view(sizes)
+
+
+class _Owned:
+    """Bytes at an address, with their owner."""
+
+    @staticmethod
+    def of(block: _core.Block) -> Any:
+        array = (ctypes.c_char * block.nbytes).from_address(block.address)
+        array._owner = block  # type: ignore[attr-defined]
+        return array

@@ -1,0 +1,132 @@
+"""From a trigram to what hooks a model: who, what and when put together.
+
+The eight corners and their relatives are all here, in one page: a codec or a graph is looked up by
+name, and timing decides which rounds run it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trigram.algorithms import graphs
+from trigram.algorithms.trigram import Algorithm
+from trigram.averaging.groups import ModelGroups
+from trigram.codecs import find
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.mixing.async_gossip import AsyncGossip
+from trigram.mixing.central import Differences, Mean, Outer
+from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
+from trigram.mixing.optimizer_state import OptimizerState
+from trigram.mixing.step import AveragingStep
+from trigram.training import compressors
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.qadam import QAdam
+from trigram.training.step_hooks import StepHooks
+from trigram.training.weight_sync import BackgroundSteps, EverySteps, StepSchedule, WeightSync
+
+
+def compose(
+    model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
+) -> StepHooks:
+    """Hooks a model with an algorithm.
+
+    Args:
+        model: The module.
+        groups: Where to talk.
+        algorithm: The algorithm.
+        bucket_bytes: Size of a bucket of gradients.
+        optimizer: For those that act on it.
+    """
+    if algorithm.gradients:
+        return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
+    make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
+    return WeightSync(model, groups, make, algorithm.every is not None)
+
+
+def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
+    """How gradients travel during an algorithm's warm-up: in full, by its robust rule if it has one."""
+    return None if algorithm.rule is None else compressors.make("full", None, {}, algorithm.rule)
+
+
+def check(algorithm: Algorithm, optimizer: Any) -> None:
+    """Refuses an optimizer that does not fit an algorithm, before anything is begun."""
+    what, options = algorithm.value.what, algorithm.options
+    if algorithm.value.carry == "momentum":
+        if not isinstance(optimizer, QAdam):
+            raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
+    elif options.get("momentum"):
+        if optimizer is None:
+            raise MisuseError(
+                f"{algorithm.name}: momentum= needs optimizer=, to see that it has no momentum of its own"
+            )
+        own = [k for g in optimizer.param_groups for k in ("momentum", "betas") if g.get(k)]
+        if own:
+            raise UnsupportedError(
+                f"{algorithm.name}: momentum= beside an optimizer with {own[0]} diverges (momentum of momentum); "
+                "use one of them"
+            )
+    elif optimizer is not None and not _averages_state(algorithm):
+        raise UnsupportedError(f"{algorithm.name}: {what} does not act on an optimizer; leave optimizer= out")
+
+
+def _averages_state(algorithm: Algorithm) -> bool:
+    """Averages of weights every h steps may average what the optimizer remembers too."""
+    mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.every is not None
+    return mean and not algorithm.gradients and algorithm.step is None
+
+
+def _compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCompressor:
+    block = algorithm.options.get("block")
+    if algorithm.value.carry == "momentum":
+        return compressors.MomentumCompressor(optimizer, algorithm.options["bits"], block)
+    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.rule)
+
+
+def _schedule(
+    tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm, optimizer: Any
+) -> StepSchedule:
+    """Timing, over steps."""
+    options = algorithm.options
+    if algorithm.every is None and algorithm.kind == "gossip" and algorithm.step is None:
+        together = [t for same in tensors for t in same]
+        graph = graphs.find(algorithm.graph, groups.size)
+        codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.get("block"))
+        plain = codec is None and len(tensors) == 1
+        flat = AveragingStep(together, groups, None if plain else torch.float32)
+        return AsyncGossip(flat, groups, graph, codec, options["staleness"], options["script"])
+    steps = _steps(tensors, groups, algorithm)
+    if algorithm.every is None:
+        return BackgroundSteps(steps, groups, options["staleness"], options["script"])
+    if optimizer is not None and _averages_state(algorithm):
+        steps.append(OptimizerState(groups, optimizer))
+    return EverySteps(steps, groups, algorithm.every, options["overlap"])
+
+
+def _steps(
+    tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm
+) -> list[AveragingStep]:
+    """Who and what: one exchange for each dtype, or one for all where differences are in float32."""
+    options, what = algorithm.options, algorithm.value.what
+    together = [t for same in tensors for t in same]
+    if algorithm.step is not None:
+        timing = ("overlap", "warmup_steps", "script", "staleness", "outer_lr", "outer_momentum")
+        own = {k: v for k, v in options.items() if k not in timing}
+        made: list[AveragingStep] = [algorithm.step(same, groups, **own) for same in tensors]
+        return made
+    if algorithm.kind == "push":
+        return [PushSum(together, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
+    power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
+    codec = find(what, options.get("block")) if what != "full" and power is None else None
+    if algorithm.kind == "central":
+        outer = Outer(options["outer_lr"], options["outer_momentum"])
+        if codec is None and power is None and outer == Outer():
+            return [Mean(same, groups, algorithm.rule) for same in tensors]
+        return [Differences(together, groups, outer, codec, power, algorithm.rule)]
+    graph = graphs.find(algorithm.graph, groups.size)
+    if codec is None:
+        return [Mix(same, groups, graph) for same in tensors]
+    make = Edges if graph.changes else Choco
+    return [make(together, groups, graph.closure(), codec, options["gamma"])]

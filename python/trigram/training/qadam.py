@@ -1,0 +1,145 @@
+"""The optimizer of ``qadam``: Adam whose variance is frozen after a warm-up, so that momenta can be
+averaged in few bits (1-bit Adam, arXiv 2102.02888)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from trigram.errors import MisuseError, UnsupportedError
+
+_FLOOR = 0.01
+"""The root of the frozen variance is at least this share of its rms over the tensor: where the
+warm-up saw almost nothing, a code's error over almost nothing would be a huge step."""
+
+
+class QAdam(torch.optim.Optimizer):
+    """Adam with decoupled weight decay; ``with_bagua(model, "qadam", optimizer=this)`` freezes its variance.
+
+    Before that it is ``torch.optim.AdamW``. After it, ``p.grad`` holds the averaged first moment,
+    and a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)`` with v the floored root
+    of the bias-corrected variance as it was. Weight decay goes on.
+
+    Args:
+        params: As for any optimizer.
+        lr: Learning rate.
+        betas: Decay of the first and second moment.
+        eps: Added to the root of the variance.
+        weight_decay: SampleWeight of the weight taken off in a step, times ``lr``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
+            raise MisuseError(
+                f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative, and "
+                f"betas={betas} lie in [0, 1)"
+            )
+        self.frozen = False
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def _of(self, p: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[p]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return state
+
+    @torch.no_grad()
+    def freeze(self) -> None:
+        """From now on gradients are first moments, and the variance stays as it is."""
+        self.frozen = True
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._root(p, group)
+
+    def _root(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The floored root of the frozen variance; infinite, so that nothing moves, where it is 0."""
+        state = self._of(p)
+        if "root" not in state:
+            correction = 1 - group["betas"][1] ** max(state["step"], 1)
+            root = (state["exp_avg_sq"] / correction).sqrt()
+            floor = root.square().mean().sqrt() * _FLOOR
+            state["root"] = torch.where(root > 0, root.clamp(min=float(floor)), torch.inf)
+        root = state["root"]
+        assert isinstance(root, torch.Tensor)
+        return root
+
+    @torch.no_grad()
+    def to_momentum(self, p: torch.Tensor, grad: torch.Tensor) -> None:
+        """Turns a gradient into the first moment that it leads to, in place; 0 where there is no variance."""
+        for group in self.param_groups:
+            if any(q is p for q in group["params"]):
+                beta = group["betas"][0]
+                grad.mul_(1 - beta).add_(self._of(p)["exp_avg"], alpha=beta)
+                grad.masked_fill_(self._root(p, group).isinf(), 0.0)
+                return
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step."""
+        if self._is_scaled():
+            return None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self._of(p)
+                state["step"] += 1
+                m = state["exp_avg"]
+                if self.frozen:
+                    m.copy_(p.grad)
+                    root = self._root(p, group)
+                else:
+                    m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
+                    state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                    root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                rate = group["lr"] / (1 - beta1 ** state["step"])
+                p.addcdiv_(m, root + group["eps"], value=-rate)
+        return loss
+
+    # GradScaler gives its scale to an optimizer that says so, and leaves the rest to it.
+    _step_supports_amp_scaling = True
+
+    def _is_scaled(self) -> bool:
+        """Divides by the scale of a GradScaler, if there is one; true where the step must be skipped."""
+        found = getattr(self, "found_inf", None)
+        if found is None:
+            return False
+        if self.frozen:
+            raise UnsupportedError(
+                "qadam beside GradScaler: what is averaged is part momentum, which has no scale, and part "
+                "gradient, which has; use autocast to bfloat16, which needs no scaler"
+            )
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.div_(scale)
+        return bool(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The moments, and whether the variance is frozen."""
+        return {**super().state_dict(), "frozen": self.frozen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See :meth:`state_dict`."""
+        state_dict = dict(state_dict)
+        self.frozen = bool(state_dict.pop("frozen", False))
+        super().load_state_dict(state_dict)

@@ -1,0 +1,248 @@
+"""What every algorithm does beside a training loop: knows where its steps begin and end.
+
+A :class:`StepHooks` hooks a model and calls, in this order: :meth:`StepHooks.before_step` before the
+forward pass of a step, :meth:`StepHooks.begin` when its backward pass begins, :meth:`StepHooks.end`
+when it is over. What is carried, gradients or weights, is the subclasses' matter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
+from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
+from trigram.elastic.recovery import ElasticModel
+from trigram.errors import MismatchError, UnsupportedError
+from trigram.gpu import device
+from trigram.runtime.group import Group
+from trigram.training.elasticity import Elasticity, FixedRanks
+from trigram.training.weak_hook import WeakHook
+
+
+class StepHooks:
+    """The hooks on one model, and the counting of steps.
+
+    Args:
+        model: The module; its parameters and buffers become those of the group's first rank.
+        groups: The groups it talks in.
+
+    Attributes:
+        steps: Backward passes that synchronised.
+        sync: False inside ``no_sync``.
+        replicas: Whether ranks may hold different weights.
+        in_step: Whether all ranks make the same step at a time.
+    """
+
+    replicas = False
+    in_step = True
+
+    def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
+        self.model = weakref.ref(model)
+        self.groups = groups
+        self.sync = True
+        self.joining = False
+        self.forwards = 0
+        self.active = False
+        self.steps = 0
+        self.bytes = 0
+        self.waited = 0.0
+        self.limit = 0
+        self.successor: Callable[[], StepHooks] | None = None
+        self.handles: list[Any] = []
+        self.elastic: Elasticity = FixedRanks()
+        self.find_parameters(model)
+        if not groups.joining:
+            _agree_on(model, groups.control)
+            coalesced.broadcast([*model.parameters(), *model.buffers()], 0, groups.control)
+        self.watch(model)
+
+    # What subclasses do.
+
+    def before_step(self, model: nn.Module, src: int) -> None:
+        """A forward pass of a step begins; ``src`` is the place whose buffers count."""
+
+    def begin(self) -> None:
+        """The backward pass of a step begins."""
+
+    def end(self) -> None:
+        """It is over on this rank."""
+
+    def abort_pass(self) -> None:
+        """The last backward pass ended with an exception, if it is still active."""
+
+    def shadow_step(self) -> None:
+        """A whole step of a rank that has no inputs left."""
+        raise NotImplementedError
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Ends what is under way, on all ranks, and applies it."""
+
+    def state(self) -> dict[str, Any]:
+        """All that must be remembered, between steps."""
+        return {"steps": self.steps}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """What :meth:`state` gave."""
+        self.steps = state["steps"]
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, see :func:`trigram.stats`."""
+        return {
+            "steps": self.steps,
+            "bytes_per_step": self.bytes // self.steps if self.steps else 0,
+            "bytes": self.bytes,
+            "wait_seconds": self.waited,
+        }
+
+    # Elastic jobs.
+
+    def meta(self) -> dict[str, Any]:
+        """What all must know to go on alike in a new world."""
+        return {"steps": self.steps}
+
+    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
+        """Goes on in a new world."""
+        raise NotImplementedError
+
+    # Hooks.
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """Finds the parameters that train."""
+        named = list(model.named_parameters())
+        self.names = [n for n, _ in named]
+        self.params = [p for _, p in named]
+        trained = [p for p in self.params if p.requires_grad]
+        for name, p in named:
+            if p.requires_grad and p.device != trained[0].device:
+                raise UnsupportedError(
+                    f"with_bagua: {name} is on {p.device}, others on {trained[0].device}; a rank trains on "
+                    "one device"
+                )
+            if p.requires_grad and not p.is_cpu and p.device.type not in device.kinds:
+                raise UnsupportedError(
+                    f"with_bagua: {name} is on {p.device}; models are on the CPU or on a GPU"
+                )
+            if p.requires_grad and not torch.is_floating_point(p):
+                raise UnsupportedError(
+                    f"with_bagua: {name} is {p.dtype}; parameters that train are real floats"
+                )
+        self.trains = [p.requires_grad for p in self.params]
+
+    def has_changed(self, model: nn.Module) -> bool:
+        """Whether a layer was frozen, thawed or added since the parameters were found."""
+        return [p.requires_grad for p in self.params] != self.trains or len(self.params) != sum(
+            1 for _ in model.parameters()
+        )
+
+    def watch(self, model: nn.Module) -> None:
+        """Hooks the model."""
+        self.close()
+        self.handles = [
+            model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
+            model.register_forward_hook(WeakHook(self, "_after_forward")),
+        ]
+
+    def close(self) -> None:
+        """Leaves the model alone from now on."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    @torch.compiler.disable
+    def _before_forward(self, model: nn.Module, args: Any) -> None:
+        if not (torch.is_grad_enabled() and model.training):
+            return
+        self.abort_pass()
+        if self.successor is not None and self.steps >= self.limit and not self.joining:
+            self.successor()._before_forward(model, args)
+            return
+        # As DistributedDataParallel: buffers follow rank 0, among uneven inputs the last rank
+        # that still has any.
+        src = max(self._roll_call(present=True)[0]) if self.joining else 0
+        self.before_step(model, src)
+        self.forwards += 1
+
+    @torch.compiler.disable
+    def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if not (torch.is_grad_enabled() and self.sync) or not self.handles:
+            return
+        # The outermost backward pass begins here: a pass inside of it (reentrant checkpointing)
+        # must not be taken for the whole.
+        for t in pytree.tree_leaves(output):
+            if isinstance(t, torch.Tensor) and t.requires_grad:
+                t.register_hook(WeakHook(self, "_on_backward"))
+
+    def _on_backward(self, _grad: torch.Tensor) -> None:
+        if self.sync and not self.active:
+            self.enter()
+
+    def enter(self) -> None:
+        """Backward begins; its end will be told."""
+        self.active = True
+        self.begin()
+        torch.autograd.Variable._execution_engine.queue_callback(WeakHook(self, "_on_end"))
+
+    @torch.no_grad()
+    def _on_end(self) -> None:
+        if self.active:
+            self.end()
+
+    # Uneven inputs.
+
+    def _roll_call(self, present: bool) -> tuple[list[int], bool]:
+        """The places that still have inputs, and whether they synchronise this step."""
+        told = tell_all([int(present), int(present and self.sync)], self.groups.control)
+        return [place for place, (here, _) in enumerate(told) if here], any(syncs for _, syncs in told)
+
+    @torch.no_grad()
+    def shadow(self, model: nn.Module) -> None:
+        """Does what the others need of a rank that has run out of inputs, until all have."""
+        self.abort_pass()
+        while True:
+            here, syncing = self._roll_call(present=False)
+            if not here:
+                break
+            self.sync = syncing
+            self.before_step(model, max(here))
+            if syncing:
+                self.shadow_step()
+            self.sync = True
+        self.drain()
+        if self.replicas:
+            return
+        # The rank that trained longest has the model that counts; the last, if several did.
+        side = self.groups.control
+        counts = [count for (count,) in tell_all([self.forwards], side)]
+        longest = max(place for place, count in enumerate(counts) if count == max(counts))
+        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, side)
+
+
+def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
+    """Refuses ranks that ask for different algorithms, before they wait for each other."""
+    other = ranks_unlike_first(text, groups.control)
+    if other:
+        raise MismatchError(
+            f"with_bagua: rank(s) {listed(other)} ask for another algorithm, or other options, "
+            f"than rank {groups.control.ranks[0]}; {groups.name} asks for {text}"
+        )
+
+
+def _agree_on(model: nn.Module, group: Group) -> None:
+    """Refuses models that differ between ranks before a number of them is touched."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    other = ranks_unlike_first("\n".join(lines), group)
+    if other:
+        first = tell_all([len(lines)], group)[0][0]
+        raise MismatchError(
+            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank "
+            f"{group.ranks[0]} in the names, shapes, dtypes or requires_grad of its parameters and buffers "
+            f"({first} tensors on rank {group.ranks[0]}, {len(lines)} here)"
+        )

@@ -67,8 +67,8 @@ def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """Neither the kernels with trigram, nor with them what needs Triton (which torch may import itself)."""
-    code = "import sys, trigram; assert 'trigram.codecs.triton' not in sys.modules; import trigram.codecs.triton;"
-    code += "sys.exit('trigram.codecs.triton.floats' in sys.modules)"
+    code = "import sys, trigram; assert 'trigram.codecs.triton' not in sys.modules; "
+    code += "import trigram.codecs.triton; sys.exit('trigram.codecs.triton.floats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

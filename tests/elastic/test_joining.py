@@ -112,7 +112,7 @@ def test_who_knocks_and_goes_disturbs_nobody(algorithm: str, monkeypatch: pytest
 
         def turn() -> tuple[int, int]:
             live = json.loads(store.get("elastic/live"))
-            return live["generation"], live["refused"]
+            return live["epoch"], live["refused"]
 
         for comer in range(6, 12):
             before, knock = turn(), store.add("elastic/knocks", 1)

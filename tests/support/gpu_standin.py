@@ -97,7 +97,7 @@ def _message(sends: bool, t: torch.Tensor, peer: int, tag: int, group: Any, asyn
     what = "send" if sends else "recv"
     g = world.resolve(group)
     code = calls._check(t, what)
-    call = routes.message(g, sends, g.place(peer, what), tag, t, code)
+    call = routes.message(g, sends, g.group_rank(peer, what), tag, t, code)
     COUNT["calls"] += 1
     if async_op:
         return Work(call, (t,), what)

@@ -34,7 +34,7 @@ class Average(Protocol):
     def wait(self) -> None:
         """Waits for the end; then the tensor is the mean."""
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """Waits for what is under way to end, well or not."""
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:

@@ -109,7 +109,7 @@ class CodedAverage:
             for j, (code, shard) in enumerate(zip(self.all, self.shards, strict=True)):
                 self.second.decode(code, shard, None, self.groups.main.ranks[j])
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """See :class:`Average`."""
         self.phase, work, self.work = 0, self.work, None
         if work is not None:

@@ -40,7 +40,7 @@ class FullAverage:
         if work is not None:
             work.wait()
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """See :class:`Average`."""
         self.wait()
 

@@ -69,7 +69,7 @@ class ModelGroups:
     @property
     def first(self) -> Group:
         """The old name of :attr:`main`."""
-        warnings.warn("groups.main is now groups.main", DeprecationWarning, stacklevel=2)
+        warnings.warn("groups.first is now groups.main", DeprecationWarning, stacklevel=2)
         return self.main
 
     def use_helpers(self, wanted: bool) -> None:

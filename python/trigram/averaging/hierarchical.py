@@ -145,10 +145,10 @@ class HierarchicalAverage:
             self.levels.abort(f"rank {current().rank}: {e}")
             if self.average is not None:
                 with contextlib.suppress(TrigramError):
-                    self.average.forget()
+                    self.average.await_end()
             raise
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """See :class:`Average`."""
         self.wait()
 

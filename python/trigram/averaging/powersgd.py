@@ -125,7 +125,7 @@ class PowerAverage:
             else:  # told once, to all; the next round begins anew
                 m.residual.nan_to_num_(0.0, 0.0, 0.0)
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """See :class:`trigram.average.Average`."""
         self.phase, work, self.work = 0, self.work, None
         if work is not None:

@@ -107,7 +107,7 @@ class SampleWeight:
         """The pass has failed: its weights are nobody's any more. All ranks count alike afterwards."""
         self.group.core.abort(self.through, why)
 
-    def forget(self) -> None:
+    def await_end(self) -> None:
         """Waits for the end of what is under way."""
         work, self.work = self.work, None
         if work is not None:

@@ -157,7 +157,7 @@ def reduce(
 ) -> Work | None:
     """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
     g = resolve(group)
-    root = g.place(dst, "reduce")
+    root = g.group_rank(dst, "reduce")
     asked = (engine_codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
     return _dispatch(g, asked, t, t if g.rank == root else None, async_op, "reduce")
 
@@ -165,7 +165,7 @@ def reduce(
 def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool = False) -> Work | None:
     """Copies ``t`` of rank ``src`` into ``t`` of all ranks."""
     g = resolve(group)
-    asked = (engine_codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.place(src, "broadcast"))
+    asked = (engine_codes.BROADCAST, _check(t, "broadcast"), t.numel(), 0, 0, g.group_rank(src, "broadcast"))
     return _dispatch(g, asked, t, t, async_op, "broadcast")
 
 
@@ -221,7 +221,7 @@ def gather(
 ) -> Work | None:
     """Collects ``t`` of all ranks, in rank order, in ``out`` of rank ``dst`` (None elsewhere)."""
     g = resolve(group)
-    root = g.place(dst, "gather")
+    root = g.group_rank(dst, "gather")
     dtype = _check(t, "gather")
     if g.rank == root:
         if out is None:
@@ -241,7 +241,7 @@ def scatter(
 ) -> Work | None:
     """Copies the i-th of ``size`` equal parts of ``inp`` of rank ``src`` to ``t`` of rank i."""
     g = resolve(group)
-    root = g.place(src, "scatter")
+    root = g.group_rank(src, "scatter")
     dtype = _check(t, "scatter")
     if g.rank == root:
         if inp is None:
@@ -327,7 +327,7 @@ def _message(
     dtype = _check(t, what)
     if not 0 <= tag < 1 << 31:
         raise MisuseError(f"{what}: tag {tag} is not in [0, 2**31)")
-    place = g.place(peer, what)
+    place = g.group_rank(peer, what)
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)
     if not t.is_cpu:

@@ -71,7 +71,7 @@ class Group:
             raise MisuseError(f"this rank is not in group {self.name} {self.ranks}")
         return self._core
 
-    def place(self, rank: int, what: str) -> int:
+    def group_rank(self, rank: int, what: str) -> int:
         """The place of a world rank, as torch's ``src`` and ``dst`` name ranks."""
         try:
             return self.ranks.index(rank)

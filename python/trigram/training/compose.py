@@ -24,8 +24,9 @@ from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.qadam import QAdam
+from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
-from trigram.training.weight_sync import BackgroundSteps, EverySteps, StepSchedule, WeightSync
+from trigram.training.weight_sync import WeightSync
 
 
 def compose(

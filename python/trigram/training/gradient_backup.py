@@ -16,7 +16,7 @@ class GradientBackup:
     def __init__(self) -> None:
         self.gradients: dict[int, torch.Tensor | None] = {}
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A new pass begins."""
         self.gradients = {}
 

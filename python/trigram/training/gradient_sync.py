@@ -174,7 +174,7 @@ class GradientSync(StepHooks):
         self.next = 0
         self.second = 0
         self.began = 0.0
-        self.backup.forget()
+        self.backup.clear()
         for bucket in self.buckets:
             bucket.begin()
         if self.groups.non_finite_check is not None:
@@ -302,7 +302,7 @@ class GradientSync(StepHooks):
             self.steps = meta["steps"]
         for bucket in self.buckets:
             with contextlib.suppress(TrigramError):
-                bucket.average.forget()
+                bucket.average.await_end()
         self.kept_parts = False
         self._deal(meta["order"])
         self.kept_parts = True
@@ -362,9 +362,9 @@ class GradientSync(StepHooks):
             error = e
             self._abort_calls(through, "a collective of this pass failed")
         if failed is not None or error is not None:
-            ends: list[Callable[[], object]] = [b.average.forget for b in self.buckets if b.begun]
+            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.begun]
             ends += [flags.wait] if flags is not None else []
-            ends += [self.groups.sample_weight.forget] if self.groups.sample_weight is not None else []
+            ends += [self.groups.sample_weight.await_end] if self.groups.sample_weight is not None else []
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()

@@ -11,6 +11,7 @@ import torch
 import trigram
 from tests.support.checks import fingerprint, raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
+from tests.support.marks import long_unless
 from tests.support.models import train
 
 SIZES = [1, 0, 1003, 70_001, 2**20, 600_000, 3]
@@ -40,7 +41,11 @@ def _sums(rank: int, world: int, workers: int, rounds: int) -> None:
                     assert torch.equal(t, expected), f"{op} of {dtype}, {t.numel()} elements, round {round_}"
 
 
-@pytest.mark.parametrize("workers, helpers", [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1)])
+ALL = [(by, *n) for by in ("shm", "tcp") for n in ((1, 1), (2, 1), (3, 1), (3, 2), (4, 1))]
+SOME = [("shm", 1, 1), ("shm", 2, 1), ("shm", 3, 2), ("tcp", 3, 1), ("tcp", 4, 1)]
+
+
+@pytest.mark.parametrize("transport, workers, helpers", long_unless(SOME, ALL))
 def test_sums(workers: int, helpers: int, transport: str) -> None:
     run(workers + helpers, _sums, workers, 3, transport=transport)
 

@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("layout", [long("2+2"), "1+3", "mixed"])
+@pytest.mark.parametrize("layout", [long("2+2"), long("1+3"), "mixed"])
 def test_collective_across_hosts(
     in_launch: Callable[..., None], several_hosts: None, layout: str, case: str
 ) -> None:
@@ -110,7 +110,7 @@ def _bits(rank: int, world: int) -> dict[str, str]:
     return prints
 
 
-@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("transport, world", [("shm", 5), ("tcp", 3), long("shm", 3), long("tcp", 5)])
 def test_same_bits_in_every_run(world: int, transport: str) -> None:
     """NUM-4, over two launches; NUM-1, on all ranks."""
     runs = [run(world, _bits, transport=transport) for _ in range(2)]

@@ -14,7 +14,7 @@ def long(*values: Any, id: str | None = None) -> Any:
 
 def long_unless(short: Any, values: Any) -> list[Any]:
     """All values; those that are not in `short` are run by `make test-all` only."""
-    return [v if v in short else long(v) for v in values]
+    return [v if v in short else long(*v) if isinstance(v, tuple) else long(v) for v in values]
 
 
 def pairs_with(first: Any, seconds: list[Any]) -> list[Any]:

@@ -242,6 +242,6 @@ def compiled_first(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("transport, world", [("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
+@pytest.mark.parametrize("transport, world", [("shm", 2), long("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_mode(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport, patience=60)

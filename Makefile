@@ -1,12 +1,13 @@
 # make demo   build, train on real data with two ranks, show the result
-# make test   everything: formatting, lints, Rust and Python tests, types, docs
+# make test   formatting, lints, Rust and Python tests, types, docs
+# make test-all   the same, and what takes long: more worlds and layouts, a thousand faults, loom, hostile input
 # Both need only Python (3.10 or newer, with venv) and Rust; the rest is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built
 
@@ -49,10 +50,22 @@ test-python: build
 	$(MAKE) -j2 test-waiting test-computing
 
 test-waiting: build
-	$(BIN)/python -m pytest tests -m waits
+	$(BIN)/python -m pytest tests -m "waits and not long"
 
 test-computing: build
-	$(BIN)/python -m pytest tests -m "not waits"
+	$(BIN)/python -m pytest tests -m "not waits and not long"
+
+# What `make test` leaves out: tests marked `long`, see CONTRIBUTING.md.
+test-all: test
+	$(MAKE) -j2 test-long-waiting test-long-computing
+	TRIGRAM_FAULTS=1000 cargo test -p trigram-engine --test faults --locked --quiet
+	$(MAKE) test-loom test-hostile
+
+test-long-waiting: build
+	$(BIN)/python -m pytest tests -m "waits and long"
+
+test-long-computing: build
+	$(BIN)/python -m pytest tests -m "not waits and long"
 
 # What proves the unsafe parts, see CONTRIBUTING.md. Each builds into a directory of its own.
 NIGHTLY ?= nightly

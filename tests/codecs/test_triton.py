@@ -15,6 +15,7 @@ import torch
 import trigram
 from tests.support import kernel_run
 from tests.support.checks import raises, says
+from tests.support.marks import long_unless, pairs_with
 from trigram.codecs.registry import find_kernel
 
 needs_triton = pytest.mark.skipif(
@@ -24,10 +25,10 @@ needs_triton = pytest.mark.skipif(
 
 @functools.cache
 def failures(device: str, cases: tuple[str, ...]) -> dict[str, str | None]:
-    """All cases in two processes: how Triton runs is settled before it is imported, by torch or by us."""
+    """All cases in a process or two: how Triton runs is settled before it is imported, by torch or by us."""
     environment = os.environ | {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.support.kernel_run", device]
-    shares = [cases[::2], cases[1::2]]
+    shares = [cases] if len(cases) <= len(SHORT) else [cases[::2], cases[1::2]]
     pipe = subprocess.PIPE
     runs = [
         subprocess.Popen([*command, *share], stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -41,9 +42,19 @@ def failures(device: str, cases: tuple[str, ...]) -> dict[str, str | None]:
     return read
 
 
+# Interpreted kernels are slow: each check by some codecs, each codec in some checks. On a GPU all are run.
+SHORT = [
+    *("lengths-bf16", "lengths-int8", "lengths-randomk:0.1", "kinds-f16", "kinds-fp8", "blocks-int4"),
+    *("rounds-bf16", "rounds-int8", "rounds-sign", "rounds-topk:0.01", "rounds-randomk:0.1"),
+    *(c for c in kernel_run.CASES if c.startswith("places")),
+    *("bytes-fp8", "bytes-topk:0.01", "bytes-randomk:1"),
+]
+BITS = [pytest.param("cuda", case, marks=pytest.mark.gpu) for case in kernel_run.CASES]
+BITS += pairs_with("cpu", long_unless(SHORT, kernel_run.CASES))
+
+
 @needs_triton
-@pytest.mark.parametrize("case", kernel_run.CASES)
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("device", "case"), BITS)
 def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("there is no GPU")
@@ -56,8 +67,8 @@ def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """Neither the kernels with trigram, nor with them what needs Triton (which torch may import itself)."""
-    code = "import sys, trigram; assert 'trigram.codecs.triton' not in sys.modules; import trigram.codecs.triton;"
-    code += "sys.exit('trigram.codecs.triton.floats' in sys.modules)"
+    code = "import sys, trigram; assert 'trigram.codecs.triton' not in sys.modules; "
+    code += "import trigram.codecs.triton; sys.exit('trigram.codecs.triton.floats' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -19,16 +19,16 @@ import trigram
 from tests.support.checks import raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
+from tests.support.marks import long
 from trigram import _core
 from trigram.elastic import membership
 
 pytestmark = pytest.mark.waits
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport, victim", [("shm", 0), ("tcp", 2), long("shm", 2), long("tcp", 0)])
 def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
-    world, steps = 3, 400
+    world, steps = 3, 150
     arguments = (steps, "gradient_allreduce", {victim: 5}, 0.01)
     with Ranks(world, train, *arguments, transport=transport) as ranks:
         other = (victim + 1) % world
@@ -47,7 +47,7 @@ def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
 
 
 def test_one_more_than_there_were() -> None:
-    world, steps = 2, 400
+    world, steps = 2, 150
     with Ranks(world, train, steps, "gradient_allreduce", None, 0.01) as ranks:
         await_step(ranks, 0, 5)
         ranks.env["WORLD_SIZE"] = "3"
@@ -63,7 +63,7 @@ def test_one_more_than_there_were() -> None:
 
 def test_who_enters_as_the_lowest_keeps_the_door() -> None:
     """Ranks 0 and 1 die; when 0 is back, nothing but its door lets 1 in."""
-    world, steps = 3, 500
+    world, steps = 3, 200
     arguments = (steps, "gradient_allreduce", {0: 5, 1: 5}, 0.01)
     with Ranks(world, train, *arguments) as ranks:
         await_step(ranks, 2, 8)
@@ -85,7 +85,7 @@ def test_who_enters_as_the_lowest_keeps_the_door() -> None:
 
 def test_replicas_are_compared_while_ranks_enter() -> None:
     """A newcomer's weights are on their way: that they differ is no error."""
-    world, steps = 3, 300
+    world, steps = 3, 150
     arguments = (steps, "gradient_allreduce", {1: 5}, 0.01)
     options = {"check_replicas": 1, "check_finite": True}
     with Ranks(world, train, *arguments, False, options) as ranks:
@@ -175,7 +175,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("change", list(UNFIT))
 def test_who_does_not_fit_is_told_and_disturbs_nobody(change: str) -> None:
-    world, steps = 2, 500
+    world, steps = 2, 150
     env, words = UNFIT[change]
     with Ranks(
         world, train, steps, "gradient_allreduce", None, 0.01, env={"TRIGRAM_SECRET": "the job's own"}

@@ -16,6 +16,7 @@ from tests.support import netns
 from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
+from tests.support.marks import long
 from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
@@ -30,7 +31,9 @@ def damaged(rank: int, world: int, words: str, steps: int) -> dict[str, Any] | s
         return str(e)
 
 
-@pytest.mark.parametrize("fault", [1, 1, 2], ids=["flip", "flip-2", "cut"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(1, id="flip"), long(1, id="flip-2"), pytest.param(2, id="cut")]
+)
 def test_who_is_given_up_does_not_go_on_alone(fault: int, tmp_path: Path) -> None:
     """It lives, and hears that it was given up before it hears that its connections are closed."""
     world, steps, victim = 4, 400, 2
@@ -90,7 +93,7 @@ def in_parts(rank: int, world: int, steps: int) -> tuple[str, int]:
     return "went on", done["steps"]
 
 
-@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), ([0], [1]), ([0], [1, 2])])
+@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), long([0], [1]), long([0], [1, 2])])
 def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: list[int]) -> None:
     world, steps = len(one) + len(other), 500
     switch = netns._switch()

@@ -17,6 +17,7 @@ import trigram
 from tests.support import netns
 from tests.support.checks import raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, say
+from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
 
@@ -238,7 +239,7 @@ def test_a_death_between_calls(transport: str) -> None:
         assert ranks.results(30, dies=[world - 1])[-1] == Died(-signal.SIGKILL)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_the_limit_follows_what_was_forgiven(transport: str) -> None:
     """The second pause is longer than the setting, and forgiven because of the first."""
     with Ranks(3, paused, 8.0, transport=transport, env={"TRIGRAM_SILENCE": "2"}) as ranks:

@@ -128,6 +128,7 @@ def train(
         history.append(tuple(trigram.stats(net)["ranks"]))
         say(("did", step))
         time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
+    own = net.count.clone()
     if meets:
         trigram.consensus(net, timeout=60)
     return {
@@ -135,6 +136,7 @@ def train(
         "weights": weights(net),
         "history": history,
         "steps": trigram.stats(net)["steps"],
+        "own": own,
         "count": net.count.clone(),
         "adam": {float(s["step"]) for s in opt.state.values()},
     }

@@ -18,6 +18,7 @@ import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.cases import Cases
 from tests.support.checks import close, fingerprint, same_on_all_ranks
+from tests.support.marks import long
 from tests.support.twin_training import Pair, mlp, sgd, square
 
 CASES = Cases()
@@ -241,6 +242,6 @@ def compiled_first(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("transport, world", [("shm", 2), long("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_mode(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport, patience=60)

@@ -257,9 +257,11 @@ class Chaos:
         for _, r, what in due:
             process = self.ranks[r].process
             if what == "whole":
-                fault = self.struck.pop(r, None)
-                if fault == "corrupt" and self.ranks[r].control[0] == _FLIP:
+                if self.struck.get(r) == "corrupt":
+                    if self.ranks[r].control[0] != _FLIP:
+                        continue  # a bit was flipped: however slow the machine, the others evict this rank
                     self.faults["corrupt"] -= 1  # nothing was sent that it could have flipped a bit of
+                self.struck.pop(r, None)
                 self.ranks[r].control[0] = 0
             elif process.poll() is None:
                 numbers = {"kill": signal.SIGKILL, "continue": signal.SIGCONT, "pause": signal.SIGSTOP}

@@ -69,7 +69,9 @@ class ModelGroups:
     @property
     def first(self) -> Group:
         """The old name of :attr:`main`."""
-        warnings.warn("groups.first is now groups.main", DeprecationWarning, stacklevel=2)
+        warnings.warn(
+            "ModelGroups.first is deprecated; use ModelGroups.main", DeprecationWarning, stacklevel=2
+        )
         return self.main
 
     def use_helpers(self, wanted: bool) -> None:
@@ -91,8 +93,9 @@ class ModelGroups:
             except TimeoutError:
                 if self.interrupted():
                     raise AbortedError(
-                        f"{self.name}: the wait for a message was aborted: the ranks of this elastic job "
-                        "agree on who goes on"
+                        f"{self.name}: the wait for a neighbour's message was aborted, because a rank of "
+                        "this elastic job was lost or is joining; training continues when all ranks have "
+                        "regrouped"
                     ) from None
         work.wait()
 

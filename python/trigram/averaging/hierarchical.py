@@ -142,7 +142,7 @@ class HierarchicalAverage:
                 self.average.wait()
             self.levels.two.spread(self.memory, self.shards)
         except TrigramError as e:
-            self.levels.abort(f"rank {current().rank}: {e}")
+            self.levels.abort(f"rank {current().rank} aborted a two-level average: {e}")
             if self.average is not None:
                 with contextlib.suppress(TrigramError):
                     self.average.await_end()

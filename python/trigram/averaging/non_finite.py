@@ -35,8 +35,10 @@ class NonFiniteSenders:
         for rank in ranks:
             if rank not in self.counts:
                 logs.warning(
-                    f"rank {rank} sent values that are NaN, infinite or no code; central:{rule} "
-                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)'
+                    f"rank {rank} sent values that are NaN, infinite or cannot be decoded; central:{rule} "
+                    "leaves them out of the average, and training continues. Check that rank's loss and "
+                    "inputs "
+                    '(logged once per rank; trigram.stats(model)["suspects"] counts the averaging steps)'
                 )
             if round < 0 or self._last.get(rank) != round:
                 self._last[rank] = round
@@ -68,8 +70,8 @@ class NonFiniteCheck:
         ill = ranks_that(not self.fine, self.group)
         if ill:
             raise CorruptError(
-                f"the gradients of rank(s) {listed(ill)} are not finite in this step (NaN or "
-                "infinity); look at its loss and inputs, or train with a robust average, which leaves such "
-                "ranks out: central:median/full/sync",
+                f"the gradients of rank(s) {listed(ill)} contain NaN or infinity in this step; check the "
+                "loss and the inputs of these ranks, or use a robust average, which leaves such ranks out: "
+                "central:median/full/sync",
                 ill[0],
             )

@@ -78,13 +78,13 @@ class SampleWeight:
         for rank, weight in zip(self.group.ranks, weights, strict=True):
             if not 0 <= weight < math.inf:
                 raise MisuseError(
-                    f"sample_weight of rank {rank} is {weight} in this round; weights are finite and "
-                    "not negative"
+                    f"sample_weight of rank {rank} is {weight} in this averaging step; it must be 0 or a "
+                    "positive number, not NaN or infinite"
                 )
         if not any(weights):
             raise MisuseError(
-                f"sample_weight is 0 on all of ranks {', '.join(map(str, self.group.ranks))} in this round: "
-                "there is nothing to average; leave such a step out on all ranks"
+                f"sample_weight is 0 on all ranks ({', '.join(map(str, self.group.ranks))}) in this "
+                "averaging step, so there is nothing to average; skip such a step on all ranks"
             )
         return self.group.size / math.fsum(weights)
 

@@ -33,7 +33,10 @@ def average(param: torch.Tensor, name: str, group: Group, share: SampleWeight | 
     """
     grad = param.grad
     if grad is not None and not grad.is_sparse:
-        raise UnsupportedError(f"{name}: its module says sparse=True, but its gradient is dense")
+        raise UnsupportedError(
+            f"rank {group.ranks[group.rank]}: the gradient of {name} is dense, but its module has "
+            "sparse=True; create the module with sparse=False"
+        )
     mine = grad.coalesce() if grad is not None else None
     if mine is not None and share is not None:
         share.weigh(mine._values())

@@ -151,7 +151,11 @@ class AsyncGossip:
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
                 if self.groups.interrupted is not None and self.groups.interrupted():
-                    raise AbortedError("an exchange: the ranks come together")
+                    raise AbortedError(
+                        f"{self.groups.name}: an averaging step with a neighbour was aborted, because a "
+                        "rank of this elastic job was lost or is joining; training continues when all ranks "
+                        "have regrouped"
+                    )
                 self._listen()  # others must not wait for what this rank waits for
                 time.sleep(0.0005)
             self.waited += time.perf_counter() - since

@@ -54,23 +54,24 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 
 def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Refuses an optimizer that does not fit an algorithm, before anything is begun."""
-    what, options = algorithm.value.what, algorithm.options
+    options = algorithm.options
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
     elif options.get("momentum"):
         if optimizer is None:
             raise MisuseError(
-                f"{algorithm.name}: momentum= needs optimizer=, to see that it has no momentum of its own"
+                f"{algorithm.name}: momentum= also needs optimizer=, to check that the optimizer has no "
+                "momentum"
             )
         own = [k for g in optimizer.param_groups for k in ("momentum", "betas") if g.get(k)]
         if own:
             raise UnsupportedError(
-                f"{algorithm.name}: momentum= beside an optimizer with {own[0]} diverges (momentum of momentum); "
-                "use one of them"
+                f"{algorithm.name}: momentum= together with an optimizer that has {own[0]} applies momentum "
+                "twice and diverges; remove one of the two"
             )
     elif optimizer is not None and not _averages_state(algorithm):
-        raise UnsupportedError(f"{algorithm.name}: {what} does not act on an optimizer; leave optimizer= out")
+        raise UnsupportedError(f"{algorithm.name}: this algorithm does not use optimizer=; remove it")
 
 
 def _averages_state(algorithm: Algorithm) -> bool:

@@ -96,12 +96,16 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
         options.pop("warmup_steps")
     chosen = find(algorithm, options)
     if chosen.value.carry != "gradients" or chosen.options.get("momentum"):
+        needs = "momentum correction" if chosen.options.get("momentum") else chosen.value.carry
         raise UnsupportedError(
-            f"ddp_hook: {algorithm} carries {chosen.value.carry}, and a hook of DistributedDataParallel sees "
-            "gradients alone; use trigram.with_bagua"
+            f"ddp_hook: {algorithm} works on {needs}, but a communication hook of DistributedDataParallel "
+            "receives only gradients; use trigram.with_bagua instead"
         )
     if chosen.options.get("warmup_steps"):
-        raise UnsupportedError("ddp_hook: has no warm-up; register the hook when it is over")
+        raise UnsupportedError(
+            f"ddp_hook: warmup_steps={chosen.options['warmup_steps']} is not supported; train these steps "
+            "without the hook, then register it"
+        )
     ranks = resolve(group)
     Options().check(chosen, ranks.size)
     groups = ModelGroups(ranks)

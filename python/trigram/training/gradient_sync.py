@@ -77,7 +77,10 @@ class GradientSync(StepHooks):
         self.rows = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in rows]
         self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.rows]
         if not self.dense and not self.rows:
-            raise MisuseError("with_bagua: the model has no parameter that requires a gradient")
+            raise MisuseError(
+                "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
+                "at least one"
+            )
         # Backward reaches the last layers first; after it, the order is known.
         self.buckets = []
         self._deal(self.dense[::-1])
@@ -198,15 +201,17 @@ class GradientSync(StepHooks):
         bucket, k = self.place[i]
         grad = param.grad
         if grad is None or grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
-            what = "none" if grad is None else f"{grad.layout}, {grad.dtype}"
+            what = "missing" if grad is None else f"{grad.layout}, {grad.dtype}"
             raise UnsupportedError(
-                f"{self.names[i]}: its gradient is {what}, where a dense {bucket.memory.dtype} was expected; "
-                "sparse gradients need a module that says sparse=True, and a changed dtype a new with_bagua"
+                f"{self.groups.name}: the gradient of {self.names[i]} is {what}, but a dense "
+                f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
+                "sparse=True, and change a parameter's dtype before with_bagua"
             )
         if bucket.begun:
             raise MisuseError(
-                f"{self.names[i]} got a second gradient in one backward pass, after the first had been sent; "
-                "use checkpoint(..., use_reentrant=False), or no_sync and a last pass"
+                f"{self.groups.name}: {self.names[i]} received a second gradient in one backward pass, "
+                "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
+                "passes but the last under trigram.no_sync"
             )
         bucket.pending.discard(k)
         if self.order is not None and i not in self.order:
@@ -377,7 +382,7 @@ class GradientSync(StepHooks):
 
     def _abort_calls(self, through: list[int], why: str) -> None:
         """What is left of this pass is skipped, on all ranks, so that all count alike."""
-        why = f"{self.groups.name} gave up its backward pass: {why}"
+        why = f"{self.groups.name} aborted its backward pass: {why}"
         self.groups.main.core.abort(through[0], why)
         routes.abort(self.groups.main, why)
         if self.twofold:
@@ -392,7 +397,7 @@ class GradientSync(StepHooks):
         """Gives up a backward pass that ended with an exception, on all ranks."""
         if not self.active:
             return
-        self._finish("it ended with an exception")
+        self._finish("it raised an exception; see the log of that rank")
         # What had left went on changing these gradients after the exception, and beneath a
         # zero_grad that the loop may have done since: what they hold now is nobody's gradient.
         with torch.no_grad():

@@ -40,8 +40,8 @@ class QAdam(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
             raise MisuseError(
-                f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative, and "
-                f"betas={betas} lie in [0, 1)"
+                f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must be 0 or more, and "
+                f"betas={betas} must be in [0, 1)"
             )
         self.frozen = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -123,8 +123,9 @@ class QAdam(torch.optim.Optimizer):
             return False
         if self.frozen:
             raise UnsupportedError(
-                "qadam beside GradScaler: what is averaged is part momentum, which has no scale, and part "
-                "gradient, which has; use autocast to bfloat16, which needs no scaler"
+                "qadam does not support GradScaler after its warm-up: it averages the momentum, of which "
+                "only the newest gradient has the scale; use autocast with bfloat16, which needs no "
+                "GradScaler"
             )
         scale = getattr(self, "grad_scale", None)
         if scale is not None:

@@ -122,16 +122,17 @@ class StepHooks:
         for name, p in named:
             if p.requires_grad and p.device != trained[0].device:
                 raise UnsupportedError(
-                    f"with_bagua: {name} is on {p.device}, others on {trained[0].device}; a rank trains on "
-                    "one device"
+                    f"with_bagua: parameter {name} is on {p.device}, but other parameters are on "
+                    f"{trained[0].device}; move the whole model to one device"
                 )
             if p.requires_grad and not p.is_cpu and p.device.type not in device.kinds:
                 raise UnsupportedError(
-                    f"with_bagua: {name} is on {p.device}; models are on the CPU or on a GPU"
+                    f"with_bagua: parameter {name} is on {p.device}; move the model to the CPU or to a GPU"
                 )
             if p.requires_grad and not torch.is_floating_point(p):
                 raise UnsupportedError(
-                    f"with_bagua: {name} is {p.dtype}; parameters that train are real floats"
+                    f"with_bagua: parameter {name} has dtype {p.dtype}, but only real floating-point "
+                    "parameters can be trained; set requires_grad=False on it"
                 )
         self.trains = [p.requires_grad for p in self.params]
 
@@ -229,8 +230,9 @@ def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
     other = ranks_unlike_first(text, groups.control)
     if other:
         raise MismatchError(
-            f"with_bagua: rank(s) {listed(other)} ask for another algorithm, or other options, "
-            f"than rank {groups.control.ranks[0]}; {groups.name} asks for {text}"
+            f"with_bagua: rank(s) {listed(other)} use a different algorithm or different options than rank "
+            f"{groups.control.ranks[0]}; {groups.name} uses {text}. Pass the same arguments on all ranks, "
+            "and set the same TRIGRAM_ALGORITHM"
         )
 
 
@@ -242,7 +244,8 @@ def _agree_on(model: nn.Module, group: Group) -> None:
     if other:
         first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
-            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank "
-            f"{group.ranks[0]} in the names, shapes, dtypes or requires_grad of its parameters and buffers "
-            f"({first} tensors on rank {group.ranks[0]}, {len(lines)} here)"
+            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank {group.ranks[0]} "
+            f"in the names, shapes, dtypes or requires_grad of its parameters and buffers ({first} tensors "
+            f"on rank {group.ranks[0]}, {len(lines)} on rank {group.ranks[group.rank]}); build the same "
+            "model on all ranks"
         )

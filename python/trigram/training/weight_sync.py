@@ -67,8 +67,9 @@ class WeightSync(StepHooks):
         if self.has_changed(model):
             if self in running:
                 raise UnsupportedError(
-                    "parameters were frozen, thawed or added under an asynchronous algorithm, whose ranks "
-                    "are not in step; call trigram.switch(model, ...) on all ranks"
+                    f"{self.groups.name}: parameters were frozen, unfrozen or added while an asynchronous "
+                    "algorithm trains the model; call trigram.switch(model, ...) on all ranks to apply the "
+                    "change"
                 )
             self.average(model)  # what is remembered of them begins anew, where all are equal
             self.find_parameters(model)
@@ -157,7 +158,10 @@ class WeightSync(StepHooks):
                 return False
             self._serve()
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{self.groups.name}: neighbours did not end their steps in {timeout} s")
+                raise TimeoutError(
+                    f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging steps; "
+                    "check that all ranks make this call, or pass a longer timeout"
+                )
             time.sleep(0.001)
         side = self.groups.control
         before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout

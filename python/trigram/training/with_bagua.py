@@ -177,9 +177,11 @@ def with_bagua(
     """
     chosen = find(algorithm, options)
     if bucket_mb <= 0:
-        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
+        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
     if model in _models:
-        raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
+        raise MisuseError(
+            "with_bagua: this model is hooked already; call trigram.switch to change its algorithm"
+        )
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
@@ -196,18 +198,28 @@ def _states(
 ) -> list[Any]:
     """What a newcomer of an elastic wrapped gets beside the weights."""
     if optimizer is None:
-        raise MisuseError("with_bagua: elastic=True needs optimizer=, whose state a rank that enters gets")
+        raise MisuseError(
+            "with_bagua: elastic=True also needs optimizer=, because a joining rank receives the "
+            "optimizer's state"
+        )
     if group is not None:
-        raise UnsupportedError("with_bagua: elastic models are trained by all ranks; leave group= out")
+        raise UnsupportedError("with_bagua: elastic=True trains on all ranks of the job; remove group=")
     if chosen.value.carry == "momentum" or chosen.options.get("warmup_steps"):
-        raise UnsupportedError(f"with_bagua: {chosen.name} cannot be elastic yet; choose one without warm-up")
+        raise UnsupportedError(
+            f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
+            "algorithm without warm-up"
+        )
     if list(sparse_parameters(model)):
-        raise UnsupportedError("with_bagua: modules that say sparse=True cannot be elastic yet")
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support modules with sparse=True; create them with "
+            "sparse=False"
+        )
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
     for s in states:
         if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
             raise MisuseError(
-                f"with_bagua: elastic: a {type(s).__name__} has no state_dict and load_state_dict"
+                f"with_bagua: elastic: {type(s).__name__} has no state_dict and load_state_dict; pass only "
+                "optimizers, schedulers and other objects that have both"
             )
     recovery.join_job()
     return states
@@ -332,8 +344,9 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
     wrapped = _wrapped(model, "load_algorithm_state")
     if (state["algorithm"], state["world_size"]) != (wrapped.algorithm.title, wrapped.size):
         raise MisuseError(
-            f"load_algorithm_state: the state is of {state['algorithm']} with {state['world_size']} ranks, "
-            f"this is {wrapped.algorithm.title} with {wrapped.size}; take trigram.consensus weights to go on with another"
+            f"load_algorithm_state: the state was saved by {state['algorithm']} on {state['world_size']} "
+            f"ranks, but this model uses {wrapped.algorithm.title} on {wrapped.size}; use the same "
+            "algorithm and number of ranks, or load only the weights, saved under trigram.consensus"
         )
     if wrapped.warming and not state["warming"]:
         wrapped.proceed()
@@ -371,7 +384,10 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
         return
     if wrapped.states is not None:
-        raise UnsupportedError("join: an elastic wrapped has no uneven inputs; a rank that is through leaves")
+        raise UnsupportedError(
+            "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
+            "others continue without it"
+        )
     if wrapped.algorithm.every is None and not wrapped.warming:
         yield
         wrapped.hooks.drain()

@@ -53,7 +53,7 @@ class Mean(AveragingStep):
         """See :class:`AveragingStep`."""
         self.average.wait()
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.settle(self.out)
+            self.groups.sample_weight.normalize(self.out)
 
     def state(self) -> dict[str, Any]:
         """What a robust rule remembers."""
@@ -146,7 +146,7 @@ class Differences(AveragingStep):
         self.average.wait()
         step = self.out
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.settle(step)
+            self.groups.sample_weight.normalize(step)
         if self.velocity is not None:
             self.velocity.mul_(self.outer.momentum).add_(step)
             step.add_(self.velocity, alpha=self.outer.momentum)

@@ -184,7 +184,7 @@ class GradientSync(StepHooks):
             self.groups.non_finite_check.begin()
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
-            self.groups.sample_weight.begin(idle, self.redoing)
+            self.groups.sample_weight.begin_backward(idle, self.redoing)
 
     def weight(self) -> float | None:
         """This rank's weight in the averages of this pass; None: all ranks weigh alike."""
@@ -236,7 +236,7 @@ class GradientSync(StepHooks):
         if weights is not None and weights.mine == 0.0:
             bucket.values.zero_()  # whatever it was: a compressor must not remember a NaN of it
         elif self.groups.non_finite_check is not None:
-            self.groups.non_finite_check.look(bucket.values)
+            self.groups.non_finite_check.check(bucket.values)
         if self.elastic.can_redo:
             self.backup.keep(bucket, self.params)
         self.compressor.prepare(bucket, self.params)
@@ -315,16 +315,18 @@ class GradientSync(StepHooks):
 
     def _settle_terms(self) -> None:
         """Raises on all ranks where one sent what is not finite, if that is looked at; weighs means."""
-        share, finite = self.groups.sample_weight, self.groups.non_finite_check
-        if finite is not None:
+        sample_weight, non_finite_check = self.groups.sample_weight, self.groups.non_finite_check
+        if non_finite_check is not None:
             for i in self.rows if self.weight() != 0.0 else ():
                 grad = self.params[i].grad
-                finite.look(grad._values() if grad is not None and grad.is_sparse else torch.empty(0))
-            finite.agree()
-        if share is not None:
+                non_finite_check.check(
+                    grad._values() if grad is not None and grad.is_sparse else torch.empty(0)
+                )
+            non_finite_check.raise_if_any()
+        if sample_weight is not None:
             for bucket in self.buckets:
-                share.settle(bucket.values)
-            share.factor()
+                sample_weight.normalize(bucket.values)
+            sample_weight.factor()
 
     def _share_flags(self) -> collectives.Work | None:
         """Who used what, where the buckets do not carry it."""

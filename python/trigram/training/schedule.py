@@ -57,7 +57,7 @@ class _Counted:
 
     def _start(self) -> None:
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.open()
+            self.groups.sample_weight.start_averaging()
         for exchange in self.steps:
             exchange.take()
             exchange.start(self.begun)

@@ -88,7 +88,7 @@ class WeightSync(StepHooks):
     def begin(self) -> None:
         """A step's samples count in the next round."""
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.step()
+            self.groups.sample_weight.add_backward()
 
     @torch.no_grad()
     def end(self) -> None:

@@ -207,7 +207,7 @@ class GradientSync(StepHooks):
                 f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
                 "sparse=True, and change a parameter's dtype before with_bagua"
             )
-        if bucket.begun:
+        if bucket.sent:
             raise MisuseError(
                 f"{self.groups.name}: {self.names[i]} received a second gradient in one backward pass, "
                 "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
@@ -239,18 +239,18 @@ class GradientSync(StepHooks):
             self.groups.non_finite_check.check(bucket.values)
         if self.elastic.can_redo:
             self.backup.keep(bucket, self.params)
-        self.compressor.prepare(bucket, self.params)
+        self.compressor.before_send(bucket, self.params)
         if weights is not None:
             weights.weigh(bucket.values)
         bucket.average.start(self.steps)
-        self.compressor.departed(bucket)
+        self.compressor.after_send(bucket)
         self.next += 1
 
     def _advance(self) -> None:
         """Second legs begin in the order of the buckets too."""
         while (
             self.second < len(self.twofold)
-            and self.twofold[self.second].begun
+            and self.twofold[self.second].sent
             and self.twofold[self.second].average.advance()
         ):
             self.second += 1
@@ -282,7 +282,7 @@ class GradientSync(StepHooks):
             if self.elastic.newcomers and self.groups.sample_weight is None:
                 n = self.groups.size
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # newcomers contributed nothing
-            bucket.settle(self.params, used)
+            bucket.assign_unused(self.params, used)
         for i in self.rows:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 
@@ -369,7 +369,7 @@ class GradientSync(StepHooks):
             error = e
             self._abort_calls(through, "a collective of this pass failed")
         if failed is not None or error is not None:
-            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.begun]
+            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.sent]
             ends += [flags.wait] if flags is not None else []
             ends += [self.groups.sample_weight.await_end] if self.groups.sample_weight is not None else []
             for end in ends:
@@ -404,7 +404,7 @@ class GradientSync(StepHooks):
         # zero_grad that the loop may have done since: what they hold now is nobody's gradient.
         with torch.no_grad():
             for bucket in self.buckets:
-                if bucket.begun:
+                if bucket.sent:
                     bucket.memory.zero_()
 
     def shadow_step(self) -> None:

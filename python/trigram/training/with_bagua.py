@@ -109,7 +109,7 @@ class WrappedModel:
             self.behind += hooks.steps
             hooks.close()
             if isinstance(hooks, WeightSync):
-                hooks.rounds.close()
+                hooks.schedule.close()
                 running.pop(hooks, None)
 
     def proceed(self) -> StepHooks:

@@ -1,4 +1,4 @@
-"""What ``with_bagua`` is told beside the algorithm, and what an algorithm must be for it."""
+"""The options of ``with_bagua`` that do not belong to an algorithm, and which algorithms support them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trigram.errors import MisuseError, UnsupportedError
 
 @dataclass(frozen=True)
 class Options:
-    """The terms of one model; see :func:`trigram.with_bagua`."""
+    """The options of one model; see :func:`trigram.with_bagua`."""
 
     sample_weight: float | Callable[[], float] | None = None
     check_finite: bool = False
@@ -26,7 +26,7 @@ class Options:
         return weighted + (", check_finite" if self.check_finite else "") + replicas
 
     def check(self, algorithm: Algorithm, size: int) -> None:
-        """Refuses what does not go together, before anything is begun."""
+        """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing."""
         rule = algorithm.rule
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
@@ -73,7 +73,7 @@ class Options:
             )
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
-        """Tells what averages: all ranks, once they have agreed."""
+        """Sets the options in the model's process groups, after all ranks have agreed on them."""
         groups.aggregation = algorithm.rule
         groups.check_replicas = self.check_replicas
         if self.sample_weight is not None and groups.sample_weight is None:

@@ -41,7 +41,7 @@ class WeightSync(StepHooks):
         in_step: Whether all ranks make an averaging step at the same training steps.
     """
 
-    replicas = True
+    weights_differ = True
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class WeightSync(StepHooks):
             with torch.no_grad():
                 self.end()
 
-    def shadow_step(self) -> None:
+    def step_without_inputs(self) -> None:
         """A step of a rank without inputs: it takes part with the weights it has."""
         self.end()
 

@@ -1,4 +1,4 @@
-"""The old place of :class:`trigram.mixing.AveragingStep`, which was ``trigram.exchange.Exchange``."""
+"""Deprecated module: ``trigram.exchange.Exchange`` is now :class:`trigram.mixing.AveragingStep`."""
 
 from __future__ import annotations
 

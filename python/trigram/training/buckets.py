@@ -20,7 +20,7 @@ FIRST_BUCKET = 1 << 20
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients travel together.
+    """Parameters of one dtype whose gradients are averaged together.
 
     Args:
         indices: The indices of the parameters in ``params``.

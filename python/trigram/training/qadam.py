@@ -21,7 +21,7 @@ class QAdam(torch.optim.Optimizer):
 
     Before that it is ``torch.optim.AdamW``. After it, ``p.grad`` holds the averaged first moment,
     and a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)`` with v the floored root
-    of the bias-corrected variance as it was. Weight decay goes on.
+    of the bias-corrected variance as it was when it was frozen. Weight decay continues.
 
     Args:
         params: As for any optimizer.

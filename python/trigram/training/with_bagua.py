@@ -144,7 +144,7 @@ def with_bagua(
     elastic: bool | Sequence[Any] = False,
     **options: Any,
 ) -> Model:
-    """Trains ``model`` data-parallel: call it where ``DistributedDataParallel(model)`` stood.
+    """Trains ``model`` data-parallel: call it instead of ``DistributedDataParallel(model)``.
 
     It installs hooks on the module and returns it; the keys of its ``state_dict`` do not change. All ranks
     get the weights and buffers of the group's first rank. Copies and pickles of the model have no hooks. All

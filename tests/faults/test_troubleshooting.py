@@ -205,9 +205,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("TimeoutError", "timed out after"): slow,
     ("TimeoutError", "it goes on, wait again"): waits,
     ("MismatchError", "ranks disagree on call"): differs,
-    ("MismatchError", "ask for another algorithm"): algorithms_differ,
+    ("MismatchError", "use a different algorithm"): algorithms_differ,
     ("MismatchError", "differs from that of rank 0"): models_differ,
-    ("CorruptError", "are not finite"): not_finite,
+    ("CorruptError", "contain NaN or infinity"): not_finite,
     ("CorruptError", "check_replicas"): drifted,
     ("AuthError", "TRIGRAM_SECRET"): no_secret,
     ("ConfigError", "TRIGRAM_TRANSPORT"): wrong_transport,
@@ -216,7 +216,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("MisuseError", "hooked already"): twice,
     ("MisuseError", "cannot be used in a forked child"): forked,
     ("MisuseError", "has been shut down"): after_shutdown,
-    ("AbortedError", "gave up its backward pass"): backward_fails,
+    ("AbortedError", "aborted its backward pass"): backward_fails,
     ("IoError", "shared memory"): too_much,
 }
 

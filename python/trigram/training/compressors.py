@@ -43,6 +43,13 @@ class GradientCompressor:
         """The average that a bucket uses in all steps."""
         return FullAverage(bucket.memory, groups)
 
+    def bucket(self, indices: Sequence[int], params: Sequence[torch.Tensor], groups: ModelGroups) -> Bucket:
+        """A bucket of some parameters, by their indices, with its average; ``params``: all parameters."""
+        layout = self.layout(params[indices[0]], groups)
+        made = Bucket(indices, params, layout)
+        made.average = FullAverage(made.memory, groups) if layout is None else self.average(made, groups)
+        return made
+
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
         """Called when all gradients are in the bucket, before they are sent; may change them in place."""
 

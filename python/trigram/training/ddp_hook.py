@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from trigram.algorithms.parse import find
-from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import UnsupportedError
 from trigram.runtime.world import AnyGroup, resolve
@@ -42,13 +41,7 @@ class HookState:
                 self.residuals |= dict(zip(old_ids, old.average.parts(old.views), strict=True))
             self.buckets.clear()
         grads = [g.detach() for g in bucket.gradients()]
-        layout = self.compressor.layout(grads[0], self.groups)
-        ours = Bucket(range(len(grads)), grads, layout)
-        ours.average = (
-            FullAverage(ours.memory, self.groups)
-            if layout is None
-            else self.compressor.average(ours, self.groups)
-        )
+        ours = self.compressor.bucket(range(len(grads)), grads, self.groups)
         for key, parts in zip(ids, ours.average.parts(ours.views), strict=True):
             for name, part in self.residuals.get(key, {}).items():
                 parts[name].copy_(part)
@@ -87,9 +80,8 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
         algorithm: An algorithm that averages gradients: gradient_allreduce, bytegrad, powersgd, topk,
             signsgd, or ``central/CODEC/sync``.
         group: The ranks that train the model; None: all.
-        **options: The options of the algorithm, see docs/algorithms.md. ``warmup_steps`` must be 0, which is
-        the
-            default here: register the hook after the warm-up.
+        **options: The options of the algorithm, see docs/algorithms.md. ``warmup_steps`` must be 0,
+            which is the default here: register the hook after the warm-up.
 
     Returns:
         The state and the hook, the two arguments of ``register_comm_hook``.

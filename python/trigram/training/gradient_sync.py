@@ -24,7 +24,6 @@ from torch import nn
 
 from trigram import collectives
 from trigram.averaging import sparse
-from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas
@@ -93,12 +92,7 @@ class GradientSync(StepHooks):
         kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.keep_residuals else {}
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
-            layout = self.compressor.layout(self.params[indices[0]], self.groups)
-            bucket = Bucket(indices, self.params, layout)
-            if layout is None:
-                bucket.average = FullAverage(bucket.memory, self.groups)
-            else:
-                bucket.average = self.compressor.average(bucket, self.groups)
+            bucket = self.compressor.bucket(indices, self.params, self.groups)
             for i, parts in self._parts(bucket):
                 for name, part in kept.get(i, {}).items():
                     parts[name].copy_(part)

@@ -28,6 +28,12 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// Every collective, in the order of the codes.
+    pub const ALL: [Collective; 10] = {
+        use Collective::*;
+        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
+    };
+
     /// The name users type.
     pub const fn name(self) -> &'static str {
         match self {
@@ -45,10 +51,7 @@ impl Collective {
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        use Collective::*;
-        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
-            .into_iter()
-            .find(|c| *c as u8 == code)
+        Self::ALL.into_iter().find(|c| *c as u8 == code)
     }
 
     const fn reduces(self) -> bool {

@@ -87,7 +87,7 @@ impl DeviceGroup {
     }
 
     /// A collective, after what was given to the stream `caller`.
-    #[pyo3(signature = (asked, memory, caller, witnessed, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, caller, checked, timeout=None, splits=None))]
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn start(
         &self,
@@ -95,19 +95,19 @@ impl DeviceGroup {
         asked: Asked,
         memory: Memory,
         caller: usize,
-        witnessed: bool,
+        checked: bool,
         timeout: Option<f64>,
         splits: Splits,
     ) -> PyResult<DeviceCall> {
         let request = request(asked, memory, splits).raise(py)?;
         // SAFETY: `trigram/device.py` holds the tensors until the call is done, and the stream is
         // PyTorch's current one.
-        let made = py.detach(|| unsafe { self.0.start(request, seconds(timeout), caller, witnessed) });
+        let made = py.detach(|| unsafe { self.0.start(request, seconds(timeout), caller, checked) });
         made.map(|call| DeviceCall(Arc::new(call))).raise(py)
     }
 
     /// Messages that travel together: whether it is sent, the peer's place, address, values, dtype.
-    fn exchange(
+    fn send_and_receive(
         &self,
         py: Python<'_>,
         parcels: Vec<(bool, u32, usize, usize, u8)>,

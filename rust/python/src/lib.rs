@@ -1,6 +1,6 @@
 //! `trigram._core`: conversions and error mapping, nothing else.
 //!
-//! Tensors arrive as addresses and lengths; `trigram/collectives.py` has checked what they are and
+//! Tensors arrive as addresses and lengths; `trigram/collectives` has checked what they are and
 //! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
 //! Ctrl-C (PY-3).
 
@@ -111,14 +111,14 @@ impl Rendezvous {
         Ok(Self(Some(py.detach(open).raise(py)?)))
     }
 
-    fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let card = self.0.as_ref().ok_or_else(used).raise(py)?.record().raise(py)?;
-        Ok(PyBytes::new(py, &card))
+    fn endpoint_record<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let record = self.0.as_ref().ok_or_else(used).raise(py)?.record().raise(py)?;
+        Ok(PyBytes::new(py, &record))
     }
 
-    fn meet(&mut self, py: Python<'_>, cards: Vec<Vec<u8>>) -> PyResult<bool> {
+    fn handshake(&mut self, py: Python<'_>, records: Vec<Vec<u8>>) -> PyResult<bool> {
         let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
-        wait(py, |check_interrupt| inner.handshake(&cards, check_interrupt))
+        wait(py, |check_interrupt| inner.handshake(&records, check_interrupt))
     }
 
     /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.
@@ -176,8 +176,8 @@ impl Engine {
     }
 
     /// Registered memory of at least `nbytes` bytes.
-    fn allocate(&self, py: Python<'_>, nbytes: usize) -> PyResult<Block> {
-        Ok(Block(self.0.world().allocate(nbytes).raise(py)?))
+    fn allocate(&self, py: Python<'_>, nbytes: usize) -> PyResult<RegisteredMemory> {
+        Ok(RegisteredMemory(self.0.world().allocate(nbytes).raise(py)?))
     }
 
     /// Ends everything. `exiting`: the interpreter ends too.
@@ -223,10 +223,10 @@ impl Engine {
 
 /// Registered memory, given back when collected.
 #[pyclass(module = "trigram._core", frozen)]
-struct Block(memory::RegisteredBuffer);
+struct RegisteredMemory(memory::RegisteredBuffer);
 
 #[pymethods]
-impl Block {
+impl RegisteredMemory {
     #[getter]
     fn address(&self) -> usize {
         self.0.as_ptr() as usize
@@ -242,7 +242,7 @@ impl Block {
 #[pyclass(module = "trigram._core", frozen)]
 struct Group(group::Group);
 
-/// What was asked, in the order in which `trigram/collectives.py` passes it.
+/// What was asked, in the order in which `trigram/collectives` passes it.
 type Asked = (u8, u8, usize, u8, u8, u32);
 /// Addresses and bytes of input and output.
 type Memory = (usize, usize, usize, usize);
@@ -314,7 +314,7 @@ impl Group {
     ) -> PyResult<()> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
-        // SAFETY: `trigram/collectives.py` holds the tensors, whose storage it has measured, until
+        // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
         wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })
     }
@@ -331,14 +331,14 @@ impl Group {
     ) -> PyResult<Work> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
-        // SAFETY: `trigram/collectives.py` holds the tensors until the work is done.
+        // SAFETY: `trigram/collectives` holds the tensors until the work is done.
         let completion = py.detach(|| unsafe { self.0.start(request, limit) });
         Ok(Work(completion.raise(py)?))
     }
 
     /// An empty call that stands for one on GPU memory.
     #[pyo3(signature = (asked, timeout=None))]
-    fn witness(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
+    fn check_consistency(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
         let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
         let limit = seconds(timeout);
         py.detach(|| self.0.consistency_check(request, limit)).map(Work).raise(py)
@@ -433,8 +433,8 @@ fn interfaces() -> Vec<(String, String)> {
 
 /// Whether this is a card of that rank, with the seal of this job's secret if there is one.
 #[pyfunction]
-fn is_card(py: Python<'_>, card: &[u8], rank: u32) -> PyResult<bool> {
-    Ok(rendezvous::is_record(&Security::from_env().raise(py)?, card, rank))
+fn is_endpoint_record(py: Python<'_>, record: &[u8], rank: u32) -> PyResult<bool> {
+    Ok(rendezvous::is_record(&Security::from_env().raise(py)?, record, rank))
 }
 
 /// Lines with their levels as Python's `logging` counts them.
@@ -484,17 +484,22 @@ fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     log_sink::install();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    // The codes by which Python asks for calls, from the one place that defines them.
+    m.add("COLLECTIVES", Collective::ALL.map(|c| (c.name(), c as u8)).to_vec())?;
+    m.add("DTYPES", DType::ALL.map(|d| (d.name(), d as u8)).to_vec())?;
+    m.add("OPS", ReduceOp::ALL.map(|o| (o.name(), o as u8)).to_vec())?;
+    m.add("VIAS", Via::ALL.map(|v| (v.name(), v as u8)).to_vec())?;
     m.add_class::<Rendezvous>()?;
     m.add_class::<Engine>()?;
     m.add_class::<Group>()?;
-    m.add_class::<Block>()?;
+    m.add_class::<RegisteredMemory>()?;
     m.add_class::<Work>()?;
     m.add_class::<codec::Codec>()?;
     m.add_class::<device::Nccl>()?;
     m.add_class::<device::DeviceGroup>()?;
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
-    m.add_function(wrap_pyfunction!(is_card, m)?)?;
+    m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)

@@ -196,9 +196,9 @@ def find(kind: str, size: int) -> Graph:
         UnsupportedError: There is no such graph; the message lists those there are.
     """
     if size < 1:
-        raise MisuseError(f"a graph of {size} ranks")
+        raise MisuseError(f"topology {kind!r}: the number of ranks is {size}; it must be 1 or more")
     try:
         edges, directed, period = _GRAPHS[kind]
     except KeyError:
-        raise UnsupportedError(f"unknown topology {kind!r}; there are {', '.join(_GRAPHS)}") from None
+        raise UnsupportedError(f"unknown topology {kind!r}; use one of {', '.join(_GRAPHS)}") from None
     return Graph(kind, size, edges, directed, period(size))

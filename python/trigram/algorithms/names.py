@@ -110,10 +110,10 @@ def register(
         **options: Its options, with their defaults; ``with_bagua`` takes these and no others.
     """
     if exchange is not None:
-        warnings.warn("register: exchange= is now step=", DeprecationWarning, stacklevel=2)
+        warnings.warn("register: exchange= is deprecated; use step=", DeprecationWarning, stacklevel=2)
         step = step or exchange
     if name in _NAMES:
-        raise UnsupportedError(f"register: there is an algorithm {name!r} already")
+        raise UnsupportedError(f"register: the name {name!r} is already taken; choose another name")
     _NAMES[name] = Entry(value, about, options, step)
 
 

@@ -34,8 +34,8 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         name, entry = algorithm, Entry(Trigram(*algorithm.split("/")), "")
     else:
         raise UnsupportedError(
-            f"unknown algorithm {str(algorithm)!r}{source}; known are {', '.join(names())}, "
-            "and trigrams written out, WHO/WHAT/WHEN: gossip:ring/int8/async"
+            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, or "
+            "WHO/WHAT/WHEN, such as gossip:ring/int8/async"
         )
     return _Parser(name, entry, dict(options or {})).parse()
 
@@ -58,7 +58,7 @@ class _Parser:
         self.known.append(name)
         value = self.given.pop(name, default)
         if value is not default and not _holds(check, value):
-            raise self.refuse(f"{name}={value!r} must be {must}")
+            raise self.refuse(f"{name}={value!r} is invalid; it must be {must}")
         return value
 
     def parse(self) -> Algorithm:
@@ -66,13 +66,13 @@ class _Parser:
         value, entry = self.entry.value, self.entry
         kind, _, graph = value.who.partition(":")
         if kind in ("gossip", "push"):
-            graph = self.option("topology", graph, lambda g: isinstance(g, str), "a graph's name")
+            graph = self.option("topology", graph, lambda g: isinstance(g, str), "the name of a topology")
             graphs.find(f"push:{graph}" if kind == "push" else graph, 2)
         elif (
             kind != "central" or (graph and RobustAggregation.parse(graph) is None) or value.who.endswith(":")
         ):
             known = ", ".join(w for w, _ in WHO)
-            raise self.refuse(f"WHO is {value.who!r}; there are {known} (F an integer, R positive)")
+            raise self.refuse(f"WHO={value.who!r} is invalid; use one of {known} (F an integer, R positive)")
         every, staleness = self._when(value.when)
         gradients = value.carry in ("gradients", "momentum") or (
             value.carry is None and kind == "central" and every == 1 and value.when == "sync"
@@ -80,12 +80,13 @@ class _Parser:
         what = self._what(value.what)
         if gradients and kind != "central":
             raise self.refuse(
-                f"{value.carry or 'gradients'} averaged among neighbours only would let the weights drift "
-                "apart for ever; gossip carries weights"
+                f"gossip and push cannot average {value.carry or 'gradients'}: with only neighbours "
+                "averaged, the ranks' weights would drift apart without limit; use carry='weights'"
             )
         if gradients and (every != 1 or value.when != "sync"):
             raise self.refuse(
-                f"{value.carry} travel in the step they were made in, not {value.when}; carry weights instead"
+                f"{value.carry} can only be averaged in every step (when='sync'), not {value.when}; use "
+                "carry='weights'"
             )
         carry = value.carry if gradients else None
         if carry is None:
@@ -100,7 +101,9 @@ class _Parser:
             self.known += [k for k in entry.options if k not in self.known]
         if self.given:
             known = ", ".join(sorted(set(self.known))) or "none"
-            raise self.refuse(f"no option {', '.join(sorted(map(repr, self.given)))}; there are {known}")
+            raise self.refuse(
+                f"unknown option {', '.join(sorted(map(repr, self.given)))}; its options are: {known}"
+            )
         who = f"{kind}:{graph}" if graph else kind
         when = value.when
         if every is None:
@@ -120,12 +123,13 @@ class _Parser:
             if kind == "every":
                 count = self.option("every", count, _positive, "a number of steps, 1 or more")
             else:
-                count = self.option(
-                    "staleness", count, _positive, "a number of boundaries, 1 or more, or None"
-                )
+                count = self.option("staleness", count, _positive, "a number of steps, 1 or more, or None")
             if count != 0:
                 return (count, None) if kind == "every" else (None, count)
-        raise self.refuse(f"WHEN is {when!r}; there are sync, every:H and async or async:STALENESS, H >= 1")
+        raise self.refuse(
+            f"WHEN={when!r} is invalid; use sync, every:H, async or async:STALENESS, with H and STALENESS 1 "
+            "or more"
+        )
 
     def _what(self, what: str) -> str:
         kind, _, parameter = what.partition(":")
@@ -135,35 +139,38 @@ class _Parser:
             parameter = str(self.option("fraction", parameter, lambda f: 0 < f <= 1, "above 0 and up to 1"))
         elif kind == "powersgd":
             if parameter and not (parameter.isdigit() and int(parameter) > 0):
-                raise self.refuse(f"{what!r}: the rank is a positive integer")
+                raise self.refuse(
+                    f"WHAT={what!r} is invalid; the rank of powersgd must be a positive integer"
+                )
             return f"powersgd:{self.option('rank', int(parameter or 2), _positive, 'a positive integer')}"
         what = f"{kind}:{parameter}" if parameter else kind
         codecs.find(what)
         return what
 
-    def _robust(self, rule: str, what: str, carry: str) -> dict[str, Any]:
-        """What a robust rule goes with, and its option."""
+    def _robust(self, aggregation: str, what: str, carry: str) -> dict[str, Any]:
+        """Checks what a robust aggregation is combined with, and returns its option."""
         codec = what.partition(":")[0]
         if codec == "powersgd":
             raise self.refuse(
-                f"central:{rule} combines what each rank sent, and powersgd sends matrices that mean nothing "
-                "before they are summed; take int8 or another codec"
+                f"central:{aggregation} compares the tensors of single ranks, and powersgd sends matrices "
+                "that are meaningful only after summation; use int8 or another codec"
             )
         if codec in ("topk", "randomk"):
             raise self.refuse(
-                f"central:{rule}: most ranks send nothing at most places of {what}, so nearly all that is "
-                "sent would be left out as an outlier; take int8, int4, fp8 or sign"
+                f"central:{aggregation} cannot be combined with {what}: each element is sent by few ranks, "
+                "so nearly all values sent would be discarded as outliers; use int8, int4, fp8 or sign"
             )
         if carry == "momentum":
             raise self.refuse(
-                f"central:{rule} combines gradients, weights and differences; momenta would remember "
-                "what was left out"
+                f"central:{aggregation} cannot be combined with carry='momentum': a rank's momentum would "
+                "still contain the values that were discarded; use gradients, weights or differences"
             )
         if self.entry.step is not None:
             raise self.refuse(
-                f"central:{rule}: a registered exchange makes its averages itself; write central"
+                f"central:{aggregation} cannot be combined with a registered step, which computes its "
+                "averages itself; use who='central'"
             )
-        if not rule.startswith("clip"):
+        if not aggregation.startswith("clip"):
             return {}
         must = "a number of iterations, 1 or more"
         return {"iterations": self.option("iterations", 3, lambda i: bool(i) and _positive(i), must)}
@@ -177,7 +184,10 @@ class _Parser:
                 "block", None, lambda b: b % 8 == 0 and 0 < b <= 2048, "a multiple of 8 up to 2048"
             )
         if codec == "powersgd" and kind != "central":
-            raise self.refuse("powersgd averages matrices over all ranks; neighbours would not share P")
+            raise self.refuse(
+                "powersgd needs who='central': all ranks must use the same projection matrix; use another "
+                "codec"
+            )
         if codec == "topk" and carry == "gradients" and ":" not in self.entry.value.who:
             found["momentum"] = self.option("momentum", 0.0, lambda m: 0 <= m < 1, "in [0, 1)")
         if carry == "momentum":
@@ -185,18 +195,23 @@ class _Parser:
         if kind == "gossip" and what != "full" and every is not None:
             found["gamma"] = self.option("gamma", gamma(what), lambda g: 0 < g <= 1, "above 0 and up to 1")
         if kind == "push" and (what != "full" or every is None):
-            raise self.refuse("push-sum's shares travel full and in step; use gossip for codecs and async")
+            raise self.refuse(
+                "push supports only what='full', and no async; use gossip for codecs and asynchronous "
+                "training"
+            )
         if not gradients and every is not None:
             overlaps = kind != "central"
             found["overlap"] = self.option("overlap", overlaps, lambda o: o in (True, False), "True or False")
         if every is None:
-            found["script"] = self.option("script", None, callable, "a callable from steps to bool")
+            found["script"] = self.option(
+                "script", None, callable, "a callable that takes the number of steps and returns a bool"
+            )
         if not gradients and kind == "central":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
         if self.name != DEFAULT:
             found["warmup_steps"] = self.option(
-                "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps"
+                "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
             )
         return found
 

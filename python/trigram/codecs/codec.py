@@ -98,7 +98,10 @@ class Codec:
             or not residual.is_contiguous()
             or residual.device != src.device
         ):
-            raise MisuseError(f"encode: the residual is not {n} contiguous values of float32 on {src.device}")
+            raise MisuseError(
+                f"encode: the residual is {residual.numel()} values of {residual.dtype} on "
+                f"{residual.device}; it must be {n} contiguous values of float32 on {src.device}"
+            )
         if not src.is_cpu:
             self._on_gpu().encode(src, out, residual, feedback, seed)
             return out
@@ -124,7 +127,7 @@ class Codec:
         dtype = _check(out, "decode")
         _bytes(encoded, out, "decode")
         if weight is not None and out.dtype != torch.float32:
-            raise UnsupportedError(f"decode: adding takes float32, not {out.dtype}")
+            raise UnsupportedError(f"decode: with weight, out must be float32, not {out.dtype}")
         if not out.is_cpu:
             return self._on_gpu().decode(encoded, out, weight)
         self._core.decode(
@@ -143,16 +146,23 @@ class Codec:
 def _check(t: torch.Tensor, what: str) -> int:
     code = _FLOATS.get(t.dtype)
     if code is None:
-        raise UnsupportedError(f"{what}: codecs take float32, float16 and bfloat16, not {t.dtype}")
+        raise UnsupportedError(
+            f"{what}: dtype {t.dtype} is not supported; cast to float32, float16 or bfloat16"
+        )
     if not t.is_cpu and not t.is_cuda:
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; codecs take tensors on CPUs and GPUs")
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to the CPU or a CUDA GPU")
     if not t.is_contiguous():
-        raise MisuseError(f"{what}: the tensor is not contiguous")
+        raise MisuseError(f"{what}: the tensor is not contiguous; pass t.contiguous()")
     return code
 
 
 def _bytes(code: torch.Tensor, values: torch.Tensor, what: str) -> None:
     if code.dtype != torch.uint8 or not code.is_contiguous():
-        raise MisuseError(f"{what}: a code is a contiguous tensor of uint8")
+        raise MisuseError(
+            f"{what}: the encoded tensor must be contiguous and of dtype uint8, not {code.dtype}"
+        )
     if code.device != values.device:
-        raise MisuseError(f"{what}: the code is on {code.device}, the values on {values.device}")
+        raise MisuseError(
+            f"{what}: the encoded tensor is on {code.device}, the values are on {values.device}; move one of "
+            "them"
+        )

@@ -17,7 +17,7 @@ def find(name: str, block: int | None = None) -> Codec:
         UnsupportedError: There is no such codec, or not with this parameter.
     """
     if block is not None and block <= 0:
-        raise UnsupportedError(f"codec {name!r}: block={block} is not positive")
+        raise UnsupportedError(f"codec {name!r}: block={block} is invalid; it must be positive")
     return Codec(name, block, _kernel)
 
 

@@ -43,14 +43,17 @@ def _refuse(t: torch.Tensor, what: str) -> int:
         raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
     code = _DTYPES.get(t.dtype)
     if code is None:
-        raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor to one of {names}")
     if not t.is_cpu and t.device.type not in device.kinds:
         kinds = ", ".join(["cpu", *device.kinds])
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; collectives take tensors on {kinds}")
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to one of {kinds}")
     if t.layout != torch.strided:
-        raise UnsupportedError(f"{what}: the tensor is {t.layout}; collectives take dense tensors")
+        raise UnsupportedError(f"{what}: the tensor has layout {t.layout}; pass t.to_dense()")
     if not t.is_contiguous():
-        raise MisuseError(f"{what}: the tensor is not contiguous; pass t.contiguous() and copy back")
+        raise MisuseError(
+            f"{what}: the tensor is not contiguous; pass t.contiguous(), and copy the result back"
+        )
     return code
 
 
@@ -59,14 +62,18 @@ def _op(op: Any, what: str) -> int:
         return engine_codes.OPS[op]
     except (KeyError, TypeError):
         names = ", ".join(engine_codes.OP_NAMES)
-        raise MisuseError(f"{what}: unknown op {op!r}; there are {names}") from None
+        raise MisuseError(f"{what}: unknown op {op!r}; use one of {names}") from None
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if a.dtype != b.dtype:
-        raise MisuseError(f"{what}: dtypes differ: {a.dtype} and {b.dtype}")
+        raise MisuseError(
+            f"{what}: the tensors have different dtypes, {a.dtype} and {b.dtype}; cast one of them"
+        )
     if a.device != b.device:
-        raise MisuseError(f"{what}: the tensors are on different devices: {a.device} and {b.device}")
+        raise MisuseError(
+            f"{what}: the tensors are on different devices, {a.device} and {b.device}; move one of them"
+        )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
@@ -116,7 +123,9 @@ def _on_device(
 ) -> Work | None:
     """The same on GPU memory: in the order of the current stream."""
     if asked[4]:
-        raise UnsupportedError(f"{what}: via is for CPU tensors; TRIGRAM_GPU_TRANSPORT chooses for GPUs")
+        raise UnsupportedError(
+            f"{what}: via applies to CPU tensors only; for GPU tensors set TRIGRAM_GPU_TRANSPORT"
+        )
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
     call = routes.start(group, asked, source, target, splits)
@@ -146,7 +155,7 @@ def all_reduce(
     dtype = _check(t, "all_reduce")
     if via not in engine_codes.VIAS:
         raise UnsupportedError(
-            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in engine_codes.VIAS if v)}"
+            f"all_reduce: unknown via {via!r}; use one of {', '.join(v for v in engine_codes.VIAS if v)}"
         )
     asked = (engine_codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), engine_codes.VIAS[via], 0)
     return _dispatch(resolve(group), asked, t, t, async_op, "all_reduce")
@@ -225,7 +234,7 @@ def gather(
     dtype = _check(t, "gather")
     if g.rank == root:
         if out is None:
-            raise MisuseError(f"gather: rank {dst} is dst and needs out")
+            raise MisuseError(f"gather: out is None on rank {dst}, which is dst; pass a tensor there")
         _check(out, "gather")
         _same(out, t, g.size, "gather")
     asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
@@ -245,7 +254,7 @@ def scatter(
     dtype = _check(t, "scatter")
     if g.rank == root:
         if inp is None:
-            raise MisuseError(f"scatter: rank {src} is src and needs inp")
+            raise MisuseError(f"scatter: inp is None on rank {src}, which is src; pass a tensor there")
         _check(inp, "scatter")
         _same(inp, t, g.size, "scatter")
     asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
@@ -275,11 +284,14 @@ def all_to_all(
     _check(out, "all_to_all")
     _alike(inp, out, "all_to_all")
     if (out_splits is None) != (in_splits is None):
-        raise MisuseError("all_to_all: give both out_splits and in_splits, or neither")
+        raise MisuseError("all_to_all: only one of out_splits and in_splits is given; pass both or neither")
     if out_splits is None or in_splits is None:
         _same(out, inp, 1, "all_to_all")
         if inp.numel() % g.size:
-            raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
+            raise MisuseError(
+                f"all_to_all: {inp.numel()} elements cannot be divided equally among {g.size} ranks; pass "
+                "out_splits and in_splits"
+            )
         asked = (engine_codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
         return _dispatch(g, asked, inp, out, async_op, "all_to_all")
     lengths = (
@@ -287,7 +299,10 @@ def all_to_all(
         _elements(out, out_splits, g.size, "out_splits"),
     )
     if lengths[0][g.rank] != lengths[1][g.rank]:
-        raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
+        raise MisuseError(
+            f"all_to_all: on rank {g.ranks[g.rank]} in_splits[{g.rank}] and out_splits[{g.rank}], the part "
+            "that the rank sends to itself, differ; make them equal"
+        )
     return _dispatch(
         g, (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths
     )
@@ -297,7 +312,10 @@ def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> l
     """Splits along the first dimension, in elements."""
     rows = t.shape[0] if t.dim() else 1
     if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
-        raise MisuseError(f"all_to_all: {what}={list(splits)} must be {size} lengths that add up to {rows}")
+        raise MisuseError(
+            f"all_to_all: {what}={list(splits)} must be {size} lengths, one for each rank, that add up to "
+            f"{rows}"
+        )
     row = t.numel() // rows if rows else 0
     return [int(n) * row for n in splits]
 
@@ -326,7 +344,7 @@ def _message(
     g = resolve(group)
     dtype = _check(t, what)
     if not 0 <= tag < 1 << 31:
-        raise MisuseError(f"{what}: tag {tag} is not in [0, 2**31)")
+        raise MisuseError(f"{what}: tag {tag} is invalid; it must be from 0 to 2**31 - 1")
     place = g.group_rank(peer, what)
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)

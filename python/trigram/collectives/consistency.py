@@ -73,9 +73,9 @@ def check_replicas(tensors: Iterable[torch.Tensor], group: Group, step: int) -> 
     if count == group.size:
         return
     other = [rank for rank, mine in zip(group.ranks, prints, strict=True) if mine != common]
-    most = f"differ from those of the {count} others" if count > 1 else "differ, each from each"
+    most = f"differ from those of the other {count} ranks" if count > 1 else "all differ from each other"
     raise CorruptError(
         f"check_replicas: before step {step} the weights of rank(s) {listed(other)} {most}; "
-        "look for a parameter that is changed on some ranks only, for memory errors, and load a checkpoint",
+        "check for a parameter that only some ranks change and for memory errors, then load a checkpoint",
         other[0],
     )

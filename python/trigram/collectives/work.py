@@ -47,7 +47,9 @@ class Work:
         """
         try:
             if not self._core.wait(timeout):
-                raise TimeoutError(f"{self._what}: not done after {timeout} s; it goes on, wait again")
+                raise TimeoutError(
+                    f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
+                )
         finally:
             if self._core.is_completed():
                 _in_flight.discard(self)

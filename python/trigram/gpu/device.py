@@ -90,8 +90,8 @@ class Cuda:
             code = int(runtime.cudaHostRegister(host.data_ptr(), nbytes, 0))
         if code != 0:  # Copies work all the same, through a buffer of the driver's.
             logs.warning(
-                f"rank {current().rank}: {nbytes} bytes of host memory for GPU copies could not be pinned (CUDA "
-                f"error {code}); copies go on, slower"
+                f"rank {current().rank}: could not pin {nbytes} bytes of host memory for GPU copies (CUDA "
+                f"error {code}); copies still work, but are slower"
             )
             with contextlib.suppress(RuntimeError):  # or the next to ask would be told of this error
                 torch.zeros(1, device=self.device)

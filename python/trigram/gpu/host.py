@@ -85,7 +85,8 @@ class HostRoute:
     def _check(self) -> None:
         if self.device.capturing():
             raise UnsupportedError(
-                "a graph is being captured: what goes through the host cannot be part of it"
+                "a CUDA graph is being captured, and collectives through host memory cannot be part of it; "
+                "move the call out of the capture, or set TRIGRAM_GPU_TRANSPORT=nccl"
             )
 
     def exchange(self, parcels: Sequence[Parcel]) -> Call:

@@ -92,7 +92,11 @@ def _agree(group: Group, device: Device) -> Route:
         ConfigError: Ranks ask for different routes, or for one that there is not.
     """
     asked = os.environ.get("TRIGRAM_GPU_TRANSPORT", "auto")
-    wrong = "" if asked in _ROUTES else f"TRIGRAM_GPU_TRANSPORT={asked}: there are {', '.join(_ROUTES)}"
+    wrong = (
+        ""
+        if asked in _ROUTES
+        else f"TRIGRAM_GPU_TRANSPORT={asked!r} is invalid; set it to one of {', '.join(_ROUTES)}"
+    )
     alarm = _derive(group, "on GPUs")
     nccl = None
     try:
@@ -108,7 +112,7 @@ def _agree(group: Group, device: Device) -> Route:
         if record[0] != records[0][0]:
             raise ConfigError(
                 f"TRIGRAM_GPU_TRANSPORT is {_ROUTES[records[0][0]]} on rank {group.ranks[0]} and "
-                f"{_ROUTES[record[0]]} on rank {group.ranks[place]}; set it alike everywhere"
+                f"{_ROUTES[record[0]]} on rank {group.ranks[place]}; set it to the same value on all ranks"
             )
     hosts = group.hosts()
     if asked in ("auto", "hierarchical"):

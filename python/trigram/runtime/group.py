@@ -68,7 +68,10 @@ class Group:
     def core(self) -> _core.Group:
         """The engine's side; an error where this rank is not a member."""
         if self._core is None:
-            raise MisuseError(f"this rank is not in group {self.name} {self.ranks}")
+            raise MisuseError(
+                f"this rank is not in group {self.name} (world ranks {self.ranks}); only members can call "
+                "its collectives"
+            )
         return self._core
 
     def group_rank(self, rank: int, what: str) -> int:
@@ -76,7 +79,9 @@ class Group:
         try:
             return self.ranks.index(rank)
         except ValueError:
-            raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
+            raise MisuseError(
+                f"{what}: rank {rank} is not in group {self.name}; pass one of its world ranks, {self.ranks}"
+            ) from None
 
     def become(self, other: Group) -> None:
         """Takes the place of another group: an elastic job has made itself anew."""

@@ -33,7 +33,7 @@ def empty(
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(sizes)
     if any(d < 0 for d in sizes):
-        raise MisuseError(f"empty: negative dimension in {sizes}")
+        raise MisuseError(f"empty: shape {sizes} has a negative dimension; all must be 0 or more")
     if count == 0 or (device is not None and torch.device(device).type != "cpu"):
         return torch.empty(sizes, dtype=dtype, device=device)
     block = current().engine.allocate(count * dtype.itemsize)

@@ -30,7 +30,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     env = os.environ
     if store is not None:
         if rank is None or world_size is None:
-            raise MisuseError("init: a store needs rank and world_size too")
+            raise MisuseError("init: store is given without rank or world_size; pass all three")
         return dist.PrefixStore("trigram", store), rank, world_size, getattr(store, "host", None)
     if dist.is_available() and dist.is_initialized():
         lent = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
@@ -43,10 +43,14 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     absent += [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
     if rank is None or world_size is None or absent:
         raise ConfigError(
-            f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store"
+            f"init: {', '.join(absent)} not set; start the ranks with torchrun, or pass store, rank and "
+            "world_size"
         )
     if not 0 <= rank < world_size:
-        raise ConfigError(f"init: RANK={rank} is outside of a world of WORLD_SIZE={world_size}")
+        raise ConfigError(
+            f"init: RANK={rank} is invalid with WORLD_SIZE={world_size}; it must be from 0 to "
+            f"{world_size - 1}"
+        )
     return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]
 
 
@@ -83,8 +87,9 @@ def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
         except OSError as e:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for rank 0, which offers the "
-                    f"store at {host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; is it running?"
+                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for the store of rank 0 at "
+                    f"{host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; check that rank 0 is running and "
+                    "reachable"
                 ) from e
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
@@ -94,7 +99,9 @@ def _number(variable: str) -> int:
     try:
         return int(os.environ[variable])
     except ValueError:
-        raise ConfigError(f"init: {variable}={os.environ[variable]!r} is not a number") from None
+        raise ConfigError(
+            f"init: {variable}={os.environ[variable]!r} is not an integer; correct it"
+        ) from None
 
 
 class LateError(Exception):
@@ -128,7 +135,7 @@ class StoreGather:
             if why.startswith(_REFUSED)
         ]
         if refusals and not mine.startswith(_REFUSED):
-            raise AbortedError(f"init: given up by {'; '.join(refusals)}")
+            raise AbortedError(f"init: aborted because it failed on {'; '.join(refusals)}")
         return said
 
     def refuse(self, what: str, why: Exception) -> None:
@@ -160,13 +167,16 @@ class StoreGather:
                 pause = min(pause * 1.5, 0.05)
             return [self.store.get(key) for key in keys]
         except dist.DistError as e:
-            raise self._missing(absent, f"; the store is gone ({str(e).splitlines()[0]})") from e
+            raise self._missing(
+                absent, f" and lost the connection to the store ({str(e).splitlines()[0]})"
+            ) from e
 
     def _missing(self, absent: list[int], more: str = "") -> TimeoutError:
         names = ", ".join(map(str, absent))
         return TimeoutError(
             f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} of "
-            f"{self.size}{more}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
+            f"{self.size}{more}; check that all ranks run with the same MASTER_ADDR, MASTER_PORT and "
+            "WORLD_SIZE"
         )
 
     def abort(self) -> None:

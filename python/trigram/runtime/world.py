@@ -162,14 +162,17 @@ def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
     members = [*ranks, *helpers]
     there = range(world.size) if world.elastic is None else world.elastic.ranks
     if not ranks or len(set(members)) != len(members) or not set(members) <= set(there):
-        raise MisuseError(f"new_group: {members} are not different ranks of a world of {_listed(there)}")
+        raise MisuseError(
+            f"new_group: ranks {members} must be one or more distinct ranks of the world, which has "
+            f"{_listed(there)}"
+        )
     return world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
 
 
 def _listed(ranks: Sequence[int]) -> str:
     if isinstance(ranks, range):
-        return str(len(ranks))
-    return f"the ranks {list(ranks)}" if ranks else "others: this rank came late, and has not entered it"
+        return f"ranks 0 to {len(ranks) - 1}"
+    return f"ranks {list(ranks)}" if ranks else "no ranks yet: this rank has not joined the running job"
 
 
 def internal_group(group: Group, name: str) -> Group:
@@ -196,7 +199,9 @@ def resolve(group: AnyGroup) -> Group:
     if group is None:
         return world.group
     if not isinstance(group, dist.ProcessGroup):
-        raise MisuseError(f"group: expected a trigram or torch group, got {type(group).__name__}")
+        raise MisuseError(
+            f"group: expected a trigram.Group, a torch ProcessGroup or None, got {type(group).__name__}"
+        )
     found = world.borrowed.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
@@ -248,10 +253,12 @@ def init(
     if _world is not None:
         return _world.group
     if elastic and helper:
-        raise UnsupportedError("init: a helper cannot be elastic; it has no state to go on with")
+        raise UnsupportedError("init: elastic=True and helper=True exclude each other; pass only one of them")
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     if transport not in _TRANSPORTS:
-        raise ConfigError(f"TRIGRAM_TRANSPORT={transport!r}: it is {', '.join(_TRANSPORTS)}")
+        raise ConfigError(
+            f"TRIGRAM_TRANSPORT={transport!r} is invalid; set it to one of {', '.join(_TRANSPORTS)}"
+        )
     _check_settings()
     logs.start()
     deadline = time.monotonic() + init_timeout
@@ -308,7 +315,8 @@ def _workers(helps: list[bool]) -> int:
     if workers == 0 or not all(helps[workers:]):
         asked = [rank for rank, helper in enumerate(helps) if helper]
         raise MisuseError(
-            f"init: ranks {asked} of {len(helps)} are helpers; helpers are the last ranks, and not all"
+            f"init: ranks {asked} of {len(helps)} are helpers (helper=True); helpers must be the last ranks, "
+            "and at least one rank must not be a helper"
         )
     return workers
 
@@ -317,14 +325,16 @@ def _check_settings() -> None:
     """What the engine reads of the environment by itself is right."""
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "on")
     if checksum not in ("on", "off"):
-        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r}: it is on or off")
+        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to on or off")
     silence = os.environ.get("TRIGRAM_SILENCE", "1.2")
     try:
         right = 0.5 <= float(silence) <= 86_400
     except ValueError:
         right = False
     if not right:
-        raise ConfigError(f"TRIGRAM_SILENCE={silence!r}: it is a number of seconds, from 0.5 to 86400")
+        raise ConfigError(
+            f"TRIGRAM_SILENCE={silence!r} is invalid; set it to a number of seconds from 0.5 to 86400"
+        )
 
 
 def shutdown() -> None:

@@ -27,8 +27,8 @@ def kernel_of(codec: Codec) -> Kernel:
         import triton  # noqa: F401
     except ImportError as e:
         raise UnsupportedError(
-            f"codec {codec.name!r} on a GPU: triton is not installed; it comes with the CUDA and ROCm builds of "
-            "torch on Linux, or with: pip install triton"
+            f"codec {codec.name!r} on a GPU needs triton, which is not installed; install it with pip "
+            "install triton (torch's CUDA and ROCm builds for Linux include it)"
         ) from e
     kind = codec.name.partition(":")[0]
     if kind == "topk":

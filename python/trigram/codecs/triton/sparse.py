@@ -30,7 +30,10 @@ class Sparse(Kernel):
     def count(self, n: int) -> int:
         """How many of `n` values are sent: at least one, at most all."""
         if n >= 1 << 31:
-            raise UnsupportedError(f"codec {self.name!r} on a GPU takes fewer than 2^31 values, not {n}")
+            raise UnsupportedError(
+                f"codec {self.name!r} on a GPU is limited to tensors of fewer than 2^31 values, and this one "
+                f"has {n}"
+            )
         return min(max(math.ceil(self.fraction * n), 1), n)
 
 

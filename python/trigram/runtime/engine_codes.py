@@ -1,4 +1,4 @@
-"""Numbers by which the engine knows collectives, dtypes and operators (``rust/core/src``)."""
+"""The engine's integer codes for collectives, dtypes, operators and schedules (``rust/core/src``)."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ VIAS = {
 }
 
 Asked = tuple[int, int, int, int, int, int]
-"""A call: collective, dtype, count, operator, via, root's place."""
+"""A call as the engine takes it: the codes of collective and dtype, the count of elements, the codes of
+operator and schedule, and the group rank of the root."""
 Splits = tuple[list[int], list[int]] | None
-"""Lengths to and from each rank, in elements, where they differ."""
+"""Elements sent to and received from each rank, for all_to_all with unequal parts; None: equal parts."""

@@ -1,7 +1,7 @@
-"""Codecs: fewer bits for the same numbers.
+"""Codecs: lossy compression of float tensors.
 
-The formats, their errors and what becomes of values that are not finite are written down in
-docs/algorithms.md; the loops are in ``rust/core/src/codec``.
+docs/algorithms.md specifies the formats, their error bounds and how they treat NaN and infinity. The CPU's
+loops are in ``rust/core/src/codec``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 
 
 class GpuKernel(Protocol):
-    """A codec's counterpart for tensors on a GPU: the same bytes, the same numbers."""
+    """A codec for tensors on a GPU: it produces the same bytes and values as the CPU's."""
 
     def encode(
         self,
@@ -28,19 +28,19 @@ class GpuKernel(Protocol):
         feedback: bool = True,
         seed: int = 0,
     ) -> None:
-        """As :meth:`Codec.encode`; the arguments have been checked."""
+        """As :meth:`Codec.encode`, which has checked the arguments."""
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
-        """As :meth:`Codec.decode`; bytes that are no code decode to NaN."""
+        """As :meth:`Codec.decode`, but invalid bytes decode to NaN."""
 
 
 class Codec:
-    """Turns n floats into exactly ``size(n)`` bytes, and back.
+    """Encodes n floats as exactly ``size(n)`` bytes, and decodes them.
 
     Args:
-        name: As :func:`trigram.codecs.find` knows it, ``topk:0.01``.
+        name: A name of :func:`trigram.codecs.find`, such as ``topk:0.01``.
         block: Values per block; None: the codec's default.
-        kernel: Makes the codec's GPU kernel, called with this codec when a tensor on a GPU first needs it.
+        kernel: Creates the GPU kernel of this codec; called when a GPU tensor is first encoded or decoded.
 
     Attributes:
         name: As given.
@@ -62,7 +62,7 @@ class Codec:
         return f"Codec({self.name!r}, block={self.block})"
 
     def size(self, n: int) -> int:
-        """Bytes of the code of ``n`` values."""
+        """The number of bytes that ``n`` values are encoded to."""
         return self._core.size(n)
 
     def encode(
@@ -77,15 +77,20 @@ class Codec:
 
         Args:
             src: Contiguous; float32, float16 or bfloat16.
-            out: ``size(src.numel())`` bytes (uint8); None: made.
-            residual: float32, as many values as ``src``; None: what the code drops is lost.
-            feedback: True: the residual is added to ``src`` before encoding, and what the code
-                drops of the sum replaces it (0 where that is not finite). False: the residual is
-                overwritten with what the code drops of ``src``.
-            seed: For codecs that draw: all ranks may use different ones.
+            out: uint8, ``size(src.numel())`` bytes; None: a new tensor.
+            residual: float32, ``src.numel()`` values, for the encoding error (the values minus the decoded
+                values); None: the error is dropped.
+            feedback: True: the residual is added to ``src`` before encoding, and replaced by the error of the
+                sum (0 where that is NaN or infinite). False: the residual is overwritten with the error of
+                ``src``.
+            seed: For ``randomk``; ranks may use different seeds.
 
         Returns:
             ``out``.
+
+        Raises:
+            UnsupportedError: The dtype or the device is not supported.
+            MisuseError: A tensor is not contiguous, or ``out`` or ``residual`` does not fit ``src``.
         """
         n = src.numel()
         dtype = _check(src, "encode")
@@ -116,13 +121,14 @@ class Codec:
         """Decodes into ``out``, or adds ``weight`` times the values to it.
 
         Args:
-            encoded: What :meth:`encode` made, or whatever came from the network in its place.
+            encoded: uint8, the bytes from :meth:`encode`; bytes from the network may be invalid.
             out: Contiguous; float32, float16 or bfloat16; float32 with ``weight``.
-            weight: None: ``out`` is overwritten.
-            sender: The rank that an error blames.
+            weight: The factor; None: ``out`` is overwritten.
+            sender: The rank that a ``CorruptError`` names.
 
         Raises:
-            CorruptError: The bytes are no code of ``out.numel()`` values.
+            CorruptError: The bytes do not encode ``out.numel()`` values (CPU; on a GPU ``out`` becomes NaN).
+            UnsupportedError: The dtype or the device is not supported.
         """
         dtype = _check(out, "decode")
         _bytes(encoded, out, "decode")
@@ -135,7 +141,7 @@ class Codec:
         )
 
     def _on_gpu(self) -> GpuKernel:
-        """The same on a GPU."""
+        """The codec's GPU kernel, created at the first use."""
         if self._kernel is None:
             if self._make_kernel is None:
                 raise UnsupportedError(f"codec {self.name!r} has no GPU kernel; move the tensor to the CPU")

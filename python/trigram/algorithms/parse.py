@@ -1,4 +1,4 @@
-"""From what a user writes, a name or WHO/WHAT/WHEN, to a checked algorithm."""
+"""Parses and checks what a user passes as ``algorithm``: a name, WHO/WHAT/WHEN, or a ``Trigram``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from trigram.errors import UnsupportedError
 def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None) -> Algorithm:
     """The algorithm that a script or ``TRIGRAM_ALGORITHM`` names.
 
+    Args:
+        algorithm: A name, WHO/WHAT/WHEN or a ``Trigram``; None: ``TRIGRAM_ALGORITHM``, or the default.
+        options: The algorithm's options.
+
     Raises:
-        UnsupportedError: It is unknown, or an option or a combination is not possible; the message
-            says why, and what there is.
+        UnsupportedError: The algorithm is unknown, or an option or a combination is invalid; the message says
+            why, and lists the alternatives.
     """
     source = ""
     if algorithm is None:
@@ -41,7 +45,7 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
 
 
 class _Parser:
-    """Checks a trigram and its options, and takes them apart."""
+    """Checks a trigram and its options."""
 
     def __init__(self, name: str, entry: Entry, options: dict[str, Any]) -> None:
         self.name, self.entry = name, entry
@@ -50,11 +54,11 @@ class _Parser:
         self.known: list[str] = []
 
     def refuse(self, why: str) -> UnsupportedError:
-        """The error."""
+        """The error to raise, with the algorithm's name."""
         return UnsupportedError(f"algorithm {self.name!r}: {why}")
 
     def option(self, name: str, default: Any, check: Callable[[Any], bool], must: str) -> Any:
-        """Takes an option that this algorithm has."""
+        """Removes an option that this algorithm has from the given ones, checks it and returns it."""
         self.known.append(name)
         value = self.given.pop(name, default)
         if value is not default and not _holds(check, value):
@@ -62,7 +66,7 @@ class _Parser:
         return value
 
     def parse(self) -> Algorithm:
-        """The plan."""
+        """The checked algorithm."""
         value, entry = self.entry.value, self.entry
         kind, _, graph = value.who.partition(":")
         if kind in ("gossip", "push"):
@@ -114,7 +118,7 @@ class _Parser:
         return Algorithm(self.name, value, kind, graph, every, options, entry.step)
 
     def _when(self, when: str) -> tuple[int | None, int | None]:
-        """Steps per round, or None and the staleness."""
+        """Training steps per averaging step and None, or None and the staleness."""
         kind, _, number = when.partition(":")
         if kind == "sync" and not number:
             return 1, None
@@ -176,7 +180,7 @@ class _Parser:
         return {"iterations": self.option("iterations", 3, lambda i: bool(i) and _positive(i), must)}
 
     def _options(self, kind: str, what: str, every: int | None, carry: str) -> dict[str, Any]:
-        """What is neither in WHO nor in WHAT nor in WHEN."""
+        """The options that are part of neither WHO nor WHAT nor WHEN."""
         found: dict[str, Any] = {}
         codec, gradients = what.partition(":")[0], carry in ("gradients", "momentum")
         if codec in ("int8", "int4", "fp8", "sign"):
@@ -217,7 +221,8 @@ class _Parser:
 
 
 def gamma(what: str) -> float:
-    """How much of a coded difference gossip can take: a coarse codec's all would diverge."""
+    """The default fraction of a compressed difference that gossip applies: with a coarse codec 1 would
+    diverge."""
     kind, _, parameter = what.partition(":")
     if kind == "topk":
         return min(1.0, 0.2 * (float(parameter) / 0.1) ** 0.824)

@@ -49,7 +49,9 @@ def compose(
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
     """How gradients travel during an algorithm's warm-up: in full, by its robust rule if it has one."""
-    return None if algorithm.rule is None else compressors.make("full", None, {}, algorithm.rule)
+    return (
+        None if algorithm.aggregation is None else compressors.make("full", None, {}, algorithm.aggregation)
+    )
 
 
 def check(algorithm: Algorithm, optimizer: Any) -> None:
@@ -83,7 +85,7 @@ def _compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCom
     block = algorithm.options.get("block")
     if algorithm.value.carry == "momentum":
         return compressors.MomentumCompressor(optimizer, algorithm.options["bits"], block)
-    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.rule)
+    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.aggregation)
 
 
 def _schedule(
@@ -124,8 +126,8 @@ def _steps(
     if algorithm.kind == "central":
         outer = Outer(options["outer_lr"], options["outer_momentum"])
         if codec is None and power is None and outer == Outer():
-            return [Mean(same, groups, algorithm.rule) for same in tensors]
-        return [Differences(together, groups, outer, codec, power, algorithm.rule)]
+            return [Mean(same, groups, algorithm.aggregation) for same in tensors]
+        return [Differences(together, groups, outer, codec, power, algorithm.aggregation)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None:
         return [Mix(same, groups, graph) for same in tensors]

@@ -105,5 +105,7 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
     ranks = resolve(group)
     Options().check(chosen, ranks.size)
     groups = ModelGroups(ranks)
-    coding = compressors.make(chosen.value.what, chosen.options.get("block"), chosen.options, chosen.rule)
+    coding = compressors.make(
+        chosen.value.what, chosen.options.get("block"), chosen.options, chosen.aggregation
+    )
     return HookState(coding, groups), _hook

@@ -27,7 +27,7 @@ class Options:
 
     def check(self, algorithm: Algorithm, size: int) -> None:
         """Refuses what does not go together, before anything is begun."""
-        rule = algorithm.rule
+        rule = algorithm.aggregation
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
                 f"{algorithm.name}: {algorithm.value.who} leaves out {rule.parameter:g} values on each side, of {size} "
@@ -66,7 +66,7 @@ class Options:
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
         """Tells what averages: all ranks, once they have agreed."""
-        groups.aggregation = algorithm.rule
+        groups.aggregation = algorithm.aggregation
         groups.check_replicas = self.check_replicas
         if self.sample_weight is not None and groups.sample_weight is None:
             groups.sample_weight = SampleWeight(self.sample_weight, groups.group)

@@ -61,7 +61,7 @@ class HostLevels:
     @staticmethod
     def of(groups: ModelGroups, memory: torch.Tensor) -> HostLevels | None:
         """The levels, where GPU tensors of these ranks travel hierarchically; the same for all buckets."""
-        if not device.handles(memory) or not TwoLevelGroups.help(groups.control):
+        if not device.handles(memory) or not TwoLevelGroups.applies_to(groups.control):
             return None
         if not routes.is_hierarchical(groups.control, memory.device):
             return None

@@ -1,12 +1,15 @@
 """Collectives on torch tensors.
 
-Each takes ``group`` (ours, a torch ``ProcessGroup``, or None for the world) and ``async_op``; then
-it returns a :class:`Work` at once, else None when it is done. ``src`` and ``dst`` are world ranks,
-as in ``torch.distributed``. Tensors are contiguous, on the CPU or a GPU; dtypes are float32, float64,
-float16, bfloat16, int8, uint8, int32, int64 and bool. Sums of 16-bit floats are accumulated in
-float32. No collective on CPU tensors returns before every rank has entered it, and ranks that
-disagree get ``MismatchError``, all of them. On GPU tensors collectives are in the order of the
-current stream, as torch's: see docs/gpu.md.
+Each takes ``group`` (a Trigram group, a torch ``ProcessGroup``, or None for the world) and ``async_op``. With
+``async_op=True`` it returns a :class:`Work` at once, otherwise None when it has finished. ``src`` and ``dst``
+are world ranks, as in ``torch.distributed``. Tensors must be contiguous, on the CPU or a GPU, of dtype
+float32, float64, float16, bfloat16, int8, uint8, int32, int64 or bool. Sums of 16-bit floats accumulate in
+float32.
+
+On CPU tensors no collective returns before every rank has called it. If ranks make different calls, all of
+them raise ``MismatchError``. On GPU tensors collectives run in the order of the current stream, as in torch:
+see docs/gpu.md. All may raise ``MisuseError`` and ``UnsupportedError`` for arguments, ``PeerLostError`` if a
+rank dies, and ``TimeoutError`` after the ``op_timeout`` of ``init``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _STRIDED = torch.strided
 
 
 def _check(t: torch.Tensor, what: str) -> int:
-    """The dtype's code of a tensor that can be worked on."""
+    """The engine's code of a tensor's dtype; raises if the engine does not support the tensor."""
     try:
         if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
             return _DTYPES[t.dtype]
@@ -38,7 +41,8 @@ def _check(t: torch.Tensor, what: str) -> int:
 
 
 def _refuse(t: torch.Tensor, what: str) -> int:
-    """Says why the engine cannot work on a tensor."""
+    """Raises the reason why the engine does not support a tensor; returns the dtype's code for a GPU
+    tensor."""
     if not isinstance(t, torch.Tensor):
         raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
     code = _DTYPES.get(t.dtype)
@@ -77,7 +81,7 @@ def _alike(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
-    """``a`` holds ``times`` as many elements as ``b``, of the same dtype."""
+    """Checks that ``a`` has ``times`` as many elements as ``b``, and the same dtype and device."""
     _alike(a, b, what)
     if a.numel() != times * b.numel():
         raise MisuseError(
@@ -107,7 +111,7 @@ def _dispatch(
     try:
         group.core.run(asked, memory, group.timeout, splits)
     except TrigramError as e:
-        routes.abort(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
+        routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, whose calls must end
         raise
     return None
 
@@ -121,7 +125,7 @@ def _on_device(
     what: str,
     splits: engine_codes.Splits,
 ) -> Work | None:
-    """The same on GPU memory: in the order of the current stream."""
+    """The same for GPU tensors, in the order of the current stream."""
     if asked[4]:
         raise UnsupportedError(
             f"{what}: via applies to CPU tensors only; for GPU tensors set TRIGRAM_GPU_TRANSPORT"
@@ -142,13 +146,14 @@ def all_reduce(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combines ``t`` of all ranks, in place; all ranks get the same bits.
+    """Reduces ``t`` over all ranks, in place; all ranks get the same bits.
 
     Args:
         t: Any shape; the same number of elements on all ranks.
-        op: sum, avg, min, max, prod, band, bor, bxor, or torch's ``ReduceOp``. avg divides the sum
-            by the number of ranks and rounds once.
-        via: How: shared, ring, tree, recursive_doubling or scatter_gather. None: the best known.
+        op: sum, avg, min, max, prod, band, bor, bxor, or a ``ReduceOp`` of torch. avg divides the sum by the
+            number of ranks, and rounds once.
+        via: The schedule: shared, ring, tree, recursive_doubling or scatter_gather. None: chosen by size and
+            links.
         group: The ranks that take part.
         async_op: Return at once, with a :class:`Work`.
     """
@@ -164,7 +169,7 @@ def all_reduce(
 def reduce(
     t: torch.Tensor, dst: int, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
-    """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
+    """Reduces ``t`` over all ranks into ``t`` of rank ``dst``; on the other ranks ``t`` stays unchanged."""
     g = resolve(group)
     root = g.group_rank(dst, "reduce")
     asked = (engine_codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
@@ -179,7 +184,7 @@ def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool 
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Work | None:
-    """Returns when every rank has called it."""
+    """Waits until every rank has called it."""
     return _dispatch(resolve(group), (engine_codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
 
 
@@ -204,7 +209,7 @@ def all_gather(
 def reduce_scatter(
     out: torch.Tensor, t: torch.Tensor, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
-    """Combines ``t`` of all ranks; rank i gets the i-th of ``size`` equal parts in ``out``.
+    """Reduces ``t`` over all ranks; rank i gets the i-th of ``size`` equal parts in ``out``.
 
     Args:
         out: One part.
@@ -309,7 +314,7 @@ def all_to_all(
 
 
 def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Splits along the first dimension, in elements."""
+    """Checks splits along the first dimension, and converts them to elements."""
     rows = t.shape[0] if t.dim() else 1
     if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
         raise MisuseError(
@@ -325,7 +330,8 @@ def send(
 ) -> Work | None:
     """Sends ``t`` to rank ``dst``. Messages with the same tag arrive in order.
 
-    Up to 1 MiB it returns when the message is on its way; above, when the receiver takes it.
+    A message of up to 1 MiB may return before it is received; a larger one returns when the receiver takes
+    it.
     """
     return _message(True, t, dst, tag, group, async_op)
 
@@ -358,12 +364,13 @@ def _message(
     return None if core is None else Work(core, (t,), what)
 
 
-def exchange(parcels: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
-    """Messages on a GPU that travel together, of all ranks of a group at once.
+def batch_send_recv(messages: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
+    """Sends and receives several messages at once, with tensors on one GPU. All ranks of the group call it.
 
     Args:
-        parcels: Whether this rank sends it, the other's place, and the tensor.
-        group: The ranks, each of which calls this.
+        messages: Whether this rank sends the message, the other's group rank, and the tensor.
+        group: The ranks.
     """
-    coded = [(sends, place, t, _check(t, "exchange")) for sends, place, t in parcels]
-    return Work(routes.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")
+    coded = [(sends, place, t, _check(t, "batch_send_recv")) for sends, place, t in messages]
+    call = routes.batch_send_recv(group, coded)
+    return Work(call, tuple(t for _, _, t in messages), "batch_send_recv")

@@ -1,7 +1,7 @@
-"""Nested containers of tensors and numbers as bytes, and back: states that travel between ranks.
+"""Serialization of states, nested containers of tensors and numbers, to send them to other ranks.
 
-Not pickle: what comes from the network is never executed. A description in JSON is followed by the
-tensors' bytes, and both are checked against the length received.
+The format is 8 bytes of length, a description in JSON, and the tensors' bytes; :func:`unpack` checks all
+lengths. It is not pickle, because unpickling data from the network could execute code.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _DTYPES = {
 
 
 def pack(value: Any, what: str) -> torch.Tensor:
-    """A copy of ``value`` as a tensor of bytes.
+    """Serializes ``value``, as a 1-D tensor of uint8.
 
     Args:
         value: None, bools, numbers, strings, tensors, and lists, tuples and dicts of them.
-        what: Names it in errors.
+        what: The call, for error messages.
 
     Raises:
-        UnsupportedError: There is something else in it.
+        UnsupportedError: ``value`` contains an object of another type.
     """
     tensors: list[torch.Tensor] = []
     text = json.dumps(_describe(value, tensors, what)).encode()
@@ -57,14 +57,14 @@ def pack(value: Any, what: str) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, rank: int) -> Any:
-    """What :func:`pack` was given.
+    """The inverse of :func:`pack`.
 
     Args:
-        data: Its bytes.
-        rank: Whose they are, for errors.
+        data: The bytes, uint8.
+        rank: The rank that sent them, for the error.
 
     Raises:
-        CorruptError: They are not what ``pack`` makes.
+        CorruptError: The bytes are invalid.
     """
     try:
         length = int.from_bytes(bytes(data[:_HEADER].tolist()), "little")
@@ -101,8 +101,8 @@ def _describe(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_describe(v, tensors, what) for v in value]}
     if isinstance(value, dict):
-        pairs = [[_describe(k, tensors, what), _describe(v, tensors, what)] for k, v in value.items()]
-        return {"dict": pairs}
+        items = [[_describe(k, tensors, what), _describe(v, tensors, what)] for k, v in value.items()]
+        return {"dict": items}
     raise UnsupportedError(
         f"{what}: cannot send an object of type {type(value).__name__}; states hold None, bools, numbers, "
         "strings, tensors, and lists, tuples and dicts of them"

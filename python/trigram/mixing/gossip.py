@@ -61,7 +61,7 @@ class Messages:
         """All messages of the round have been named."""
         parcels, self.parcels = self.parcels, []
         if parcels:
-            self.works.append(collectives.exchange(parcels, self.groups.main))
+            self.works.append(collectives.batch_send_recv(parcels, self.groups.main))
 
     def ready(self) -> bool:
         """Whether all have ended."""

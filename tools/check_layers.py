@@ -1,7 +1,8 @@
 """Holds the layers: which crate knows which, and the rooms of the engine and of the Python package.
 
-Python uses the engine, the engine uses core and nccl-rs; core knows neither tokio nor pyo3, and what NCCL loads
-knows nothing of the rest. Run by ``make test``; it reads sources and ``cargo metadata`` and needs nothing installed.
+Python uses the engine, the engine uses core and nccl-rs; core knows neither tokio nor pyo3, and what
+NCCL loads knows nothing of the rest. Run by ``make test``; it reads sources and ``cargo metadata`` and
+needs nothing installed.
 """
 
 import json

@@ -203,7 +203,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("PeerLostError", "it has left the job"): leaves,
     ("TimeoutError", "init: rank 0 waited"): missing,
     ("TimeoutError", "timed out after"): slow,
-    ("TimeoutError", "it goes on, wait again"): waits,
+    ("TimeoutError", "it is still running, call wait() again"): waits,
     ("MismatchError", "ranks disagree on call"): differs,
     ("MismatchError", "use a different algorithm"): algorithms_differ,
     ("MismatchError", "differs from that of rank 0"): models_differ,

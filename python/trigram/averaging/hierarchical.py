@@ -72,7 +72,7 @@ class HostLevels:
     @staticmethod
     def of(groups: ModelGroups, memory: torch.Tensor) -> HostLevels | None:
         """The model's levels if GPU tensors like ``memory`` take the hierarchical route, else None."""
-        if not device.handles(memory) or not TwoLevelGroups.help(groups.control):
+        if not device.handles(memory) or not TwoLevelGroups.applies_to(groups.control):
             return None
         if not routes.is_hierarchical(groups.control, memory.device):
             return None
@@ -123,7 +123,7 @@ class HierarchicalAverage:
             0,
         )
         # Another rank may abort this bucket: only calls of the main group report that, so one is made here.
-        self.consistency_check = main.core.witness(signature, main.timeout)
+        self.consistency_check = main.core.check_consistency(signature, main.timeout)
         self.under_way = True
         self.levels.two_level.combine(self.memory, self.shards, _SUM)
         if self.average is not None:

@@ -61,7 +61,7 @@ class Messages:
         """Starts the messages that were not started yet; called after the last send or receive of a step."""
         pending, self.pending = self.pending, []
         if pending:
-            self.works.append(collectives.exchange(pending, self.groups.main))
+            self.works.append(collectives.batch_send_recv(pending, self.groups.main))
 
     def ready(self) -> bool:
         """Whether all messages have ended."""

@@ -1,4 +1,4 @@
-"""The numbers by which the engine knows collectives, dtypes and operators; it says them itself."""
+"""The engine's integer codes for collectives, dtypes, operators and schedules (``rust/core/src``)."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ OPS |= {getattr(dist.ReduceOp, _TORCH_NAMES.get(n, n.upper())): code for n, code
 VIAS: dict[str | None, int] = {(None if name == "auto" else name): code for name, code in _core.VIAS}
 
 Asked = tuple[int, int, int, int, int, int]
-"""A call: collective, dtype, count, operator, via, root's place."""
+"""A call as the engine takes it: the codes of collective and dtype, the count of elements, the codes of
+operator and schedule, and the group rank of the root."""
 Splits = tuple[list[int], list[int]] | None
-"""Lengths to and from each rank, in elements, where they differ."""
+"""Elements sent to and received from each rank, for all_to_all with unequal parts; None: equal parts."""

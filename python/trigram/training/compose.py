@@ -48,7 +48,9 @@ def compose(
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
     """The compressor during an algorithm's warm-up: in full, with its robust aggregation if it has one."""
-    return None if algorithm.rule is None else compressors.make("full", None, {}, algorithm.rule)
+    return (
+        None if algorithm.aggregation is None else compressors.make("full", None, {}, algorithm.aggregation)
+    )
 
 
 def check(algorithm: Algorithm, optimizer: Any) -> None:
@@ -84,7 +86,7 @@ def _compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCom
     block = algorithm.options.get("block")
     if algorithm.value.carry == "momentum":
         return compressors.MomentumCompressor(optimizer, algorithm.options["bits"], block)
-    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.rule)
+    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.aggregation)
 
 
 def _schedule(
@@ -125,8 +127,8 @@ def _steps(
     if algorithm.kind == "central":
         outer = Outer(options["outer_lr"], options["outer_momentum"])
         if codec is None and power is None and outer == Outer():
-            return [Mean(same, groups, algorithm.rule) for same in tensors]
-        return [Differences(all_tensors, groups, outer, codec, power, algorithm.rule)]
+            return [Mean(same, groups, algorithm.aggregation) for same in tensors]
+        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None:
         return [Mix(same, groups, graph) for same in tensors]

@@ -107,5 +107,7 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
     ranks = resolve(group)
     Options().check(chosen, ranks.size)
     groups = ModelGroups(ranks)
-    compressor = compressors.make(chosen.value.what, chosen.options.get("block"), chosen.options, chosen.rule)
+    compressor = compressors.make(
+        chosen.value.what, chosen.options.get("block"), chosen.options, chosen.aggregation
+    )
     return HookState(compressor, groups), _hook

@@ -27,7 +27,7 @@ class Options:
 
     def check(self, algorithm: Algorithm, size: int) -> None:
         """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing."""
-        rule = algorithm.rule
+        rule = algorithm.aggregation
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
                 f"{algorithm.name}: {algorithm.value.who} leaves out the {rule.parameter:g} largest and the "
@@ -74,7 +74,7 @@ class Options:
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
         """Sets the options in the model's process groups, after all ranks have agreed on them."""
-        groups.aggregation = algorithm.rule
+        groups.aggregation = algorithm.aggregation
         groups.check_replicas = self.check_replicas
         if self.sample_weight is not None and groups.sample_weight is None:
             groups.sample_weight = SampleWeight(self.sample_weight, groups.group)

@@ -102,7 +102,7 @@ def test_the_command(tmp_path: Path) -> None:
     done = command("--every", "0.2", "--settle", "0", "--faults", "pause", "--", str(script))
     assert done.returncode == 0 and "the job survived" in done.stdout, done.stdout + done.stderr
     done = command("--", str(script))
-    assert done.returncode == 1 and "nothing was done to the job" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "no fault was injected" in done.stdout, done.stdout + done.stderr
     script.write_text("raise SystemExit(3)\n")
     done = command("--", str(script))
     assert done.returncode == 1 and "FAILED    rank 0, exit code 3" in done.stdout, done.stdout

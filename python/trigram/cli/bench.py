@@ -75,7 +75,9 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: write bytes, or a number with K, M or G")
+        raise typer.BadParameter(
+            f"{text!r} is not a size: write a number of bytes, such as 4096, 4K, 16M or 1G"
+        )
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
@@ -95,7 +97,9 @@ def parse_sizes(sizes: str, low: str | None, high: str | None, factor: int) -> l
         return [parse_size(text) for text in sizes.split(",")]
     size, last, series = parse_size(low or "4"), parse_size(high or "100M"), []
     if factor < 2 or not 0 < size <= last:
-        raise typer.BadParameter(f"no series from {size} to {last} by factors of {factor}")
+        raise typer.BadParameter(
+            f"--min {size} --max {last} --factor {factor} give no sizes: use 0 < min <= max and factor >= 2"
+        )
     while size <= last:
         series.append(size)
         size *= factor
@@ -136,7 +140,7 @@ def run(settings: Settings) -> list[Row]:
                 if ours is None:
                     raise
                 libraries.remove(library)
-                say(f"# {library.name} left out: {reason}")
+                say(f"# {library.name} skipped: {reason}")
                 continue
             ours = ours or row
             rows.append(row)
@@ -259,7 +263,8 @@ def _heading(settings: Settings, world: int) -> str:
         names += ["library", "time/ours"]
     return (
         f"# trigram bench {settings.operation}: {world} ranks, {how}, {memory} memory\n"
-        f"# time: the slowest rank's, median of {settings.iters} iterations after {settings.warmup}\n"
+        f"# time: of the slowest rank, median of {settings.iters} iterations "
+        f"after {settings.warmup} untimed ones\n"
         f"#{_columns(names)}\n#{_columns(units)}"
     )
 

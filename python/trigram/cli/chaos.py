@@ -102,7 +102,7 @@ class Report:
         for rank in self.hung:
             lines.append(f"HUNG      rank {rank}: {_last(self.logs[rank])}")
         if not self.faults:
-            lines.append("nothing was done to the job: it ended before its ranks had settled (--settle)")
+            lines.append("no fault was injected: the job ended before its ranks had run for --settle seconds")
         else:
             lines.append("the job survived" if self.survived else "the job did NOT survive")
         return "\n".join(lines)
@@ -110,7 +110,7 @@ class Report:
 
 def _last(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 class Chaos:
@@ -286,11 +286,11 @@ def run(settings: Settings) -> Report:
     """A whole run, watched on this terminal."""
     unknown = [f for f in settings.faults if f not in FAULTS]
     if unknown:
-        sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+        sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}: choose from {', '.join(FAULTS)}")
     over_tcp, env = sorted({"cut", "corrupt"} & set(settings.faults)), os.environ | settings.environment
     if over_tcp and env.get("TRIGRAM_TRANSPORT") != "tcp":
-        sys.exit(f"trigram chaos: {', '.join(over_tcp)} happen to TCP connections: set TRIGRAM_TRANSPORT=tcp")
+        sys.exit(f"trigram chaos: {', '.join(over_tcp)}: only for TCP connections; set TRIGRAM_TRANSPORT=tcp")
     if "corrupt" in over_tcp and (env.get("TRIGRAM_TLS") == "1" or env.get("TRIGRAM_CHECKSUM") == "off"):
-        sys.exit("trigram chaos: corrupt needs checksums: leave TRIGRAM_TLS and TRIGRAM_CHECKSUM out")
+        sys.exit("trigram chaos: corrupt: only with checksums; unset TRIGRAM_TLS and TRIGRAM_CHECKSUM")
     with Chaos(settings) as chaos:
         return chaos.run()

@@ -53,7 +53,7 @@ def run() -> int:
     table.add_column("what", no_wrap=True)
     table.add_column("found", overflow="fold")
     table.add_column("what to do", overflow="fold")
-    with console.status("two ranks over shared memory and over TCP ..."):
+    with console.status("running two ranks over shared memory and over TCP ..."):
         report = list(checks())
     for check in report:
         colour = COLOURS[check.status]
@@ -61,10 +61,10 @@ def run() -> int:
     console.print(table)
     if PLUGIN.exists():
         # Whole lines, to be copied.
-        console.print("NCCL's network through Trigram, for any program that uses NCCL (docs/gpu.md):")
+        console.print("To let NCCL use Trigram's network transport, in any program (docs/gpu.md):")
         console.print(f"  export NCCL_NET_PLUGIN={PLUGIN}\n  export NCCL_NET=Trigram\n", soft_wrap=True)
     if not any(check.status == "fail" for check in report):
-        with console.status("every schedule, over shared memory and over TCP ..."):
+        with console.status("measuring each all_reduce schedule over shared memory and over TCP ..."):
             schedules = crossover()
         console.print(schedules)
     return int(any(check.status == "fail" for check in report))
@@ -93,9 +93,9 @@ def software() -> Iterator[Check]:
     try:
         yield Check("trigram", "ok", version("trigram"))
     except PackageNotFoundError:
-        yield Check("trigram", "warn", "imports, but is not installed", "pip install trigram")
+        yield Check("trigram", "warn", "can be imported, but is not installed", "pip install trigram")
     if not dist.is_available():
-        advice = "install a torch built with USE_DISTRIBUTED=1: its Store is how ranks find each other"
+        advice = "install a torch built with USE_DISTRIBUTED=1: ranks find each other through its Store"
         yield Check("torch.distributed", "fail", "not built in", advice)
         return
     built = {
@@ -114,7 +114,7 @@ def hardware() -> Iterator[Check]:
     found = f"{usable} usable of {os.cpu_count()}"
     if quota is not None and quota < usable:
         advice = f"start at most {max(1, int(quota))} ranks, or raise the container's CPU limit"
-        yield Check("cores", "warn", f"{found}, held to {quota:g} by the control group", advice)
+        yield Check("cores", "warn", f"{found}, limited to {quota:g} by the control group (cgroup)", advice)
     else:
         yield Check("cores", "ok", found)
     lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -125,7 +125,7 @@ def hardware() -> Iterator[Check]:
         "memory",
         "warn" if low else "ok",
         f"{decimal(free)} free of {decimal(memory['MemTotal'])}",
-        "end other processes: a training of any size needs more" if low else "",
+        "end other processes: less than 1 GiB is free" if low else "",
     )
 
 
@@ -161,7 +161,7 @@ def limits() -> Iterator[Check]:
         "open files",
         "warn" if few else "ok",
         f"{_limit(files)}, can be raised to {_limit(hardest)}",
-        "ulimit -n 4096: every peer takes several sockets" if few else "",
+        "run ulimit -n 4096: each peer needs several sockets" if few else "",
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tight = torch.cuda.is_available() and 0 <= locked < 64 << 20
@@ -169,7 +169,7 @@ def limits() -> Iterator[Check]:
         "locked memory",
         "warn" if tight else "ok",
         "unlimited" if locked == resource.RLIM_INFINITY else decimal(locked),
-        "ulimit -l unlimited: NCCL pins memory for InfiniBand" if tight else "",
+        "run ulimit -l unlimited: NCCL pins memory for InfiniBand" if tight else "",
     )
 
 
@@ -184,12 +184,15 @@ def network() -> Iterator[Check]:
         yield Check(f"interface {name}", "ok", f"{', '.join(known)} ({state or 'state unknown'}{rate})")
     if not set(addresses) - {"lo"}:
         yield Check(
-            "network", "warn", "loopback only", "ranks on other hosts cannot reach this one: add a network"
+            "network",
+            "warn",
+            "loopback only",
+            "add a network interface: ranks on other hosts cannot reach this one",
         )
     chosen = os.environ.get("TRIGRAM_IFACE")
     if chosen and chosen not in addresses:
         advice = f"set it to one of {', '.join(addresses)}, or unset it"
-        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no such interface with an address", advice)
+        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no interface of this name has an address", advice)
 
 
 def environment() -> Iterator[Check]:
@@ -206,21 +209,21 @@ def environment() -> Iterator[Check]:
 
 def security(secret: str | None, tls: str) -> Iterator[Check]:
     """Whether ranks prove a secret to each other, which is not shown, and encrypt between hosts."""
-    make = "TRIGRAM_SECRET=$(openssl rand -hex 32), the same on all ranks"
+    make = "set TRIGRAM_SECRET to the same value on all ranks; openssl rand -hex 32 prints a good one"
     if secret is None:
-        yield Check(
-            "job secret", "ok", "none: ranks trust whoever can read the store", f"to change that: {make}"
-        )
+        yield Check("job secret", "ok", "none: ranks trust every process that can read the store", make)
     elif not secret:
         yield Check("job secret", "fail", "TRIGRAM_SECRET is empty", f"unset it, or {make}")
     elif len(secret) < _SHORT_SECRET:
-        yield Check("job secret", "warn", "set, but short enough to be guessed", make)
+        yield Check("job secret", "warn", f"set, but shorter than {_SHORT_SECRET} characters", make)
     else:
         yield Check("job secret", "ok", "set")
     if tls not in ("", "0", "1"):
         yield Check("TLS between hosts", "fail", f"TRIGRAM_TLS={tls}", "set it to 1 or 0")
     elif tls == "1" and secret is None:
-        advice = "set TRIGRAM_SECRET too: who reads the store can stand in between"
+        advice = (
+            "set TRIGRAM_SECRET too: without it, a process that can read the store can intercept connections"
+        )
         yield Check("TLS between hosts", "warn", "on, without a secret", advice)
     else:
         yield Check("TLS between hosts", "ok", "on" if tls == "1" else "off")
@@ -230,27 +233,34 @@ def accelerators() -> Iterator[Check]:
     """GPUs, what reaches from one to another, the NCCL that carries it, and the plugin for its network."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
-    yield Check("GPUs", "ok", found or "none: training and communication are on the CPU")
+    yield Check("GPUs", "ok", found or "none: training and communication run on the CPU")
     if gpus > 1:
         pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
         apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-        advice = "data between these goes through host memory: a virtual machine or IOMMU may forbid it"
+        advice = "data between these GPUs goes through host memory: check the virtual machine or the IOMMU"
         yield Check(
             "peer access",
             "warn" if apart else "ok",
-            f"not {', '.join(apart)}" if apart else "all",
+            f"none between {', '.join(apart)}" if apart else "between all",
             advice if apart else "",
         )
     try:
         library = nccl.library()
         yield Check("NCCL", "ok", f"{library.version}, {library.path}")
     except UnsupportedError as reason:
-        advice = "install a CUDA build of torch, or GPU tensors travel through host memory" if gpus else ""
+        advice = (
+            "install a CUDA build of torch: without NCCL, GPU tensors go through host memory" if gpus else ""
+        )
         yield Check("NCCL", "warn" if gpus else "ok", str(reason) if gpus else "none", advice)
     if PLUGIN.exists():
-        yield Check("NCCL plugin", "ok", "installed: the lines to type are below")
+        yield Check("NCCL plugin", "ok", "installed; the commands that enable it are below")
     else:
-        yield Check("NCCL plugin", "warn", "not installed", "reinstall the wheel: it holds the plugin")
+        yield Check(
+            "NCCL plugin",
+            "warn",
+            "not installed",
+            "reinstall trigram from its wheel, which contains the plugin",
+        )
 
 
 def _cpu_quota() -> float | None:

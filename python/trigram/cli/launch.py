@@ -153,12 +153,12 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 def _report(rank: int, code: int, said: IO[bytes] | None) -> str:
     """What a failed rank said, unless this terminal has seen it already."""
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    how = f"ended by the signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     text = ""
     if said is not None:
         said.seek(0)
         text = said.read().decode(errors="replace").strip()
-    return f"trigram: rank {rank} failed, {how}\n" + (f"{text}\n" if text else "")
+    return f"trigram: rank {rank} failed {how}\n" + (f"{text}\n" if text else "")
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
@@ -170,13 +170,16 @@ def _adopt_mpi() -> None:
     try:
         from mpi4py import MPI
     except ImportError:
-        sys.exit("started by mpiexec, but mpi4py does not import: pip install mpi4py, or start with torchrun")
+        sys.exit(
+            "trigram: under mpiexec mpi4py is needed: pip install mpi4py, or start the ranks with torchrun"
+        )
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    told = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    if world.size != told:
+    started = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    if world.size != started:
         sys.exit(
-            f"mpiexec started {told} ranks, mpi4py sees {world.size}: it uses another MPI than this mpiexec"
+            f"trigram: mpiexec started {started} ranks, but mpi4py sees {world.size}: install mpi4py for "
+            "the MPI of this mpiexec"
         )
     address, port = world.bcast((socket.gethostname(), free_port()) if world.rank == 0 else None)
     if local.size == world.size:

@@ -98,7 +98,7 @@ class Gloo:
         """See `Library`."""
         t, out = case.t, case.out
         if case.operation in REDUCTIONS and case.op not in self.OPS:
-            raise Unavailable(f"{self.name} has no {case.op}")
+            raise Unavailable(f"{self.name} does not support the reduction {case.op}")
         op = self.OPS.get(case.op, dist.ReduceOp.SUM)
         match case.operation:
             case "all_reduce":
@@ -161,9 +161,11 @@ class Mpi:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise Unavailable("mpi: pip install mpi4py, then run under mpiexec") from error
+            raise Unavailable(
+                "mpi: mpi4py is not installed: pip install mpi4py, then run under mpiexec"
+            ) from error
         if not launch.under_mpiexec():
-            raise Unavailable("mpi: run under mpiexec")
+            raise Unavailable("mpi: not started by mpiexec; run mpiexec -n RANKS trigram bench ...")
         self.mpi: Any = MPI
 
     def prepare(self, case: Case) -> Call:
@@ -171,7 +173,7 @@ class Mpi:
         mpi, comm, t, out = self.mpi, self.mpi.COMM_WORLD, self._spec(case.t), self._spec(case.out)
         op = getattr(mpi, case.op.upper(), None)
         if case.operation in REDUCTIONS and op is None:
-            raise Unavailable(f"mpi has no {case.op}")
+            raise Unavailable(f"mpi does not support the reduction {case.op}")
         match case.operation:
             case "all_reduce":
                 return partial(comm.Allreduce, mpi.IN_PLACE, t, op)
@@ -199,7 +201,7 @@ class Mpi:
     def _spec(self, t: Tensor) -> list[Any]:
         name = str(t.dtype).removeprefix("torch.")
         if name not in self.TYPES:
-            raise Unavailable(f"mpi has no {name}")
+            raise Unavailable(f"mpi does not support the dtype {name}")
         # No count: mpi4py takes the buffer's, shared among the ranks where the operation splits or joins.
         return [self.mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), getattr(self.mpi, self.TYPES[name])]
 

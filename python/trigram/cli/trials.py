@@ -36,13 +36,13 @@ def trial(transport: str) -> Trial:
     if not rows:
         why = outcome.errors.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
         if outcome.code == launch.TIMED_OUT:
-            why = [f"no answer in {SECONDS:.0f} s"]
-        return Trial(False, why[0], f"see the whole of it: trigram {' '.join(argv)}")
+            why = [f"no result within {SECONDS:.0f} s"]
+        return Trial(False, why[0], f"for the full output, run trigram {' '.join(argv)}")
     row = rows[0]
     found = f"all_reduce of 1 MiB in {row['time_us_p50']:.0f} us, {row['busbw_GBps']:.2f} GB/s"
     if row["wrong"]:
-        advice = "report this, with this whole table, as a bug in trigram"
-        return Trial(False, f"{found}, but {row['wrong']} elements wrong", advice)
+        advice = "report this as a bug of trigram, with this whole table"
+        return Trial(False, f"{found}, but {row['wrong']} elements are wrong", advice)
     return Trial(True, found)
 
 
@@ -51,7 +51,7 @@ def crossover() -> Table:
 
     A job has its own: run ``trigram bench all_reduce --via all`` under its launcher.
     """
-    title = "all_reduce of two ranks on this machine: us, fastest schedule"
+    title = "all_reduce of two ranks on this machine: microseconds, and the fastest schedule"
     table = Table("bytes", title=title, box=SIMPLE, pad_edge=False)
     columns: list[dict[int, list[Row]]] = []
     for transport in ("shm", "tcp"):
@@ -62,7 +62,7 @@ def crossover() -> Table:
         for row in rows:
             by_size.setdefault(row["bytes"], []).append(row)
         columns.append(by_size)
-        table.add_column(f"{transport}: as chosen", justify="right")
+        table.add_column(f"{transport}: default", justify="right")
         table.add_column("fastest", justify="right", no_wrap=True)
     for size in columns[0]:
         cells = [str(size)]

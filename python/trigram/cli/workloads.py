@@ -211,7 +211,9 @@ def _digits() -> Split:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'trigram[demo]'") from error
+        raise ModuleNotFoundError(
+            "the workload digits needs scikit-learn: pip install 'trigram[demo]'"
+        ) from error
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -224,7 +226,8 @@ def _text() -> Split:
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:TEXT_FILES]
     if len(files) < 10:
         raise FileNotFoundError(
-            f"no text to train on: {Path(os.__file__).parent} holds {len(files)} .py files"
+            "the workload gpt trains on the .py files of Python's standard library, but "
+            f"{Path(os.__file__).parent} has {len(files)}; install Python with its sources"
         )
     held = _windows(b"".join(file.read_bytes() for file in files[::10]))
     kept = _windows(b"".join(file.read_bytes() for index, file in enumerate(files) if index % 10))

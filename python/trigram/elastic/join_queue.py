@@ -204,7 +204,10 @@ class JoinQueue:
                 continue  # a member's number: its end is not known yet, or somebody else took it
             if not _core.is_card(bytes.fromhex(knock["card"]), knock["rank"]):
                 # Members shall not even come together for it.
-                why = "TRIGRAM_SECRET, TRIGRAM_TLS or the version of trigram is not the job's"
+                why = (
+                    "its TRIGRAM_SECRET, TRIGRAM_TLS or version of trigram differs from the job's; "
+                    "use the same on all ranks"
+                )
                 self.answer(i, {"refused": why})
             elif self._off.get(knock["rank"], (0, 0.0))[1] < time.monotonic():
                 waiting[i] = knock

@@ -74,13 +74,13 @@ class Start:
         except LateError:
             exchange.abort()
         group = Group(
-            "world, which this late rank has not joined; with_bagua does",
+            "world (this rank started late and has not joined: call with_bagua or trigram.recover)",
             range(self.size),
             None,
             self.op_timeout,
         )
         mine = Membership([], self.size, self.settings, self.queue, newcomer=True)
-        engine = cast(_core.Engine, NoEngine())
+        engine = cast(_core.Engine, NoEngine(self.rank))
         return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
     def member(self) -> Membership:
@@ -114,10 +114,13 @@ use_elastic(Start)
 class NoEngine:
     """The engine of a rank that has not entered: it says what to do."""
 
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
     def __getattr__(self, name: str) -> Any:
         raise MisuseError(
-            "this rank came late to an elastic job and has not entered it: call with_bagua(elastic=True), or "
-            "trigram.recover() where there is no model"
+            f"rank {self.rank} started late and has not joined the elastic job yet: call "
+            "with_bagua(elastic=True), or trigram.recover() in a script without a model"
         )
 
     def shutdown(self, linger: bool) -> None:
@@ -143,7 +146,11 @@ def enter(timeout: float = 300.0) -> None:
     now, mine = membership.current()
     assert mine.queue is not None
     store, watch, end = mine.queue.store, Watch(mine.queue.store), time.monotonic() + timeout
-    why, rest, misfits = "no member shows that the job lives", 0.1, 0
+    why, rest, misfits = (
+        "no member of the job responds; is it running, with the same MASTER_ADDR and MASTER_PORT?",
+        0.1,
+        0,
+    )
     while time.monotonic() < end:
         live = watch.look()
         if live is None:
@@ -169,7 +176,9 @@ def enter(timeout: float = 300.0) -> None:
         assert isinstance(entered, Membership)
         mine.queue.keep(new.rank == entered.ranks[0], entered.says())
         return
-    raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
+    raise TimeoutError(
+        f"elastic: rank {now.rank} tried for {timeout:.0f} s to join the job; the last try: {why}"
+    )
 
 
 def _once(
@@ -178,26 +187,33 @@ def _once(
     assert live is not None
     own, theirs = mine.settings[2], live["transport"]
     if own != theirs and "shm" in (own, theirs):
-        raise ConfigError(f"elastic: TRIGRAM_TRANSPORT={own} here, and {theirs} in the job")
+        raise ConfigError(
+            f"elastic: rank {now.rank} has TRIGRAM_TRANSPORT={own}, but the job runs with {theirs}; set the "
+            "same on all ranks"
+        )
     rendezvous = _core.Rendezvous(now.rank, max(int(live["slots"]), now.rank + 1), *mine.settings)
     knock = JoinRequest(store, now.rank, rendezvous.card())
     while (answer := knock.answer()) is None:
         live = watch.look()
         if live is None:
-            raise TimeoutError("elastic: nobody answers at the door")
+            raise TimeoutError(f"the job stopped responding while rank {now.rank} waited to join")
         if time.monotonic() > end:
             if now.rank in live["ranks"]:
-                raise TimeoutError("elastic: a process that has this rank's number is a member, and lives")
-            raise TimeoutError("elastic: the members do not come together")
+                raise TimeoutError(
+                    f"another process is rank {now.rank} of the job and is alive; set another RANK here"
+                )
+            raise TimeoutError(
+                f"the job received the join request of rank {now.rank}, but did not admit it in time"
+            )
         time.sleep(0.02)
     if "refused" in answer:
-        raise RefusedError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
+        raise RefusedError(f"elastic: the job refused rank {now.rank}: {answer['refused']}")
     cards = [bytes.fromhex(c) for c in answer["cards"]]
     met = rendezvous.meet(cards)
     store.put(f"elastic/met/{knock.id}", "yes" if met else "no")
     verdicts = store.wait(f"elastic/verdicts/{knock.id}", _STEP)
     if verdicts is None:
-        raise TimeoutError("elastic: the members gave up letting this rank in")
+        raise TimeoutError(f"the members aborted the admission of rank {now.rank}")
     engine = rendezvous.connect(json.loads(verdicts), _STEP)
     try:
         before = Membership(
@@ -212,7 +228,7 @@ def _once(
         new = membership.build(engine, now, before, answer["ranks"], len(cards), answer["fresh"])
         gone = lambda: bool(engine.losses())  # noqa: E731
         if store.wait(f"elastic/go/{knock.id}", _STEP, gone) is None:
-            raise TimeoutError("elastic: the members did not all come to let this rank in")
+            raise TimeoutError(f"not all members confirmed the admission of rank {now.rank}")
     except TrigramError:
         engine.shutdown(False)
         raise

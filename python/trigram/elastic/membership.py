@@ -3,8 +3,8 @@
 A *epoch* is a world of its own: connections, boards and groups are made anew for each, so nothing
 of an earlier one can be mistaken for the present. Ranks keep the numbers they started with.
 
-When a rank is lost, all others come here (:func:`change_membership`). Over the connections they still have, those who
-can reach each other tell what they know; if they are the quorum they make the next epoch, and when
+When a rank is lost, all others come here (:func:`change_membership`). Over the connections they still have,
+those who can reach each other tell what they know; if they are the quorum they make the next epoch, and when
 all have made it, they let go of the old one. A rank that was lost on the way makes them begin again. Who
 passes the last barrier knows that all others have come as far; who fails there finds out, from those
 who have gone on, which of the two worlds stands.
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from trigram import _core, collectives
+from trigram.collectives.consistency import listed
 from trigram.elastic.join_queue import JoinQueue
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramError
 from trigram.runtime import engine_codes, world
@@ -29,6 +30,8 @@ from trigram.runtime.records import all_gather_bytes, broadcast_bytes
 from trigram.runtime.world import World
 
 _ROLL = 4 << 32
+_REACHABLE = "the reachable members"
+"""The name of their group in error messages."""
 _TRIES = 20
 _PATIENCE = 10.0
 """Seconds that the steps of a new epoch may take once all have come."""
@@ -191,8 +194,8 @@ def _roll(now: World, mine: Membership, here: list[int]) -> Group:
     """The group of those that reach each other."""
     key = tuple(here)
     if key not in mine.rolls:
-        core = now.engine.group("the living", here, _ROLL + mine.epoch, 0)
-        mine.rolls[key] = Group("the living", here, core, None)
+        core = now.engine.group(_REACHABLE, here, _ROLL + mine.epoch, 0)
+        mine.rolls[key] = Group(_REACHABLE, here, core, None)
     return mine.rolls[key]
 
 
@@ -234,9 +237,8 @@ def _check_quorum(mine: Membership, here: list[int], told: torch.Tensor) -> None
     away = [r for r in mine.ranks if r not in here and r not in gone | fresh]
     if away and not (voices and quorum(mine.ranks, voices, away)):
         raise NoQuorumError(
-            f"elastic: ranks {', '.join(map(str, here))} of {len(mine.ranks)} cannot reach ranks "
-            f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart "
-            "them when the network is whole",
+            f"elastic: ranks {listed(here)} of {len(mine.ranks)} cannot reach ranks {listed(away)}, which "
+            f"may continue the job; ranks {listed(here)} stop. Restart them when the network works again",
             away[0],
         )
 
@@ -343,7 +345,9 @@ def _outcome(
     newcomers = [r for r, row in zip(here, told, strict=True) if row[0]]
     donors = [r for r in here if r not in newcomers]
     if not donors:
-        raise PeerLostError("elastic: all ranks that had the job's state are gone", here[0])
+        raise PeerLostError(
+            "elastic: no rank that has the training state is left; restart the job from a checkpoint", here[0]
+        )
     _, mine = current()
     # Who has passed a pass's last barrier proves that all have completed it.
     target = int((told[:, 1] + told[:, 3]).min())

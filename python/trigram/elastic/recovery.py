@@ -61,7 +61,7 @@ class Follower(Protocol):
 
 
 class Pass(Protocol):
-    """A backward pass that can be done again: what :meth:`ElasticModel.complete` asks of a gradient synchronisation."""
+    """A backward pass that can be done again, as :meth:`ElasticModel.complete` needs it."""
 
     def send_rest(self) -> None:
         """What has not left leaves, and everything is awaited."""
@@ -88,7 +88,7 @@ class ElasticModel:
         self.title, self.states, self.groups = title, list(states), groups
         self.hooks = hooks
         self.in_step = hooks.in_step
-        groups.interrupted = lambda: self.is_called()
+        groups.interrupted = self.is_called
         serialization.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
         self.sending: list[collectives.Work] = []
         self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
@@ -116,8 +116,8 @@ class ElasticModel:
         meta = share(mine, out.source, side)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
-                f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it has "
-                f"entered, which trains with {meta['title']}"
+                f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it "
+                f"joins, which trains with {meta['title']}; use the same model and algorithm"
             )
         self.newcomers = out.newcomers
         self.is_new = side.ranks[side.rank] in out.newcomers
@@ -140,7 +140,7 @@ class ElasticModel:
         """Begins what brings the state to newcomers; it goes on beside the training."""
         me = side.ranks[side.rank]
         if me == out.source and out.newcomers:
-            state = serialization.pack(self._state(), "elastic: the state for a rank that enters")
+            state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
             size = torch.tensor([state.numel()])
             for rank in out.newcomers:
                 for piece in (size.clone(), state):
@@ -171,7 +171,9 @@ class ElasticModel:
     def abort_calls(self) -> None:
         """Calls that others may wait in for this rank are given up: they shall come too."""
         for group in (self.groups.main, self.groups.second_phase, self.groups.control):
-            group.core.abort(group.core.next() + 2, "elastic: the ranks come together")
+            group.core.abort(
+                group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
+            )
 
     @torch.no_grad()
     def receive(self) -> None:
@@ -260,7 +262,7 @@ class ElasticModel:
         mine.newcomer, mine.fresh = False, frozenset()
 
     def is_called(self) -> bool:
-        """Whether this rank is to meet the others: one is lost, or, where ranks are not in step, one waits."""
+        """Whether this rank is to meet the others: one is lost, or, if ranks are not in step, one waits."""
         return membership.has_lost() or (not self.in_step and membership.asked())
 
     def is_loss(self, error: TrigramError) -> bool:
@@ -304,8 +306,8 @@ def add(part: ElasticModel) -> None:
         _parts[:] = _others(now.group, part)
     if _parts:
         raise MisuseError(
-            "with_bagua: another model of this job is elastic already, and a rank that enters would meet the "
-            "others in the middle of a step; make one module of both"
+            "with_bagua: this job has another model with elastic=True already, and supports only one: a rank "
+            "joins between two steps of that model; put both into one nn.Module"
         )
     _parts.append(part)
     if mine.newcomer:
@@ -336,7 +338,9 @@ def join_job() -> None:
     if not world.is_initialized():
         world.init(elastic=True)
     if world.current().elastic is None:
-        raise MisuseError("with_bagua: elastic=True needs trigram.init(elastic=True) at the job's beginning")
+        raise MisuseError(
+            "with_bagua: elastic=True needs trigram.init(elastic=True) at the start of the script"
+        )
     enter()
 
 
@@ -400,7 +404,7 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
             for part in _parts:
                 part.renew(now.group, out)
             logs.warning(
-                f"rank {now.rank}: goes on with ranks {listed(now.group.ranks)}"
+                f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
                 + (f"; {listed(out.newcomers)} joined" if out.newcomers else "")
             )
             return out
@@ -423,7 +427,9 @@ def public_recover() -> Group:
     """
     now = world.current()
     if now.elastic is None:
-        raise MisuseError("recover: the job is not elastic; call trigram.init(elastic=True) at its beginning")
+        raise MisuseError(
+            "recover: the job is not elastic; call trigram.init(elastic=True) at the start of the script"
+        )
     if joining.is_outside():
         enter()
         _, mine = current()

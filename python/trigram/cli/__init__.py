@@ -44,7 +44,7 @@ def main() -> None:
     try:
         app(prog_name="trigram")
     except trigram.TrigramError as error:
-        # Its text names the operation, the rank and what to do; the way through this package adds nothing.
+        # The text names the operation, the rank and what to do: a traceback adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
 
 
@@ -96,7 +96,7 @@ def chaos_command(
     raise typer.Exit(0 if report.survived else 1)
 
 
-# A function named like the submodule it imports would hide it, hence the names.
+# Not named `bench`: a function would hide the submodule of that name.
 @app.command("bench")
 def bench_command(
     *,

@@ -1,4 +1,4 @@
-"""`trigram algorithms`: the algorithms by name, each as who, what and when; and the graphs of gossip."""
+"""`trigram algorithms`: the algorithms by name, each as who, what and when, and the communication graphs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = (4, 5, 8, 16, 32)
 
 
 def show() -> None:
-    """Prints the table of `trigram.algorithms()`, and how fast each graph mixes."""
+    """Prints the table of `trigram.algorithms()`, and how fast gossip averages on each graph."""
     caption = "with_bagua(model, NAME), or WHO/WHAT/WHEN, for example gossip:exponential/topk:0.01/async:4"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`trigram doctor`: what this machine has for training, what it lacks, and a trial of two ranks on it."""
+"""`trigram doctor`: checks what this machine has for training, and runs two ranks on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _SHORT_SECRET = 16
-"""Characters that a secret of the job has at least."""
+"""A job secret of fewer characters can be guessed."""
 
 PLUGIN = Path(__file__).resolve().parent.parent / "libnccl-net-trigram.so"
 
@@ -45,7 +45,7 @@ def run() -> int:
     """Prints the report.
 
     Returns:
-        The exit code: 1 if something failed, which warnings are not.
+        The exit code: 1 if a check failed, 0 otherwise, also with warnings.
     """
     console = Console()
     table = Table(box=SIMPLE, pad_edge=False)
@@ -60,7 +60,7 @@ def run() -> int:
         table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
     console.print(table)
     if PLUGIN.exists():
-        # Whole lines, to be copied.
+        # Not wrapped, so that users can copy the lines.
         console.print("To let NCCL use Trigram's network transport, in any program (docs/gpu.md):")
         console.print(f"  export NCCL_NET_PLUGIN={PLUGIN}\n  export NCCL_NET=Trigram\n", soft_wrap=True)
     if not any(check.status == "fail" for check in report):
@@ -82,12 +82,12 @@ def checks() -> Iterator[Check]:
     for transport in ("shm", "tcp"):
         result = trial(transport)
         yield Check(
-            f"2 ranks over {transport}", "ok" if result.right else "fail", result.found, result.advice
+            f"2 ranks over {transport}", "ok" if result.correct else "fail", result.found, result.advice
         )
 
 
 def software() -> Iterator[Check]:
-    """Versions, and what torch.distributed was built with."""
+    """Versions, and the backends of torch.distributed."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("torch", "ok", torch.__version__)
     try:
@@ -109,7 +109,7 @@ def software() -> Iterator[Check]:
 
 
 def hardware() -> Iterator[Check]:
-    """Cores, with a container's quota, and memory."""
+    """Cores, the CPU limit of the container, and memory."""
     usable, quota = len(os.sched_getaffinity(0)), _cpu_quota()
     found = f"{usable} usable of {os.cpu_count()}"
     if quota is not None and quota < usable:
@@ -130,7 +130,7 @@ def hardware() -> Iterator[Check]:
 
 
 def shared_memory() -> Iterator[Check]:
-    """memfd_create, which ranks of one host share memory by, and /dev/shm, which data loaders use."""
+    """memfd_create, with which ranks of one host share memory, and /dev/shm, which data loaders use."""
     try:
         descriptor = os.memfd_create("trigram-doctor")
         try:
@@ -208,7 +208,7 @@ def environment() -> Iterator[Check]:
 
 
 def security(secret: str | None, tls: str) -> Iterator[Check]:
-    """Whether ranks prove a secret to each other, which is not shown, and encrypt between hosts."""
+    """Whether ranks authenticate with a secret, which is never printed, and encrypt between hosts."""
     make = "set TRIGRAM_SECRET to the same value on all ranks; openssl rand -hex 32 prints a good one"
     if secret is None:
         yield Check("job secret", "ok", "none: ranks trust every process that can read the store", make)
@@ -230,13 +230,13 @@ def security(secret: str | None, tls: str) -> Iterator[Check]:
 
 
 def accelerators() -> Iterator[Check]:
-    """GPUs, what reaches from one to another, the NCCL that carries it, and the plugin for its network."""
+    """GPUs, access between them, NCCL, and the plugin for its network."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
     yield Check("GPUs", "ok", found or "none: training and communication run on the CPU")
     if gpus > 1:
-        pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-        apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
+        both = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+        apart = [f"{a}-{b}" for a, b in both if not torch.cuda.can_device_access_peer(a, b)]
         advice = "data between these GPUs goes through host memory: check the virtual machine or the IOMMU"
         yield Check(
             "peer access",
@@ -264,7 +264,7 @@ def accelerators() -> Iterator[Check]:
 
 
 def _cpu_quota() -> float | None:
-    """The cores that a control group (version 2) allows, or None where it sets no limit."""
+    """The cores that the control group (version 2) allows; None: no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -279,5 +279,5 @@ def _limit(value: int) -> str:
 def _interface_file(interface: str, name: str) -> str:
     try:
         return (Path("/sys/class/net") / interface / name).read_text().strip()
-    except OSError:  # A virtual interface has no speed, and says so by an error.
+    except OSError:  # a virtual interface has no speed
         return ""

@@ -116,7 +116,7 @@ def test_what_the_command_says(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("import time\ntime.sleep(2)\n")
     code, out, err = command("--", str(script))
-    assert code == 1 and "nothing was done to the job" in out, out + err
+    assert code == 1 and "no fault was injected" in out, out + err
     script.write_text("raise SystemExit(3)\n")
     code, out, err = command("--", str(script))
     assert code == 1 and "FAILED    rank 0, exit code 3" in out, out + err

@@ -17,7 +17,7 @@ from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
 from tests.support.marks import long
-from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+from trigram.elastic.membership import _LOSS_KINDS, _STATELESS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 
@@ -65,10 +65,17 @@ def test_no_two_parts_both_go_on() -> None:
 
 def test_who_has_no_state_has_no_voice() -> None:
     """Ranks 0 to 2 train, 3 and 4 have just entered on the side of rank 0, and the network is cut there."""
-    silent = _KINDS.index("silent")
+    silent = _LOSS_KINDS.index("silent")
 
     def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
-        return [rank in fresh, 0, 0, 0, 0, *(silent * (r in away) + _FRESH * (r in fresh) for r in range(5))]
+        return [
+            rank in fresh,
+            0,
+            0,
+            0,
+            0,
+            *(silent * (r in away) + _STATELESS * (r in fresh) for r in range(5)),
+        ]
 
     def goes_on(here: list[int], fresh: set[int]) -> bool:
         mine = Membership(list(range(5)), 5, (None, None, "auto"), None)

@@ -179,7 +179,7 @@ def bare(rank: int, world: int) -> list[int]:
 def test_recover(transport: str) -> None:
     with Ranks(4, bare, transport=transport) as ranks:
         results = ranks.results(60, dies=[1])
-        assert all("goes on with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
+        assert all("continues with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
     assert [r for r in results if not isinstance(r, Died)] == [[0, 2, 3]] * 3
 
 

@@ -1,12 +1,12 @@
-"""Collectives beside their peers and beside the floor; writes a page of tables and a picture.
+"""Measures collectives, compared with gloo, MPI and the floor; writes a page of tables and a picture.
 
     python benches/collectives.py --out docs
     python benches/collectives.py --out docs --mpi mpich=/path/to/mpiexec --mpi openmpi=/path/to/mpiexec
 
-Inside a host the floor is `floor.c`, compiled with `cc`; sides are run in turn, several times, and what is
-written is the best of the runs' medians, each the slowest rank's: virtual processors are moved about, and a
-run whose two are far apart takes several times as long, whoever runs. Hosts are network namespaces (root,
-iproute2). An mpiexec needs mpi4py, torch and this package beside it. Every result is checked.
+On one host the floor is `floor.c`, compiled with `cc`. The libraries run in turns, several times. A figure is
+the best of the runs' medians, each of the slowest rank: on a virtual machine a run takes several times as
+long when its processors are far apart. Hosts are network namespaces (needs root and iproute2). The Python
+beside an mpiexec needs mpi4py, torch and this package. Every result is checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ import torch
 INSIDE = ["4", "1K", "16K", "64K", "1M", "25M"]
 OTHERS = ("reduce_scatter", "all_gather", "broadcast", "all_to_all")
 BETWEEN = ["4", "1K", "16K", "64K", "256K", "1M", "4M", "25M"]
-LARGE = "100M"  # checking every element of it takes longer than everything else
+LARGE = "100M"  # not by default: checking all its elements takes longer than everything else
 BYTES = {"K": 1 << 10, "M": 1 << 20}
 HERE = Path(__file__).parent
 
@@ -43,7 +43,7 @@ def number(size: str) -> int:
 
 
 def rows(command: Sequence[str], ranks: int, network: hosts.Hosts | None = None) -> list[dict[str, Any]]:
-    """What `trigram bench` measures; nothing may be wrong."""
+    """The rows that `trigram bench` measures; exits if one of its checks fails."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         argv = ["-m", "trigram", "bench", *command, "--json", str(file)]
@@ -53,7 +53,7 @@ def rows(command: Sequence[str], ranks: int, network: hosts.Hosts | None = None)
 
 
 def mpi_rows(name: str, mpiexec: str, command: Sequence[str], ranks: int) -> list[dict[str, Any]]:
-    """The same under an MPI's launcher."""
+    """The same rows for an MPI library, measured under its own launcher."""
     options = ["--allow-run-as-root", "--oversubscribe"] if name.startswith("open") else []
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
@@ -77,14 +77,15 @@ def mpi_rows(name: str, mpiexec: str, command: Sequence[str], ranks: int) -> lis
 
 
 def take(times: Times, found: Sequence[dict[str, Any]], rename: str | None = None) -> None:
-    """Adds a run's rows."""
+    """Adds the rows of a run to `times`; `rename` replaces the library name trigram."""
     for row in found:
         library = rename if rename and row["library"] == "trigram" else row["library"]
         times[library, row["bytes"]].append(row["time_us_p50"])
 
 
 def table(times: Times, sizes: Sequence[str], ours: str, base: str) -> Iterator[str]:
-    """Microseconds by size and library; behind each its ratio to `ours`, and of `ours` to `base`."""
+    """Microseconds by size and library. In brackets: the ratio to `ours`, and for `ours` the ratio to
+    `base`."""
     libraries = list(dict.fromkeys(library for library, _ in times))
     yield "| bytes | " + " | ".join(libraries) + " |"
     yield "|---:|" + "---:|" * len(libraries)
@@ -105,15 +106,15 @@ def table(times: Times, sizes: Sequence[str], ours: str, base: str) -> Iterator[
     yield ""
 
 
-def inside(rounds: int, mpis: dict[str, str]) -> Iterator[tuple[str, Times, list[str]]]:
-    """AllReduce inside a host: registered and ordinary memory, the floor, gloo and MPI."""
+def inside(runs: int, mpis: dict[str, str]) -> Iterator[tuple[str, Times, list[str]]]:
+    """AllReduce on one host: registered and ordinary memory, the floor, gloo and MPI."""
     with tempfile.TemporaryDirectory() as folder:
         floor = Path(folder) / "floor"
         subprocess.run(["cc", "-O3", "-march=native", HERE / "floor.c", "-o", floor], check=True)
         sizes = ",".join(INSIDE)
         for ranks in (2, 4):
             times: Times = defaultdict(list)
-            for _ in range(rounds):
+            for _ in range(runs):
                 run = [floor, str(ranks), *(str(number(size)) for size in INSIDE)]
                 lines = subprocess.run(run, check=True, capture_output=True, text=True).stdout.splitlines()
                 for line in lines:
@@ -127,12 +128,12 @@ def inside(rounds: int, mpis: dict[str, str]) -> Iterator[tuple[str, Times, list
             yield f"{ranks} ranks, one host", times, [head, *table(times, INSIDE, "registered", "floor")]
 
 
-def others(rounds: int) -> Iterator[tuple[str, Times, list[str]]]:
-    """The other collectives inside a host."""
+def others(runs: int) -> Iterator[tuple[str, Times, list[str]]]:
+    """The other collectives on one host."""
     for operation in OTHERS:
         times: Times = defaultdict(list)
         sizes = ("16K", "64K", "1M", "25M")
-        for _ in range(rounds):
+        for _ in range(runs):
             base = [operation, "--sizes", ",".join(sizes)]
             take(times, rows([*base, "--registered", "--against", "gloo"], 2), "registered")
             take(times, rows([*base, "--against", "gloo"], 2), "ordinary")
@@ -146,13 +147,13 @@ def others(rounds: int) -> Iterator[tuple[str, Times, list[str]]]:
         )
 
 
-def between(rounds: int) -> Iterator[tuple[str, Times, list[str]]]:
+def between(runs: int) -> Iterator[tuple[str, Times, list[str]]]:
     """AllReduce between hosts."""
     for rate in (None, "1gbit"):
         for count, ranks in ((2, 2), (3, 3), (4, 4), (8, 8), (2, 4)):
             times: Times = defaultdict(list)
             with hosts.Hosts(count, rate) as network:
-                for _ in range(rounds if rate is None else 1):
+                for _ in range(runs if rate is None else 1):
                     command = ["all_reduce", "--sizes", ",".join(BETWEEN), "--iters", "10", "--warmup", "13"]
                     take(times, rows([*command, "--against", "gloo"], ranks, network))
             what = f"{count} hosts, {ranks} ranks, {rate or 'unshaped'}"
@@ -160,7 +161,7 @@ def between(rounds: int) -> Iterator[tuple[str, Times, list[str]]]:
 
 
 def draw(parts: Sequence[tuple[str, Times]], file: Path) -> None:
-    """A panel for each part: microseconds over bytes."""
+    """Draws one panel for each part: microseconds over bytes."""
     from matplotlib.figure import Figure
 
     columns = 4
@@ -186,7 +187,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, required=True, help="a folder, for collectives.md")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each side, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each library, in turns")
     parser.add_argument("--mpi", action="append", default=[], metavar="NAME=MPIEXEC")
     parser.add_argument("--parts", default="inside,others,between", help="what to measure")
     parser.add_argument("--large", action="store_true", help=f"{LARGE} too")
@@ -205,12 +206,19 @@ def main() -> None:
         "",
         f"    {' '.join(['python benches/collectives.py', *_public(sys.argv[1:])])}",
         "",
-        f"{date.today()}, {os.cpu_count()} cores ({_processor()}), Linux",
-        f"{platform.release().partition('-')[0]}, Python {platform.python_version()},",
-        f"torch {torch.__version__}. Microseconds of the slowest rank: the median of the iterations,",
-        "the best of the runs, which took turns. In brackets, for our",
-        "first column: the multiple of the floor, or of gloo; for every other: the multiple of ours.",
-        "`registered`: tensors from `trigram.empty`. `floor`: benches/floor.c. Hosts: namespaces, cubic.",
+        f"Measured on {date.today()} with {os.cpu_count()} cores ({_processor()}), Linux "
+        f"{platform.release().partition('-')[0]}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}.",
+        "",
+        "Times are microseconds of the slowest rank: the median of the iterations, and the best of several "
+        "runs, in which the libraries took turns.",
+        "Numbers in brackets are ratios. One of Trigram's columns is the reference: `registered` for "
+        "all_reduce on one host, `trigram` between hosts,",
+        "`ordinary` elsewhere. Its ratio is relative to the floor, or to gloo where there is no floor; the "
+        "ratios of all other columns are relative to it.",
+        "`registered` uses tensors from `trigram.empty`. `floor` is `benches/floor.c`, the same sum in C "
+        "without copies, queues or checks. Hosts are",
+        "network namespaces, with TCP cubic.",
         "",
         "![Times](images/collectives.png)",
         "",
@@ -227,7 +235,7 @@ def main() -> None:
 
 
 def _public(words: Sequence[str]) -> Iterator[str]:
-    """The command line, without this machine's folders."""
+    """The command line, with the paths of this machine replaced."""
     for word in words:
         name, found, path = word.partition("=")
         yield f"{name}=/path/to/{Path(path).name}" if found else word

@@ -1,12 +1,15 @@
 """Trigram: a communication library for data-parallel PyTorch training.
 
-Change *how* workers talk, keep the training loop::
+It changes how the ranks of a job communicate, and leaves the training loop as it is::
 
     import trigram
 
     model = trigram.with_bagua(model)   # instead of DistributedDataParallel(model)
 
-Start the ranks with torchrun, or anything that provides a ``torch.distributed.Store``.
+Start the ranks with torchrun, or with anything that provides a ``torch.distributed.Store``.
+
+``trigram.TimeoutError`` is not in ``__all__``: ``from trigram import *`` must not shadow the builtin, of
+which it is a subclass.
 """
 
 from trigram._core import __version__
@@ -36,7 +39,7 @@ from trigram.errors import (
     MismatchError,
     MisuseError,
     PeerLostError,
-    TimeoutError,
+    TimeoutError,  # noqa: F401  # public as an attribute, see above
     TrigramError,
     UnsupportedError,
 )
@@ -67,7 +70,6 @@ __all__ = [
     "MisuseError",
     "PeerLostError",
     "QAdam",
-    "TimeoutError",
     "Trigram",
     "TrigramError",
     "UnsupportedError",

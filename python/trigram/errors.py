@@ -1,7 +1,7 @@
-"""What can go wrong, by who is to blame.
+"""The errors that Trigram raises, one class for each kind of cause.
 
-Each error names the operation, the rank and what to do. The engine's errors arrive here through
-``rust/python/src/errors.rs``, which is the only place that knows both sides.
+A message names the operation and the rank, and says what to do. ``rust/python/src/errors.rs`` converts the
+engine's errors to these classes; no other file knows both sides.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ __all__ = [
 
 
 class TrigramError(Exception):
-    """The base of all errors of this library."""
+    """The base class of all errors of this library."""
 
 
 class PeerLostError(TrigramError):
-    """A peer died, left or cannot be reached.
+    """A peer has died, has left the job or cannot be reached.
 
     Attributes:
         rank: The world rank of the lost peer.
@@ -43,18 +43,18 @@ class PeerLostError(TrigramError):
 
 
 class TimeoutError(TrigramError, builtins.TimeoutError):
-    """A deadline passed; the message names those waited for."""
+    """A timeout expired; the message names the ranks that this rank waited for."""
 
 
 class MismatchError(TrigramError, ValueError):
-    """Ranks called different things; the message names both sides."""
+    """Ranks made different calls, or passed different arguments; the message names both and their ranks."""
 
 
 class CorruptError(TrigramError):
-    """Bytes arrived that no correct peer sends.
+    """A peer sent data that are corrupt, or not what the protocol allows.
 
     Attributes:
-        rank: The world rank that they came from.
+        rank: The world rank of the sender.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -66,24 +66,24 @@ class CorruptError(TrigramError):
 
 
 class UnsupportedError(TrigramError, ValueError):
-    """The request is well formed, but this cannot be done; the message says why."""
+    """The request is valid, but not supported in this combination; the message says why."""
 
 
 class MisuseError(TrigramError, ValueError):
-    """A rule of the interface was broken by the caller."""
+    """The caller passed invalid arguments, or made a call that is not allowed at this point."""
 
 
 class ConfigError(TrigramError, ValueError):
-    """A setting is wrong: an environment variable, an interface, an address."""
+    """A setting is invalid: an environment variable, a network interface or an address."""
 
 
 class AuthError(TrigramError):
-    """A peer could not prove that it belongs to this job."""
+    """Authentication failed: a peer does not have this job's ``TRIGRAM_SECRET``."""
 
 
 class AbortedError(TrigramError):
-    """The operation was given up on purpose, here or on another rank."""
+    """The operation was aborted, by this rank or by another one; the message has the reason."""
 
 
 class IoError(TrigramError, OSError):
-    """The operating system refused something."""
+    """A system call failed; the message has the system's answer."""

@@ -1,4 +1,5 @@
-"""Graphs of gossip: who sends to whom, round by round. Public: ``find``, ``kinds`` and ``Graph``."""
+"""Topologies of gossip: which rank sends to which, in each averaging step. Public: ``find``, ``kinds``,
+``Graph``."""
 
 from trigram.algorithms.graphs import Graph, find, kinds
 

@@ -37,7 +37,7 @@ def settings(transport: str, faults: list[str]) -> Settings:
 STEPS = 2000
 CASES = {
     "auto": (["kill", "stop", "pause", "slow"], ["ended the process of rank"]),
-    "tcp": (["kill", "cut", "corrupt", "pause"], ["has been silent", "checksum"]),
+    "tcp": (["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
 }
 
 

@@ -116,7 +116,7 @@ def test_who_knocks_and_goes_disturbs_nobody(algorithm: str, monkeypatch: pytest
 
         for comer in range(6, 12):
             before, knock = turn(), store.add("elastic/knocks", 1)
-            card = _core.Rendezvous(comer, comer + 1, None, "127.0.0.1", "shm").card().hex()
+            card = _core.Rendezvous(comer, comer + 1, None, "127.0.0.1", "shm").endpoint_record().hex()
             store.set(f"elastic/met/{knock}", "no")
             store.set(f"elastic/knock/{knock}", json.dumps({"rank": comer, "card": card}))
             store.set(f"elastic/alive/{knock}", "once")

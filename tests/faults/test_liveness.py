@@ -26,7 +26,7 @@ SIZE = 4 << 20  # elements: 16 MiB
 
 def gave_up(text: str) -> bool:
     """Whether this rank is the one that was cut off."""
-    return "given up this rank" in text
+    return "evicted this rank" in text
 
 
 def loop(rank: int, world: int) -> tuple[int, str, float, float]:
@@ -109,7 +109,7 @@ def test_a_stopped_rank_is_named_by_all(transport: str) -> None:
     for r in others:
         who, text, when = results[r]
         assert who == victim
-        says(text, f"rank {victim}", "silent")
+        says(text, f"rank {victim}", "no heartbeat")
         assert when - began < 10
 
 

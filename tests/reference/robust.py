@@ -82,7 +82,7 @@ class RobustOwners(Owners):
 
 
 class RobustGradients(CodedGradients):
-    """central:RULE/WHAT/sync."""
+    """central:AGGREGATION/WHAT/sync."""
 
     def __init__(self, statistic: Statistic, codec: str | None = None) -> None:
         super().__init__(codec or "int8")
@@ -104,7 +104,7 @@ class RobustGradients(CodedGradients):
 
 
 class RobustWeights(CentralWeights):
-    """central:RULE/WHAT/every:H and async."""
+    """central:AGGREGATION/WHAT/every:H and async."""
 
     def __init__(self, statistic: Statistic, codec: str | None = None, **more: object) -> None:
         super().__init__(codec=codec, **more)  # type: ignore[arg-type]

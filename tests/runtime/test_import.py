@@ -1,4 +1,4 @@
-"""PY-5: importing trigram patches nothing. (This module does not import it: the rank does.)"""
+"""PY-5: importing trigram patches nothing, and shadows no builtin. (The ranks import it, not this module.)"""
 
 from __future__ import annotations
 
@@ -35,3 +35,24 @@ def _imported(rank: int, world: int) -> tuple[list[str], int]:
 def test_import_patches_nothing() -> None:
     ((changed, threads),) = run(1, _imported)
     assert not changed and threads == 0
+
+
+def _import_star(rank: int, world: int) -> tuple[bool, bool, bool]:
+    import builtins
+
+    import trigram
+    import trigram.errors
+
+    names: dict[str, object] = {}
+    exec("from trigram import *", names)
+    return (
+        "TimeoutError" in names,
+        trigram.TimeoutError is trigram.errors.TimeoutError,
+        "TimeoutError" in trigram.errors.__all__
+        and issubclass(trigram.errors.TimeoutError, builtins.TimeoutError),
+    )
+
+
+def test_import_star_leaves_the_builtin_timeout_error() -> None:
+    (found,) = run(1, _import_star)
+    assert found == (False, True, True)

@@ -1,4 +1,6 @@
-"""The algebra of algorithms: names, WHO/WHAT/WHEN, graphs of gossip, robust aggregation.
+"""Which algorithms there are: names, WHO/WHAT/WHEN and options, gossip topologies, robust aggregation.
 
-Everything here is a value or arithmetic; nothing communicates. Uses: errors, codecs.
+What lives here: the trigram and the resolved algorithm (``trigram.py``), the table of names (``names.py``),
+parsing and checking (``parse.py``), topologies (``graphs.py``), the arithmetic of robust aggregation
+(``robust.py``). Nothing here communicates. Uses: errors, codecs.
 """

@@ -1,9 +1,9 @@
-"""Who talks to whom in gossip: graphs, their mixing weights and how fast they mix.
+"""Gossip topologies: graphs over group ranks, their mixing weights and spectral gaps.
 
-A graph says for each round whom a place sends to, and whom it receives from with which weight;
-the rest of the weight stays. Undirected graphs use Metropolis-Hastings weights, directed ones
-``1/(1 + out-degree)`` (one-peer and exponential graphs: arXiv 2110.13363). A new graph is one
-function here, from (place, round) to those it sends to.
+In each averaging step a rank sends to some ranks, and receives from some with a weight each; its own tensor
+has the rest of the weight. Undirected graphs use Metropolis-Hastings weights, directed ones ``1/(1 +
+out-degree)`` (one-peer and exponential graphs: arXiv 2110.13363). Steps are counted from 0 by ``round``. A
+new topology is one function here, from (rank, size, round) to the ranks that it sends to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from trigram.errors import MisuseError, UnsupportedError
 
 Edges = Callable[[int, int, int], list[int]]
-"""(place, ranks, round) to the places that the place sends to."""
+"""From (rank, number of ranks, round) to the ranks that this rank sends to."""
 
 
 def _ring(i: int, n: int, _round: int) -> list[int]:
@@ -38,7 +38,7 @@ def _one_peer(i: int, n: int, round: int) -> list[int]:
 
 def _pairs(i: int, n: int, round: int) -> list[int]:
     half = (n + 1) // 2
-    # Where n is odd, the partner of the last, missing place sits out.
+    # If n is odd, the rank whose partner would be rank n sends to nobody in this step.
     other = half + (i + round) % half if i < half else (i - half - round) % half
     return _others(i, (other,)) if other < n else []
 
@@ -78,7 +78,7 @@ def _log2(n: int) -> int:
     return max(n - 1, 0).bit_length()
 
 
-# Name -> its edges, whether edges have a direction, rounds until it repeats (0: never).
+# Name -> edges, whether they are directed, and the number of rounds after which they repeat (0: never).
 _GRAPHS: dict[str, tuple[Edges, bool, Callable[[int], int]]] = {
     "ring": (_ring, False, lambda n: 1),
     "exponential": (_exponential, True, lambda n: 1),
@@ -95,18 +95,18 @@ _GRAPHS: dict[str, tuple[Edges, bool, Callable[[int], int]]] = {
 
 
 def kinds() -> list[str]:
-    """The names of all graphs."""
+    """The names of all topologies."""
     return list(_GRAPHS)
 
 
 class Graph:
-    """Who sends to whom, round by round.
+    """A topology: which rank sends to which, in each averaging step.
 
     Attributes:
         kind: Its name.
-        size: Number of places.
-        changes: Whether it differs from round to round.
-        directed: Whether i may send to j without hearing from it.
+        size: The number of ranks.
+        changes: Whether the edges change from step to step.
+        directed: Whether i may send to j without receiving from j.
     """
 
     def __init__(self, kind: str, size: int, edges: Edges, directed: bool, period: int) -> None:
@@ -119,11 +119,11 @@ class Graph:
         self._memo: dict[tuple[int, int], tuple[list[int], list[tuple[int, float]]]] = {}
 
     def sends(self, place: int, round: int = 0) -> list[int]:
-        """The places that ``place`` sends to."""
+        """The ranks that rank ``place`` sends to."""
         return self._edges(place, self.size, round)
 
     def neighbours(self, place: int, round: int = 0) -> tuple[list[int], list[tuple[int, float]]]:
-        """Whom a place sends to, and whom it receives from, with the weights."""
+        """The ranks that rank ``place`` sends to, and those that it receives from, with their weights."""
         if self._period:
             round %= self._period
         key = (place, round)
@@ -135,7 +135,7 @@ class Graph:
         return found
 
     def ever(self, place: int) -> set[int]:
-        """Those that a place sends to in some round."""
+        """The ranks that rank ``place`` sends to in any round."""
         if not self._period:
             return set(range(self.size)) - {place}
         return {j for round in range(self._period) for j in self.sends(place, round)}
@@ -148,14 +148,15 @@ class Graph:
             theirs = self.sends(j, round) if j != place else []
             if place in theirs:
                 push = self.kind.startswith("push:")
-                # What is pushed is a share of the sender's; what is mixed, a weight of the receiver.
+                # With push the sender's degree determines the weight; with gossip the receiver's, or the
+                # larger.
                 of = len(theirs) if push else degree if self.directed else max(degree, len(theirs))
                 received.append((j, 1 / (1 + of)))
         return to, received
 
     def matrix(self, round: int = 0) -> torch.Tensor:
-        """W, float64 (size, size): row i says what place i receives from each. Rows sum to 1; under
-        ``push`` columns do."""
+        """The mixing matrix W, float64 (size, size): W[i, j] is the weight with which i receives from j. Rows
+        sum to 1; with ``push`` columns do."""
         w = torch.zeros(self.size, self.size, dtype=torch.float64)
         for i in range(self.size):
             to, received = self.neighbours(i, round)
@@ -166,8 +167,12 @@ class Graph:
         return w
 
     def gap(self) -> float:
-        """The spectral gap per round: 1 - the second singular value of W, for a changing graph of a
-        cycle's product (random ones: of 16 rounds) to the power 1/length. 1 mixes at once, 0 never."""
+        """The spectral gap per averaging step: 1 - the second singular value of W; 1 averages in one step, 0
+        never.
+
+        For a changing graph, the singular value is that of the product of W over one period (16 steps for
+        random graphs), to the power 1 / length.
+        """
         if self.size == 1:
             return 1.0
         rounds = self._period or 16
@@ -178,7 +183,7 @@ class Graph:
         return 1 - max(second, 0.0) ** (1 / rounds) if second > 1e-12 else 1.0
 
     def closure(self) -> Graph:
-        """The same graph with every edge in both directions; itself where it has them already."""
+        """The graph with every edge in both directions; an undirected graph itself."""
         if not self.directed:
             return self
 
@@ -186,19 +191,20 @@ class Graph:
             back = (j for j in range(n) if i in self._edges(j, n, round))
             return _others(i, (*self._edges(i, n, round), *back))
 
-        return Graph(f"{self.kind} (both ways)", self.size, edges, False, self._period)
+        return Graph(f"{self.kind} (both directions)", self.size, edges, False, self._period)
 
 
 def find(kind: str, size: int) -> Graph:
-    """A graph by name among ``size`` ranks.
+    """The topology of a name over ``size`` ranks.
 
     Raises:
-        UnsupportedError: There is no such graph; the message lists those there are.
+        UnsupportedError: There is no such topology; the message lists all names.
+        MisuseError: ``size`` is less than 1.
     """
     if size < 1:
-        raise MisuseError(f"a graph of {size} ranks")
+        raise MisuseError(f"topology {kind!r}: the number of ranks is {size}; it must be 1 or more")
     try:
         edges, directed, period = _GRAPHS[kind]
     except KeyError:
-        raise UnsupportedError(f"unknown topology {kind!r}; there are {', '.join(_GRAPHS)}") from None
+        raise UnsupportedError(f"unknown topology {kind!r}; use one of {', '.join(_GRAPHS)}") from None
     return Graph(kind, size, edges, directed, period(size))

@@ -1,6 +1,7 @@
-"""Algorithms by name: the eight corners, their relatives, and those that users register.
+"""The table of algorithm names: the eight combinations of WHO, WHAT and WHEN, related ones, and registered
+ones.
 
-A name is a shorthand for a trigram and its options. What each means is written down in docs/algorithms.md.
+A name stands for a trigram and its options. docs/algorithms.md defines each algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +19,14 @@ DEFAULT = "gradient_allreduce"
 
 @dataclass(frozen=True)
 class Entry:
-    """A name: its value, a line for the table, and options that are not what the value says."""
+    """An entry of the table.
+
+    Attributes:
+        value: The trigram.
+        about: A description of one line.
+        options: Defaults of options that the trigram does not have.
+        step: The class of a registered averaging step.
+    """
 
     value: Trigram
     about: str
@@ -26,31 +34,33 @@ class Entry:
     step: Callable[..., Any] | None = None
 
 
-# The eight corners first.
+# First the eight combinations of two choices each for WHO, WHAT and WHEN.
 _NAMES: dict[str, Entry] = {
-    DEFAULT: Entry(Trigram(carry="gradients"), "bucketed AllReduce beside backward; trains as DDP does"),
+    DEFAULT: Entry(
+        Trigram(carry="gradients"), "AllReduce of gradient buckets during backward; the same training as DDP"
+    ),
     "bytegrad": Entry(Trigram("central", "int8", "sync", "gradients"), "gradients in 8 bits"),
     "decentralized": Entry(
         Trigram("gossip:one_peer", "full", "sync", "weights"),
-        "weights mixed with a neighbour, beside forward and backward",
+        "weights averaged with a neighbour, during forward and backward",
     ),
     "low_precision_decentralized": Entry(
         Trigram("gossip:ring", "int8", "sync", "differences"),
-        "weight differences in 8 bits, to neighbours",
+        "weight differences in 8 bits, averaged with neighbours",
     ),
     "async": Entry(
-        Trigram("central", "full", "async", "weights"), "averaging in the background, never waiting"
+        Trigram("central", "full", "async", "weights"), "weights averaged in the background, without waiting"
     ),
     "async_low_precision": Entry(Trigram("central", "int8", "async", "differences"), "the same in 8 bits"),
     "async_decentralized": Entry(
-        Trigram("gossip:random", "full", "async", "weights"), "pairs average when they are free"
+        Trigram("gossip:random", "full", "async", "weights"), "pairs of ranks average in the background"
     ),
     "async_low_precision_decentralized": Entry(
         Trigram("gossip:exponential", "int8", "async", "differences"), "the same in 8 bits"
     ),
     "qadam": Entry(
         Trigram("central", "int8", "sync", "momentum"),
-        "Adam's momentum in 8 bits or 1, after a warm-up; needs trigram.QAdam",
+        "Adam's momentum in 8 bits or 1 bit, after a warm-up; needs trigram.QAdam",
         {"warmup_steps": 100, "bits": 8},
     ),
     "local_sgd": Entry(Trigram("central", "full", "every:8", "weights"), "weights averaged every 8 steps"),
@@ -61,7 +71,7 @@ _NAMES: dict[str, Entry] = {
     ),
     "powersgd": Entry(
         Trigram("central", "powersgd:2", "sync", "gradients"),
-        "gradients as products of thin matrices, with error feedback",
+        "gradients as products of low-rank matrices, with error feedback",
         {"warmup_steps": 100},
     ),
     "topk": Entry(
@@ -71,17 +81,17 @@ _NAMES: dict[str, Entry] = {
         Trigram("central", "sign", "sync", "gradients"), "gradients' signs, with error feedback"
     ),
     "push_sum": Entry(
-        Trigram("push:random", "full", "sync", "weights"), "shares pushed along directed edges"
+        Trigram("push:random", "full", "sync", "weights"), "weights pushed along directed edges (push-sum)"
     ),
 }
 
 
 def algorithms() -> list[dict[str, Any]]:
-    """The algorithms that ``with_bagua`` knows.
+    """The algorithms that ``with_bagua`` accepts by name.
 
     Returns:
-        One dict each: ``name``, ``who``, ``what``, ``when``, ``carry``, ``available`` (whether this
-        version has it) and ``about``.
+        One dict for each, with ``name``, ``who``, ``what``, ``when``, ``carry``, ``available`` (always True)
+        and ``about``.
     """
     return [
         {"name": name, **asdict(entry.value), "available": True, "about": entry.about}
@@ -98,27 +108,30 @@ def register(
     exchange: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
-    """Gives a name to an algorithm of your own; see docs/extending.md.
+    """Registers an algorithm under a name; see docs/extending.md.
 
     Args:
-        name: What ``with_bagua`` will be given.
+        name: The name that ``with_bagua`` accepts.
         value: Its trigram.
-        about: A line for the table.
-        step: A class of your own: ``step(tensors, groups, **options)`` makes a
-            :class:`trigram.mixing.AveragingStep`. None: the value is composed of the parts there are.
-        exchange: The old name of ``step``.
-        **options: Its options, with their defaults; ``with_bagua`` takes these and no others.
+        about: A description of one line.
+        step: Your class: ``step(tensors, groups, **options)`` creates a
+            :class:`trigram.mixing.AveragingStep`. None: Trigram composes ``value`` of its own parts.
+        exchange: Deprecated: the old name of ``step``.
+        **options: The options of ``step``, with their defaults.
+
+    Raises:
+        UnsupportedError: The name is taken.
     """
     if exchange is not None:
-        warnings.warn("register: exchange= is now step=", DeprecationWarning, stacklevel=2)
+        warnings.warn("register: exchange= is deprecated; use step=", DeprecationWarning, stacklevel=2)
         step = step or exchange
     if name in _NAMES:
-        raise UnsupportedError(f"register: there is an algorithm {name!r} already")
+        raise UnsupportedError(f"register: the name {name!r} is already taken; choose another name")
     _NAMES[name] = Entry(value, about, options, step)
 
 
 def named(name: str) -> Entry | None:
-    """The entry of a name, if there is one."""
+    """The entry of a name; None: there is none."""
     return _NAMES.get(name)
 
 

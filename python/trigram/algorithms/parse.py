@@ -1,4 +1,4 @@
-"""From what a user writes, a name or WHO/WHAT/WHEN, to a checked algorithm."""
+"""Parses and checks what a user passes as ``algorithm``: a name, WHO/WHAT/WHEN, or a ``Trigram``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,13 @@ from trigram.errors import UnsupportedError
 def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None) -> Algorithm:
     """The algorithm that a script or ``TRIGRAM_ALGORITHM`` names.
 
+    Args:
+        algorithm: A name, WHO/WHAT/WHEN or a ``Trigram``; None: ``TRIGRAM_ALGORITHM``, or the default.
+        options: The algorithm's options.
+
     Raises:
-        UnsupportedError: It is unknown, or an option or a combination is not possible; the message
-            says why, and what there is.
+        UnsupportedError: The algorithm is unknown, or an option or a combination is invalid; the message says
+            why, and lists the alternatives.
     """
     source = ""
     if algorithm is None:
@@ -34,14 +38,14 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         name, entry = algorithm, Entry(Trigram(*algorithm.split("/")), "")
     else:
         raise UnsupportedError(
-            f"unknown algorithm {str(algorithm)!r}{source}; known are {', '.join(names())}, "
-            "and trigrams written out, WHO/WHAT/WHEN: gossip:ring/int8/async"
+            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, or "
+            "WHO/WHAT/WHEN, such as gossip:ring/int8/async"
         )
     return _Parser(name, entry, dict(options or {})).parse()
 
 
 class _Parser:
-    """Checks a trigram and its options, and takes them apart."""
+    """Checks a trigram and its options."""
 
     def __init__(self, name: str, entry: Entry, options: dict[str, Any]) -> None:
         self.name, self.entry = name, entry
@@ -50,29 +54,29 @@ class _Parser:
         self.known: list[str] = []
 
     def refuse(self, why: str) -> UnsupportedError:
-        """The error."""
+        """The error to raise, with the algorithm's name."""
         return UnsupportedError(f"algorithm {self.name!r}: {why}")
 
     def option(self, name: str, default: Any, check: Callable[[Any], bool], must: str) -> Any:
-        """Takes an option that this algorithm has."""
+        """Removes an option that this algorithm has from the given ones, checks it and returns it."""
         self.known.append(name)
         value = self.given.pop(name, default)
         if value is not default and not _holds(check, value):
-            raise self.refuse(f"{name}={value!r} must be {must}")
+            raise self.refuse(f"{name}={value!r} is invalid; it must be {must}")
         return value
 
     def parse(self) -> Algorithm:
-        """The plan."""
+        """The checked algorithm."""
         value, entry = self.entry.value, self.entry
         kind, _, graph = value.who.partition(":")
         if kind in ("gossip", "push"):
-            graph = self.option("topology", graph, lambda g: isinstance(g, str), "a graph's name")
+            graph = self.option("topology", graph, lambda g: isinstance(g, str), "the name of a topology")
             graphs.find(f"push:{graph}" if kind == "push" else graph, 2)
         elif (
             kind != "central" or (graph and RobustAggregation.parse(graph) is None) or value.who.endswith(":")
         ):
             known = ", ".join(w for w, _ in WHO)
-            raise self.refuse(f"WHO is {value.who!r}; there are {known} (F an integer, R positive)")
+            raise self.refuse(f"WHO={value.who!r} is invalid; use one of {known} (F an integer, R positive)")
         every, staleness = self._when(value.when)
         gradients = value.carry in ("gradients", "momentum") or (
             value.carry is None and kind == "central" and every == 1 and value.when == "sync"
@@ -80,12 +84,13 @@ class _Parser:
         what = self._what(value.what)
         if gradients and kind != "central":
             raise self.refuse(
-                f"{value.carry or 'gradients'} averaged among neighbours only would let the weights drift "
-                "apart for ever; gossip carries weights"
+                f"gossip and push cannot average {value.carry or 'gradients'}: with only neighbours "
+                "averaged, the ranks' weights would drift apart without limit; use carry='weights'"
             )
         if gradients and (every != 1 or value.when != "sync"):
             raise self.refuse(
-                f"{value.carry} travel in the step they were made in, not {value.when}; carry weights instead"
+                f"{value.carry} can only be averaged in every step (when='sync'), not {value.when}; use "
+                "carry='weights'"
             )
         carry = value.carry if gradients else None
         if carry is None:
@@ -100,7 +105,9 @@ class _Parser:
             self.known += [k for k in entry.options if k not in self.known]
         if self.given:
             known = ", ".join(sorted(set(self.known))) or "none"
-            raise self.refuse(f"no option {', '.join(sorted(map(repr, self.given)))}; there are {known}")
+            raise self.refuse(
+                f"unknown option {', '.join(sorted(map(repr, self.given)))}; its options are: {known}"
+            )
         who = f"{kind}:{graph}" if graph else kind
         when = value.when
         if every is None:
@@ -111,7 +118,7 @@ class _Parser:
         return Algorithm(self.name, value, kind, graph, every, options, entry.step)
 
     def _when(self, when: str) -> tuple[int | None, int | None]:
-        """Steps per round, or None and the staleness."""
+        """Training steps per averaging step and None, or None and the staleness."""
         kind, _, number = when.partition(":")
         if kind == "sync" and not number:
             return 1, None
@@ -120,12 +127,13 @@ class _Parser:
             if kind == "every":
                 count = self.option("every", count, _positive, "a number of steps, 1 or more")
             else:
-                count = self.option(
-                    "staleness", count, _positive, "a number of boundaries, 1 or more, or None"
-                )
+                count = self.option("staleness", count, _positive, "a number of steps, 1 or more, or None")
             if count != 0:
                 return (count, None) if kind == "every" else (None, count)
-        raise self.refuse(f"WHEN is {when!r}; there are sync, every:H and async or async:STALENESS, H >= 1")
+        raise self.refuse(
+            f"WHEN={when!r} is invalid; use sync, every:H, async or async:STALENESS, with H and STALENESS 1 "
+            "or more"
+        )
 
     def _what(self, what: str) -> str:
         kind, _, parameter = what.partition(":")
@@ -135,41 +143,44 @@ class _Parser:
             parameter = str(self.option("fraction", parameter, lambda f: 0 < f <= 1, "above 0 and up to 1"))
         elif kind == "powersgd":
             if parameter and not (parameter.isdigit() and int(parameter) > 0):
-                raise self.refuse(f"{what!r}: the rank is a positive integer")
+                raise self.refuse(
+                    f"WHAT={what!r} is invalid; the rank of powersgd must be a positive integer"
+                )
             return f"powersgd:{self.option('rank', int(parameter or 2), _positive, 'a positive integer')}"
         what = f"{kind}:{parameter}" if parameter else kind
         codecs.find(what)
         return what
 
-    def _robust(self, rule: str, what: str, carry: str) -> dict[str, Any]:
-        """What a robust rule goes with, and its option."""
+    def _robust(self, aggregation: str, what: str, carry: str) -> dict[str, Any]:
+        """Checks what a robust aggregation is combined with, and returns its option."""
         codec = what.partition(":")[0]
         if codec == "powersgd":
             raise self.refuse(
-                f"central:{rule} combines what each rank sent, and powersgd sends matrices that mean nothing "
-                "before they are summed; take int8 or another codec"
+                f"central:{aggregation} compares the tensors of single ranks, and powersgd sends matrices "
+                "that are meaningful only after summation; use int8 or another codec"
             )
         if codec in ("topk", "randomk"):
             raise self.refuse(
-                f"central:{rule}: most ranks send nothing at most places of {what}, so nearly all that is "
-                "sent would be left out as an outlier; take int8, int4, fp8 or sign"
+                f"central:{aggregation} cannot be combined with {what}: each element is sent by few ranks, "
+                "so nearly all values sent would be discarded as outliers; use int8, int4, fp8 or sign"
             )
         if carry == "momentum":
             raise self.refuse(
-                f"central:{rule} combines gradients, weights and differences; momenta would remember "
-                "what was left out"
+                f"central:{aggregation} cannot be combined with carry='momentum': a rank's momentum would "
+                "still contain the values that were discarded; use gradients, weights or differences"
             )
         if self.entry.step is not None:
             raise self.refuse(
-                f"central:{rule}: a registered exchange makes its averages itself; write central"
+                f"central:{aggregation} cannot be combined with a registered step, which computes its "
+                "averages itself; use who='central'"
             )
-        if not rule.startswith("clip"):
+        if not aggregation.startswith("clip"):
             return {}
         must = "a number of iterations, 1 or more"
         return {"iterations": self.option("iterations", 3, lambda i: bool(i) and _positive(i), must)}
 
     def _options(self, kind: str, what: str, every: int | None, carry: str) -> dict[str, Any]:
-        """What is neither in WHO nor in WHAT nor in WHEN."""
+        """The options that are part of neither WHO nor WHAT nor WHEN."""
         found: dict[str, Any] = {}
         codec, gradients = what.partition(":")[0], carry in ("gradients", "momentum")
         if codec in ("int8", "int4", "fp8", "sign"):
@@ -177,7 +188,10 @@ class _Parser:
                 "block", None, lambda b: b % 8 == 0 and 0 < b <= 2048, "a multiple of 8 up to 2048"
             )
         if codec == "powersgd" and kind != "central":
-            raise self.refuse("powersgd averages matrices over all ranks; neighbours would not share P")
+            raise self.refuse(
+                "powersgd needs who='central': all ranks must use the same projection matrix; use another "
+                "codec"
+            )
         if codec == "topk" and carry == "gradients" and ":" not in self.entry.value.who:
             found["momentum"] = self.option("momentum", 0.0, lambda m: 0 <= m < 1, "in [0, 1)")
         if carry == "momentum":
@@ -185,24 +199,30 @@ class _Parser:
         if kind == "gossip" and what != "full" and every is not None:
             found["gamma"] = self.option("gamma", gamma(what), lambda g: 0 < g <= 1, "above 0 and up to 1")
         if kind == "push" and (what != "full" or every is None):
-            raise self.refuse("push-sum's shares travel full and in step; use gossip for codecs and async")
+            raise self.refuse(
+                "push supports only what='full', and no async; use gossip for codecs and asynchronous "
+                "training"
+            )
         if not gradients and every is not None:
             overlaps = kind != "central"
             found["overlap"] = self.option("overlap", overlaps, lambda o: o in (True, False), "True or False")
         if every is None:
-            found["script"] = self.option("script", None, callable, "a callable from steps to bool")
+            found["script"] = self.option(
+                "script", None, callable, "a callable that takes the number of steps and returns a bool"
+            )
         if not gradients and kind == "central":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
         if self.name != DEFAULT:
             found["warmup_steps"] = self.option(
-                "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps"
+                "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
             )
         return found
 
 
 def gamma(what: str) -> float:
-    """How much of a coded difference gossip can take: a coarse codec's all would diverge."""
+    """The default fraction of a compressed difference that gossip applies: with a coarse codec 1 would
+    diverge."""
     kind, _, parameter = what.partition(":")
     if kind == "topk":
         return min(1.0, 0.2 * (float(parameter) / 0.1) ** 0.824)

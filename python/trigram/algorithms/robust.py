@@ -1,7 +1,7 @@
-"""Averages that a minority of broken values cannot steer, as arithmetic on rows, one row per rank.
+"""Robust aggregation as arithmetic on rows, one row per rank: a minority of wrong rows has bounded influence.
 
-What they are is written down in docs/algorithms.md. Rows hold finite numbers: who sent others has
-been left out. Nothing here communicates; :mod:`trigram.robust` does.
+docs/algorithms.md defines the aggregations. Rows contain neither NaN nor infinity: the caller leaves out
+ranks that sent such values. Nothing here communicates; :mod:`trigram.averaging.robust` does.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import torch
 
 CHUNK = 1 << 14
-"""Columns that are worked on together: few enough to stay in the processor's cache."""
+"""Columns processed at a time: few enough to stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
 class RobustAggregation:
-    """What stands in the place of the mean.
+    """A robust aggregation, which replaces the mean.
 
     Attributes:
         kind: ``median``, ``trimmed`` or ``clip``.
         parameter: F of ``trimmed:F``, R of ``clip:R``.
-        iterations: Of ``clip``.
+        iterations: The number of iterations of ``clip``.
     """
 
     kind: str
@@ -35,7 +35,8 @@ class RobustAggregation:
 
     @staticmethod
     def parse(text: str) -> RobustAggregation | None:
-        """The rule of ``median``, ``trimmed:F`` or ``clip:R``; None: it is none of them."""
+        """The aggregation that ``median``, ``trimmed:F`` or ``clip:R`` names; None: ``text`` is none of
+        them."""
         kind, _, number = text.partition(":")
         if text == "median":
             return RobustAggregation(kind)
@@ -50,15 +51,22 @@ class RobustAggregation:
         return None
 
     def least(self) -> int:
-        """The fewest ranks that it has a value for."""
+        """The smallest number of ranks for which it is defined."""
         return 2 * int(self.parameter) + 1 if self.kind == "trimmed" else 1
 
     def without_history(self) -> RobustAggregation:
-        """The same where there is no earlier result to start from: the median for ``clip``."""
+        """The aggregation to use when there is no earlier result: the median for ``clip``, otherwise this
+        one."""
         return replace(self, kind="median", parameter=0.0) if self.kind == "clip" else self
 
     def combine(self, rows: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Median or trimmed mean of each column; where rows are missing, fewer are trimmed."""
+        """Writes the median or trimmed mean of each column to ``out``.
+
+        Args:
+            rows: One flat tensor per rank, of equal length and dtype. With fewer than 2 F + 1, fewer values
+                are trimmed.
+            out: As long as a row.
+        """
         n = len(rows)
         cut = (n - 1) // 2
         if self.kind == "trimmed":
@@ -72,23 +80,27 @@ class RobustAggregation:
 
 
 def ordered(rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The rows, sorted in each column.
+    """The rows, with each column sorted in ascending order.
 
-    Compares and steps whole rows: for few ranks ten times as fast as sorting columns.
+    An odd-even transposition sort of whole rows: with few ranks it is ten times as fast as sorting columns.
     """
     found = list(rows)
-    for turn in range(len(found)):
-        for k in range(turn % 2, len(found) - 1, 2):
+    for phase in range(len(found)):
+        for k in range(phase % 2, len(found) - 1, 2):
             low, high = found[k], found[k + 1]
             found[k], found[k + 1] = torch.minimum(low, high), torch.maximum(low, high)
     return found
 
 
 def products(rows: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
-    """The inner products of all rows' differences to a centre, in float64.
+    """The inner products of the rows' differences to a centre, float64 of shape (rows, rows).
 
-    All that clipping must know of a share, whatever the number of its iterations: norms over the
-    whole are sums over shares. A row that is not finite has a product with itself that is not.
+    This is all that clipping needs from a shard, for any number of iterations: norms over the whole tensor
+    are sums over shards. If a row contains NaN or infinity, its inner product with itself is NaN or infinite.
+
+    Args:
+        rows: Shape (ranks, values).
+        centre: Shape (values,).
     """
     n = len(rows)
     total = torch.zeros(n, n, dtype=torch.float64, device=rows.device)
@@ -99,18 +111,23 @@ def products(rows: torch.Tensor, centre: torch.Tensor) -> torch.Tensor:
 
 
 def clipped(gram: torch.Tensor, radius: float, iterations: int) -> list[float]:
-    """How much of each row's difference to the centre goes into the result of centred clipping.
+    """The weights of the rows' differences to the centre in the result of centred clipping.
 
-    Each iteration is ``v += mean_i min(1, t / |x_i - v|) (x_i - v)`` with t the radius times the
-    median of all ``|x_i - v|`` (of an even number the lower one in the middle). v is always the
-    centre and a combination of the differences, so their inner products tell all distances.
+    Each iteration is ``v += mean_i min(1, t / |x_i - v|) (x_i - v)``; t is the radius times the median of all
+    ``|x_i - v|`` (the lower of the two middle ones if their number is even). v is always the centre plus a
+    linear combination of the differences, so the inner products of the differences determine all distances.
+
+    Args:
+        gram: The inner products from :func:`products`, summed over all shards.
+        radius: R of ``clip:R``.
+        iterations: How many.
     """
     n = len(gram)
-    share = torch.zeros(n, dtype=torch.float64)
+    weight = torch.zeros(n, dtype=torch.float64)
     for _ in range(iterations):
-        square = gram.diagonal() - 2 * (gram @ share) + share @ gram @ share
+        square = gram.diagonal() - 2 * (gram @ weight) + weight @ gram @ weight
         distance = square.clamp(min=0.0).sqrt()
         limit = radius * distance.median()
         scale = torch.where(distance > limit, limit / distance, 1.0)
-        share = share * (1 - scale.mean()) + scale / n
-    return [float(s) for s in share]
+        weight = weight * (1 - scale.mean()) + scale / n
+    return [float(w) for w in weight]

@@ -1,4 +1,4 @@
-"""A trigram, three independent choices, and an algorithm: a trigram with its options, ready to be composed."""
+"""``Trigram``, three independent choices, and ``Algorithm``, a trigram with its resolved options."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from trigram.algorithms.robust import RobustAggregation
 
 @dataclass(frozen=True)
 class Trigram:
-    """Three independent choices, and what follows from them.
+    """An algorithm as three independent choices: WHO/WHAT/WHEN.
 
     Attributes:
-        who: ``central`` (all agree), ``central:median``, ``central:trimmed:F`` or ``central:clip:R`` (all
-            agree on what few broken ranks cannot steer), ``gossip:TOPOLOGY`` (neighbours only) or
-            ``push:TOPOLOGY`` (neighbours, in one direction).
-        what: ``full`` (the numbers themselves) or a codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
-        when: ``sync`` (inside the step), ``every:H`` or ``async``, ``async:STALENESS``.
-        carry: ``gradients``, ``momentum``, ``weights`` or ``differences``; None: what follows from
-            the three.
+        who: ``central`` (the mean over all ranks), ``central:median``, ``central:trimmed:F`` or
+            ``central:clip:R`` (robust aggregation over all ranks), ``gossip:TOPOLOGY`` (averages with
+            neighbours) or ``push:TOPOLOGY`` (push-sum along directed edges).
+        what: ``full`` (uncompressed) or a codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
+        when: ``sync`` (in every step), ``every:H`` (every H steps), ``async`` or ``async:STALENESS`` (in the
+            background).
+        carry: The tensors that ranks average: ``gradients``, ``momentum``, ``weights`` or ``differences``;
+            None: derived from the three.
     """
 
     who: str = "central"
@@ -36,23 +37,24 @@ WHO = (
     ("central", "all agree on the mean"),
     ("central:median", "all agree on the median of each value: fewer than half of the ranks may be broken"),
     ("central:trimmed:F", "all agree on the mean without the F largest and F smallest of each value"),
-    ("central:clip:R", "all agree on a mean of what is clipped at R times the ranks' median distance"),
-    ("gossip:TOPOLOGY", "neighbours mix what they have"),
-    ("push:TOPOLOGY", "neighbours, in one direction"),
+    ("central:clip:R", "all agree on the mean of values clipped at R times the ranks' median distance"),
+    ("gossip:TOPOLOGY", "neighbours average their weights"),
+    ("push:TOPOLOGY", "the same along directed edges (push-sum)"),
 )
-"""What WHO may be, and what that is."""
+"""The values of WHO, with a description each."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An algorithm with its options, ready to be composed.
+    """A checked algorithm with its options.
 
     Attributes:
-        name: As the user called it.
-        value: The trigram, with what options say of it.
-        kind, graph: WHO, taken apart.
-        every: Steps per round; None: asynchronous.
-        options: The rest.
+        name: The name that the user gave, or the trigram.
+        value: The trigram, with the values that options changed.
+        kind, graph: The two parts of WHO.
+        every: Training steps per averaging step; None: asynchronous.
+        options: The other options, by name.
+        step: The class of a registered averaging step; None: composed of Trigram's own.
     """
 
     name: str
@@ -69,16 +71,16 @@ class Algorithm:
 
     @property
     def title(self) -> str:
-        """Its name and its trigram."""
+        """Name and trigram, for messages."""
         return self.name if self.name == str(self.value) else f"{self.name} ({self.value})"
 
     @property
-    def rule(self) -> RobustAggregation | None:
-        """The robust rule of a ``central:RULE``."""
-        rule = RobustAggregation.parse(self.graph) if self.kind == "central" else None
-        return rule and replace(rule, iterations=self.options.get("iterations", rule.iterations))
+    def aggregation(self) -> RobustAggregation | None:
+        """The robust aggregation of ``central:AGGREGATION``; None: the mean."""
+        found = RobustAggregation.parse(self.graph) if self.kind == "central" else None
+        return found and replace(found, iterations=self.options.get("iterations", found.iterations))
 
     @property
     def gradients(self) -> bool:
-        """Whether it carries gradients, or what stands in their place."""
+        """Whether it carries gradients or momentum, not weights or differences."""
         return self.value.carry in ("gradients", "momentum")

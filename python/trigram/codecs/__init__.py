@@ -1,4 +1,4 @@
-"""Codecs: fewer bits for the same numbers. Public: ``find`` and ``Codec``.
+"""Codecs: lossy compression of float tensors. Public: ``find`` and ``Codec``.
 
 What lives here: the codec (``codec.py``), codecs by name (``registry.py``) and their GPU kernels
 (``triton/``). The CPU's loops are in ``rust/core/src/codec``. Uses: errors.

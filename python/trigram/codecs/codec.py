@@ -1,7 +1,7 @@
-"""Codecs: fewer bits for the same numbers.
+"""Codecs: lossy compression of float tensors.
 
-The formats, their errors and what becomes of values that are not finite are written down in
-docs/algorithms.md; the loops are in ``rust/core/src/codec``.
+docs/algorithms.md specifies the formats, their error bounds and how they treat NaN and infinity. The CPU's
+loops are in ``rust/core/src/codec``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FLOATS = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 3}
 
 
 class GpuKernel(Protocol):
-    """A codec's counterpart for tensors on a GPU: the same bytes, the same numbers."""
+    """A codec for tensors on a GPU: it produces the same bytes and values as the CPU's."""
 
     def encode(
         self,
@@ -28,19 +28,19 @@ class GpuKernel(Protocol):
         feedback: bool = True,
         seed: int = 0,
     ) -> None:
-        """As :meth:`Codec.encode`; the arguments have been checked."""
+        """As :meth:`Codec.encode`, which has checked the arguments."""
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
-        """As :meth:`Codec.decode`; bytes that are no code decode to NaN."""
+        """As :meth:`Codec.decode`, but invalid bytes decode to NaN."""
 
 
 class Codec:
-    """Turns n floats into exactly ``size(n)`` bytes, and back.
+    """Encodes n floats as exactly ``size(n)`` bytes, and decodes them.
 
     Args:
-        name: As :func:`trigram.codecs.find` knows it, ``topk:0.01``.
+        name: A name of :func:`trigram.codecs.find`, such as ``topk:0.01``.
         block: Values per block; None: the codec's default.
-        kernel: Makes the codec's GPU kernel, called with this codec when a tensor on a GPU first needs it.
+        kernel: Creates the GPU kernel of this codec; called when a GPU tensor is first encoded or decoded.
 
     Attributes:
         name: As given.
@@ -62,7 +62,7 @@ class Codec:
         return f"Codec({self.name!r}, block={self.block})"
 
     def size(self, n: int) -> int:
-        """Bytes of the code of ``n`` values."""
+        """The number of bytes that ``n`` values are encoded to."""
         return self._core.size(n)
 
     def encode(
@@ -77,15 +77,20 @@ class Codec:
 
         Args:
             src: Contiguous; float32, float16 or bfloat16.
-            out: ``size(src.numel())`` bytes (uint8); None: made.
-            residual: float32, as many values as ``src``; None: what the code drops is lost.
-            feedback: True: the residual is added to ``src`` before encoding, and what the code
-                drops of the sum replaces it (0 where that is not finite). False: the residual is
-                overwritten with what the code drops of ``src``.
-            seed: For codecs that draw: all ranks may use different ones.
+            out: uint8, ``size(src.numel())`` bytes; None: a new tensor.
+            residual: float32, ``src.numel()`` values, for the encoding error (the values minus the decoded
+                values); None: the error is dropped.
+            feedback: True: the residual is added to ``src`` before encoding, and replaced by the error of the
+                sum (0 where that is NaN or infinite). False: the residual is overwritten with the error of
+                ``src``.
+            seed: For ``randomk``; ranks may use different seeds.
 
         Returns:
             ``out``.
+
+        Raises:
+            UnsupportedError: The dtype or the device is not supported.
+            MisuseError: A tensor is not contiguous, or ``out`` or ``residual`` does not fit ``src``.
         """
         n = src.numel()
         dtype = _check(src, "encode")
@@ -98,7 +103,10 @@ class Codec:
             or not residual.is_contiguous()
             or residual.device != src.device
         ):
-            raise MisuseError(f"encode: the residual is not {n} contiguous values of float32 on {src.device}")
+            raise MisuseError(
+                f"encode: the residual is {residual.numel()} values of {residual.dtype} on "
+                f"{residual.device}; it must be {n} contiguous values of float32 on {src.device}"
+            )
         if not src.is_cpu:
             self._on_gpu().encode(src, out, residual, feedback, seed)
             return out
@@ -113,18 +121,19 @@ class Codec:
         """Decodes into ``out``, or adds ``weight`` times the values to it.
 
         Args:
-            encoded: What :meth:`encode` made, or whatever came from the network in its place.
+            encoded: uint8, the bytes from :meth:`encode`; bytes from the network may be invalid.
             out: Contiguous; float32, float16 or bfloat16; float32 with ``weight``.
-            weight: None: ``out`` is overwritten.
-            sender: The rank that an error blames.
+            weight: The factor; None: ``out`` is overwritten.
+            sender: The rank that a ``CorruptError`` names.
 
         Raises:
-            CorruptError: The bytes are no code of ``out.numel()`` values.
+            CorruptError: The bytes do not encode ``out.numel()`` values (CPU; on a GPU ``out`` becomes NaN).
+            UnsupportedError: The dtype or the device is not supported.
         """
         dtype = _check(out, "decode")
         _bytes(encoded, out, "decode")
         if weight is not None and out.dtype != torch.float32:
-            raise UnsupportedError(f"decode: adding takes float32, not {out.dtype}")
+            raise UnsupportedError(f"decode: with weight, out must be float32, not {out.dtype}")
         if not out.is_cpu:
             return self._on_gpu().decode(encoded, out, weight)
         self._core.decode(
@@ -132,7 +141,7 @@ class Codec:
         )
 
     def _on_gpu(self) -> GpuKernel:
-        """The same on a GPU."""
+        """The codec's GPU kernel, created at the first use."""
         if self._kernel is None:
             if self._make_kernel is None:
                 raise UnsupportedError(f"codec {self.name!r} has no GPU kernel; move the tensor to the CPU")
@@ -143,16 +152,23 @@ class Codec:
 def _check(t: torch.Tensor, what: str) -> int:
     code = _FLOATS.get(t.dtype)
     if code is None:
-        raise UnsupportedError(f"{what}: codecs take float32, float16 and bfloat16, not {t.dtype}")
+        raise UnsupportedError(
+            f"{what}: dtype {t.dtype} is not supported; cast to float32, float16 or bfloat16"
+        )
     if not t.is_cpu and not t.is_cuda:
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; codecs take tensors on CPUs and GPUs")
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to the CPU or a CUDA GPU")
     if not t.is_contiguous():
-        raise MisuseError(f"{what}: the tensor is not contiguous")
+        raise MisuseError(f"{what}: the tensor is not contiguous; pass t.contiguous()")
     return code
 
 
 def _bytes(code: torch.Tensor, values: torch.Tensor, what: str) -> None:
     if code.dtype != torch.uint8 or not code.is_contiguous():
-        raise MisuseError(f"{what}: a code is a contiguous tensor of uint8")
+        raise MisuseError(
+            f"{what}: the encoded tensor must be contiguous and of dtype uint8, not {code.dtype}"
+        )
     if code.device != values.device:
-        raise MisuseError(f"{what}: the code is on {code.device}, the values on {values.device}")
+        raise MisuseError(
+            f"{what}: the encoded tensor is on {code.device}, the values are on {values.device}; move one of "
+            "them"
+        )

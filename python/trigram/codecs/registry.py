@@ -7,17 +7,17 @@ from trigram.errors import UnsupportedError
 
 
 def find(name: str, block: int | None = None) -> Codec:
-    """The codec of a name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION``, ``randomk:FRACTION``.
+    """Finds a codec by name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION`` or ``randomk:FRACTION``.
 
     Args:
-        name: As written in a trigram.
+        name: As in the WHAT of a trigram.
         block: Values per block, for int8, int4, fp8 and sign; a multiple of 8 up to 2048.
 
     Raises:
-        UnsupportedError: There is no such codec, or not with this parameter.
+        UnsupportedError: There is no such codec, or its parameter or block is invalid.
     """
     if block is not None and block <= 0:
-        raise UnsupportedError(f"codec {name!r}: block={block} is not positive")
+        raise UnsupportedError(f"codec {name!r}: block={block} is invalid; it must be positive")
     return Codec(name, block, _kernel)
 
 
@@ -31,6 +31,6 @@ def find_kernel(name: str, block: int | None = None) -> GpuKernel:
 
 
 def _kernel(codec: Codec) -> GpuKernel:
-    from trigram.codecs import triton  # imported where a GPU needs it: Triton takes seconds to load
+    from trigram.codecs import triton  # only when a GPU needs it: importing Triton takes seconds
 
     return triton.kernel_of(codec)

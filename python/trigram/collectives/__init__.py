@@ -1,8 +1,8 @@
-"""Collective calls on tensors, and what is built of them alone.
+"""Collective calls on tensors, and functions that need nothing but them.
 
-What lives here: the calls (``calls.py``), :class:`Work` (``work.py``), many tensors as one (``coalesced.py``),
-nested states as bytes (``serialization.py``), which ranks differ (``consistency.py``). Uses: errors,
-runtime, gpu.
+What lives here: the calls (``calls.py``), :class:`Work` (``work.py``), many tensors in one
+(``coalesced.py``), states as bytes (``serialization.py``), checks that ranks agree (``consistency.py``).
+Uses: errors, runtime, gpu.
 """
 
 from trigram.collectives.calls import (
@@ -10,8 +10,8 @@ from trigram.collectives.calls import (
     all_reduce,
     all_to_all,
     barrier,
+    batch_send_recv,
     broadcast,
-    exchange,
     gather,
     recv,
     reduce,
@@ -27,8 +27,8 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "barrier",
+    "batch_send_recv",
     "broadcast",
-    "exchange",
     "gather",
     "recv",
     "reduce",

@@ -1,12 +1,15 @@
 """Collectives on torch tensors.
 
-Each takes ``group`` (ours, a torch ``ProcessGroup``, or None for the world) and ``async_op``; then
-it returns a :class:`Work` at once, else None when it is done. ``src`` and ``dst`` are world ranks,
-as in ``torch.distributed``. Tensors are contiguous, on the CPU or a GPU; dtypes are float32, float64,
-float16, bfloat16, int8, uint8, int32, int64 and bool. Sums of 16-bit floats are accumulated in
-float32. No collective on CPU tensors returns before every rank has entered it, and ranks that
-disagree get ``MismatchError``, all of them. On GPU tensors collectives are in the order of the
-current stream, as torch's: see docs/gpu.md.
+Each takes ``group`` (a Trigram group, a torch ``ProcessGroup``, or None for the world) and ``async_op``. With
+``async_op=True`` it returns a :class:`Work` at once, otherwise None when it has finished. ``src`` and ``dst``
+are world ranks, as in ``torch.distributed``. Tensors must be contiguous, on the CPU or a GPU, of dtype
+float32, float64, float16, bfloat16, int8, uint8, int32, int64 or bool. Sums of 16-bit floats accumulate in
+float32.
+
+On CPU tensors no collective returns before every rank has called it. If ranks make different calls, all of
+them raise ``MismatchError``. On GPU tensors collectives run in the order of the current stream, as in torch:
+see docs/gpu.md. All may raise ``MisuseError`` and ``UnsupportedError`` for arguments, ``PeerLostError`` if a
+rank dies, and ``TimeoutError`` after the ``op_timeout`` of ``init``.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ _STRIDED = torch.strided
 
 
 def _check(t: torch.Tensor, what: str) -> int:
-    """The dtype's code of a tensor that can be worked on."""
+    """The engine's code of a tensor's dtype; raises if the engine does not support the tensor."""
     try:
         if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
             return _DTYPES[t.dtype]
@@ -38,19 +41,23 @@ def _check(t: torch.Tensor, what: str) -> int:
 
 
 def _refuse(t: torch.Tensor, what: str) -> int:
-    """Says why the engine cannot work on a tensor."""
+    """Raises the reason why the engine does not support a tensor; returns the dtype's code for a GPU
+    tensor."""
     if not isinstance(t, torch.Tensor):
         raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
     code = _DTYPES.get(t.dtype)
     if code is None:
-        raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor")
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in _DTYPES)
+        raise UnsupportedError(f"{what}: dtype {t.dtype} is not supported; cast the tensor to one of {names}")
     if not t.is_cpu and t.device.type not in device.kinds:
         kinds = ", ".join(["cpu", *device.kinds])
-        raise UnsupportedError(f"{what}: the tensor is on {t.device}; collectives take tensors on {kinds}")
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to one of {kinds}")
     if t.layout != torch.strided:
-        raise UnsupportedError(f"{what}: the tensor is {t.layout}; collectives take dense tensors")
+        raise UnsupportedError(f"{what}: the tensor has layout {t.layout}; pass t.to_dense()")
     if not t.is_contiguous():
-        raise MisuseError(f"{what}: the tensor is not contiguous; pass t.contiguous() and copy back")
+        raise MisuseError(
+            f"{what}: the tensor is not contiguous; pass t.contiguous(), and copy the result back"
+        )
     return code
 
 
@@ -59,18 +66,22 @@ def _op(op: Any, what: str) -> int:
         return engine_codes.OPS[op]
     except (KeyError, TypeError):
         names = ", ".join(engine_codes.OP_NAMES)
-        raise MisuseError(f"{what}: unknown op {op!r}; there are {names}") from None
+        raise MisuseError(f"{what}: unknown op {op!r}; use one of {names}") from None
 
 
 def _alike(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
     if a.dtype != b.dtype:
-        raise MisuseError(f"{what}: dtypes differ: {a.dtype} and {b.dtype}")
+        raise MisuseError(
+            f"{what}: the tensors have different dtypes, {a.dtype} and {b.dtype}; cast one of them"
+        )
     if a.device != b.device:
-        raise MisuseError(f"{what}: the tensors are on different devices: {a.device} and {b.device}")
+        raise MisuseError(
+            f"{what}: the tensors are on different devices, {a.device} and {b.device}; move one of them"
+        )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor, times: int, what: str) -> None:
-    """``a`` holds ``times`` as many elements as ``b``, of the same dtype."""
+    """Checks that ``a`` has ``times`` as many elements as ``b``, and the same dtype and device."""
     _alike(a, b, what)
     if a.numel() != times * b.numel():
         raise MisuseError(
@@ -100,7 +111,7 @@ def _dispatch(
     try:
         group.core.run(asked, memory, group.timeout, splits)
     except TrigramError as e:
-        routes.abort(group, str(e))  # where this was a call on a GPU elsewhere, its ranks begin anew
+        routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, whose calls must end
         raise
     return None
 
@@ -114,9 +125,11 @@ def _on_device(
     what: str,
     splits: engine_codes.Splits,
 ) -> Work | None:
-    """The same on GPU memory: in the order of the current stream."""
+    """The same for GPU tensors, in the order of the current stream."""
     if asked[4]:
-        raise UnsupportedError(f"{what}: via is for CPU tensors; TRIGRAM_GPU_TRANSPORT chooses for GPUs")
+        raise UnsupportedError(
+            f"{what}: via applies to CPU tensors only; for GPU tensors set TRIGRAM_GPU_TRANSPORT"
+        )
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
     call = routes.start(group, asked, source, target, splits)
@@ -133,20 +146,21 @@ def all_reduce(
     group: AnyGroup = None,
     async_op: bool = False,
 ) -> Work | None:
-    """Combines ``t`` of all ranks, in place; all ranks get the same bits.
+    """Reduces ``t`` over all ranks, in place; all ranks get the same bits.
 
     Args:
         t: Any shape; the same number of elements on all ranks.
-        op: sum, avg, min, max, prod, band, bor, bxor, or torch's ``ReduceOp``. avg divides the sum
-            by the number of ranks and rounds once.
-        via: How: shared, ring, tree, recursive_doubling or scatter_gather. None: the best known.
+        op: sum, avg, min, max, prod, band, bor, bxor, or a ``ReduceOp`` of torch. avg divides the sum by the
+            number of ranks, and rounds once.
+        via: The schedule: shared, ring, tree, recursive_doubling or scatter_gather. None: chosen by size and
+            links.
         group: The ranks that take part.
         async_op: Return at once, with a :class:`Work`.
     """
     dtype = _check(t, "all_reduce")
     if via not in engine_codes.VIAS:
         raise UnsupportedError(
-            f"all_reduce: unknown via {via!r}; there are {', '.join(v for v in engine_codes.VIAS if v)}"
+            f"all_reduce: unknown via {via!r}; use one of {', '.join(v for v in engine_codes.VIAS if v)}"
         )
     asked = (engine_codes.ALL_REDUCE, dtype, t.numel(), _op(op, "all_reduce"), engine_codes.VIAS[via], 0)
     return _dispatch(resolve(group), asked, t, t, async_op, "all_reduce")
@@ -155,7 +169,7 @@ def all_reduce(
 def reduce(
     t: torch.Tensor, dst: int, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
-    """Combines ``t`` of all ranks into ``t`` of rank ``dst``; the others' stay as they are."""
+    """Reduces ``t`` over all ranks into ``t`` of rank ``dst``; on the other ranks ``t`` stays unchanged."""
     g = resolve(group)
     root = g.group_rank(dst, "reduce")
     asked = (engine_codes.REDUCE, _check(t, "reduce"), t.numel(), _op(op, "reduce"), 0, root)
@@ -170,7 +184,7 @@ def broadcast(t: torch.Tensor, src: int, group: AnyGroup = None, async_op: bool 
 
 
 def barrier(group: AnyGroup = None, async_op: bool = False) -> Work | None:
-    """Returns when every rank has called it."""
+    """Waits until every rank has called it."""
     return _dispatch(resolve(group), (engine_codes.BARRIER, 5, 0, 0, 0, 0), None, None, async_op, "barrier")
 
 
@@ -195,7 +209,7 @@ def all_gather(
 def reduce_scatter(
     out: torch.Tensor, t: torch.Tensor, op: Any = "sum", group: AnyGroup = None, async_op: bool = False
 ) -> Work | None:
-    """Combines ``t`` of all ranks; rank i gets the i-th of ``size`` equal parts in ``out``.
+    """Reduces ``t`` over all ranks; rank i gets the i-th of ``size`` equal parts in ``out``.
 
     Args:
         out: One part.
@@ -225,7 +239,7 @@ def gather(
     dtype = _check(t, "gather")
     if g.rank == root:
         if out is None:
-            raise MisuseError(f"gather: rank {dst} is dst and needs out")
+            raise MisuseError(f"gather: out is None on rank {dst}, which is dst; pass a tensor there")
         _check(out, "gather")
         _same(out, t, g.size, "gather")
     asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
@@ -245,7 +259,7 @@ def scatter(
     dtype = _check(t, "scatter")
     if g.rank == root:
         if inp is None:
-            raise MisuseError(f"scatter: rank {src} is src and needs inp")
+            raise MisuseError(f"scatter: inp is None on rank {src}, which is src; pass a tensor there")
         _check(inp, "scatter")
         _same(inp, t, g.size, "scatter")
     asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
@@ -275,11 +289,14 @@ def all_to_all(
     _check(out, "all_to_all")
     _alike(inp, out, "all_to_all")
     if (out_splits is None) != (in_splits is None):
-        raise MisuseError("all_to_all: give both out_splits and in_splits, or neither")
+        raise MisuseError("all_to_all: only one of out_splits and in_splits is given; pass both or neither")
     if out_splits is None or in_splits is None:
         _same(out, inp, 1, "all_to_all")
         if inp.numel() % g.size:
-            raise MisuseError(f"all_to_all: {inp.numel()} elements do not divide among {g.size} ranks")
+            raise MisuseError(
+                f"all_to_all: {inp.numel()} elements cannot be divided equally among {g.size} ranks; pass "
+                "out_splits and in_splits"
+            )
         asked = (engine_codes.ALL_TO_ALL, dtype, inp.numel() // g.size, 0, 0, 0)
         return _dispatch(g, asked, inp, out, async_op, "all_to_all")
     lengths = (
@@ -287,17 +304,23 @@ def all_to_all(
         _elements(out, out_splits, g.size, "out_splits"),
     )
     if lengths[0][g.rank] != lengths[1][g.rank]:
-        raise MisuseError(f"all_to_all: rank {g.rank} sends itself another length than it receives")
+        raise MisuseError(
+            f"all_to_all: on rank {g.ranks[g.rank]} in_splits[{g.rank}] and out_splits[{g.rank}], the part "
+            "that the rank sends to itself, differ; make them equal"
+        )
     return _dispatch(
         g, (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0), inp, out, async_op, "all_to_all", lengths
     )
 
 
 def _elements(t: torch.Tensor, splits: Sequence[int], size: int, what: str) -> list[int]:
-    """Splits along the first dimension, in elements."""
+    """Checks splits along the first dimension, and converts them to elements."""
     rows = t.shape[0] if t.dim() else 1
     if len(splits) != size or min(splits) < 0 or sum(splits) != rows:
-        raise MisuseError(f"all_to_all: {what}={list(splits)} must be {size} lengths that add up to {rows}")
+        raise MisuseError(
+            f"all_to_all: {what}={list(splits)} must be {size} lengths, one for each rank, that add up to "
+            f"{rows}"
+        )
     row = t.numel() // rows if rows else 0
     return [int(n) * row for n in splits]
 
@@ -307,7 +330,8 @@ def send(
 ) -> Work | None:
     """Sends ``t`` to rank ``dst``. Messages with the same tag arrive in order.
 
-    Up to 1 MiB it returns when the message is on its way; above, when the receiver takes it.
+    A message of up to 1 MiB may return before it is received; a larger one returns when the receiver takes
+    it.
     """
     return _message(True, t, dst, tag, group, async_op)
 
@@ -326,7 +350,7 @@ def _message(
     g = resolve(group)
     dtype = _check(t, what)
     if not 0 <= tag < 1 << 31:
-        raise MisuseError(f"{what}: tag {tag} is not in [0, 2**31)")
+        raise MisuseError(f"{what}: tag {tag} is invalid; it must be from 0 to 2**31 - 1")
     place = g.group_rank(peer, what)
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)
@@ -340,12 +364,13 @@ def _message(
     return None if core is None else Work(core, (t,), what)
 
 
-def exchange(parcels: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
-    """Messages on a GPU that travel together, of all ranks of a group at once.
+def batch_send_recv(messages: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:
+    """Sends and receives several messages at once, with tensors on one GPU. All ranks of the group call it.
 
     Args:
-        parcels: Whether this rank sends it, the other's place, and the tensor.
-        group: The ranks, each of which calls this.
+        messages: Whether this rank sends the message, the other's group rank, and the tensor.
+        group: The ranks.
     """
-    coded = [(sends, place, t, _check(t, "exchange")) for sends, place, t in parcels]
-    return Work(routes.exchange(group, coded), tuple(t for _, _, t in parcels), "exchange")
+    coded = [(sends, place, t, _check(t, "batch_send_recv")) for sends, place, t in messages]
+    call = routes.batch_send_recv(group, coded)
+    return Work(call, tuple(t for _, _, t in messages), "batch_send_recv")

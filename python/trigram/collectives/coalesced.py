@@ -1,4 +1,4 @@
-"""Tensors side by side in one flat stretch of registered memory."""
+"""Coalesced tensors: many tensors, one after the other in one 1-D tensor of registered memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
 
 _ALIGN = 64
-"""Bytes: tensors start on cache lines of their own."""
+"""Bytes: each tensor starts at a new cache line."""
 
 
 def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -24,7 +24,7 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
-    """Where each tensor starts in a flat one, in elements, and the length of the whole."""
+    """The offset of each tensor in the coalesced one, in elements, and the length of the coalesced one."""
     at, total = [], 0
     for t in tensors:
         step = max(_ALIGN // (dtype or t.dtype).itemsize, 1)
@@ -33,21 +33,27 @@ def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -
     return at, total
 
 
-def view_like(flat: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A view of part of ``flat`` with the shape, and where possible the strides, of ``like``."""
-    part = flat[offset : offset + like.numel()]
+def view_like(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
+    """A view of part of ``memory`` with the shape and, for channels-last, the strides of ``like``."""
+    part = memory[offset : offset + like.numel()]
     if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
         return part.as_strided(like.shape, like.stride(), part.storage_offset())
     return part.view(like.shape)
 
 
 class Coalesced:
-    """Tensors with a place each in registered memory.
+    """Tensors with a copy in one 1-D tensor of registered memory.
 
     Args:
-        tensors: Of one dtype, or any with ``dtype``.
-        dtype: That of the memory; None: the tensors'.
-        length: Of the memory, if not just what the tensors take; called with that. Zeros follow.
+        tensors: Tensors on one device, of one dtype unless ``dtype`` is given.
+        dtype: The dtype of the memory; None: that of the tensors.
+        length: From the length that the tensors need, in elements, to that of the memory; the rest is zero.
+            None: no more than needed.
+
+    Attributes:
+        memory: The 1-D tensor.
+        views: Views of ``memory``, with the shapes of the tensors.
+        total: The length that the tensors need, in elements.
     """
 
     def __init__(
@@ -65,15 +71,15 @@ class Coalesced:
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
 
     def pack(self) -> None:
-        """Copies the tensors here."""
+        """Copies the tensors to the memory."""
         torch._foreach_copy_(self.views, self.tensors)
 
     def unpack(self) -> None:
-        """Copies the values here to the tensors."""
+        """Copies the memory to the tensors."""
         torch._foreach_copy_(self.tensors, self.views)
 
     def broadcast(self, src: int, group: Group) -> None:
-        """Gives all ranks the tensors of the rank at place ``src``."""
+        """Broadcasts the tensors of group rank ``src``."""
         if group.rank == src:
             self.pack()
         calls.broadcast(self.memory, group.ranks[src], group)
@@ -83,7 +89,7 @@ class Coalesced:
 
 @torch.no_grad()
 def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_bytes: int = 64 << 20) -> None:
-    """Gives all ranks the tensors of the rank at place ``src``, in few messages."""
+    """Broadcasts the tensors of group rank ``src``, coalesced in messages of up to ``chunk_bytes``."""
     for same in alike(t.detach() for t in tensors):
         chunk: list[torch.Tensor] = []
         size = 0
@@ -99,5 +105,5 @@ def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_byt
 
 
 def of_buffers(model: nn.Module) -> list[Coalesced]:
-    """A model's buffers that have anything in them, in one for each dtype."""
+    """The non-empty buffers of a model, coalesced by dtype and device."""
     return [Coalesced(b) for b in alike(b for b in model.buffers() if b.numel())]

@@ -1,4 +1,4 @@
-"""Which ranks differ: small words that all ranks tell each other, and who stands apart."""
+"""Checks that ranks agree: gathers a few integers from all ranks, and finds the ranks that differ."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from trigram.runtime.group import Group
 
 
 def tell_all(words: Sequence[int], group: Group) -> list[list[int]]:
-    """Every rank's words (64-bit integers, as many on each rank), by place in the group."""
+    """Gathers 64-bit integers, the same number from each rank; indexed by group rank."""
     everyone = torch.empty(group.size, len(words), dtype=torch.int64)
     calls.all_gather(everyone, torch.tensor(words, dtype=torch.int64), group)
-    told: list[list[int]] = everyone.tolist()
-    return told
+    gathered: list[list[int]] = everyone.tolist()
+    return gathered
 
 
 def ranks_that(flag: bool, group: Group) -> list[int]:
-    """The world ranks that give True."""
-    told = tell_all([int(flag)], group)
-    return [rank for rank, (given,) in zip(group.ranks, told, strict=True) if given]
+    """The world ranks whose ``flag`` is True."""
+    gathered = tell_all([int(flag)], group)
+    return [rank for rank, (theirs,) in zip(group.ranks, gathered, strict=True) if theirs]
 
 
 def ranks_unlike_first(text: str, group: Group) -> list[int]:
-    """The world ranks whose text is not that of the group's first rank."""
-    told = tell_all(_words(hashlib.blake2b(text.encode(), digest_size=16).digest()), group)
-    return [rank for rank, mine in zip(group.ranks, told, strict=True) if mine != told[0]]
+    """The world ranks whose ``text`` differs from that of the group's first rank."""
+    digests = tell_all(_words(hashlib.blake2b(text.encode(), digest_size=16).digest()), group)
+    return [rank for rank, digest in zip(group.ranks, digests, strict=True) if digest != digests[0]]
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Ranks as messages list them."""
+    """Ranks as error messages list them: ``1, 2``."""
     return ", ".join(map(str, ranks))
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """128 bits of the tensors' bytes (BLAKE2b), as two 64-bit integers."""
+    """The BLAKE2b digest (128 bits) of the tensors' bytes, as two 64-bit integers."""
     digest = hashlib.blake2b(digest_size=16)
     for t in tensors:
         whole = t.detach().cpu().contiguous().flatten()
@@ -53,29 +53,29 @@ def _words(digest: bytes) -> list[int]:
 
 
 def same_everywhere(tensors: Iterable[torch.Tensor], group: Group) -> bool:
-    """Whether all ranks hold the same bits."""
-    told = tell_all(fingerprint(tensors), group)
-    return all(mine == told[0] for mine in told)
+    """Whether the tensors have the same bits on all ranks."""
+    prints = tell_all(fingerprint(tensors), group)
+    return all(theirs == prints[0] for theirs in prints)
 
 
 def check_replicas(tensors: Iterable[torch.Tensor], group: Group, step: int) -> None:
-    """Raises on all ranks of the group if one holds other bits than most.
+    """Raises on all ranks of the group if the weights of a rank differ from those of most ranks.
 
-    Averages give all ranks the same bits, but memory that fails, a parameter that one rank alone has changed
-    or an operator that is not deterministic do not. Such a rank spoils every later average, and no loss
-    curve shows it.
+    Averages give all ranks the same bits. Ranks differ if memory is faulty, if one rank changes a parameter,
+    or if an operator is not deterministic. A rank that differs corrupts every later average, which no loss
+    curve shows.
 
     Raises:
-        CorruptError: Its ``rank`` is the first that differs; the message names all.
+        CorruptError: Its ``rank`` is the first rank that differs; the message lists all.
     """
-    prints = [tuple(told) for told in tell_all(fingerprint(tensors), group)]
+    prints = [tuple(theirs) for theirs in tell_all(fingerprint(tensors), group)]
     (common, count), *_ = Counter(prints).most_common()
     if count == group.size:
         return
     other = [rank for rank, mine in zip(group.ranks, prints, strict=True) if mine != common]
-    most = f"differ from those of the {count} others" if count > 1 else "differ, each from each"
+    most = f"differ from those of the other {count} ranks" if count > 1 else "all differ from each other"
     raise CorruptError(
         f"check_replicas: before step {step} the weights of rank(s) {listed(other)} {most}; "
-        "look for a parameter that is changed on some ranks only, for memory errors, and load a checkpoint",
+        "check for a parameter that only some ranks change and for memory errors, then load a checkpoint",
         other[0],
     )

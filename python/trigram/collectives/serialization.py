@@ -1,7 +1,7 @@
-"""Nested containers of tensors and numbers as bytes, and back: states that travel between ranks.
+"""Serialization of states, nested containers of tensors and numbers, to send them to other ranks.
 
-Not pickle: what comes from the network is never executed. A description in JSON is followed by the
-tensors' bytes, and both are checked against the length received.
+The format is 8 bytes of length, a description in JSON, and the tensors' bytes; :func:`unpack` checks all
+lengths. It is not pickle, because unpickling data from the network could execute code.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _DTYPES = {
 
 
 def pack(value: Any, what: str) -> torch.Tensor:
-    """A copy of ``value`` as a tensor of bytes.
+    """Serializes ``value``, as a 1-D tensor of uint8.
 
     Args:
         value: None, bools, numbers, strings, tensors, and lists, tuples and dicts of them.
-        what: Names it in errors.
+        what: The call, for error messages.
 
     Raises:
-        UnsupportedError: There is something else in it.
+        UnsupportedError: ``value`` contains an object of another type.
     """
     tensors: list[torch.Tensor] = []
     text = json.dumps(_describe(value, tensors, what)).encode()
@@ -57,26 +57,30 @@ def pack(value: Any, what: str) -> torch.Tensor:
 
 
 def unpack(data: torch.Tensor, rank: int) -> Any:
-    """What :func:`pack` was given.
+    """The inverse of :func:`pack`.
 
     Args:
-        data: Its bytes.
-        rank: Whose they are, for errors.
+        data: The bytes, uint8.
+        rank: The rank that sent them, for the error.
 
     Raises:
-        CorruptError: They are not what ``pack`` makes.
+        CorruptError: The bytes are invalid.
     """
     try:
         length = int.from_bytes(bytes(data[:_HEADER].tolist()), "little")
         if not 0 <= length <= data.numel() - _HEADER:
-            raise ValueError(f"a description of {length} bytes in {data.numel()}")
+            raise ValueError(
+                f"it claims a description of {length} bytes, but has {data.numel()} bytes in total"
+            )
         described = json.loads(data[_HEADER : _HEADER + length].numpy().tobytes())
         value, end = _restore(described, data, _HEADER + length)
         if end != data.numel():
-            raise ValueError(f"{data.numel() - end} bytes too many")
+            raise ValueError(f"{data.numel() - end} bytes remain after the last tensor")
         return value
     except (ValueError, KeyError, TypeError, IndexError, RecursionError, RuntimeError) as e:
-        raise CorruptError(f"corrupt data from rank {rank}: a state that cannot be read: {e}", rank) from e
+        raise CorruptError(
+            f"corrupt data from rank {rank}: cannot decode the state that it sent: {e}", rank
+        ) from e
 
 
 def _describe(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
@@ -87,31 +91,34 @@ def _describe(value: Any, tensors: list[torch.Tensor], what: str) -> Any:
     if isinstance(value, torch.Tensor):
         name = str(value.dtype).removeprefix("torch.")
         if name not in _DTYPES or value.layout != torch.strided:
-            raise UnsupportedError(f"{what}: cannot send a tensor of {value.dtype}, {value.layout}")
+            raise UnsupportedError(
+                f"{what}: cannot send a tensor of dtype {value.dtype} and layout {value.layout}; states hold "
+                f"dense tensors of {', '.join(_DTYPES)}"
+            )
         tensors.append(value)
         return {"tensor": name, "shape": list(value.shape)}
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         return {kind: [_describe(v, tensors, what) for v in value]}
     if isinstance(value, dict):
-        pairs = [[_describe(k, tensors, what), _describe(v, tensors, what)] for k, v in value.items()]
-        return {"dict": pairs}
+        items = [[_describe(k, tensors, what), _describe(v, tensors, what)] for k, v in value.items()]
+        return {"dict": items}
     raise UnsupportedError(
-        f"{what}: cannot send a {type(value).__name__}; states are made of tensors, numbers, strings, lists "
-        "and dicts"
+        f"{what}: cannot send an object of type {type(value).__name__}; states hold None, bools, numbers, "
+        "strings, tensors, and lists, tuples and dicts of them"
     )
 
 
 def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
     if not isinstance(described, dict):
         if isinstance(described, list):
-            raise ValueError("a list without a name")
+            raise ValueError("a container without a type")
         return described, at
     if "tensor" in described:
         dtype, shape = _DTYPES[described["tensor"]], [int(n) for n in described["shape"]]
         size = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or at + size > data.numel():
-            raise ValueError(f"a tensor of {shape} in {data.numel() - at} bytes")
+            raise ValueError(f"a tensor of shape {shape} in the remaining {data.numel() - at} bytes")
         t = torch.empty(shape, dtype=dtype)
         if size:
             t.view(-1).view(torch.uint8).copy_(data[at : at + size])

@@ -1,4 +1,4 @@
-"""An asynchronous collective under way."""
+"""The handle of an asynchronous collective."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from trigram.errors import TimeoutError
 from trigram.gpu import device
 from trigram.runtime import world
 
-# Works whose tensors must live until the engine is done with them, even when the caller has let go.
+# These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
 _in_flight: set[Work] = set()
 
 
 class Work:
-    """An asynchronous collective under way."""
+    """The handle of an asynchronous collective, from a call with ``async_op=True``."""
 
     __slots__ = ("__weakref__", "_core", "_tensors", "_what")
 
@@ -32,29 +32,34 @@ class Work:
         _in_flight.add(self)
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the collective has finished or failed."""
         return self._core.is_completed()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end.
+        """Waits until the collective has finished.
 
         Args:
-            timeout: Seconds; None waits as long as the peers are alive.
+            timeout: Seconds; None: no limit while the peers are alive, unless ``init`` set ``op_timeout``.
+
+        Returns:
+            True.
 
         Raises:
-            TimeoutError: The timeout came first; the collective goes on.
+            TimeoutError: The timeout expired; the collective continues, and ``wait`` may be called again.
             TrigramError: The collective failed.
         """
         try:
             if not self._core.wait(timeout):
-                raise TimeoutError(f"{self._what}: not done after {timeout} s; it goes on, wait again")
+                raise TimeoutError(
+                    f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
+                )
         finally:
             if self._core.is_completed():
                 _in_flight.discard(self)
         return True
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors."""
+        """A future of the list of output tensors; a thread waits for the collective."""
         devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
@@ -71,7 +76,7 @@ class Work:
 
 
 def _collect() -> None:
-    """Lets go of works that have ended, and so of what they hold on GPUs."""
+    """Drops works that have finished, and with them their resources on GPUs."""
     for work in [w for w in list(_in_flight) if w.is_completed()]:
         _in_flight.discard(work)
 

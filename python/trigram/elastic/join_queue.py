@@ -202,7 +202,7 @@ class JoinQueue:
             knock = _read(self.store.get(f"elastic/knock/{i}"))
             if knock is None or knock["rank"] in self.says["ranks"]:
                 continue  # a member's number: its end is not known yet, or somebody else took it
-            if not _core.is_card(bytes.fromhex(knock["card"]), knock["rank"]):
+            if not _core.is_endpoint_record(bytes.fromhex(knock["card"]), knock["rank"]):
                 # Members shall not even come together for it.
                 why = "TRIGRAM_SECRET, TRIGRAM_TLS or the version of trigram is not the job's"
                 self.answer(i, {"refused": why})

@@ -180,7 +180,7 @@ def _once(
     if own != theirs and "shm" in (own, theirs):
         raise ConfigError(f"elastic: TRIGRAM_TRANSPORT={own} here, and {theirs} in the job")
     rendezvous = _core.Rendezvous(now.rank, max(int(live["slots"]), now.rank + 1), *mine.settings)
-    knock = JoinRequest(store, now.rank, rendezvous.card())
+    knock = JoinRequest(store, now.rank, rendezvous.endpoint_record())
     while (answer := knock.answer()) is None:
         live = watch.look()
         if live is None:
@@ -193,7 +193,7 @@ def _once(
     if "refused" in answer:
         raise RefusedError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
     cards = [bytes.fromhex(c) for c in answer["cards"]]
-    met = rendezvous.meet(cards)
+    met = rendezvous.handshake(cards)
     store.put(f"elastic/met/{knock.id}", "yes" if met else "no")
     verdicts = store.wait(f"elastic/verdicts/{knock.id}", _STEP)
     if verdicts is None:

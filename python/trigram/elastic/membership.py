@@ -247,7 +247,7 @@ def _meet(roll: Group, now: World, mine: Membership, decision: dict[str, Any], t
     entering = {k["rank"]: k for k in decision["knocks"]}
     slots = max([mine.slots, *(r + 1 for r in entering)])
     rendezvous = _core.Rendezvous(now.rank, slots, *mine.settings)
-    card = rendezvous.card()
+    card = rendezvous.endpoint_record()
     cards = [b""] * slots
     for rank, told_card in zip(roll.ranks, all_gather_bytes(roll, card), strict=True):
         cards[rank] = told_card
@@ -266,7 +266,7 @@ def _meet(roll: Group, now: World, mine: Membership, decision: dict[str, Any], t
         for knock in entering.values():
             mine.queue.answer(knock["id"], answer)
     met = torch.zeros(slots, dtype=torch.int32)
-    met[now.rank] = rendezvous.meet(cards)
+    met[now.rank] = rendezvous.handshake(cards)
     if keeps and mine.queue:
         for rank, knock in entering.items():
             said = mine.queue.store.wait(f"elastic/met/{knock['id']}", _ANSWER)

@@ -1,4 +1,4 @@
-"""What a GPU has to offer: streams, events, pinned memory. And what a call on it looks like."""
+"""A device's streams, events and pinned memory, and the protocols of calls and routes on it."""
 
 from __future__ import annotations
 
@@ -16,27 +16,31 @@ from trigram.runtime.memory import empty
 from trigram.runtime.world import current
 
 PRIORITY = -1
-"""Of streams: communication goes before the computation that it runs beside."""
+"""The priority of communication streams: above that of the computation that runs at the same time."""
 
-Parcel = tuple[bool, int, torch.Tensor, int]
-"""Whether it is sent, the peer's place, the tensor, its dtype's code."""
+Message = tuple[bool, int, torch.Tensor, int]
+"""Whether this rank sends it, the peer's group rank, the tensor, the code of its dtype."""
 
 
 class Call(Protocol):
-    """Something under route, as a :class:`trigram.Work` holds it."""
+    """An operation in flight, as :class:`trigram.Work` holds it."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has finished or failed."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits for the end; false if the timeout came first."""
+        """Waits until it has finished; False: ``timeout`` seconds have passed before.
+
+        Raises:
+            TrigramError: It has failed.
+        """
 
     def order(self) -> None:
-        """What the current stream is given from now on comes after it."""
+        """Makes later work on the current stream wait for it."""
 
 
 class Device(Protocol):
-    """What a kind of device has to offer."""
+    """A device, as the routes use it."""
 
     index: int
 
@@ -44,22 +48,35 @@ class Device(Protocol):
         """The current stream's handle."""
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured in a graph."""
+        """Whether the current stream is being captured into a CUDA graph."""
 
     def keep(self, t: torch.Tensor, stream: int) -> None:
-        """Tells the allocator that another stream uses a tensor."""
+        """Tells the allocator that the stream with this handle uses a tensor."""
 
     def pinned(self, nbytes: int) -> torch.Tensor:
-        """Registered host memory that the device copies to and from without help."""
+        """Registered host memory (uint8) that is pinned, so that the device copies to and from it
+        directly."""
 
     def fetch(self, host: torch.Tensor, t: torch.Tensor) -> Callable[[], None]:
-        """Begins a copy to the host, after the current stream; what comes back waits for its end."""
+        """Starts copying ``t`` to the host, after the work on the current stream.
+
+        Returns:
+            A function that blocks until the copy has finished.
+        """
 
     def mark(self) -> Callable[[], bool]:
-        """A point in the current stream; what comes back says whether it has been reached."""
+        """Records an event on the current stream.
+
+        Returns:
+            A function that tells whether the stream has reached the event.
+        """
 
     def here(self) -> Callable[[], None]:
-        """A point in the current stream; what comes back lets the stream that is current then wait for it."""
+        """Records an event on the current stream.
+
+        Returns:
+            A function that makes the stream which is current when it is called wait for the event.
+        """
 
 
 class Cuda:
@@ -88,12 +105,14 @@ class Cuda:
         runtime: Any = torch.cuda.cudart()
         with torch.cuda.device(self.device):
             code = int(runtime.cudaHostRegister(host.data_ptr(), nbytes, 0))
-        if code != 0:  # Copies work all the same, through a buffer of the driver's.
+        if code != 0:  # Copies still work, through a buffer of the driver.
             logs.warning(
-                f"rank {current().rank}: {nbytes} bytes of host memory for GPU copies could not be pinned (CUDA "
-                f"error {code}); copies go on, slower"
+                f"rank {current().rank}: could not pin {nbytes} bytes of host memory for GPU copies (CUDA "
+                f"error {code}); copies still work, but are slower"
             )
-            with contextlib.suppress(RuntimeError):  # or the next to ask would be told of this error
+            with contextlib.suppress(
+                RuntimeError
+            ):  # clears the error, which the next CUDA call would report otherwise
                 torch.zeros(1, device=self.device)
         else:
             at = host.data_ptr()
@@ -124,29 +143,29 @@ class Cuda:
 
 
 kinds: dict[str, Callable[[torch.device], Device]] = {"cuda": Cuda}
-"""Devices by the type that torch gives them."""
+"""Device classes, by ``torch.device.type``."""
 _devices: dict[torch.device, Device] = {}
 
 
 def capturing() -> bool:
-    """Whether a graph is being captured, so that nothing may be asked of events."""
+    """Whether a CUDA graph is being captured: no event may be queried meanwhile."""
     return any(device.capturing() for device in _devices.values())
 
 
 def handles(t: torch.Tensor) -> bool:
-    """Whether a tensor is on a GPU, so that its calls take a route of this room."""
+    """Whether a tensor is on a device of ``kinds``, so that its collectives use :mod:`trigram.gpu.routes`."""
     return t.device.type in kinds
 
 
 def find(device: torch.device) -> Device:
-    """The device of a tensor."""
+    """The :class:`Device` of a torch device, created at the first use."""
     if device not in _devices:
         _devices[device] = kinds[device.type](device)
     return _devices[device]
 
 
 class StartCall(Protocol):
-    """Begins a collective on GPU tensors of a group; see ``routes.start``."""
+    """Starts a collective on GPU tensors of a group; :func:`trigram.gpu.routes.start` is one."""
 
     def __call__(
         self,
@@ -156,15 +175,15 @@ class StartCall(Protocol):
         target: torch.Tensor | None,
         splits: Splits,
     ) -> Call:
-        """From what was asked, and what is read and written."""
+        """Starts the call ``asked``, which reads ``source`` and writes ``target``."""
 
 
 class Route(Protocol):
-    """How a group's GPU tensors travel.
+    """How the data of a group's GPU tensors reach the other ranks.
 
     Attributes:
-        broken: A call has failed: the group agrees on a route anew.
-        two_levels: AllReduce sums inside of hosts first.
+        broken: A call has failed; before the next call the ranks create a new route.
+        two_levels: AllReduce first sums inside each host.
     """
 
     broken: bool
@@ -178,10 +197,10 @@ class Route(Protocol):
         splits: Splits,
         timeout: float | None,
     ) -> Call:
-        """Begins a collective."""
+        """Starts the collective ``asked``, which reads ``source`` and writes ``target``."""
 
-    def exchange(self, parcels: Sequence[Parcel]) -> Call:
-        """Begins messages that travel together."""
+    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+        """Starts sending and receiving several messages at once."""
 
     def abort(self, why: str) -> None:
-        """What is under route ends, well or not; the next call begins anew, on all ranks."""
+        """Aborts the calls in flight; before the next call all ranks create a new route."""

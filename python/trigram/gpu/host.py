@@ -1,11 +1,12 @@
-"""GPU tensors through host memory and the engine, with what is inside of a host done there.
+"""The route of GPU tensors through host memory and the engine.
 
-A collective is copied to pinned memory in chunks, each chunk leaves as soon as it is there, and
-comes back as soon as it has arrived. With ``inside``, AllReduce first sums among the GPUs of a host
-(NCCL), and only shards travel between hosts (:mod:`trigram.gpu.two_level`).
+AllReduce copies its tensor to pinned bounce buffers in chunks: the engine sends a chunk as soon as it is
+copied, and the result is copied back as soon as it has arrived. With ``inside``, AllReduce first sums among
+the GPUs of each host (NCCL), and only shards are sent between hosts (:mod:`trigram.gpu.two_level`).
 
-Calls begin when copies are done, in a group of their own. That all ranks make the same ones is for a
-*witness* to say, an empty call of the caller's group: where it fails, what is under route is given up.
+The engine's calls start when the copies are done, in a group that only this route uses. A consistency check,
+an empty call of the caller's group, compares what the ranks called; if it fails, the route aborts the calls
+in flight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from trigram import _core
 from trigram.errors import UnsupportedError
-from trigram.gpu.device import Call, Device, Parcel, StartCall
+from trigram.gpu.device import Call, Device, Message, StartCall
 from trigram.gpu.two_level import TwoLevelGroups
 from trigram.runtime import engine_codes
 from trigram.runtime.engine_codes import Asked, Splits
@@ -30,25 +31,26 @@ from trigram.runtime.group import Group
 from trigram.runtime.world import current
 
 CHUNK = 4 << 20
-"""Bytes copied at a time: long enough for full speed, short enough to overlap with what is sent."""
-_LEAST = 1 << 16
+"""Bytes per chunk: large enough for full speed, small enough that copying overlaps with sending."""
+_SMALLEST_BUFFER = 1 << 16
+"""Bytes."""
 
 _SUM, _AVG = engine_codes.OPS["sum"], engine_codes.OPS["avg"]
 
 
 class HostRoute:
-    """How a group's tensors travel through the host.
+    """The route through host memory.
 
     Args:
-        asked: The group whose calls these are.
-        group: The same ranks; nobody else calls it.
-        device: This rank's.
-        inside: Begins a collective inside a host: AllReduce sums there first, if any host has several
-            ranks. None: it does not.
+        asked: The group of the caller; consistency checks use it.
+        group: A group of the same ranks that only this route uses.
+        device: This rank's device.
+        inside: Starts a collective among the GPUs of one host. AllReduce then sums inside each host first, if
+            a host has several ranks. None: all ranks send the whole tensor.
     """
 
     def __init__(self, asked: Group, group: Group, device: Device, inside: StartCall | None) -> None:
-        self.asked = asked.core  # not the group itself, which holds what is made here
+        self.asked = asked.core  # not the group, which refers to this route: that would be a cycle
         self.group, self.device = group, device
         self.broken = False
         self.starter = _Starter()
@@ -56,7 +58,7 @@ class HostRoute:
         self.lock = threading.Lock()
         self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
         self.two_levels = inside is not None
-        self.levels = TwoLevelGroups(group, inside) if inside and TwoLevelGroups.help(group) else None
+        self.levels = TwoLevelGroups(group, inside) if inside and TwoLevelGroups.applies_to(group) else None
 
     def start(
         self,
@@ -66,7 +68,7 @@ class HostRoute:
         splits: Splits,
         timeout: float | None,
     ) -> Call:
-        """Begins a collective, after what the current stream was given."""
+        """See :class:`trigram.gpu.device.Route`; it reads ``source`` after the work on the current stream."""
         self._check()
         same = target is source
         source = None if source is None else source.detach()
@@ -74,9 +76,9 @@ class HostRoute:
         if asked[0] == engine_codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
-        transfer = _Transfer(self, self.asked.witness(asked, timeout))
+        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
         host = None if source is None else transfer.fetch(source.view(-1))
-        wanted = host if target is source else None if target is None else transfer.room(target.view(-1))
+        wanted = host if target is source else None if target is None else transfer.buffer(target.view(-1))
         memory = _address(host) + _address(wanted)
         core = self.group.core
         transfer.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
@@ -85,19 +87,20 @@ class HostRoute:
     def _check(self) -> None:
         if self.device.capturing():
             raise UnsupportedError(
-                "a graph is being captured: what goes through the host cannot be part of it"
+                "a CUDA graph is being captured, and collectives through host memory cannot be part of it; "
+                "move the call out of the capture, or set TRIGRAM_GPU_TRANSPORT=nccl"
             )
 
-    def exchange(self, parcels: Sequence[Parcel]) -> Call:
-        """Begins messages that travel together."""
+    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+        """See :class:`trigram.gpu.device.Route`."""
         self._check()
         transfer = _Transfer(self)
-        for sends, peer, t, code in parcels:
+        for sends, peer, t, code in messages:
             self._message(transfer, self.group, sends, peer, 0, t, code)
         return transfer.go()
 
     def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
-        """Begins one message in any group, which finds its receiver by the tag."""
+        """Starts sending or receiving one message with a tag, in any group."""
         self._check()
         transfer = _Transfer(self)
         self._message(transfer, group, sends, peer, tag, t, code)
@@ -107,7 +110,7 @@ class HostRoute:
         self, transfer: _Transfer, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
     ) -> None:
         t = t.detach()
-        host = transfer.fetch(t.view(-1)) if sends else transfer.room(t.view(-1))
+        host = transfer.fetch(t.view(-1)) if sends else transfer.buffer(t.view(-1))
         core, timeout = group.core, group.timeout
 
         def send() -> _core.Work:
@@ -119,7 +122,7 @@ class HostRoute:
 
     def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
         what, code, count, op, via, root = asked
-        transfer = _Transfer(self, self.asked.witness(asked, timeout))
+        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
         group = self.group
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
             shards = self.levels.shards(count)
@@ -138,24 +141,25 @@ class HostRoute:
         return transfer.go()
 
     def _spread(self, t: torch.Tensor, shards: list[int], op: int) -> None:
-        """The shards are there: all ranks of the host get them."""
+        """Gives all ranks of the host the shards, when they have arrived; divides by the group size for
+        avg."""
         assert self.levels is not None
         self.levels.spread(t, shards)
         if op == _AVG:
             t.div_(self.group.size)
 
     def abort(self, why: str) -> None:
-        """What is under route fails, here and where it waits for this rank; the next call begins anew."""
+        """Aborts the calls in flight, here and on the ranks that wait for this one."""
         self.broken = True
         self.group.core.abort(self.group.core.next(), why)
         if self.levels is not None:
             self.levels.abort(why)
 
-    # Pinned memory.
+    # Bounce buffers.
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Pinned memory of at least so many bytes."""
-        size = max(_LEAST, 1 << max(nbytes - 1, 0).bit_length())
+        """A pinned buffer (uint8) of at least ``nbytes`` bytes."""
+        size = max(_SMALLEST_BUFFER, 1 << max(nbytes - 1, 0).bit_length())
         with self.lock:
             free = self.free.setdefault(size, [])
             for k, (is_free, memory) in enumerate(free):
@@ -165,7 +169,8 @@ class HostRoute:
         return self.device.pinned(size)
 
     def give(self, memory: Sequence[torch.Tensor]) -> None:
-        """Gives it back, to be used when what the current stream was given has been done."""
+        """Returns buffers to the pool; they are free when the current stream has finished its present
+        work."""
         is_free = self.device.mark()
         with self.lock:
             for m in memory:
@@ -173,7 +178,8 @@ class HostRoute:
 
 
 class _Starter:
-    """Begins what waits for a copy, in order, in a thread of its own: callers go on meanwhile."""
+    """A thread that waits for copies and then starts the engine's calls, in order, so that callers need not
+    wait."""
 
     def __init__(self) -> None:
         self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -181,7 +187,7 @@ class _Starter:
         self.lock = threading.Lock()
 
     def put(self, begin: Callable[[], None]) -> None:
-        """Next."""
+        """Queues ``begin``; starts the thread if it does not run yet."""
         with self.lock:
             if self.thread is None:
                 self.thread = threading.Thread(target=self._serve, name="trigram-gpu-copies", daemon=True)
@@ -195,10 +201,10 @@ class _Starter:
 
 
 class _Transfer:
-    """Copies out, calls of the engine, copies back."""
+    """One operation in flight: copies to the host, calls of the engine, copies back."""
 
-    def __init__(self, route: HostRoute, witness: _core.Work | None = None) -> None:
-        self.route, self.witness = route, witness
+    def __init__(self, route: HostRoute, consistency_check: _core.Work | None = None) -> None:
+        self.route, self.consistency_check = route, consistency_check
         self.arrivals: list[Callable[[], None]] = []
         self.parts: list[tuple[list[Callable[[], None]], Callable[[], _core.Work]]] = []
         self.backs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
@@ -210,30 +216,31 @@ class _Transfer:
         self.landed = 0
         self.over = False
 
-    # What it is made of.
+    # Building it.
 
-    def room(self, t: torch.Tensor) -> torch.Tensor:
-        """Pinned memory like a tensor."""
+    def buffer(self, t: torch.Tensor) -> torch.Tensor:
+        """A pinned buffer with the size and dtype of a tensor."""
         memory = self.route.take(t.nbytes)
         self.memory.append(memory)
         return memory[: t.nbytes].view(t.dtype)
 
     def fetch(self, t: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor, under route."""
-        host = self.room(t)
+        """Starts copying a tensor to a buffer, and returns the buffer."""
+        host = self.buffer(t)
         self.arrivals.append(self.route.device.fetch(host, t))
         return host
 
     def begin(
         self, call: Callable[[], _core.Work], host: torch.Tensor | None, target: torch.Tensor | None
     ) -> None:
-        """A call that begins when the copies so far are there; ``host`` comes back to ``target``."""
+        """Adds a call that starts when the copies so far have finished; then ``host`` is copied to
+        ``target``."""
         self.parts.append((self.arrivals, call))
         self.backs.append((host, target))
         self.arrivals = []
 
     def go(self) -> _Transfer:
-        """All is said: it begins."""
+        """Hands the calls to the thread that starts them."""
         self.after = self.route.device.here()
         self.route.starter.put(self._start)
         return self
@@ -248,13 +255,15 @@ class _Transfer:
             self.error = e
         self.begun.set()
 
-    # What becomes of it.
+    # Waiting for it.
 
     def is_completed(self) -> bool:
         """See :class:`trigram.gpu.device.Call`."""
         if not self.begun.is_set():
             return False
-        return all(w.is_completed() for w in self.works) and (not self.witness or self.witness.is_completed())
+        if self.consistency_check is not None and not self.consistency_check.is_completed():
+            return False
+        return all(w.is_completed() for w in self.works)
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`trigram.gpu.device.Call`."""
@@ -266,7 +275,7 @@ class _Transfer:
                 raise self.error
             return True
         try:
-            if self.witness is not None and not self.witness.wait(_left(deadline)):
+            if self.consistency_check is not None and not self.consistency_check.wait(_left(deadline)):
                 return False
             while self.landed < len(self.works):
                 if not self.works[self.landed].wait(_left(deadline)):
@@ -274,7 +283,7 @@ class _Transfer:
                 host, target = self.backs[self.landed]
                 self.landed += 1
                 if host is not None and target is not None:
-                    self.after()  # whoever waits may be on another stream than whoever asked
+                    self.after()  # the current stream may differ from that of the caller of start
                     target.view(-1).copy_(host, non_blocking=True)
             if self.error is not None:
                 raise self.error
@@ -282,15 +291,15 @@ class _Transfer:
                 self.last()
         except Exception as e:
             self.error = e
-            if self.witness is not None:
+            if self.consistency_check is not None:
                 self.route.abort(f"rank {current().rank}: {e}")
-            self._let_go()
+            self._drain()
             raise
         self._end()
         return True
 
-    def _let_go(self) -> None:
-        """Nothing touches the memory any more when this is over."""
+    def _drain(self) -> None:
+        """Waits until nothing reads or writes the buffers any more."""
         ends: list[Callable[[], object]] = [end for arrivals, _ in self.parts for end in arrivals]
         ends += [work.wait for work in self.works]
         for end in ends:
@@ -303,7 +312,7 @@ class _Transfer:
         self.wait()
 
     def _end(self) -> None:
-        """The memory is free again once the copies back have been made."""
+        """Returns the buffers, which are free when the copies back have finished."""
         self.over = True
         self.route.give(self.memory)
 

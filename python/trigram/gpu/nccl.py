@@ -1,4 +1,4 @@
-"""The NCCL route: NCCL carries the data; the engine compares what ranks call and watches who is alive."""
+"""The NCCL route: NCCL transfers the data; the engine compares the ranks' calls and detects dead ranks."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 
 from trigram import _core
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.gpu.device import PRIORITY, Call, Device, Parcel
+from trigram.gpu.device import PRIORITY, Call, Device, Message
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
 
 
 class _OnStream:
-    """A call of NCCL's, and the device that it is on."""
+    """A call of NCCL in flight."""
 
     __slots__ = ("_call", "_captured", "_device", "_route")
 
     def __init__(self, call: _core.DeviceCall, device: Device, route: NcclRoute) -> None:
         self._call, self._device, self._route = call, device, route
-        # In a graph there is only an order: nothing has happened yet.
+        # Capturing a graph only records the call: there is nothing to wait for.
         self._captured = device.capturing()
 
     def is_completed(self) -> bool:
@@ -51,7 +51,7 @@ class _OnStream:
 
 
 class _Failed:
-    """A call that failed before it began, as its group had: the error is told where it is waited for."""
+    """A call that could not start, because its group had failed; waiting for it raises the error."""
 
     def __init__(self, error: TrigramError, route: NcclRoute) -> None:
         self._error, self._route = error, route
@@ -71,14 +71,14 @@ class _Failed:
 
 
 class NcclRoute:
-    """NCCL carries the data, between hosts too.
+    """The NCCL route, inside hosts and between them.
 
     Args:
-        group: The ranks.
-        alarm: The same ranks; nobody calls it any more.
-        device: This rank's.
-        nccl: The library.
-        id: What the communicator's ranks meet by.
+        group: The group.
+        alarm: A group of the same ranks without calls; the engine reports failures through it.
+        device: This rank's device.
+        nccl: The NCCL library.
+        id: The communicator's unique id, the same on all ranks.
     """
 
     two_levels = False
@@ -96,22 +96,24 @@ class NcclRoute:
         splits: Splits,
         timeout: float | None,
     ) -> Call:
-        """Begins a collective, after what the current stream was given."""
+        """See :class:`trigram.gpu.device.Route`; it reads ``source`` after the work on the current stream."""
         given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
         wanted = (0, 0) if target is None else (target.data_ptr(), target.nbytes)
-        witnessed = not self.device.capturing()
+        checked = not self.device.capturing()
         return self._begin(
-            lambda caller: self.core.start(asked, given + wanted, caller, witnessed, timeout, splits),
+            lambda caller: self.core.start(asked, given + wanted, caller, checked, timeout, splits),
             [t for t in (source, target) if t is not None],
         )
 
-    def exchange(self, parcels: Sequence[Parcel]) -> Call:
-        """Begins messages that travel together."""
-        flat = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in parcels]
-        return self._begin(lambda caller: self.core.exchange(flat, caller), [t for _, _, t, _ in parcels])
+    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+        """See :class:`trigram.gpu.device.Route`."""
+        records = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in messages]
+        return self._begin(
+            lambda caller: self.core.send_and_receive(records, caller), [t for _, _, t, _ in messages]
+        )
 
     def abort(self, why: str) -> None:
-        """What is under route ends, here; the next call begins anew."""
+        """See :class:`trigram.gpu.device.Route`; aborts on this rank."""
         self.broken = True
         self.core.abort(why)
 
@@ -119,7 +121,7 @@ class NcclRoute:
         try:
             call = make(self.device.stream())
         except (UnsupportedError, MisuseError):
-            raise  # nothing was begun
+            raise  # nothing has started
         except TrigramError as e:
             return _Failed(e, self)
         for t in tensors:
@@ -128,9 +130,9 @@ class NcclRoute:
 
 
 def library() -> _core.Nccl:
-    """NCCL: the copy that torch has loaded, or whatever is installed.
+    """The NCCL library: the copy that torch has loaded, or an installed one.
 
     Raises:
-        UnsupportedError: There is none; the message says where it was looked for.
+        UnsupportedError: There is none; the message lists where it was searched for.
     """
     return _core.Nccl([*site.getsitepackages(), site.getusersitepackages(), *sys.path])

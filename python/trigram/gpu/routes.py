@@ -1,16 +1,18 @@
 """Which route the GPU tensors of a group take.
 
-There are three, chosen once for a group, by all of its ranks together:
+There are three. The ranks of a group choose one together, at the first call:
 
-* ``nccl``: NCCL carries the data. The engine compares what ranks call and watches who is alive, so
-  errors are those of CPU tensors (``rust/engine/src/device``).
-* ``host``: through pinned host memory and the engine, for GPUs with no NCCL between them.
-* ``hierarchical``: as ``host``, but for AllReduce, which NCCL does inside each host, so that only a
-  share of the data leaves each GPU (``host.py``).
+* ``nccl``: NCCL transfers the data. The engine compares the ranks' calls and detects dead ranks, so that
+errors
+  are the same as on CPU tensors (``rust/engine/src/device``).
+* ``host``: through pinned host memory and the engine, for GPUs without NCCL.
+* ``hierarchical``: as ``host``, except for AllReduce: NCCL sums inside each host, and each GPU sends only a
+shard to
+  the other hosts (``host.py``).
 
-``TRIGRAM_GPU_TRANSPORT`` names one. ``auto``: NCCL inside one host, and between hosts that all have
-InfiniBand; else hierarchical, since on Ethernet balanced rates are worth more; ``host`` where a rank
-finds no NCCL.
+``TRIGRAM_GPU_TRANSPORT`` selects one. ``auto``, the default, selects ``nccl`` on one host, and between hosts
+that all have InfiniBand; otherwise ``hierarchical``, because on Ethernet the engine's shards by link rate
+gain more; and ``host`` if a rank finds no NCCL.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import torch
 
 from trigram import _core
 from trigram.errors import ConfigError, TrigramError, UnsupportedError
-from trigram.gpu.device import Call, Device, Parcel, Route, find
+from trigram.gpu.device import Call, Device, Message, Route, find
 from trigram.gpu.host import HostRoute
 from trigram.gpu.nccl import NcclRoute, library
 from trigram.runtime import world
@@ -37,14 +39,15 @@ from trigram.runtime.world import current
 _ROUTES = ("auto", "nccl", "hierarchical", "host")
 _WRONG = 255
 
-_mail: dict[torch.device, HostRoute] = {}
+_message_routes: dict[torch.device, HostRoute] = {}
 """By device, the route of messages with tags."""
 _agreed: weakref.WeakSet[Group] = weakref.WeakSet()
 """Groups that have agreed on a route."""
 
 
 def route(group: Group, device: torch.device) -> Route:
-    """How tensors of a device travel in a group: agreed on the first time, and after a failure."""
+    """The route of a group's tensors on a device; its ranks agree on it at the first call, and after a
+    failure."""
     found = cast(Route | None, group.routes.get(device))
     if found is None or found.broken:
         found = group.routes[device] = _agree(group, find(device))
@@ -53,12 +56,13 @@ def route(group: Group, device: torch.device) -> Route:
 
 
 def is_hierarchical(group: Group, device: torch.device) -> bool:
-    """Whether tensors of a device are combined inside of hosts first."""
+    """Whether AllReduce on a device first sums inside each host."""
     return bool(route(group, device).two_levels)
 
 
 def abort(group: Group, why: str) -> None:
-    """All ranks give up what is under route on GPUs in a group; all call it, after their calls were aborted."""
+    """Aborts a group's calls in flight on GPUs. All ranks call it, after their calls in the engine were
+    aborted."""
     for found in group.routes.values():
         cast(Route, found).abort(why)
 
@@ -66,33 +70,37 @@ def abort(group: Group, why: str) -> None:
 def start(
     group: Group, asked: Asked, source: torch.Tensor | None, target: torch.Tensor | None, splits: Splits
 ) -> Call:
-    """Begins a collective on tensors of one device."""
+    """Starts the collective ``asked`` on tensors of one device."""
     t = source if source is not None else target
     assert t is not None
     return route(group, t.device).start(asked, source, target, splits, group.timeout)
 
 
 def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
-    """Begins a message: through the host, where tags are known."""
-    if t.device not in _mail:
-        _mail[t.device] = HostRoute(group, group, find(t.device), None)
-    return _mail[t.device].message(group, sends, peer, tag, t, code)
+    """Starts sending or receiving a message, through the host: NCCL has no tags."""
+    if t.device not in _message_routes:
+        _message_routes[t.device] = HostRoute(group, group, find(t.device), None)
+    return _message_routes[t.device].message(group, sends, peer, tag, t, code)
 
 
-def exchange(group: Group, parcels: Sequence[Parcel]) -> Call:
-    """Begins messages that travel together, of tensors on one device, among those that they are between."""
-    return route(group, parcels[0][2].device).exchange(parcels)
+def batch_send_recv(group: Group, messages: Sequence[Message]) -> Call:
+    """Starts sending and receiving several messages at once, with tensors on one device."""
+    return route(group, messages[0][2].device).batch_send_recv(messages)
 
 
 def _agree(group: Group, device: Device) -> Route:
-    """Ranks tell each other what they have, and take one route.
+    """Gathers what each rank has, and creates the route that all can use.
 
     Raises:
-        UnsupportedError: A rank lacks what was asked for; the message names it, on all ranks.
-        ConfigError: Ranks ask for different routes, or for one that there is not.
+        UnsupportedError: NCCL is requested, and a rank has none; all ranks raise it, and it names the rank.
+        ConfigError: Ranks request different routes, or an unknown one.
     """
     asked = os.environ.get("TRIGRAM_GPU_TRANSPORT", "auto")
-    wrong = "" if asked in _ROUTES else f"TRIGRAM_GPU_TRANSPORT={asked}: there are {', '.join(_ROUTES)}"
+    wrong = (
+        ""
+        if asked in _ROUTES
+        else f"TRIGRAM_GPU_TRANSPORT={asked!r} is invalid; set it to one of {', '.join(_ROUTES)}"
+    )
     alarm = _derive(group, "on GPUs")
     nccl = None
     try:
@@ -108,7 +116,7 @@ def _agree(group: Group, device: Device) -> Route:
         if record[0] != records[0][0]:
             raise ConfigError(
                 f"TRIGRAM_GPU_TRANSPORT is {_ROUTES[records[0][0]]} on rank {group.ranks[0]} and "
-                f"{_ROUTES[record[0]]} on rank {group.ranks[place]}; set it alike everywhere"
+                f"{_ROUTES[record[0]]} on rank {group.ranks[place]}; set it to the same value on all ranks"
             )
     hosts = group.hosts()
     if asked in ("auto", "hierarchical"):
@@ -116,18 +124,18 @@ def _agree(group: Group, device: Device) -> Route:
         asked = "hierarchical" if not fast else "nccl" if all(r[1] for r in records) else "host"
     if asked == "nccl":
         assert nccl is not None
-        return NcclRoute(group, alarm, device, nccl, _meeting(group, alarm, nccl))
+        return NcclRoute(group, alarm, device, nccl, _unique_id(group, alarm, nccl))
     inside = start if asked == "hierarchical" else None
     return HostRoute(group, _derive(group, "through the host"), device, inside)
 
 
-def _meeting(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
-    """The id by which NCCL's ranks meet: the first rank's, told to all."""
+def _unique_id(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
+    """The unique id of a new NCCL communicator, which the first rank creates and all ranks receive."""
     mine = b"\0"
     if group.rank == 0:
         try:
             mine += nccl.unique_id()
-        except TrigramError as e:  # no network interface, say
+        except TrigramError as e:  # for example: no network interface
             mine = bytes([_WRONG]) + str(e).encode()
     first = all_gather_bytes(alarm, mine)[0]
     if first[0] == _WRONG:
@@ -136,9 +144,9 @@ def _meeting(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
 
 
 def _error(rank: int, text: bytes) -> TrigramError:
-    said = text.decode(errors="replace")
-    kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in said else UnsupportedError
-    return kind(f"rank {rank}: {said}")
+    message = text.decode(errors="replace")
+    kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in message else UnsupportedError
+    return kind(f"rank {rank}: {message}")
 
 
 def _derive(group: Group, name: str) -> Group:
@@ -146,8 +154,9 @@ def _derive(group: Group, name: str) -> Group:
 
 
 def _end() -> None:
-    """Communicators and pinned memory do not outlive the world; while it lasts, NCCL's end well."""
-    _mail.clear()
+    """Frees communicators and pinned memory while the engine still runs: NCCL can then finalise them
+    cleanly."""
+    _message_routes.clear()
     for group in list(_agreed):
         group.routes.clear()
 

@@ -1,8 +1,8 @@
-"""Groups in two levels: the GPUs of a host, and between hosts the ranks that own the same shard.
+"""Two levels of groups: the GPUs of each host, and across hosts the ranks that own the same shard.
 
-A tensor is first combined among the ranks of each host, of which each then owns a shard; shards travel
-between the ranks with the same place on their hosts; then each shard is given to all ranks of its host.
-With L ranks on a host each sends a shard of 1/L between hosts, all at the same time.
+A hierarchical AllReduce takes three phases: a reduce-scatter inside each host, after which each of its ranks
+owns a shard; an all-reduce of each shard across hosts; an all-gather inside each host. With L ranks on a host
+each sends 1/L of the tensor to other hosts, all at the same time.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from trigram.runtime.group import Group
 from trigram.runtime.world import current
 
 _LINE = 64
-"""Shards are whole multiples of so many values, but for the last."""
+"""Shards are multiples of this number of values, except the last."""
 
 
 class TwoLevelGroups:
-    """The two levels of a group, as one of its ranks sees them. All its ranks make it, in the same order.
+    """The two levels of a group, as one of its ranks sees them. All its ranks create it, in the same order.
 
     Args:
-        group: The ranks.
-        start: Begins a collective inside a host.
+        group: The group.
+        start: Starts a collective on GPU tensors inside a host.
 
     Attributes:
-        local: The ranks of this host.
-        across: The ranks that own the same shard on their hosts; None: this rank owns none.
-        count: Shards: as many as the smallest host has ranks.
-        hosts: Number of hosts.
+        local: The group of this host's ranks.
+        across: The group of the ranks that own the same shard; None: this rank owns none.
+        count: The number of shards: the number of ranks of the smallest host.
+        hosts: The number of hosts.
     """
 
     def __init__(self, group: Group, start: StartCall) -> None:
@@ -52,13 +52,14 @@ class TwoLevelGroups:
                 self.across = across
 
     @staticmethod
-    def help(group: Group) -> bool:
-        """Whether a group has two levels: several hosts, one of them with several ranks."""
+    def applies_to(group: Group) -> bool:
+        """Whether a group has several hosts, and one of them several ranks."""
         hosts = group.hosts()
         return len(hosts) > 1 and max(map(len, hosts)) > 1
 
     def shards(self, count: int, line: int = _LINE) -> list[int]:
-        """Lengths of the shards of ``count`` values by rank of this host, in whole ``line``; some own none."""
+        """The lengths of the shards of ``count`` values, by local rank: multiples of ``line``, except the
+        last; 0 for ranks that own none."""
         shard = -(-count // self.count)
         shard = -(-shard // line) * line
         starts = [min(k * shard, count) for k in range(self.count + 1)]
@@ -66,22 +67,23 @@ class TwoLevelGroups:
         return owned + [0] * (self.local.size - self.count)
 
     def owned(self, t: torch.Tensor, shards: list[int]) -> torch.Tensor:
-        """This rank's shard of a flat tensor."""
+        """This rank's shard of a 1-D tensor."""
         start = sum(shards[: self.local.rank])
         return t[start : start + shards[self.local.rank]]
 
     def combine(self, t: torch.Tensor, shards: list[int], op: int) -> None:
-        """Each rank's shard becomes the combination of what the ranks of this host have there."""
+        """Reduce-scatters ``t`` in place inside the host: each rank's shard becomes the sum (or other
+        ``op``)."""
         asked = (engine_codes.REDUCE_SCATTER, engine_codes.DTYPES[t.dtype], 0, op, 0, 0)
         self.start(self.local, asked, t, t, (shards, shards)).order()
 
     def spread(self, t: torch.Tensor, shards: list[int]) -> None:
-        """Each rank's shard is given to all ranks of this host."""
+        """All-gathers the shards of ``t`` in place inside the host."""
         asked = (engine_codes.ALL_GATHER, engine_codes.DTYPES[t.dtype], 0, 0, 0, 0)
         self.start(self.local, asked, t, t, (shards, shards)).order()
 
     def abort(self, why: str) -> None:
-        """What is under way here fails, on all ranks that it needs."""
+        """Aborts the calls in flight of both levels, on all their ranks."""
         for group in (self.local, self.across):
             if group is not None:
                 group.core.abort(group.core.next(), why)

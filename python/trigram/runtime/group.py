@@ -1,4 +1,4 @@
-"""A group: ranks that communicate with each other, as this process sees them."""
+"""A group of ranks that communicate with each other, as this process sees it."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from trigram import _core
 from trigram.errors import MisuseError
 
 _HELPER_POLL = 0.02
-"""Seconds between two checks of a helper whether the group still needs it."""
+"""Seconds between two checks by a helper whether the group still exists."""
 
 
 class Group:
     """Ranks that communicate with each other.
 
     Attributes:
-        ranks: World ranks, by place in the group.
-        rank: This rank's place, -1 if it is not in the group.
+        ranks: World ranks; the index of a rank in this list is its group rank.
+        rank: The group rank of this process, -1 if it is not a member.
         size: Number of ranks.
-        helpers: World ranks without data of their own that reduce for the group; they are not in ``ranks``.
-        name: What error messages call it.
+        helpers: World ranks that have no data, but reduce data of the group; they are not in ``ranks``.
+        name: The group's name in error messages.
+        timeout: Seconds that a collective may take; None: no limit.
     """
 
     __slots__ = (
@@ -53,7 +54,7 @@ class Group:
         self.derived = 0
         self.routes: dict[
             torch.device, object
-        ] = {}  # by device, how its tensors travel: trigram/gpu/routes.py
+        ] = {}  # by device, the route of its tensors: trigram/gpu/routes.py
         self.ranks = list(ranks)
         self.helpers = list(helpers)
         self.size = len(self.ranks)
@@ -66,29 +67,42 @@ class Group:
 
     @property
     def core(self) -> _core.Group:
-        """The engine's side; an error where this rank is not a member."""
+        """The engine's group.
+
+        Raises:
+            MisuseError: This rank is not a member.
+        """
         if self._core is None:
-            raise MisuseError(f"this rank is not in group {self.name} {self.ranks}")
+            raise MisuseError(
+                f"this rank is not in group {self.name} (world ranks {self.ranks}); only members can call "
+                "its collectives"
+            )
         return self._core
 
     def group_rank(self, rank: int, what: str) -> int:
-        """The place of a world rank, as torch's ``src`` and ``dst`` name ranks."""
+        """The group rank of a world rank; ``what`` names the call in the error.
+
+        Raises:
+            MisuseError: The rank is not a member.
+        """
         try:
             return self.ranks.index(rank)
         except ValueError:
-            raise MisuseError(f"{what}: rank {rank} is not in group {self.name} {self.ranks}") from None
+            raise MisuseError(
+                f"{what}: rank {rank} is not in group {self.name}; pass one of its world ranks, {self.ranks}"
+            ) from None
 
     def become(self, other: Group) -> None:
-        """Takes the place of another group: an elastic job has made itself anew."""
+        """Takes over the members of another group, because an elastic job has changed its membership."""
         self.name, self.ordinal, self.derived, self.routes = other.name, other.ordinal, 0, {}
         self.ranks, self.size, self.rank, self._core = other.ranks, other.size, other.rank, other._core
 
     def help(self) -> None:
-        """This rank, one of the ``helpers``, takes part in all calls of the group until a member leaves."""
+        """Takes part in all calls of the group as one of its ``helpers``; returns when a member has left."""
         self.core.help()
         while self.core.is_helping():
             time.sleep(_HELPER_POLL)
 
     def hosts(self) -> list[list[int]]:
-        """Places by host: those in one list share memory."""
+        """Group ranks by host: the ranks of each inner list share memory."""
         return self.core.hosts

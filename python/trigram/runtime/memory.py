@@ -19,34 +19,39 @@ def empty(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> torch.Tensor:
-    """An uninitialised tensor in registered memory: inside a host, collectives on it copy nothing.
+    """An uninitialised tensor in registered memory: collectives on it copy nothing inside a host.
 
-    The memory is shared with the ranks of this host, and given back when the tensor is collected.
+    The memory is shared with the ranks of this host. It is released when the tensor is garbage-collected.
 
     Args:
         *shape: As for ``torch.empty``.
-        dtype: None: torch's default.
-        device: On a GPU it is torch's own memory. None: the CPU.
+        dtype: None: torch's default dtype.
+        device: None: the CPU. For a GPU, this is ``torch.empty``.
+
+    Raises:
+        MisuseError: A dimension is negative.
+        IoError: The system has not enough shared memory.
     """
     dims = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
     sizes = [int(d) for d in dims]  # type: ignore[arg-type]
     dtype = dtype or torch.get_default_dtype()
     count = math.prod(sizes)
     if any(d < 0 for d in sizes):
-        raise MisuseError(f"empty: negative dimension in {sizes}")
+        raise MisuseError(f"empty: shape {sizes} has a negative dimension; all must be 0 or more")
     if count == 0 or (device is not None and torch.device(device).type != "cpu"):
         return torch.empty(sizes, dtype=dtype, device=device)
     block = current().engine.allocate(count * dtype.itemsize)
-    # torch holds the array, the array holds the block.
+    # The tensor keeps the array alive, and the array keeps the block alive.
     array = _Owned.of(block)
     return torch.frombuffer(array, dtype=dtype, count=count).view(sizes)
 
 
 class _Owned:
-    """Bytes at an address, with their owner."""
+    """A ctypes array over a block of registered memory, which it keeps alive."""
 
     @staticmethod
-    def of(block: _core.Block) -> Any:
+    def of(block: _core.RegisteredMemory) -> Any:
+        """The array of a block's bytes."""
         array = (ctypes.c_char * block.nbytes).from_address(block.address)
         array._owner = block  # type: ignore[attr-defined]
         return array

@@ -1,4 +1,4 @@
-"""Bytes of any length between the ranks of a group, by collective calls: small records on which ranks agree."""
+"""Byte strings of any length, gathered from or broadcast to the ranks of a group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTE = engine_codes.DTYPES[torch.uint8]
 
 
 def all_gather_bytes(group: Group, mine: bytes) -> list[bytes]:
-    """Every rank's bytes, by place in the group."""
+    """The byte strings of all ranks, indexed by group rank."""
     sizes = [int.from_bytes(size, "little") for size in _gather(group, len(mine).to_bytes(8, "little"))]
     most = max(sizes)
     padded = _gather(group, mine.ljust(most, b"\0")) if most else [b""] * group.size
@@ -19,7 +19,7 @@ def all_gather_bytes(group: Group, mine: bytes) -> list[bytes]:
 
 
 def broadcast_bytes(group: Group, mine: bytes, root: int) -> bytes:
-    """The bytes of the rank at place ``root``; what others give does not count."""
+    """The byte string of group rank ``root``, on all ranks; the other ranks' ``mine`` is ignored."""
     is_root = group.rank == root
     size = _broadcast(group, len(mine).to_bytes(8, "little") if is_root else bytes(8), root)
     length = int.from_bytes(size, "little")
@@ -27,11 +27,11 @@ def broadcast_bytes(group: Group, mine: bytes, root: int) -> bytes:
 
 
 def _gather(group: Group, mine: bytes) -> list[bytes]:
-    given = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    taken = torch.empty(group.size * len(mine), dtype=torch.uint8)
-    memory = (given.data_ptr(), given.nbytes, taken.data_ptr(), taken.nbytes)
+    source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    target = torch.empty(group.size * len(mine), dtype=torch.uint8)
+    memory = (source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes)
     group.core.run((engine_codes.ALL_GATHER, _BYTE, len(mine), 0, 0, 0), memory, group.timeout)
-    data = taken.numpy().tobytes()
+    data = target.numpy().tobytes()
     return [data[at : at + len(mine)] for at in range(0, len(data), len(mine))]
 
 

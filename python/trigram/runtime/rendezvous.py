@@ -1,7 +1,7 @@
 """The store through which ranks find each other.
 
-Every wait here is a short look repeated, so that Ctrl-C ends it at once and a missing rank is
-named, where waiting inside of the store would do neither.
+This module polls the store instead of blocking in it: Ctrl-C works at once, and a timeout names the missing
+ranks.
 """
 
 from __future__ import annotations
@@ -18,23 +18,31 @@ import torch.distributed as dist
 
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError
 
-_REFUSED = b"refused: "
-_REFUSAL_SECONDS = 5.0
+_FAILED = b"failed: "
+_FAILURE_SECONDS = 5.0
+"""How long a rank whose init failed waits until the others have read why."""
 
 Found = tuple[Any, int, int, str | None]
-"""A store, this rank, the world's size, and a host that all ranks can reach, if one is known."""
+"""A store (None: a world of one), this rank, the world size, and a host name that all ranks can reach, if
+known."""
 
 
 def find_store(store: dist.Store | None, rank: int | None, world_size: int | None, deadline: float) -> Found:
-    """The store to use: the one given, torch's, or the one that the environment names."""
+    """The store to use: the given one, that of torch.distributed, or the one that the environment names.
+
+    Raises:
+        MisuseError: A store is given without rank or world size.
+        ConfigError: The environment is incomplete or invalid.
+        TimeoutError: Nobody serves the store at ``MASTER_ADDR:MASTER_PORT``.
+    """
     env = os.environ
     if store is not None:
         if rank is None or world_size is None:
-            raise MisuseError("init: a store needs rank and world_size too")
+            raise MisuseError("init: store is given without rank or world_size; pass all three")
         return dist.PrefixStore("trigram", store), rank, world_size, getattr(store, "host", None)
     if dist.is_available() and dist.is_initialized():
-        lent = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
-        return lent, dist.get_rank(), dist.get_world_size(), env.get("MASTER_ADDR")
+        default = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
+        return default, dist.get_rank(), dist.get_world_size(), env.get("MASTER_ADDR")
     rank = _number("RANK") if rank is None and "RANK" in env else rank
     world_size = _number("WORLD_SIZE") if world_size is None and "WORLD_SIZE" in env else world_size
     if (rank, world_size) in ((None, None), (0, 1)):
@@ -43,31 +51,39 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     absent += [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
     if rank is None or world_size is None or absent:
         raise ConfigError(
-            f"init: {', '.join(absent)} not set; start the ranks with torchrun, or give a store"
+            f"init: {', '.join(absent)} not set; start the ranks with torchrun, or pass store, rank and "
+            "world_size"
         )
     if not 0 <= rank < world_size:
-        raise ConfigError(f"init: RANK={rank} is outside of a world of WORLD_SIZE={world_size}")
+        raise ConfigError(
+            f"init: RANK={rank} is invalid with WORLD_SIZE={world_size}; it must be from 0 to "
+            f"{world_size - 1}"
+        )
     return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]
 
 
 def _from_environment(rank: int, deadline: float) -> dist.Store:
-    """torchrun's store, or one that rank 0 offers at ``MASTER_ADDR:MASTER_PORT``, with keys of its own."""
+    """torchrun's store, or one that rank 0 serves at ``MASTER_ADDR:MASTER_PORT``, under a prefix."""
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    offers = rank == 0 and not agent
-    if not offers:
+    serves = rank == 0 and not agent
+    if not serves:
         _await_listener(host, port, rank, deadline)
     left = timedelta(seconds=max(deadline - time.monotonic(), 1))
     store: dist.Store = dist.TCPStore(
-        host, port, None, offers, timeout=left, wait_for_workers=False, multi_tenant=True
+        host, port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True
     )
-    # torchrun's store outlives its workers: each attempt has keys of its own.
+    # torchrun's store outlives its workers: each restart uses another prefix.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"trigram/attempt_{attempt}", store)
 
 
 def reopen(host: str, port: int) -> dist.Store:
-    """Another way to the store at this address, if somebody offers it now."""
+    """A new connection to the store at this address.
+
+    Raises:
+        OSError: Nobody serves it now.
+    """
     with socket.create_connection((host, port), timeout=1):
         pass
     store = dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=5), wait_for_workers=False)
@@ -83,8 +99,9 @@ def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
         except OSError as e:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for rank 0, which offers the "
-                    f"store at {host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; is it running?"
+                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for the store of rank 0 at "
+                    f"{host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; check that rank 0 is running and "
+                    "reachable"
                 ) from e
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
@@ -94,56 +111,60 @@ def _number(variable: str) -> int:
     try:
         return int(os.environ[variable])
     except ValueError:
-        raise ConfigError(f"init: {variable}={os.environ[variable]!r} is not a number") from None
+        raise ConfigError(
+            f"init: {variable}={os.environ[variable]!r} is not an integer; correct it"
+        ) from None
 
 
 class LateError(Exception):
-    """The job has begun without this rank."""
+    """The elastic job runs already, without this rank."""
 
 
 class StoreGather:
-    """Every rank's bytes to every rank, through a store."""
+    """Gathers byte strings of all ranks through a store. Each gather has a key; all ranks use the same
+    keys."""
 
     def __init__(
         self, store: Any, rank: int, size: int, deadline: float, late: Callable[[], bool] | None = None
     ) -> None:
         self.store, self.rank, self.size, self.deadline, self.late = store, rank, size, deadline, late
         self.began = time.monotonic()
-        # A store may serve several inits, one after another: ranks count them alike.
-        self.round = str(store.add(f"inits/{rank}", 1)) if store is not None else "0"
+        # A store may serve several inits, one after another: every rank counts its own.
+        self.init = str(store.add(f"inits/{rank}", 1)) if store is not None else "0"
         if late is not None:
-            self.round += f"of{size}"  # one more than there were must not find the others of the beginning
+            self.init += f"of{size}"  # a rank with another world size must not read the first ranks' keys
 
     def __call__(self, what: str, mine: bytes) -> list[bytes]:
-        """Gives ``mine`` to all, and returns the bytes of all ranks.
+        """Stores ``mine`` under the key ``what``, and returns the bytes of all ranks, in rank order.
 
         Raises:
             TimeoutError: Ranks are missing; the message names them.
-            AbortedError: A rank has given up, see `refuse`.
+            AbortedError: Another rank called :meth:`fail` in place of this gather.
+            LateError: The job runs without this rank.
         """
-        said = self._all(what, mine)
-        refusals = [
-            f"rank {rank}: {why[len(_REFUSED) :].decode(errors='replace')}"
-            for rank, why in enumerate(said)
-            if why.startswith(_REFUSED)
+        records = self._all(what, mine)
+        failures = [
+            f"rank {rank}: {why[len(_FAILED) :].decode(errors='replace')}"
+            for rank, why in enumerate(records)
+            if why.startswith(_FAILED)
         ]
-        if refusals and not mine.startswith(_REFUSED):
-            raise AbortedError(f"init: given up by {'; '.join(refusals)}")
-        return said
+        if failures and not mine.startswith(_FAILED):
+            raise AbortedError(f"init: aborted because it failed on {'; '.join(failures)}")
+        return records
 
-    def refuse(self, what: str, why: Exception) -> None:
-        """Says that this rank gives up, and waits a little until all ranks have come as far.
+    def fail(self, what: str, why: Exception) -> None:
+        """Tells the other ranks that init failed here, and waits up to 5 s until they have read it.
 
-        Else the rank that offers the store could end it before the others have read why they fail too.
+        Otherwise the rank that serves the store could end before the others know why they fail too.
         """
-        self.deadline = min(self.deadline, time.monotonic() + _REFUSAL_SECONDS)
+        self.deadline = min(self.deadline, time.monotonic() + _FAILURE_SECONDS)
         with suppress(TimeoutError):
-            self(what, _REFUSED + str(why).encode())
+            self(what, _FAILED + str(why).encode())
 
     def _all(self, what: str, mine: bytes) -> list[bytes]:
         if self.store is None:
             return [mine]
-        keys = [f"{self.round}/{what}/{r}" for r in range(self.size)]
+        keys = [f"{self.init}/{what}/{r}" for r in range(self.size)]
         absent = [r for r in range(self.size) if r != self.rank]
         pause, looked = 0.0005, 0.0
         try:
@@ -160,20 +181,23 @@ class StoreGather:
                 pause = min(pause * 1.5, 0.05)
             return [self.store.get(key) for key in keys]
         except dist.DistError as e:
-            raise self._missing(absent, f"; the store is gone ({str(e).splitlines()[0]})") from e
+            raise self._missing(
+                absent, f" and lost the connection to the store ({str(e).splitlines()[0]})"
+            ) from e
 
     def _missing(self, absent: list[int], more: str = "") -> TimeoutError:
         names = ", ".join(map(str, absent))
         return TimeoutError(
             f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} of "
-            f"{self.size}{more}; are they running, with the same MASTER_ADDR and MASTER_PORT?"
+            f"{self.size}{more}; check that all ranks run with the same MASTER_ADDR, MASTER_PORT and "
+            "WORLD_SIZE"
         )
 
     def abort(self) -> None:
-        """This rank did not take part after all: its next init is in the round of the others' next."""
+        """Takes back this rank's count of inits, so that its next init matches the other ranks' next one."""
         self.store.add(f"inits/{self.rank}", -1)
         self.close()
 
     def close(self) -> None:
-        """Lets the store go."""
+        """Closes the connection to the store."""
         self.store = None

@@ -1,7 +1,7 @@
-"""Ranks find each other: ``init``, groups, ``shutdown``.
+"""``init``, groups and ``shutdown``.
 
-Nothing of our own has to be started: any ``torch.distributed.Store`` carries a few hundred bytes
-from every rank to every other, and connections are made from them.
+``init`` needs no server of Trigram's: ranks gather each other's endpoint records, a few hundred bytes each,
+through any ``torch.distributed.Store``, and then connect to each other.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _TRANSPORTS = ("auto", "shm", "tcp")
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
-# Groups of the same ranks are told apart by an ordinal that all members count alike. Groups made
-# for different reasons count apart, so that one made lazily does not disturb the others.
+# An ordinal distinguishes groups of the same ranks; all members count it in the same way. Each purpose has
+# its own range of ordinals, so that a group that one rank creates earlier than another does not shift the
+# others.
 _USER, _BORROWED, _INTERNAL, _AIDED = 0, 1 << 32, 2 << 32, 3 << 32
 _DERIVED = 1 << 62
 
 
 Settings = tuple[str | None, str | None, str]
-"""Interface, an address that all ranks can reach, and transport: how this rank is reached."""
+"""How the other ranks reach this one: network interface, an address that all ranks can reach, and
+transport."""
 
 
 class Membership(Protocol):
@@ -45,7 +47,7 @@ class Membership(Protocol):
     ranks: list[int]
 
     def leave(self) -> None:
-        """This rank leaves the job: it no longer serves join requests."""
+        """Leaves the job: this rank no longer answers join requests."""
 
 
 class ElasticStart(Protocol):
@@ -54,12 +56,16 @@ class ElasticStart(Protocol):
     def is_late(self) -> bool:
         """Whether the job runs already, without this rank."""
 
-    def wait_outside(self, exchange: StoreGather) -> World | None:
-        """Waits until all ranks are here (None), or until the job is known to run without this one: then
-        a world without connections, which this rank leaves by joining."""
+    def wait_outside(self, gather: StoreGather) -> World | None:
+        """Waits for the other ranks.
+
+        Returns:
+            None when all ranks are present. If the job runs already without this rank, a world without
+            connections, which is replaced when the rank joins.
+        """
 
     def member(self) -> Membership:
-        """The membership of a rank that is here from the beginning."""
+        """The membership of a rank that has been present since the start of the job."""
 
 
 StartElastic = Callable[[dist.Store, int, int, Settings, float | None], ElasticStart]
@@ -69,14 +75,26 @@ _start_elastic: StartElastic | None = None
 
 
 def use_elastic(start: StartElastic) -> None:
-    """Says what ``init(elastic=True)`` starts with: the runtime does not import the room above it."""
+    """Registers what ``init(elastic=True)`` calls, because the runtime does not import trigram.elastic."""
     global _start_elastic
     _start_elastic = start
 
 
 @dataclass
 class World:
-    """What ``init`` has set up."""
+    """The state of an initialised job.
+
+    Attributes:
+        engine: The engine, with its connections to all ranks.
+        group: The default group: all ranks except helpers.
+        rank: This rank.
+        size: The number of ranks, helpers included.
+        op_timeout: Seconds that a collective may take; None: no limit.
+        aided: The group with helpers that the first model's gradients use; None: no helpers, or taken.
+        ordinals: How many groups of the same kind and ranks have been created.
+        borrowed: The groups of torch's process groups.
+        elastic: The membership of an elastic job; None: the job is not elastic.
+    """
 
     engine: _core.Engine
     group: Group
@@ -89,7 +107,7 @@ class World:
     elastic: Membership | None = None
 
     def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
-        """A group of world ranks; all members make it, in the same order."""
+        """Creates a group of world ranks; all members create the same groups in the same order."""
         key = (kind, (*ranks, -1, *helpers))
         ordinal = self.ordinals[key] = self.ordinals.get(key, -1) + 1
         core, members = None, [*ranks, *helpers]
@@ -98,8 +116,11 @@ class World:
         return Group(name, ranks, core, self.op_timeout, helpers, kind + ordinal + 1)
 
     def derive(self, group: Group, name: str, ranks: Sequence[int]) -> Group:
-        """A group for what goes on inside of another, among some of its ranks. All of the other's ranks
-        derive the same groups in the same order, whatever other threads do with other groups."""
+        """Creates a group of some ranks of ``group``, for its internal communication.
+
+        All ranks of ``group`` derive the same groups in the same order; the order relative to other groups
+        does not matter, so several threads may do this.
+        """
         group.derived += 1
         ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + group.derived) % _DERIVED
         core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None
@@ -108,34 +129,34 @@ class World:
 
 _world: World | None = None
 at_exit: list[Callable[[], None]] = []
-"""What is to be ended well before this rank leaves."""
+"""Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` has been called, and ``shutdown`` not since."""
+    """Whether ``init`` has been called, without a ``shutdown`` since."""
     return _world is not None
 
 
 def replace(new: World) -> None:
-    """From now on this is the world: an elastic job has made itself anew."""
+    """Makes ``new`` the current world, after an elastic job has changed its membership."""
     global _world
     _world = new
 
 
 def rank() -> int:
-    """This rank's number in the world, from 0; in an elastic job, its place among the living, -1 if it came
-    late and has not entered yet."""
+    """This rank, from 0. In an elastic job, its index among the present members; -1 before a late rank has
+    joined."""
     now = current()
     return now.rank if now.elastic is None else now.group.rank
 
 
 def world_size() -> int:
-    """The number of ranks in the world; those that only help do not count."""
+    """The number of ranks, without helpers."""
     return current().group.size
 
 
 def current() -> World:
-    """The world, made now with ``init()`` if nobody has."""
+    """The current world; calls ``init()`` if there is none."""
     if _world is None:
         init()
     assert _world is not None
@@ -143,60 +164,74 @@ def current() -> World:
 
 
 def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
-    """Makes a group of some ranks of the world.
+    """Creates a group of some ranks of the world.
 
-    Every member makes the same groups in the same order; other ranks may call it too and get a
-    group whose collectives refuse them.
+    Every member must create the same groups in the same order. Other ranks may call it too; they get a group
+    whose collectives raise ``MisuseError``.
 
     Args:
-        ranks: World ranks, in the order of their places.
-        helpers: Other world ranks, which have no data and take a share of the reduction, as much as
-            their links carry. Such a group offers ``all_reduce`` only. Helpers call ``new_group`` too, and
-            then :meth:`Group.help`.
+        ranks: World ranks; their order defines the group ranks.
+        helpers: Other world ranks, which have no data and do part of the reduction, as much as the
+            bandwidth of their links allows. Such a group supports only ``all_reduce``. Helpers call
+            ``new_group`` too, and then :meth:`Group.help`.
 
     Raises:
-        MisuseError: A rank is named twice, or is not in the world.
+        MisuseError: A rank is listed twice or is not in the world, or there are no ranks.
     """
     world = current()
     ranks, helpers = [int(r) for r in ranks], [int(r) for r in helpers]
     members = [*ranks, *helpers]
     there = range(world.size) if world.elastic is None else world.elastic.ranks
     if not ranks or len(set(members)) != len(members) or not set(members) <= set(there):
-        raise MisuseError(f"new_group: {members} are not different ranks of a world of {_listed(there)}")
+        raise MisuseError(
+            f"new_group: ranks {members} must be one or more distinct ranks of the world, which has "
+            f"{_listed(there)}"
+        )
     return world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
 
 
 def _listed(ranks: Sequence[int]) -> str:
     if isinstance(ranks, range):
-        return str(len(ranks))
-    return f"the ranks {list(ranks)}" if ranks else "others: this rank came late, and has not entered it"
+        return f"ranks 0 to {len(ranks) - 1}"
+    return f"ranks {list(ranks)}" if ranks else "no ranks yet: this rank has not joined the running job"
 
 
 def internal_group(group: Group, name: str) -> Group:
-    """A group of the same ranks with calls of its own, so that no order between them is needed."""
+    """A second group of the same ranks, whose calls need no order relative to those of the first."""
     return current().new_group(group.ranks, name, _INTERNAL)
 
 
 def aided_group(group: Group) -> Group | None:
-    """The group for the gradients of the first model whose ranks are all workers of a world with helpers."""
+    """The group with helpers, for the gradients of one model.
+
+    Returns:
+        None if the job has no helpers, if another model has the group already, or if ``group`` is not all
+        ranks with data.
+    """
     world = current()
     aided, world.aided = (world.aided, None) if group.ranks == world.group.ranks else (None, world.aided)
     return aided
 
 
 AnyGroup = Group | dist.ProcessGroup | None
-"""What names a group: ours, torch's, or None for the world."""
+"""A group argument: a Trigram group, a torch process group, or None for the world."""
 
 
 def resolve(group: AnyGroup) -> Group:
-    """Ours, for whatever names a group: ours, torch's, or none for the world."""
+    """The Trigram group of a group argument.
+
+    Raises:
+        MisuseError: The argument is no group.
+    """
     if isinstance(group, Group):
         return group
     world = current()
     if group is None:
         return world.group
     if not isinstance(group, dist.ProcessGroup):
-        raise MisuseError(f"group: expected a trigram or torch group, got {type(group).__name__}")
+        raise MisuseError(
+            f"group: expected a trigram.Group, a torch ProcessGroup or None, got {type(group).__name__}"
+        )
     found = world.borrowed.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
@@ -215,43 +250,46 @@ def init(
     elastic: bool = False,
     helper: bool = False,
 ) -> Group:
-    """Joins this process to the job. ``with_bagua`` and the collectives call it when nobody has.
+    """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
-    With nothing given, an initialised ``torch.distributed`` lends its store; else torchrun's
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT`` are used; else this is a world of
-    one. Calling it again returns the same group.
+    Without arguments it uses the store of ``torch.distributed`` if that is initialised, otherwise torchrun's
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank.
+    Calling it again returns the same group.
 
     Args:
-        store: Any ``torch.distributed.Store`` that all ranks share; then ``rank`` and
-            ``world_size`` too.
+        store: Any ``torch.distributed.Store`` that all ranks share; requires ``rank`` and ``world_size``.
         rank: This rank, from 0.
         world_size: The number of ranks.
         init_timeout: Seconds to wait for the other ranks.
-        op_timeout: Seconds that a collective may take. ``None``: a peer that is alive is awaited
-            however long it takes, and named in a log line; a dead one raises at once.
+        op_timeout: Seconds that a collective may take. ``None``: a collective waits without limit for a peer
+            that is alive, and a log line names it; a peer that dies raises ``PeerLostError``.
         iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
-        elastic: Ranks may be lost and may come while the job runs, see docs/elastic.md. A rank that comes
-            late enters with ``with_bagua(elastic=True)``, or with :func:`trigram.recover`.
-        helper: This rank has no model and no data: it reduces gradients for the others, as much as its
-            link carries, and this returns when one of them has left. Helpers are the last ranks of the
-            world. One model with ``gradient_allreduce`` is helped, the first; it takes three workers or more.
+        elastic: The job continues when ranks are lost, and admits ranks while it runs, see docs/elastic.md. A
+            late rank joins in ``with_bagua(elastic=True)`` or :func:`trigram.recover`.
+        helper: This rank has no model and no data. It reduces gradients for the other ranks, as much as the
+            bandwidth of its link allows, and ``init`` returns when one of them has left. Helpers must be the
+            last ranks. They help the first model that uses ``gradient_allreduce``, if there are three or more
+            workers.
 
     Returns:
-        The group of all ranks that are no helpers.
+        The group of all ranks except helpers.
 
     Raises:
         TimeoutError: Ranks are missing; the message names them.
         ConfigError: A setting or an environment variable is wrong.
-        AuthError: Ranks have different ``TRIGRAM_SECRET``, or somebody forged what one wrote to the store.
+        AuthError: Ranks have different ``TRIGRAM_SECRET``, or a record in the store was forged.
+        AbortedError: ``init`` failed on another rank; the message has its error.
     """
     global _world
     if _world is not None:
         return _world.group
     if elastic and helper:
-        raise UnsupportedError("init: a helper cannot be elastic; it has no state to go on with")
+        raise UnsupportedError("init: elastic=True and helper=True exclude each other; pass only one of them")
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     if transport not in _TRANSPORTS:
-        raise ConfigError(f"TRIGRAM_TRANSPORT={transport!r}: it is {', '.join(_TRANSPORTS)}")
+        raise ConfigError(
+            f"TRIGRAM_TRANSPORT={transport!r} is invalid; set it to one of {', '.join(_TRANSPORTS)}"
+        )
     _check_settings()
     logs.start()
     deadline = time.monotonic() + init_timeout
@@ -263,29 +301,29 @@ def init(
     if elastic:
         assert _start_elastic is not None
         start = _start_elastic(store, rank, world_size, (iface, toward, transport), op_timeout)
-    exchange = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
+    gather = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
     del store, found
     if start is not None:
-        late = start.wait_outside(exchange)
+        late = start.wait_outside(gather)
         if late is not None:
             _world = late
             return late.group
-    cards = exchange("card", (b"h" if helper else b"w") + rendezvous.card())
+    records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
     try:
-        met = rendezvous.meet([card[1:] for card in cards])
+        accepted = rendezvous.handshake([record[1:] for record in records])
     except TrigramError as error:
-        exchange.refuse("met", error)
+        gather.fail("handshake", error)
         raise
-    verdicts = [v == b"yes" for v in exchange("met", b"yes" if met else b"no")]
+    verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]
     engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
     everyone = engine.group("world", list(range(world_size)), 0, 0)
-    # Everybody has what it needs from the store; then it is let go, so that no forked worker keeps
-    # its sockets; then nobody can meet the old one in another init.
+    # All ranks have read what they need from the store. The second barrier: all ranks have closed it, so that
+    # no forked worker inherits its sockets, and no later init finds this one's server.
     everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
-    exchange.close()
+    gather.close()
     everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
-    # Not before: whoever offers the store must not leave while others read from it.
-    workers = _workers([card[:1] == b"h" for card in cards])
+    # This may raise, and the rank that serves the store must not end while others read from it: so only now.
+    workers = _workers([record[:1] == b"h" for record in records])
     if workers == world_size:
         group = Group("world", range(workers), everyone, op_timeout)
         _world = World(engine, group, rank, world_size, op_timeout)
@@ -303,34 +341,41 @@ def init(
 
 
 def _workers(helps: list[bool]) -> int:
-    """How many ranks have data, given which only help."""
+    """The number of ranks that are not helpers.
+
+    Raises:
+        MisuseError: The helpers are not the last ranks, or all ranks are helpers.
+    """
     workers = helps.index(True) if True in helps else len(helps)
     if workers == 0 or not all(helps[workers:]):
         asked = [rank for rank, helper in enumerate(helps) if helper]
         raise MisuseError(
-            f"init: ranks {asked} of {len(helps)} are helpers; helpers are the last ranks, and not all"
+            f"init: ranks {asked} of {len(helps)} are helpers (helper=True); helpers must be the last ranks, "
+            "and at least one rank must not be a helper"
         )
     return workers
 
 
 def _check_settings() -> None:
-    """What the engine reads of the environment by itself is right."""
+    """Checks the environment variables that the engine reads itself."""
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "on")
     if checksum not in ("on", "off"):
-        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r}: it is on or off")
+        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to on or off")
     silence = os.environ.get("TRIGRAM_SILENCE", "1.2")
     try:
         right = 0.5 <= float(silence) <= 86_400
     except ValueError:
         right = False
     if not right:
-        raise ConfigError(f"TRIGRAM_SILENCE={silence!r}: it is a number of seconds, from 0.5 to 86400")
+        raise ConfigError(
+            f"TRIGRAM_SILENCE={silence!r} is invalid; set it to a number of seconds from 0.5 to 86400"
+        )
 
 
 def shutdown() -> None:
-    """Leaves the job. Work in flight fails, here and on the peers; calling it twice does nothing.
+    """Leaves the job. Collectives in flight fail, here and on the peers; a second call does nothing.
 
-    Asynchronous training is ended well first: this rank takes part until all ranks are through.
+    First it completes asynchronous training: this rank takes part until all ranks have finished.
     """
     global _world
     if _world is not None:
@@ -351,5 +396,5 @@ def _exit() -> None:
             finish()
         if _world.elastic is not None:
             _world.elastic.leave()
+        logs.flush()  # before the threads that serve the interpreter stop
         _world.engine.shutdown(True)
-        logs.flush()

@@ -174,7 +174,7 @@ fn what_does_not_fit_is_refused_before_nccl_sees_it() {
         };
         refused(
             comm.all_reduce(Some(four.data()), three.data_mut(), Op::SUM),
-            "4 values of Float32 go in, 3",
+            "4 values of Float32 does not fit an output of 3",
         );
         refused(comm.all_reduce(Some(ints.data()), three.data_mut(), Op::SUM), "Int32");
         refused(comm.all_reduce(Some(foreign.data()), three.data_mut(), Op::SUM), "another stream");

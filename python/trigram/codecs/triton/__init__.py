@@ -1,11 +1,11 @@
-"""The codecs of :mod:`trigram.codecs` for tensors on a GPU, in Triton: the same bytes, the same numbers.
+"""The codecs of :mod:`trigram.codecs` as Triton kernels, for tensors on a GPU.
 
-One file per codec, as in ``rust/core/src/codec``, whose bits these are; what block codecs share is in
-``blocks``, what codecs that drop values share in ``sparse``. Nothing here waits for the GPU. Triton is
-imported by :func:`kernel_of`, not before: it takes seconds.
+They produce the same bytes and the same values as the CPU's code in ``rust/core/src/codec``, bit for bit;
+only the payload of a NaN that is computed, not copied, is up to the processor. There is one file per codec;
+block codecs share ``blocks``, codecs that send only some of the values share ``sparse``.
 
-Where a NaN is computed (not carried), its payload is the processor's. Bytes that are no code cannot
-raise without waiting, so they decode to NaN throughout.
+No kernel waits for the GPU. Invalid bytes can therefore not raise an error: all values decode to NaN.
+Importing Triton takes seconds, so only :func:`kernel_of` imports it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Kernel", "kernel_of"]
 
 
 def kernel_of(codec: Codec) -> Kernel:
-    """The kernel of a codec.
+    """The GPU kernel of a codec.
 
     Raises:
         UnsupportedError: Triton is not installed.
@@ -27,8 +27,8 @@ def kernel_of(codec: Codec) -> Kernel:
         import triton  # noqa: F401
     except ImportError as e:
         raise UnsupportedError(
-            f"codec {codec.name!r} on a GPU: triton is not installed; it comes with the CUDA and ROCm builds of "
-            "torch on Linux, or with: pip install triton"
+            f"codec {codec.name!r} on a GPU needs triton, which is not installed; install it with pip "
+            "install triton (torch's CUDA and ROCm builds for Linux include it)"
         ) from e
     kind = codec.name.partition(":")[0]
     if kind == "topk":
@@ -43,7 +43,7 @@ def kernel_of(codec: Codec) -> Kernel:
     from trigram.codecs.triton import affine, fp8, halves, sign
     from trigram.codecs.triton.blocks import Blocks  # imports Triton
 
-    plans = {
+    formats = {
         "bf16": halves.BF16,
         "f16": halves.F16,
         "int8": affine.INT8,
@@ -51,4 +51,4 @@ def kernel_of(codec: Codec) -> Kernel:
         "fp8": fp8.FP8,
         "sign": sign.SIGN,
     }
-    return Blocks(codec, plans[kind])
+    return Blocks(codec, formats[kind])

@@ -1,21 +1,21 @@
-"""8 or 4 bits per value: an affine code per block, with an integer zero point in the step's low bits."""
+"""int8 and int4: affine quantisation by block, with the integer zero point in the low bits of the step."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trigram.codecs.triton.blocks import Plan
+from trigram.codecs.triton.blocks import BlockFormat
 from trigram.codecs.triton.floats import INFINITE, NAN, bits_of, float_of, hold, largest
 
-LEAST = tl.constexpr(1e-36)  # blocks of a smaller range are zero
-MAGIC = tl.constexpr(12582912.0)  # a float of moderate size added to it is in the low bits, to nearest even
+LEAST = tl.constexpr(1e-36)  # a block with a smaller range decodes to zeros
+MAGIC = tl.constexpr(12582912.0)  # adding it rounds a moderate float to nearest even, into the low bits
 MAGIC_BITS = tl.constexpr(0x4B400000)
 
 
 @triton.jit
 def quantise(x, mean, BITS: tl.constexpr):
-    """Headers and codes of rows."""
+    """The headers and codes of blocks."""
     TOP: tl.constexpr = (1 << BITS) - 1
     broken = largest(x) >= INFINITE
     low = tl.minimum(tl.min(x, axis=1, keep_dims=True), 0.0)
@@ -34,10 +34,11 @@ def quantise(x, mean, BITS: tl.constexpr):
 
 @triton.jit
 def values(headers, codes, BITS: tl.constexpr):
-    """The numbers. The step is rounded up, so the ends of a huge range may lie above the largest float."""
+    """The decoded values. The step is rounded up, so the ends of a huge range may exceed the largest
+    float."""
     TOP: tl.constexpr = (1 << BITS) - 1
     return hold((codes - (headers & TOP)).to(tl.float32) * float_of(headers & ~TOP))
 
 
-INT8 = Plan(512, 8, True, quantise, values)
-INT4 = Plan(32, 4, True, quantise, values)
+INT8 = BlockFormat(512, 8, True, quantise, values)
+INT4 = BlockFormat(32, 4, True, quantise, values)

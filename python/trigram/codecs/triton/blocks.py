@@ -1,7 +1,7 @@
-"""What is common to codecs that work block by block: tiles, tails, residuals, targets.
+"""The kernels of block codecs: tiles, the incomplete last tile, residuals, outputs of each dtype.
 
-A program takes a tile of several blocks, a row each. In full tiles no address depends on the number of
-values, so the compiler joins accesses; the last tile is masked value by value.
+A program processes a tile of several blocks, one row each. In full tiles no address depends on the number of
+values, so the compiler merges memory accesses; in the last tile each value has a mask.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ TILE = 4096  # values per program: 16 for each of its threads
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A block codec: two functions, compiled into the kernels, and its shape.
+class BlockFormat:
+    """The format of a block codec: its sizes, and two functions that are compiled into the kernels.
 
     Attributes:
-        block: Values per block where nothing else is asked for.
+        block: Values per block by default.
         bits: Bits per value.
-        header: Whether a word precedes each block's codes.
-        quantise: ``(x, mean, BITS)`` to the headers, a column, and the codes; rows are blocks.
-        values: ``(headers, codes, BITS)`` to the numbers.
-        mean: Whether `quantise` wants the mean of |x|, as the CPU sums it.
+        header: Whether a header of 4 bytes precedes the codes of each block.
+        quantise: From ``(x, mean, BITS)``, x of shape (blocks, values), to headers (blocks, 1) and codes
+            (blocks, values), both int32.
+        values: From ``(headers, codes, BITS)`` to float32 values (blocks, values).
+        mean: Whether ``quantise`` needs the mean of |x|, summed in the CPU's order.
     """
 
     block: int
@@ -55,21 +56,21 @@ class Plan:
 
 
 class Blocks(Kernel):
-    """A block codec over whole tensors: a kernel to encode, a kernel to decode."""
+    """The GPU kernels of a block codec, one to encode a tensor and one to decode it."""
 
     __slots__ = ("_quantise", "_shape", "_tile")
 
-    def __init__(self, codec: Codec, plan: Plan) -> None:
+    def __init__(self, codec: Codec, format: BlockFormat) -> None:
         super().__init__(codec)
-        block = codec.block or plan.block
+        block = codec.block or format.block
         cols = triton.next_power_of_2(block)
         rows = max(1, TILE // cols)
         self._tile = rows * block
-        self._quantise = {"QUANTISE": plan.quantise, "MEAN": plan.mean}
+        self._quantise = {"QUANTISE": format.quantise, "MEAN": format.mean}
         self._shape = {
-            "VALUES": plan.values,
-            "BITS": plan.bits,
-            "HEADER": 4 if plan.header else 0,
+            "VALUES": format.values,
+            "BITS": format.bits,
+            "HEADER": 4 if format.header else 0,
             "BLOCK": block,
             "COLS": cols,
             "ROWS": rows,
@@ -85,7 +86,7 @@ class Blocks(Kernel):
         feedback: bool = True,
         seed: int = 0,
     ) -> None:
-        """As :meth:`Kernel.encode`; nothing is drawn, so the seed is not looked at."""
+        """As :meth:`Kernel.encode`; block codecs ignore the seed."""
         n = src.numel()
         if n == 0:
             return
@@ -96,7 +97,7 @@ class Blocks(Kernel):
             )
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
-        """As :meth:`Kernel.decode`; any bytes are a code."""
+        """As :meth:`Kernel.decode`; all bytes are valid."""
         n = out.numel()
         if n == 0:
             return
@@ -118,12 +119,13 @@ def _mean(
     ROWS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """The mean of |x| of each row, in the CPU's order: eight sums in f64, each over every eighth value,
-    what exceeds a multiple of eight first and in the first of them; then these in turn.
+    """The mean of |x| of each row, summed in the CPU's order: eight partial sums in f64, each over every
+    eighth value; values beyond the last multiple of eight go first, into partial sum 0; then the sums are
+    added in turn.
 
-    Values are read once more for that, a column of eight at a time, and are in the cache.
+    This reads the values again, eight columns at a time; they are in the cache.
     """
-    row, lane = tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
+    row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, 8)[None, :]
     sums = tl.zeros((ROWS, 8), tl.float64)
     count = tl.full((ROWS, 1), BLOCK, tl.int32)
     if TAIL:
@@ -131,16 +133,16 @@ def _mean(
     whole = count // 8 * 8
     if TAIL:
         for k in range(7):
-            there = (lane == 0) & (whole + k < count)
-            x = fetch(src, residual, row * BLOCK + whole + k + lane, there, FORMAT, KEEP)
+            there = (column == 0) & (whole + k < count)
+            x = fetch(src, residual, row * BLOCK + whole + k + column, there, FORMAT, KEEP)
             sums += float_of(size_of(x)).to(tl.float64)
     for start in tl.range(0, BLOCK, 8, loop_unroll_factor=4):
-        there = (start < whole) & (lane < 8)
-        x = fetch(src, residual, row * BLOCK + start + lane, there, FORMAT, KEEP)
+        there = (start < whole) & (column < 8)
+        x = fetch(src, residual, row * BLOCK + start + column, there, FORMAT, KEEP)
         sums += float_of(size_of(x)).to(tl.float64)
     total = tl.zeros((ROWS, 1), tl.float64)
     for k in tl.static_range(8):
-        total += tl.sum(tl.where(lane == k, sums, 0.0), axis=1, keep_dims=True)
+        total += tl.sum(tl.where(column == k, sums, 0.0), axis=1, keep_dims=True)
     return (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
 
 
@@ -162,7 +164,7 @@ def _encode_tile(
     ROWS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Encodes the blocks of a tile, of which `left` values are there."""
+    """Encodes the blocks of a tile, whose first `left` values exist."""
     STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
     WIDTH: tl.constexpr = COLS * BITS // 8
     rows = tl.arange(0, ROWS)
@@ -187,7 +189,7 @@ def _encode_tile(
     if KEEP != LOSE:
         lost = x - VALUES(headers, codes, BITS)
         if KEEP == FEEDBACK:
-            # What is not finite has been told once, and must not come back for ever.
+            # NaN and infinity are sent once; in the residual they would come back in every step.
             lost = tl.where(size_of(lost) < INFINITE, lost, 0.0)
         tl.store(residual + at, lost, mask=there)
 
@@ -271,7 +273,7 @@ def _decode_tile(
     ROWS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Decodes the blocks of a tile, of which `left` values are there."""
+    """Decodes the blocks of a tile, whose first `left` values exist."""
     STEP: tl.constexpr = HEADER + BLOCK * BITS // 8
     WIDTH: tl.constexpr = COLS * BITS // 8
     rows = tl.arange(0, ROWS)

@@ -1,7 +1,7 @@
-"""Floats as bits, 16-bit floats to float32 and back as ``rust/core/src/float16.rs`` does, and where
-values come from and go to.
+"""Bit patterns of floats, conversion of 16-bit floats, loading and storing values.
 
-Sixteen-bit tensors are passed as int16, and converted here: so all bits are the CPU's, a NaN's also.
+Kernels get 16-bit tensors as int16 and convert them as ``rust/core/src/float16.rs`` does, so that all bits
+equal the CPU's, including those of a NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOSE = tl.constexpr(0)
 FEEDBACK = tl.constexpr(1)
 REMAINDER = tl.constexpr(2)
 
-INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity: what is at or above is not finite
+INFINITE = tl.constexpr(0x7F800000)  # the bits of infinity; the bits of a NaN are larger
 NAN = tl.constexpr(0x7FC00000)
 SIZE = tl.constexpr(0x7FFFFFFF)  # all but the sign
 MAX = tl.constexpr(3.4028234663852886e38)
@@ -33,22 +33,22 @@ _FORMATS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 def format_of(t: torch.Tensor) -> int:
-    """What kernels call the type of a tensor."""
+    """The kernels' code of a tensor's dtype."""
     return _FORMATS[t.dtype]
 
 
 def raw(t: torch.Tensor) -> torch.Tensor:
-    """What kernels take for a tensor."""
+    """The tensor as kernels take it: 16-bit floats as int16."""
     return t if t.dtype == torch.float32 else t.view(torch.int16)
 
 
 def keep_of(residual: torch.Tensor | None, feedback: bool) -> int:
-    """What kernels call what becomes of the part that the code does not hold."""
+    """The kernels' code for what happens to the encoding error: LOSE, FEEDBACK or REMAINDER."""
     return 0 if residual is None else 1 if feedback else 2
 
 
 def weight_of(weight: float | None) -> float:
-    """What kernels take for a weight: a float32, infinite where it is larger."""
+    """The weight rounded to float32, infinite if it is too large; 0 for None."""
     return 0.0 if weight is None else ctypes.c_float(weight).value
 
 
@@ -66,7 +66,7 @@ def float_of(bits):
 
 @triton.jit
 def size_of(x):
-    """The bits of |x|: these order as sizes do, infinities and NaN on top."""
+    """The bits of |x|, which order like magnitudes, with infinity and NaN as the largest."""
     return bits_of(x) & SIZE
 
 
@@ -103,7 +103,7 @@ def to_bfloat(x):
 
 @triton.jit
 def load(at, there, FORMAT: tl.constexpr):
-    """Values as float32; 0 where there are none."""
+    """Loads values as float32; 0 where `there` is false."""
     if FORMAT == F32:
         x = tl.load(at, mask=there, other=0.0)
     else:
@@ -114,7 +114,7 @@ def load(at, there, FORMAT: tl.constexpr):
 
 @triton.jit
 def store(at, x, there, FORMAT: tl.constexpr):
-    """Values, rounded to nearest even."""
+    """Stores values, rounded to nearest even."""
     if FORMAT == F32:
         tl.store(at, x, mask=there)
     elif FORMAT == F16:
@@ -125,7 +125,7 @@ def store(at, x, there, FORMAT: tl.constexpr):
 
 @triton.jit
 def put(at, x, weight, there, FORMAT: tl.constexpr, ADD: tl.constexpr):
-    """Decoded values over what is there, or `weight` times them added to it."""
+    """Stores decoded values, or adds `weight` times the values to the target."""
     if ADD:
         tl.store(at, tl.load(at, mask=there, other=0.0) + weight * x, mask=there)
     else:
@@ -134,7 +134,7 @@ def put(at, x, weight, there, FORMAT: tl.constexpr, ADD: tl.constexpr):
 
 @triton.jit
 def plus(x, residual):
-    """The sum. A NaN keeps its payload, as on the CPU: GPUs would replace it, and top-k orders by it."""
+    """The sum. A NaN keeps its payload, as on the CPU: a GPU would replace it, and top-k orders by it."""
     total = x + residual
     total = tl.where(size_of(residual) > INFINITE, float_of(bits_of(residual) | 0x400000), total)
     return tl.where(size_of(x) > INFINITE, float_of(bits_of(x) | 0x400000), total)
@@ -142,7 +142,7 @@ def plus(x, residual):
 
 @triton.jit
 def fetch(src, residual, at, there, FORMAT: tl.constexpr, KEEP: tl.constexpr):
-    """What is to be encoded: the values, with the residual where that is fed back."""
+    """Loads the values to encode, with the residual added if it is fed back."""
     x = load(src + at, there, FORMAT)
     if KEEP == FEEDBACK:
         x = plus(x, tl.load(residual + at, mask=there, other=0.0))
@@ -157,5 +157,5 @@ def largest(x):
 
 @triton.jit
 def hold(x):
-    """Infinities become the largest float, NaN stays."""
+    """Clamps infinities to the largest float; NaN stays."""
     return tl.where(x > MAX, MAX, tl.where(x < -MAX, -MAX, x))

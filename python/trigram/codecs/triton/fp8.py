@@ -1,23 +1,23 @@
-"""fp8, the ``e4m3fn`` of current accelerators, with a scale per block; rounded here, not by the GPU."""
+"""fp8: the ``e4m3fn`` format with a scale per block, rounded in software to the same bits as on the CPU."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trigram.codecs.triton.blocks import Plan
+from trigram.codecs.triton.blocks import BlockFormat
 from trigram.codecs.triton.floats import INFINITE, NAN, SIZE, bits_of, float_of, hold, largest
 
-TOP = tl.constexpr(448.0)  # the largest number of the format
-LEAST = tl.constexpr(1e-35)  # blocks whose largest value is below are zero
+TOP = tl.constexpr(448.0)  # the largest value of the format
+LEAST = tl.constexpr(1e-35)  # a block whose largest value is smaller decodes to zeros
 NORMAL = tl.constexpr(0x3C800000)  # the bits of 2^-6, the smallest normal number
-MAGIC = tl.constexpr(24576.0)  # added to a smaller one, it leaves its code in the low bits
+MAGIC = tl.constexpr(24576.0)  # adding it to a subnormal leaves the code in the low bits
 MAGIC_BITS = tl.constexpr(0x46C00000)
 
 
 @triton.jit
 def quantise(x, mean, BITS: tl.constexpr):
-    """Scales and codes of rows."""
+    """The scales and codes of blocks."""
     top = largest(x)
     broken = top >= INFINITE
     empty = float_of(top) < LEAST
@@ -35,7 +35,7 @@ def quantise(x, mean, BITS: tl.constexpr):
 
 @triton.jit
 def values(headers, codes, BITS: tl.constexpr):
-    """The numbers; 0x7f is NaN, and with a sign also."""
+    """The decoded values; code 0x7f is NaN, with either sign."""
     mantissa = codes & 7
     normal = float_of(((codes & 0x7F) << 20) + (120 << 23))
     size = tl.where((codes >> 3 & 15) == 0, mantissa.to(tl.float32) * (1 / 512), normal)
@@ -44,4 +44,4 @@ def values(headers, codes, BITS: tl.constexpr):
     return hold(number * float_of(headers))
 
 
-FP8 = Plan(128, 8, True, quantise, values)
+FP8 = BlockFormat(128, 8, True, quantise, values)

@@ -1,11 +1,11 @@
-"""Two bytes per value: bfloat16 and IEEE half."""
+"""bf16 and f16: two bytes per value."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from trigram.codecs.triton.blocks import Plan
+from trigram.codecs.triton.blocks import BlockFormat
 from trigram.codecs.triton.floats import float_of, half_to_float, to_bfloat, to_half
 
 
@@ -29,5 +29,5 @@ def _halves(headers, codes, BITS: tl.constexpr):
     return half_to_float(codes)
 
 
-BF16 = Plan(1024, 16, False, _to_bfloats, _bfloats)
-F16 = Plan(1024, 16, False, _to_halves, _halves)
+BF16 = BlockFormat(1024, 16, False, _to_bfloats, _bfloats)
+F16 = BlockFormat(1024, 16, False, _to_halves, _halves)

@@ -1,4 +1,4 @@
-"""What every kernel offers."""
+"""The base class of GPU kernels of codecs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from trigram.codecs.codec import Codec
 
 
 class Kernel(ABC):
-    """A codec for tensors on a GPU. Tensors are contiguous, on one device, and checked by the caller.
+    """A codec for tensors on a GPU. The caller checks that tensors are contiguous and on one device.
 
     Attributes:
         name: As :func:`trigram.codecs.find` knows it.
-        block: Values per block, where that was asked for.
+        block: Values per block; None: the default.
     """
 
     __slots__ = ("_codec", "block", "name")
@@ -28,7 +28,7 @@ class Kernel(ABC):
         return f"Kernel({self.name!r}, block={self.block})"
 
     def size(self, n: int) -> int:
-        """Bytes of the code of ``n`` values."""
+        """The number of bytes that ``n`` values are encoded to."""
         return self._codec.size(n)
 
     @abstractmethod
@@ -46,5 +46,5 @@ class Kernel(ABC):
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
         """Decodes into ``out``, or adds ``weight`` times the values to it; as :meth:`Codec.decode`.
 
-        Where the bytes are no code of ``out.numel()`` values all of ``out`` becomes NaN.
+        If the bytes do not encode ``out.numel()`` values, all of ``out`` becomes NaN.
         """

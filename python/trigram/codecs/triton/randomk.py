@@ -1,7 +1,7 @@
-"""Some values drawn at random, one from each of k equal stretches, so that indices need not be sent.
+"""randomk: one value drawn at random from each of k equal segments. The seed determines the indices.
 
-Encoding is two kernels: all values are looked at, and the residual made, before the header can say
-whether the code decodes to numbers. With a residual a third makes it 0 or NaN if it does not.
+Encoding takes two kernels: the first checks all values for NaN and infinity, which the header reports, and
+computes the residual; the second draws. With a residual, a third sets it to 0 or NaN if the check failed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from trigram.codecs.triton.floats import (
 from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, nan_if, none, spoil, tiles
 from trigram.codecs.triton.words import load_words, store_words
 
-HEADER = tl.constexpr(12)  # seed and poison
+HEADER = tl.constexpr(12)  # the seed (8 bytes), and NaN (4 bytes) if a value is NaN or infinite
 
 
 class RandomK(Sparse):
-    """A fraction of the values, drawn anew with each seed."""
+    """Sends a fraction of the values, drawn with the seed."""
 
     __slots__ = ()
 
@@ -63,7 +63,7 @@ class RandomK(Sparse):
                 spoil[(tiles(n),)](residual, flag, n, BITS=bits, FORMAT=0, TILE=TILE, **OPTIONS)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
-        """As :meth:`Kernel.decode`; any bytes are a code."""
+        """As :meth:`Kernel.decode`; all bytes are valid."""
         n = out.numel()
         if n == 0:
             return
@@ -80,7 +80,7 @@ class RandomK(Sparse):
 
 
 def _signed(word: int) -> int:
-    """The lowest 32 bits as an int32: the type of an argument depends on its value otherwise."""
+    """The lowest 32 bits as an int32; otherwise Triton would choose the argument's type by its value."""
     return ((word & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
 
 
@@ -100,7 +100,8 @@ def _indices(low, high, i, n, k):
 
 @triton.jit
 def _absorb(src, residual, flag, n, FORMAT: tl.constexpr, KEEP: tl.constexpr, TILE: tl.constexpr):
-    """Moves what is to be encoded into the residual, if there is one; sets the flag if it is not finite."""
+    """Stores the values to encode in the residual, if there is one; sets the flag if one is NaN or
+    infinite."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = at < n
     x = fetch(src, residual, at, there, FORMAT, KEEP)
@@ -124,14 +125,14 @@ def _draw(
     KEEP: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes the header and the values drawn, and clears these from the residual."""
+    """Writes the header and the values drawn, and clears the residual at their indices."""
     i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     there = i < k
     index = _indices(low, high, i, n, k)
     x = load(values + index, there, FORMAT)
     store_words(out + HEADER, 4 * i, bits_of(x), there)
     if KEEP != LOSE:
-        tl.debug_barrier()  # what a thread clears another may have yet to read
+        tl.debug_barrier()  # another thread may still have to read what this one clears
     if KEEP == FEEDBACK:
         tl.store(residual + index, 0.0, mask=there)
     elif KEEP != LOSE:
@@ -155,7 +156,7 @@ def _place(
     ADD: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Puts values at their indices, or sets the flag if the code is poisoned."""
+    """Stores the values at their indices, or sets the flag if the header says NaN."""
     word = tl.arange(0, 4)
     header = load_words(code, 4 * word, word < 3)
     poison = tl.sum(tl.where(word == 2, header, 0), axis=0)

@@ -1,4 +1,4 @@
-"""What codecs that send some of the values and drop the others have in common."""
+"""The base of codecs that send some of the values and drop the others."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trigram.codecs.triton.kernel import Kernel
 from trigram.errors import UnsupportedError
 
 TILE = 2048  # values per program: 8 for each of its threads
-DRAWN = 1024  # indices per program, where these are computed in 64 bits
+DRAWN = 1024  # indices per program, which are computed in 64 bits
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 class Sparse(Kernel):
-    """A codec of a fraction of the values."""
+    """The kernels of a codec that sends a fraction of the values."""
 
     __slots__ = ("fraction",)
 
@@ -28,25 +28,32 @@ class Sparse(Kernel):
         self.fraction = float(codec.name.partition(":")[2])
 
     def count(self, n: int) -> int:
-        """How many of `n` values are sent: at least one, at most all."""
+        """How many of `n` values are sent: at least one.
+
+        Raises:
+            UnsupportedError: There are 2^31 values or more.
+        """
         if n >= 1 << 31:
-            raise UnsupportedError(f"codec {self.name!r} on a GPU takes fewer than 2^31 values, not {n}")
+            raise UnsupportedError(
+                f"codec {self.name!r} on a GPU is limited to tensors of fewer than 2^31 values, and this one "
+                f"has {n}"
+            )
         return min(max(math.ceil(self.fraction * n), 1), n)
 
 
 def tiles(n: int, tile: int = TILE) -> int:
-    """Programs for `n` values."""
+    """The number of programs for `n` values."""
     return triton.cdiv(n, tile)
 
 
 def none(device: torch.device, n: int = 1) -> torch.Tensor:
-    """Scratch of int32 zeros: flags, counters."""
+    """A tensor of `n` int32 zeros, for flags and counters."""
     return torch.zeros(n, dtype=torch.int32, device=device)
 
 
 @triton.jit
 def spoil(out, flag, n, BITS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """If the flag is set, the float32 of BITS (NaN or 0) everywhere."""
+    """If the flag is set, fills `out` with the float32 whose bits are BITS (NaN or 0)."""
     if tl.load(flag) != 0:
         at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         there = at < n
@@ -58,6 +65,6 @@ def spoil(out, flag, n, BITS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.const
 
 
 def nan_if(flag: torch.Tensor, out: torch.Tensor, form: int) -> None:
-    """All of `out` becomes NaN if the flag is set; else nothing is read but that."""
+    """Fills `out` with NaN if the flag is set; otherwise only the flag is read."""
     n = out.numel()
     spoil[(tiles(n),)](out, flag, n, BITS=NAN.value, FORMAT=form, TILE=TILE, **OPTIONS)

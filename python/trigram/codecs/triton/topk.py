@@ -1,8 +1,8 @@
-"""The largest values by size, and where they are, as Elias and Fano wrote indices.
+"""topk: the values of largest magnitude, with their indices in Elias-Fano code.
 
-The smallest size that is sent is found a digit at a time: four kernels count the digits of the sizes
-(the first also makes the residual), a fifth counts what each tile sends, a sixth packs. Bits are joined
-in aligned words, then copied behind the values.
+Encoding is a radix select: four kernels find the smallest magnitude that is sent, one digit each (the first
+also computes the residual), a fifth counts what each tile sends, a sixth writes the values and the index
+bits. Index bits are collected in aligned words, which are then copied behind the values.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ TURNS = 8  # tiles per program where digits are counted: fewer atomic additions
 
 
 class TopK(Sparse):
-    """A fraction of the values, the largest; of equals the first."""
+    """Sends the fraction of values with the largest magnitude; among equal ones, the first."""
 
     __slots__ = ()
 
     def layout(self, n: int) -> tuple[int, int, int]:
-        """How many values, low bits of each index, first byte of the bitmap of the high parts."""
+        """The number of values, the low bits per index, and the first byte of the bitmap of the high
+        parts."""
         k = self.count(n)
         bits = (n // k).bit_length() - 1
         return k, bits, 4 * k + (k * bits + 7) // 8
@@ -52,7 +53,7 @@ class TopK(Sparse):
         feedback: bool = True,
         seed: int = 0,
     ) -> None:
-        """As :meth:`Kernel.encode`; nothing is drawn, so the seed is not looked at."""
+        """As :meth:`Kernel.encode`; top-k ignores the seed."""
         n = src.numel()
         if n == 0:
             return
@@ -61,9 +62,9 @@ class TopK(Sparse):
         with torch.cuda.device_of(src):
             scratch = none(src.device, PASSES * BINS.value + rest // 4 + 1)
             bins, words = scratch[: PASSES * BINS.value], scratch[PASSES * BINS.value :]
-            values, share = raw(src), TILE * TURNS
+            values, span = raw(src), TILE * TURNS
             for step in range(PASSES):
-                _count_digits[(triton.cdiv(n, share),)](
+                _count_digits[(triton.cdiv(n, span),)](
                     values,
                     residual,
                     bins,
@@ -101,7 +102,7 @@ class TopK(Sparse):
             out[4 * k :].copy_(words.view(torch.uint8)[:rest])
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
-        """As :meth:`Kernel.decode`; NaN throughout where indices are not k, ascending, and below n."""
+        """As :meth:`Kernel.decode`; all NaN unless there are k ascending indices below n."""
         n = out.numel()
         if n == 0:
             return
@@ -113,7 +114,7 @@ class TopK(Sparse):
             flag, target = none(out.device), raw(out)
             counts = torch.empty(tiles(marks, DRAWN), dtype=torch.int32, device=out.device)
             _count_marks[(tiles(marks, DRAWN),)](encoded, counts, high, marks, TILE=DRAWN, **OPTIONS)
-            until = counts.cumsum(0)  # in 64 bits: any bytes may come
+            until = counts.cumsum(0)  # in 64 bits: corrupt bytes may give any count
             _place[(tiles(marks, DRAWN),)](
                 encoded,
                 target,
@@ -136,7 +137,8 @@ class TopK(Sparse):
 
 @triton.jit
 def _edge(bins, k, PASSES: tl.constexpr):
-    """Of the k-th largest size the digits that are known, and how many of the k have these digits."""
+    """The digits known so far of the k-th largest magnitude, and how many of the k values have these
+    digits."""
     known, rank = tl.full((), 0, tl.int32), k.to(tl.int32)
     place = tl.arange(0, BINS)
     for step in tl.static_range(PASSES):
@@ -161,7 +163,7 @@ def _count_digits(
     TILE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Counts the next digit of the sizes that agree with the digits known."""
+    """Counts the next digit, over the magnitudes that start with the known digits."""
     SHIFT: tl.constexpr = 0 if PASS == 3 else 23 - 8 * PASS
     WIDTH: tl.constexpr = 7 if PASS == 3 else 8
     known, _ = _edge(bins, k, PASS)
@@ -183,7 +185,7 @@ def _count_digits(
 
 @triton.jit(do_not_specialize=["k"])
 def _count_taken(values, bins, counts, n, k, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """Counts in each tile what is above the edge, and what is on it."""
+    """Counts in each tile the magnitudes above the k-th largest, and those equal to it."""
     edge, _ = _edge(bins, k, 4)
     tile = tl.program_id(0)
     at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -211,7 +213,7 @@ def _pack(
     LOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Writes values and the bits of indices, and clears from the residual what was taken.
+    """Writes the values and the index bits, and clears the residual where a value is sent.
 
     `bitmap` is the first byte of the bitmap in `words`.
     """
@@ -222,7 +224,7 @@ def _pack(
     x = load(values + at, there, FORMAT)
     key = size_of(x)
     above, on_edge = there & (key > edge), there & (key == edge)
-    # Two running counts in one, which a tile does not exceed; without the value itself.
+    # Two exclusive running counts in the halves of one int32: a tile has fewer than 2^16 values.
     both = above.to(tl.int32) | (on_edge.to(tl.int32) << 16)
     before = tl.cumsum(both, 0) - both
     above_before = tl.load(until + tile) - tl.load(counts + tile) + (before & 0xFFFF)
@@ -264,7 +266,7 @@ def _low_bits(code, i, there, LOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["high", "marks"])
 def _count_marks(code, counts, high, marks, TILE: tl.constexpr):
-    """Counts in each tile of the bitmap what is set."""
+    """Counts the bits that are set in each tile of the bitmap."""
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     tl.store(counts + tl.program_id(0), tl.sum(_marks(code, high, at, at < marks), axis=0))
 
@@ -286,7 +288,7 @@ def _place(
     LOW: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Puts values at their indices; sets the flag where bytes are no code."""
+    """Stores the values at their indices; sets the flag if the bytes are invalid."""
     tile = tl.program_id(0)
     at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
     there = at < marks
@@ -295,7 +297,7 @@ def _place(
     marked = (mark == 1) & (i < k)
     low = _low_bits(code + 4 * k.to(tl.int64), i, marked, LOW)
     index = ((at - i) << LOW) | low
-    # High parts never descend; where two are equal, their marks are neighbours.
+    # The bitmap cannot encode descending high parts; equal ones are adjacent bits, so compare their low bits.
     twin = marked & (_marks(code, high, at - 1, marked & (at > 0)) == 1)
     wrong = twin & (_low_bits(code + 4 * k.to(tl.int64), i - 1, twin, LOW) >= low)
     wrong = wrong | (marked & (index >= n))

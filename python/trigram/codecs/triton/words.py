@@ -1,7 +1,7 @@
-"""Bytes, words and fields of a few bits.
+"""Loading and storing words and fields of a few bits.
 
-Codes may lie at any address, so they are read and written as bytes; where the compiler knows that
-addresses are aligned, it joins the accesses.
+Encoded data may start at any address, so the kernels read and write bytes; the compiler merges the accesses
+where it knows that addresses are aligned.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def load_words(code, at, there):
-    """Words (int32) at the byte offsets `at`; 0 where there are none."""
+    """Loads words (int32) at the byte offsets `at`; 0 where `there` is false."""
     k = tl.arange(0, 4)[None, :]
     each = tl.load(code + at[:, None] + k, mask=there[:, None] & (k < 4), other=0)
     return tl.sum(each.to(tl.int32) << 8 * k, axis=1)
@@ -20,7 +20,7 @@ def load_words(code, at, there):
 
 @triton.jit
 def store_words(code, at, words, there):
-    """Words (int32) at the byte offsets `at`."""
+    """Stores words (int32) at the byte offsets `at`, where `there` is true."""
     k = tl.arange(0, 4)[None, :]
     each = (words[:, None] >> 8 * k) & 255
     tl.store(code + at[:, None] + k, each.to(tl.uint8), mask=there[:, None] & (k < 4))
@@ -28,7 +28,7 @@ def store_words(code, at, words, there):
 
 @triton.jit
 def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr):
-    """Rows of codes of 16, 8, 4 or 1 bits as rows of bytes, the first in the lowest bits."""
+    """Packs rows of codes of 16, 8, 4 or 1 bits into rows of bytes, the first code in the lowest bits."""
     if BITS == 16:
         joined = tl.join((codes & 255).to(tl.uint8), (codes >> 8 & 255).to(tl.uint8))
         packed = tl.reshape(joined, (ROWS, COLS * 2))
@@ -45,7 +45,7 @@ def pack(codes, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def unpack(packed, ROWS: tl.constexpr, COLS: tl.constexpr, BITS: tl.constexpr):
-    """What :func:`pack` packed, as int32."""
+    """The inverse of :func:`pack`: the codes, as int32."""
     each = packed.to(tl.int32)
     if BITS == 16:
         low, high = tl.split(tl.reshape(each, (ROWS, COLS, 2)))

@@ -344,7 +344,7 @@ impl Rx {
         {
             if check.as_ref().is_some_and(|Check(sum, seen)| seen.value() != *sum) {
                 let what = format!(
-                    "wrong checksum of {} bytes: bits flipped between the two hosts; check their network cards, cables and memory",
+                    "wrong checksum of {} bytes: bits flipped between the two hosts; check their network adapters, cables and memory",
                     frame.len
                 );
                 return Err(Error::Corrupt { rank: self.peer, what });

@@ -34,7 +34,6 @@ def test_public_names_exist() -> None:
         assert hasattr(importlib.import_module(module), attribute), name
 
 
-@pytest.mark.xfail(strict=False, reason="TimeoutError is still in __all__")
 def test_import_star_hides_no_builtin() -> None:
     """`from trigram import *` leaves Python's own TimeoutError alone, and still offers what it did."""
     scope: dict[str, object] = {}

@@ -80,7 +80,7 @@ impl Group {
         let world = self.members.ranks.len();
         if self.members.me >= self.members.layout.workers() {
             return Err(Error::misuse(format!(
-                "{}: this rank is a helper of group {} and takes part in its calls by itself; make the call on the other ranks",
+                "{}: this rank only helps group {} and takes part in its calls by itself; make the call on the other ranks",
                 call.what.name(),
                 self.members.name
             )));

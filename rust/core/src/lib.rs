@@ -7,6 +7,7 @@
 //!
 //! * [`codec`] — fewer bits for the same numbers.
 //! * [`dtype`], [`reduce`] — element types, reduction operators and the kernels that apply them.
+//! * `vector` — which vector unit those kernels use.
 //! * [`float16`] — sixteen-bit floats to `f32` and back.
 //! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
 //! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
@@ -29,6 +30,7 @@ pub mod schedule;
 pub mod signature;
 pub mod sim;
 pub mod topology;
+mod vector;
 pub mod wire;
 
 pub use dtype::{DType, ReduceOp};

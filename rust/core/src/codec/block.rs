@@ -44,7 +44,7 @@ impl<C: BlockCodec> Codec for Blocks<C> {
     fn encode(&self, src: Values<'_>, keep: Keep<'_>, _seed: u64, out: &mut [u8]) {
         let (n, codec, block) = (src.len(), &self.codec, self.block);
         let step = codec.size(block).max(1);
-        pulp::Arch::new().dispatch(
+        crate::vector::unit().dispatch(
             #[inline(always)]
             move || {
                 let mut keep = keep; // moved out, so that it is inlined: see below
@@ -88,7 +88,7 @@ impl<C: BlockCodec> Codec for Blocks<C> {
     fn decode(&self, code: &[u8], out: Target<'_>) -> Result<(), String> {
         let (n, codec, block) = (out.len(), &self.codec, self.block);
         let step = codec.size(block).max(1);
-        pulp::Arch::new().dispatch(
+        crate::vector::unit().dispatch(
             #[inline(always)]
             move || {
                 // A closure that can be called once only has no shim around it. A shim would not be

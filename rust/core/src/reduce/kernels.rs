@@ -68,7 +68,7 @@ where
     G: Fn(T::Wide) -> T::Wide + Copy,
 {
     let out = cast_mut::<T>(out)?;
-    let arch = pulp::Arch::new();
+    let arch = crate::vector::unit();
     match srcs {
         [a, b] => {
             let (a, b) = (cast::<T>(a)?, cast::<T>(b)?);
@@ -134,7 +134,7 @@ where
     F: Fn(T::Wide, T::Wide) -> T::Wide + Copy,
     G: Fn(T::Wide) -> T::Wide + Copy,
 {
-    let arch = pulp::Arch::new();
+    let arch = crate::vector::unit();
     match ends {
         [a, b] => {
             let (a, b) = (cast_mut::<T>(a)?, cast_mut::<T>(b)?);

@@ -1,5 +1,5 @@
-"""Holds the dependency arrow: python -> engine -> core and nccl-rs. Core knows
-neither tokio nor pyo3; what NCCL loads knows nothing of us.
+"""Checks the dependencies of the Rust crates: python -> engine -> core and nccl-rs. Core depends on
+neither tokio nor pyo3; the network plugin depends on no other crate of the workspace.
 
 Run by ``make test``. Reads ``cargo metadata`` only, so it needs nothing installed.
 """
@@ -29,7 +29,7 @@ def reachable(graph: dict[str, list[str]], start: str) -> set[str]:
 
 
 def main() -> int:
-    """0 if no crate depends on what it must not know."""
+    """Prints the forbidden dependencies; returns 1 if there are any."""
     text = subprocess.run(
         ["cargo", "metadata", "--format-version", "1", "--locked"], check=True, capture_output=True, text=True
     ).stdout
@@ -45,7 +45,7 @@ def main() -> int:
         for package in (i for i, n in names.items() if n == crate)
         for name in sorted(forbidden & {names[p] for p in reachable(graph, package)})
     ]
-    print("\n".join(wrong) or f"layers: {', '.join(FORBIDDEN)} depend on nothing they must not know")
+    print("\n".join(wrong) or f"layers: {', '.join(FORBIDDEN)} have no forbidden dependencies")
     return 1 if wrong else 0
 
 

@@ -1,14 +1,15 @@
 # make demo   build, train on real data with two ranks, show the result
-# make test   everything: formatting, lints, Rust and Python tests, types, docs
+# make test   formatting, lints, Rust and Python tests, types, docs
+# make test-all   the same, and what takes long: more worlds and layouts, a thousand faults, loom, hostile input
 # Both need only Python (3.10 or newer, with venv) and Rust; the rest is installed into .venv.
 
 PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: demo test build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
 
-build: .venv/built
+build: .venv/built  ## builds the engine and installs trigram into .venv
 
 .venv/ready: requirements-dev.txt
 	$(PYTHON) -m venv .venv
@@ -19,46 +20,58 @@ build: .venv/built
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
-demo: build
+demo: build  ## trains a CNN and a GPT on real data with two ranks, next to DDP
 	$(BIN)/trigram demo --ranks 2 --out demo-out
 
-bench: build
+bench: build  ## measures all collectives and writes docs/collectives.md
 	$(BIN)/python benches/collectives.py --out docs
 
-test:
+test:  ## what CI runs: formatting, lints, layers, Rust and Python tests, types, docs
 	$(MAKE) -j2 .venv/ready lint-rust  # what is downloaded comes beside what is compiled
 	$(MAKE) lint-python test-rust test-python
 
-lint: lint-rust lint-python
+lint: lint-rust lint-python  ## formatting, lints, layers
 
-lint-rust:
+lint-rust:  ## formatting, clippy, docs of Rust
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
-lint-python: .venv/ready
+lint-python: .venv/ready  ## layers, formatting and lints of Python
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/ruff format --check python tests benches examples tools
 	$(BIN)/ruff check python tests benches examples tools
 
-test-rust:
+test-rust:  ## Rust tests
 	cargo test --workspace --exclude trigram-python --locked --quiet
 
-test-python: build
+test-python: build  ## types and Python tests
 	$(BIN)/mypy
 	$(MAKE) -j2 test-waiting test-computing
 
 test-waiting: build
-	$(BIN)/python -m pytest tests -m waits
+	$(BIN)/python -m pytest tests -m "waits and not long"
 
 test-computing: build
-	$(BIN)/python -m pytest tests -m "not waits"
+	$(BIN)/python -m pytest tests -m "not waits and not long"
+
+# What `make test` leaves out: tests marked `long`, see CONTRIBUTING.md.
+test-all: test  ## make test, and what it leaves out: tests marked long, 1,000 faults, loom, hostile input
+	$(MAKE) -j2 test-long-waiting test-long-computing
+	TRIGRAM_FAULTS=1000 cargo test -p trigram-engine --test faults --locked --quiet
+	$(MAKE) test-loom test-hostile
+
+test-long-waiting: build
+	$(BIN)/python -m pytest tests -m "waits and long"
+
+test-long-computing: build
+	$(BIN)/python -m pytest tests -m "not waits and long"
 
 # What proves the unsafe parts, see CONTRIBUTING.md. Each builds into a directory of its own.
 NIGHTLY ?= nightly
 SANITIZED := -Zbuild-std --target x86_64-unknown-linux-gnu --locked -p trigram-engine --lib --test ranks_as_threads
 
-test-loom:
+test-loom:  ## memory orders of the shared-memory protocols
 	CARGO_TARGET_DIR=target/loom RUSTFLAGS="--cfg trigram_loom" \
 		cargo test -p trigram-engine --release --locked --test loom
 
@@ -68,7 +81,7 @@ test-hostile: export CARGO_PROFILE_RELEASE_OVERFLOW_CHECKS = true
 test-hostile: export CARGO_PROFILE_RELEASE_DEBUG_ASSERTIONS = true
 test-hostile: export TRIGRAM_FUZZ = 10000000
 test-hostile: said = target/hostile/said.log
-test-hostile:
+test-hostile:  ## ten million hostile inputs for each decoder
 	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile --no-run
 	# Not captured, for that would count as memory; each rank that is given up is a line.
 	cargo test -p trigram-core -p trigram-engine --release --locked --test hostile -- --nocapture --test-threads=1 \
@@ -76,7 +89,7 @@ test-hostile:
 	cargo test -p trigram-net-plugin --release --locked --lib hostile -- --nocapture
 
 # Needs a nightly toolchain with miri and rust-src.
-test-sanitize:
+test-sanitize:  ## miri, AddressSanitizer, ThreadSanitizer; needs nightly Rust
 	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
 		cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
 	CARGO_TARGET_DIR=target/address RUSTFLAGS=-Zsanitizer=address cargo +$(NIGHTLY) test $(SANITIZED) --test hostile
@@ -86,16 +99,23 @@ test-sanitize:
 # dist/ made by `make wheel` elsewhere, and name the Python that has torch.
 GPU_PYTHON ?= python3
 
-wheel: .venv/ready
+wheel: .venv/ready  ## builds a wheel into dist/
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
-test-gpu:
+test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
 	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
 	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
 
-fmt: .venv/ready
+fmt: .venv/ready  ## formats Rust and Python
 	cargo fmt --all
 	$(BIN)/ruff format python tests benches examples tools
 
-clean:
+clean:  ## removes what was built
 	rm -rf target .venv demo-out python/trigram/*.so
+
+hooks: .venv/ready  ## installs the git hooks of .pre-commit-config.yaml
+	$(BIN)/pip install --quiet --disable-pip-version-check "pre-commit>=4,<5"
+	$(BIN)/pre-commit install
+
+help:  ## lists these targets
+	@awk -F ':.*  ## ' '/^[a-z-]+:.*  ## / { printf "  make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

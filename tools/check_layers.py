@@ -1,12 +1,16 @@
-"""Checks the dependencies of the Rust crates: python -> engine -> core and nccl-rs. Core depends on
-neither tokio nor pyo3; the network plugin depends on no other crate of the workspace.
+"""Checks the layers: which crate may depend on which, and the rooms of the engine and of the Python package.
 
-Run by ``make test``. Reads ``cargo metadata`` only, so it needs nothing installed.
+Python uses the engine, the engine uses core and nccl-rs; core depends on neither tokio nor pyo3, and the
+network plugin on no other crate of the workspace. Run by ``make test``; it reads sources and ``cargo
+metadata``, and needs nothing installed.
 """
 
 import json
 import subprocess
 import sys
+
+import layers_python
+import layers_rust
 
 FORBIDDEN = {
     "trigram-core": {"tokio", "pyo3", "rustix", "libc", "trigram-engine", "trigram-python"},
@@ -29,7 +33,7 @@ def reachable(graph: dict[str, list[str]], start: str) -> set[str]:
 
 
 def main() -> int:
-    """Prints the forbidden dependencies; returns 1 if there are any."""
+    """Prints what breaks the layers; returns 1 if anything does."""
     text = subprocess.run(
         ["cargo", "metadata", "--format-version", "1", "--locked"], check=True, capture_output=True, text=True
     ).stdout
@@ -45,7 +49,8 @@ def main() -> int:
         for package in (i for i, n in names.items() if n == crate)
         for name in sorted(forbidden & {names[p] for p in reachable(graph, package)})
     ]
-    print("\n".join(wrong) or f"layers: {', '.join(FORBIDDEN)} have no forbidden dependencies")
+    wrong += layers_rust.check() + layers_python.check()
+    print("\n".join(wrong) or "layers: the crates, the rooms of the engine and the rooms of Python hold")
     return 1 if wrong else 0
 
 

@@ -16,6 +16,7 @@ from tests.support.algorithm_rows import NAMES_ONCE, ROWS
 from tests.support.algorithm_run import OPTIMIZERS, distance, loss, net, total
 from tests.support.cases import Cases
 from tests.support.harness import Died, Ranks, run, say
+from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -97,7 +98,7 @@ def one_never_trains(rank: int, world: int, label: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world, by", [(2, "shm"), (4, "shm"), (3, "tcp")])
+@pytest.mark.parametrize("world, by", [long(2, "shm"), (4, "shm"), (3, "tcp")])
 def test_free_running(in_launch: Callable[..., None], by: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=by)
 
@@ -119,7 +120,14 @@ def _slow(rank: int, world: int, algorithm: str, options: dict[str, Any]) -> tup
     return took, stats["waits"], stats["rounds"]  # and out, at different times
 
 
-@pytest.mark.parametrize("label", ["async_decentralized", "async_low_precision_decentralized", "async"])
+@pytest.mark.parametrize(
+    "transport, label",
+    [
+        *[("shm", "async_decentralized"), ("shm", "async"), ("tcp", "async_low_precision_decentralized")],
+        *[long("tcp", "async_decentralized"), long("tcp", "async")],
+        long("shm", "async_low_precision_decentralized"),
+    ],
+)
 def test_the_slow_do_not_slow(label: str, transport: str) -> None:
     """Sleeps, not work, make the difference: the others are done long before, and all end."""
     algorithm, options = FREE[label]
@@ -130,6 +138,7 @@ def test_the_slow_do_not_slow(label: str, transport: str) -> None:
     assert all(waits == 0 for _, waits, _ in results), results
 
 
+@pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_staleness_bounds(transport: str) -> None:
     """With a bound, the fast wait for the slow."""
     results = run(3, _slow, "async", {"staleness": 2}, transport=transport, timeout=60)
@@ -149,7 +158,7 @@ def _ends(rank: int, world: int, algorithm: str) -> int:
 
 
 @pytest.mark.parametrize("algorithm", ["async_decentralized", "async_low_precision_decentralized"])
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world, transport", [(4, "shm"), (2, "tcp"), long(2, "shm"), long(4, "tcp")])
 def test_ends_at_different_times(algorithm: str, world: int, transport: str) -> None:
     assert run(world, _ends, algorithm, transport=transport, timeout=40) == [
         20 + 10 * r for r in range(world)
@@ -182,7 +191,16 @@ def _until_killed(rank: int, world: int, label: str) -> str:
     return "went on"
 
 
-@pytest.mark.parametrize("label", NAMES_ONCE)
+WAYS_TO_END = [
+    "gradient_allreduce sgd",
+    "decentralized",
+    "async third",
+    "async_decentralized third",
+    "local_sgd",
+]
+
+
+@pytest.mark.parametrize("label", long_unless(WAYS_TO_END, NAMES_ONCE))
 def test_killed_peer(label: str) -> None:
     """Whoever needs it is told who is gone; nobody waits for it."""
     with Ranks(3, _until_killed, label) as ranks:

@@ -17,6 +17,7 @@ from tests.reference.graphs import DIRECTED, targets
 from tests.support.algorithm_rows import always
 from tests.support.algorithm_run import OPTIMIZERS, loss
 from tests.support.cases import Cases
+from tests.support.marks import long
 from trigram.algorithms import graphs
 
 CASES = Cases()
@@ -206,6 +207,6 @@ def nothing_between_rounds(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("world", [2, long(3), 5])
 def test_bytes(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="tcp")

@@ -17,6 +17,7 @@ from tests.support.algorithm_rows import Row, always
 from tests.support.algorithm_run import Reversed, Run, loss, net
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, same_on_all_ranks, says
+from tests.support.marks import long
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.average import padded
 from trigram.averaging.groups import ModelGroups
@@ -324,7 +325,7 @@ def refused_later(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, long(4)])
 def test_robust(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm", patience=60.0)
 
@@ -332,7 +333,7 @@ def test_robust(in_launch: Callable[..., None], world: int, case: str) -> None:
 @pytest.mark.parametrize(
     "case", [c for c in CASES if c.startswith("trains-") and c.endswith(("sync", "every:2"))]
 )
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [long(2), 5])
 def test_robust_worlds(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm", patience=60.0)
 

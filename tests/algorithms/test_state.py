@@ -19,6 +19,7 @@ from tests.support.algorithm_run import OPTIMIZERS, Reversed, Run, Yardstick, di
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
 from tests.support.harness import await_flag, flag
+from tests.support.marks import long
 from tests.support.twin_training import x
 
 SAVE, LOAD = Cases(), Cases()
@@ -113,7 +114,7 @@ def states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", [c.removeprefix("state-") for c in SAVE])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, long(3)])
 def test_goes_on_in_new_processes(
     in_launch: Callable[..., None], states: Path, world: int, case: str
 ) -> None:
@@ -381,7 +382,7 @@ def consensus_without_one(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [long(2), 3])
 def test_state(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm", patience=90 if "all" in case else 40)
 

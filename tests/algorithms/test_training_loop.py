@@ -15,6 +15,7 @@ from tests.support.algorithm_rows import GRADIENTS, NAMES_ONCE, ROWS
 from tests.support.algorithm_run import OPTIMIZERS, TIGHT, Run, loss, net, start
 from tests.support.cases import Cases
 from tests.support.checks import equal, fingerprint, raises, same_on_all_ranks, says
+from tests.support.marks import long
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -326,6 +327,6 @@ def _fault(_: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [long(2), 3])
 def test_loop(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm" if world == 3 else "tcp")

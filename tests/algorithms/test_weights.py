@@ -14,6 +14,7 @@ from tests.reference.simulation import Simulation, flatten
 from tests.support.algorithm_rows import NAMES_ONCE, ROWS, Row
 from tests.support.algorithm_run import OPTIMIZERS, Reversed, Run, distance, loss, net, total
 from tests.support.cases import Cases
+from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -184,7 +185,7 @@ def test_which_carry_gradients() -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world", [3, long(4)])
 def test_algorithm(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm")
 
@@ -194,13 +195,23 @@ MOST = [c for c in CASES if any(k in c for k in (*GRAPHS, *NAMES_ONCE)) or not c
 
 
 @pytest.mark.parametrize("case", MOST)
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [2, long(5)])
 def test_algorithm_few_and_many(in_launch: Callable[..., None], world: int, case: str) -> None:
     """Two and five ranks: where graphs are special."""
     in_launch("CASES", case, world, transport="shm")
 
 
-@pytest.mark.parametrize("case", MOST)
+OF_GRAPHS = [c for c in MOST if c.startswith("trains-") and any(k in c for k in GRAPHS)]
+
+
+@pytest.mark.parametrize("case", OF_GRAPHS)
+@pytest.mark.parametrize("world", [4, 5])
+def test_graphs_of_more(in_launch: Callable[..., None], world: int, case: str) -> None:
+    """Where graphs are special again: 4 is a power of two, 5 is odd."""
+    in_launch("CASES", case, world, transport="shm")
+
+
+@pytest.mark.parametrize("case", long_unless([f"trains-{k}" for k in NAMES_ONCE], MOST))
 @pytest.mark.parametrize("world", [3])
 def test_algorithm_over_tcp(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="tcp")

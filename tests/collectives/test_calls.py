@@ -12,6 +12,7 @@ import trigram
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, same_on_all_ranks, says
 from tests.support.data import DTYPES, HALVES, each_hop_rounds, numbers, ops, reduced
+from tests.support.marks import long_unless
 
 CASES = Cases()
 BIG = 1_000_003
@@ -247,7 +248,11 @@ def barrier(rank: int, world: int) -> None:
         assert not late, f"round {round}: left the barrier before {late} came"
 
 
+WORLDS = [(by, n) for by in ("shm", "tcp") for n in (1, 2, 3, 4, 5)]
+SOME = [("shm", 1), ("shm", 2), ("shm", 3), ("shm", 4), ("tcp", 2), ("tcp", 3)]
+
+
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transport, world", long_unless(SOME, WORLDS))
 def test_collective(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)

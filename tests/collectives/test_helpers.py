@@ -11,6 +11,7 @@ import torch
 import trigram
 from tests.support.checks import fingerprint, raises, says
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
+from tests.support.marks import long_unless
 from tests.support.models import train
 
 SIZES = [1, 0, 1003, 70_001, 2**20, 600_000, 3]
@@ -40,7 +41,11 @@ def _sums(rank: int, world: int, workers: int, rounds: int) -> None:
                     assert torch.equal(t, expected), f"{op} of {dtype}, {t.numel()} elements, round {round_}"
 
 
-@pytest.mark.parametrize("workers, helpers", [(1, 1), (2, 1), (3, 1), (3, 2), (4, 1)])
+ALL = [(by, *n) for by in ("shm", "tcp") for n in ((1, 1), (2, 1), (3, 1), (3, 2), (4, 1))]
+SOME = [("shm", 1, 1), ("shm", 2, 1), ("shm", 3, 2), ("tcp", 3, 1), ("tcp", 4, 1)]
+
+
+@pytest.mark.parametrize("transport, workers, helpers", long_unless(SOME, ALL))
 def test_sums(workers: int, helpers: int, transport: str) -> None:
     run(workers + helpers, _sums, workers, 3, transport=transport)
 
@@ -60,18 +65,25 @@ def _train(rank: int, world: int, workers: int) -> tuple[list[float], list[str]]
         return None
     trigram.init()
     assert (trigram.rank(), trigram.world_size()) == (rank, workers)
-    history = train("small digits", lambda m: trigram.with_bagua(m, bucket_mb=0.01), rank, workers, 30)
+
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        return trigram.with_bagua(model, bucket_mb=0.01)
+
+    history = train("small digits", wrap, rank, workers, 30, torch.float64)
     return history.losses, history.weights
 
 
 def test_training_with_a_helper(transport: str) -> None:
-    """The weights are the same on all workers after every step, and the losses those of a training alone."""
+    """The weights are the same on all workers after every step, and the losses those of a training alone.
+
+    In float64: steps amplify what the order of additions leaves in the last bit.
+    """
     alone = run(3, _train, 3, transport=transport)
     *helped, helper = run(4, _train, 3, transport=transport)
     assert helper is None
     assert len({tuple(weights) for _, weights in helped}) == 1
     for (a, _), (b, _) in zip(alone, helped, strict=True):
-        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) < 1e-4
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= 1e-10
 
 
 def _not_last(rank: int, world: int) -> str:
@@ -96,7 +108,7 @@ def _misuse(rank: int, world: int) -> None:
     x = torch.ones(5)
     says(raises(trigram.UnsupportedError, lambda: trigram.broadcast(x, 0, group=group)), "helpers")
     says(raises(trigram.UnsupportedError, lambda: trigram.all_reduce(x, via="ring", group=group)), "helpers")
-    with pytest.raises(trigram.MisuseError, match="no helper"):
+    with pytest.raises(trigram.MisuseError, match="not one of its helpers"):
         group.help()
     bad = torch.ones(400_000 + rank)
     says(raises(trigram.MismatchError, lambda: trigram.all_reduce(bad, group=group)), "rank", "40000")

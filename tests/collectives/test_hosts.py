@@ -15,6 +15,7 @@ from tests.support.cases import Cases
 from tests.support.checks import fingerprint
 from tests.support.data import numbers
 from tests.support.harness import run
+from tests.support.marks import long
 from tests.support.models import train
 
 CASES = Cases(test_calls.CASES | test_work_and_groups.CASES)
@@ -23,7 +24,7 @@ MIB = 2**20
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [long("2+2"), long("1+3"), "mixed"])
 def test_collective_across_hosts(
     in_launch: Callable[..., None], several_hosts: None, layout: str, case: str
 ) -> None:
@@ -72,16 +73,22 @@ def test_shared_memory_passes_through_no_socket(several_hosts: None) -> None:
 
 
 def test_training_across_hosts(several_hosts: None) -> None:
-    """The weights are the same on all ranks after every step, and the losses near those of one host."""
+    """The weights are the same on all ranks after every step, and the losses those of one host.
+
+    In float64: steps amplify what the order of additions leaves in the last bit.
+    """
     across = run(4, _train, transport="auto", hosts=LAYOUTS["2+2"], timeout=90)
     within = run(4, _train, timeout=90)
     assert len({tuple(w) for _, w in across}) == 1
     for (a, _), (b, _) in zip(across, within, strict=True):
-        assert abs(a[-1] - b[-1]) < 1e-3, (a[-1], b[-1])
+        assert max(abs(x - y) for x, y in zip(a, b, strict=True)) <= 1e-10, (a, b)
 
 
 def _train(rank: int, world: int) -> tuple[list[float], list[str]]:
-    history = train("small digits", lambda m: trigram.with_bagua(m, bucket_mb=0.01), rank, world, 20)
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        return trigram.with_bagua(model, bucket_mb=0.01)
+
+    history = train("small digits", wrap, rank, world, 20, torch.float64)
     return history.losses, history.weights
 
 
@@ -103,7 +110,7 @@ def _bits(rank: int, world: int) -> dict[str, str]:
     return prints
 
 
-@pytest.mark.parametrize("world", [3, 5])
+@pytest.mark.parametrize("transport, world", [("shm", 5), ("tcp", 3), long("shm", 3), long("tcp", 5)])
 def test_same_bits_in_every_run(world: int, transport: str) -> None:
     """NUM-4, over two launches; NUM-1, on all ranks."""
     runs = [run(world, _bits, transport=transport) for _ in range(2)]

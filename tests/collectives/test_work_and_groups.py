@@ -17,6 +17,7 @@ from tests.support.cases import Cases
 from tests.support.checks import equal, raises, says
 from tests.support.data import DTYPES, numbers, reduced
 from tests.support.harness import until
+from tests.support.marks import long_unless
 
 CASES = Cases()
 
@@ -298,7 +299,11 @@ def registered_memory(rank: int, world: int) -> None:
         )
 
 
+WORLDS = [(by, n) for by in ("shm", "tcp") for n in (1, 2, 3, 4, 5)]
+SOME = [("shm", 1), ("shm", 2), ("shm", 5), ("tcp", 2), ("tcp", 3), ("tcp", 4)]
+
+
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("transport, world", long_unless(SOME, WORLDS))
 def test_work_and_groups(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)

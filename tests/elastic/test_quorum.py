@@ -16,7 +16,8 @@ from tests.support import netns
 from tests.support.checks import says
 from tests.support.elastic_run import await_step, the_same, train
 from tests.support.harness import Ranks
-from trigram.elastic.membership import _FRESH, _KINDS, Membership, _check_quorum, quorum
+from tests.support.marks import long
+from trigram.elastic.membership import _LOSS_KINDS, _STATELESS, Membership, _check_quorum, quorum
 
 pytestmark = pytest.mark.waits
 
@@ -30,7 +31,9 @@ def damaged(rank: int, world: int, words: str, steps: int) -> dict[str, Any] | s
         return str(e)
 
 
-@pytest.mark.parametrize("fault", [1, 1, 2], ids=["flip", "flip-2", "cut"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(1, id="flip"), long(1, id="flip-2"), pytest.param(2, id="cut")]
+)
 def test_who_is_given_up_does_not_go_on_alone(fault: int, tmp_path: Path) -> None:
     """It lives, and hears that it was given up before it hears that its connections are closed."""
     world, steps, victim = 4, 400, 2
@@ -62,10 +65,17 @@ def test_no_two_parts_both_go_on() -> None:
 
 def test_who_has_no_state_has_no_voice() -> None:
     """Ranks 0 to 2 train, 3 and 4 have just entered on the side of rank 0, and the network is cut there."""
-    silent = _KINDS.index("silent")
+    silent = _LOSS_KINDS.index("silent")
 
     def told(rank: int, away: set[int], fresh: set[int]) -> list[int]:
-        return [rank in fresh, 0, 0, 0, 0, *(silent * (r in away) + _FRESH * (r in fresh) for r in range(5))]
+        return [
+            rank in fresh,
+            0,
+            0,
+            0,
+            0,
+            *(silent * (r in away) + _STATELESS * (r in fresh) for r in range(5)),
+        ]
 
     def goes_on(here: list[int], fresh: set[int]) -> bool:
         mine = Membership(list(range(5)), 5, (None, None, "auto"), None)
@@ -90,7 +100,7 @@ def in_parts(rank: int, world: int, steps: int) -> tuple[str, int]:
     return "went on", done["steps"]
 
 
-@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), ([0], [1]), ([0], [1, 2])])
+@pytest.mark.parametrize("one, other", [([0, 1], [2, 3]), long([0], [1]), long([0], [1, 2])])
 def test_of_two_halves_one_goes_on(several_hosts: None, one: list[int], other: list[int]) -> None:
     world, steps = len(one) + len(other), 500
     switch = netns._switch()

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import trigram
-from tests.support.checks import raises, says
+from tests.support.checks import close, raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, say
+from tests.support.marks import long_unless
 
 pytestmark = pytest.mark.waits
 
@@ -61,7 +62,10 @@ ALGORITHMS = [
 ]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+OF_EACH_KIND = ["bytegrad", "diloco", "low_precision_decentralized", "async", "push_sum"]
+
+
+@pytest.mark.parametrize("algorithm", long_unless(OF_EACH_KIND, ALGORITHMS))
 def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
     world, steps, victim = 3, 300, 1
     arguments = (steps, algorithm, {victim: 5}, 0.01)
@@ -71,11 +75,18 @@ def test_every_algorithm_goes_on_and_lets_in(algorithm: str) -> None:
         results = ranks.results(120)
     entered = results[victim]["first"]
     assert 5 < entered < steps, "it came back, and in time"
+    # A newcomer begins with the slowest. Where ranks do not wait for each other, its state may come from one
+    # that is some steps ahead: then its buffers and its optimizer's state count these too.
+    ahead = float(results[victim]["own"][0]) - steps
+    assert ahead == 0 or (ahead > 0 and "async" in algorithm), "it got the buffers"
     for r in range(world):
+        done = steps + (ahead if r == victim else 0)
         assert bool(results[r]["weights"].isfinite().all()), f"rank {r}"
         assert results[r]["steps"] == steps and results[r]["history"][-1] == (0, 1, 2)
-        assert torch.equal(results[r]["count"], torch.full((3,), float(steps))), "it got the buffers"
-        assert results[r]["adam"] == {steps}, "it got the optimizer's state"
+        assert torch.equal(results[r]["own"], torch.full((3,), float(done))), f"rank {r}"
+        mean = torch.full((3,), steps + ahead / world)
+        close(results[r]["count"], mean, 1e-4 if ahead else 0.0, "the mean of all ranks' buffers")
+        assert results[r]["adam"] == {done}, "it got the optimizer's state"
     the_same(results, list(range(world)))
 
 
@@ -168,7 +179,7 @@ def bare(rank: int, world: int) -> list[int]:
 def test_recover(transport: str) -> None:
     with Ranks(4, bare, transport=transport) as ranks:
         results = ranks.results(60, dies=[1])
-        assert all("goes on with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
+        assert all("continues with ranks 0, 2, 3" in ranks.log(r) for r in (0, 2, 3))
     assert [r for r in results if not isinstance(r, Died)] == [[0, 2, 3]] * 3
 
 

@@ -205,9 +205,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("TimeoutError", "timed out after"): slow,
     ("TimeoutError", "it is still running, call wait() again"): waits,
     ("MismatchError", "ranks disagree on call"): differs,
-    ("MismatchError", "ask for another algorithm"): algorithms_differ,
+    ("MismatchError", "use a different algorithm"): algorithms_differ,
     ("MismatchError", "differs from that of rank 0"): models_differ,
-    ("CorruptError", "are not finite"): not_finite,
+    ("CorruptError", "contain NaN or infinity"): not_finite,
     ("CorruptError", "check_replicas"): drifted,
     ("AuthError", "TRIGRAM_SECRET"): no_secret,
     ("ConfigError", "TRIGRAM_TRANSPORT"): wrong_transport,
@@ -216,7 +216,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("MisuseError", "hooked already"): twice,
     ("MisuseError", "cannot be used in a forked child"): forked,
     ("MisuseError", "has been shut down"): after_shutdown,
-    ("AbortedError", "gave up its backward pass"): backward_fails,
+    ("AbortedError", "aborted its backward pass"): backward_fails,
     ("IoError", "shared memory"): too_much,
 }
 
@@ -245,9 +245,9 @@ def test_what_ranks_do(key: tuple[str, str]) -> None:
 DONE_TO = {
     ("PeerLostError", "is gone (its process has ended)"): ("shm", signal.SIGKILL),
     ("PeerLostError", "is gone (its connection has closed)"): ("tcp", signal.SIGKILL),
-    ("PeerLostError", "it has been silent"): ("tcp", signal.SIGSTOP),
-    ("PeerLostError", "it has given up this rank"): ("tcp", signal.SIGSTOP),
-    ("CorruptError", "do not have their checksum"): ("tcp", None),
+    ("PeerLostError", "no heartbeat from it for"): ("tcp", signal.SIGSTOP),
+    ("PeerLostError", "it evicted this rank"): ("tcp", signal.SIGSTOP),
+    ("CorruptError", "wrong checksum of"): ("tcp", None),
 }
 
 
@@ -267,7 +267,7 @@ def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
             wakes = threading.Timer(2.5, lambda: ranks.signal(2, signal.SIGCONT))
             wakes.start()
         results = ranks.results(60, dies=[2] if number == signal.SIGKILL else [])
-    itself = key[1] == "it has given up this rank"
+    itself = key[1] == "it evicted this rank"
     for name, text, about in results[2:] if itself else results[:2]:
         assert name == key[0] and key[1] in text, results
         assert about in (0, 1) if itself else about == 2, results

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from typing import Any
@@ -15,7 +14,9 @@ import torch
 
 import trigram
 from tests.support import gpu_standin
-from tests.support.harness import ROOT, Died, await_flag, flag, run
+from tests.support.harness import Died, await_flag, flag, run
+from trigram import _core
+from trigram.gpu.nccl import library
 
 LIMIT = 15.0
 
@@ -168,13 +169,11 @@ def test_without_nccl_tensors_go_through_the_host_unless_nccl_was_asked_for() ->
     assert run(2, _sums, env=env) == [2.0, 2.0]
 
 
-OLD = """
-from trigram import _core
-try:
-    print(_core.Nccl([]).version)
-except Exception as e:
-    print(type(e).__name__, e)
-"""
+def _version(rank: int, world: int) -> str:
+    try:
+        return _core.Nccl([]).version
+    except trigram.TrigramError as e:
+        return f"{type(e).__name__} {e}"
 
 
 @pytest.mark.parametrize(
@@ -186,46 +185,36 @@ except Exception as e:
     ],
 )
 def test_a_library_is_looked_at_before_it_is_used(env: dict[str, str], said: str) -> None:
-    env = os.environ | gpu_standin.env() | env
-    done = subprocess.run(
-        [sys.executable, "-c", OLD], check=False, env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout.startswith(said), done.stdout + done.stderr
+    (answer,) = run(1, _version, env=gpu_standin.libraries() | env)
+    assert answer.startswith(said), answer
+
+
+def _gpus(rank: int, world: int) -> str:
+    try:
+        return str(_core.gpus())
+    except trigram.TrigramError as e:
+        return f"{type(e).__name__} {e}"
+
+
+def _nccl_of_torch(rank: int, world: int) -> tuple[str, int, bool, str, str]:
+    nccl = library()
+    fresh = nccl.unique_id() != nccl.unique_id()
+    return nccl.version, len(nccl.unique_id()), fresh, nccl.path, _gpus(rank, world)
 
 
 def test_the_nccl_that_torch_brings() -> None:
     """Real, without a GPU: it is found, says its version and makes an id; a communicator needs a driver."""
-    script = """
-import torch
-from trigram import _core
-from trigram.gpu.nccl import library
-nccl = library()
-print(nccl.version, len(nccl.unique_id()), nccl.unique_id() != nccl.unique_id(), nccl.path, sep="|")
-try:
-    print(_core.gpus())
-except Exception as e:
-    print(type(e).__name__, e)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, cwd=ROOT, capture_output=True, text=True
-    )
-    found, gpus = done.stdout.splitlines()
-    version, length, fresh, path = found.split("|")
+    ((version, length, fresh, path, gpus),) = run(1, _nccl_of_torch)
     want = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    assert (version, length, fresh) == (want, "128", "True"), done.stderr
+    assert (version, length, fresh) == (want, 128, True)
     assert path == "libnccl.so.2, already in the process"
     if not torch.cuda.is_available():
         assert gpus.startswith("UnsupportedError libcuda.so.1 was not found; install NVIDIA's driver")
 
 
 def test_a_driver_without_a_gpu_is_said() -> None:
-    script = "from trigram import _core\ntry: _core.gpus()\n"
-    script += "except Exception as e: print(type(e).__name__, e)"
-    env = os.environ | gpu_standin.env() | {"STANDIN_NO_GPU": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], check=False, env=env, cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "UnsupportedError no CUDA device 0: CUDA_ERROR_NO_DEVICE", done.stderr
+    (answer,) = run(1, _gpus, env=gpu_standin.libraries() | {"STANDIN_NO_GPU": "1"})
+    assert answer == "UnsupportedError no CUDA device 0: CUDA_ERROR_NO_DEVICE"
 
 
 def _parameters(rank: int, world: int) -> tuple[list[float], list[float], bool]:

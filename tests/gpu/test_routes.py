@@ -11,7 +11,9 @@ from tests.algorithms import test_state, test_weights
 from tests.collectives import test_calls, test_work_and_groups
 from tests.faults import test_errors
 from tests.support import gpu_standin
+from tests.support.algorithm_rows import NAMES_ONCE
 from tests.support.cases import Cases
+from tests.support.marks import long, long_unless, pairs_with
 from tests.training import test_failures, test_loops
 
 # NCCL has no bitwise operators, chooses its own schedules, and knows no order of messages by tags.
@@ -24,7 +26,7 @@ STATES = Cases(test_state.CASES | test_loops.CASES)
 
 
 @pytest.mark.parametrize("case", NCCLS)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [long(2), 3])
 def test_collective_by_nccl(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("COLLECTIVES", case, world, env=gpu_standin.env("nccl"))
 
@@ -41,8 +43,14 @@ def test_groups(in_launch: Callable[..., None], way: str, case: str) -> None:
     in_launch("GROUPS", case, 3, env=gpu_standin.env(way))
 
 
-@pytest.mark.parametrize("case", list(ALGORITHMS))
-@pytest.mark.parametrize("way", ["nccl", "host"])
+ONCE = [f"trains-{k}" for k in NAMES_ONCE]  # by NCCL and through the host; of the rest each by one of them
+BY_TURNS = {way: [*ONCE, *list(ALGORITHMS)[i::2]] for i, way in enumerate(("nccl", "host"))}
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [p for way, some in BY_TURNS.items() for p in pairs_with(way, long_unless(some, list(ALGORITHMS)))],
+)
 def test_algorithm(in_launch: Callable[..., None], way: str, case: str) -> None:
     in_launch("ALGORITHMS", case, 3, env=gpu_standin.env(way))
 
@@ -69,7 +77,7 @@ SOME = ["trains-gradient_allreduce sgd", "trains-local_sgd", "trains-decentraliz
 
 
 @pytest.mark.parametrize("case", SUMS)
-@pytest.mark.parametrize("layout", list(LAYOUTS))
+@pytest.mark.parametrize("layout", [long("2+2"), long("3+1"), "2+2+1"])
 def test_hierarchical(in_launch: Callable[..., None], several_hosts: None, layout: str, case: str) -> None:
     hosts = LAYOUTS[layout]
     env = gpu_standin.env("hierarchical")

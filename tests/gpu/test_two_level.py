@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 
 COUNT, ROUNDS = 5003, 3
+CODECS = {"int8": False, "int4": True, "bf16": False, "sign": True}  # with feedback or without
 
 
 def inputs(rank: int, round: int, length: int) -> Tensor:
@@ -57,7 +60,18 @@ def expected(hosts: list[list[int]], length: int, name: str, feedback: bool) -> 
     return means
 
 
-def _averages(rank: int, world: int, name: str, feedback: bool) -> list[Tensor]:
+def _all_averages(rank: int, world: int) -> dict[str, list[Tensor]]:
+    return {name: _averages(name, feedback, rank) for name, feedback in CODECS.items()}
+
+
+@functools.cache
+def averages(layout: str) -> list[dict[str, list[Tensor]]]:
+    """Those of all codecs, from one launch."""
+    hosts, env = LAYOUTS[layout], gpu_standin.env("hierarchical")
+    return run(len(hosts), _all_averages, transport="auto", hosts=hosts, env=env, timeout=60)
+
+
+def _averages(name: str, feedback: bool, rank: int) -> list[Tensor]:
     group = trigram.init()
     groups = ModelGroups(group)
     levels = HostLevels.of(groups, torch.empty(0))
@@ -77,14 +91,11 @@ def _averages(rank: int, world: int, name: str, feedback: bool) -> list[Tensor]:
     return means
 
 
-@pytest.mark.parametrize(
-    ("name", "feedback"), [("int8", False), ("int4", True), ("bf16", False), ("sign", True)]
-)
+@pytest.mark.parametrize("name", list(CODECS))
 @pytest.mark.parametrize("layout", list(LAYOUTS))
-def test_averages(several_hosts: None, layout: str, name: str, feedback: bool) -> None:
-    hosts = LAYOUTS[layout]
-    env = gpu_standin.env("hierarchical")
-    results = run(len(hosts), _averages, name, feedback, transport="auto", hosts=hosts, env=env, timeout=60)
+def test_averages(several_hosts: None, layout: str, name: str) -> None:
+    hosts, feedback = LAYOUTS[layout], CODECS[name]
+    results = [each[name] for each in averages(layout)]
     by_host = [[r for r, host in enumerate(hosts) if host == h] for h in sorted(set(hosts))]
     right = expected(by_host, results[0][0].numel(), name, feedback)
     for rank, means in enumerate(results):

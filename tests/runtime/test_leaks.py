@@ -16,6 +16,7 @@ import torch
 import trigram
 from tests.support.checks import equal
 from tests.support.harness import Ranks, await_flag, flag, run, say, until
+from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
 
@@ -114,7 +115,7 @@ def _lives(rank: int, world: int) -> None:
     assert grown < TOLERANCE, f"{grown} bytes more after {CYCLES - WARM} more lives"
 
 
-@pytest.mark.parametrize(("world", "transport"), [(3, "shm"), (2, "tcp")])
+@pytest.mark.parametrize(("world", "transport"), [(3, "shm"), long(2, "tcp")])
 def test_lives_leave_nothing(world: int, transport: str) -> None:
     run(world, _lives, transport=transport, timeout=120)
 

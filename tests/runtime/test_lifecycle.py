@@ -16,6 +16,7 @@ import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.checks import equal, raises
 from tests.support.harness import await_flag, flag, free_port, run, until
+from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
 
@@ -45,6 +46,7 @@ def _again_and_again(rank: int, world: int) -> tuple[list[int], list[int]]:
     return fds, threads
 
 
+@pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_twenty_lives(transport: str) -> None:
     for fds, threads in run(2, _again_and_again, transport=transport, timeout=90):
         assert fds[-1] <= fds[2], f"file descriptors: {fds}"
@@ -156,14 +158,17 @@ if how == "thread" and rank == 0:
     thread.start()
     for _ in range(1000):  # until it is inside of trigram
         frame = sys._current_frames().get(thread.ident)
-        if frame is not None and frame.f_code.co_filename.endswith("collectives.py"):
+        if frame is not None and frame.f_globals["__name__"].startswith("trigram"):
             break
         time.sleep(0.01)
 print("at the end", flush=True)
 """
 
 
-@pytest.mark.parametrize("how", ["raise", "thread"])
+@pytest.mark.parametrize(
+    "transport, how",
+    [("shm", "thread"), ("tcp", "raise"), long("shm", "raise"), long("tcp", "thread")],
+)
 def test_interpreter_exit_with_work_in_flight(how: str, transport: str, tmp_path: Path) -> None:
     """PY-4. A real interpreter's end (the harness's ranks end by os._exit): no hang, its own exit code."""
     script = tmp_path / "script.py"

@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.support.harness import Ranks, await_flag, flag, say, scratch
-from trigram.elastic import recovery as elastic
+from trigram.elastic.recovery import ElasticModel
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
 
@@ -128,6 +128,7 @@ def train(
         history.append(tuple(trigram.stats(net)["ranks"]))
         say(("did", step))
         time.sleep(0.5 if steps - step <= 50 and awaited() else pause)
+    own = net.count.clone()
     if meets:
         trigram.consensus(net, timeout=60)
     return {
@@ -135,6 +136,7 @@ def train(
         "weights": weights(net),
         "history": history,
         "steps": trigram.stats(net)["steps"],
+        "own": own,
         "count": net.count.clone(),
         "adam": {float(s["step"]) for s in opt.state.values()},
     }
@@ -142,18 +144,18 @@ def train(
 
 def _meet_at_commit(world: int, dies: bool) -> None:
     """All ranks are seen to have everything of a step before it is counted; there one ends itself."""
-    commit = elastic._commit
+    commit = ElasticModel._commit
 
-    def met(side: Any) -> bool:
+    def met(part: ElasticModel) -> bool:
         flag(f"complete-{trigram.rank()}")
-        elastic._commit = commit
+        ElasticModel._commit = commit
         if dies:
             for r in range(world):
                 await_flag(f"complete-{r}")
             os.kill(os.getpid(), signal.SIGKILL)
-        return commit(side)
+        return commit(part)
 
-    elastic._commit = met
+    ElasticModel._commit = met
 
 
 # In the test.

@@ -34,12 +34,12 @@ def library() -> Path:
 
 def env(way: str = "nccl") -> dict[str, str]:
     """What a rank needs in its environment; the harness calls `use` then."""
-    return {
-        "TRIGRAM_TEST_STANDIN": way,
-        "TRIGRAM_GPU_TRANSPORT": way,
-        "TRIGRAM_NCCL_LIB": str(library()),
-        "TRIGRAM_CUDA_LIB": str(library()),
-    }
+    return {"TRIGRAM_TEST_STANDIN": way, "TRIGRAM_GPU_TRANSPORT": way, **libraries()}
+
+
+def libraries() -> dict[str, str]:
+    """Where NCCL and the driver are, for a process that handles CPU tensors as ever."""
+    return {"TRIGRAM_NCCL_LIB": str(library()), "TRIGRAM_CUDA_LIB": str(library())}
 
 
 class StandIn:

@@ -63,7 +63,9 @@ def readdressed(card: bytes, port: int, secret: str | None = SECRET) -> bytes:
         number.append(port & 0x7F | 0x80)
         port >>= 7
     body = card[1:4] + bytes([127, 0, 0, 1]) + bytes([*number, port]) + card[end:-32]
-    seal = hmac.new(secret.encode(), b"trigram card" + body, hashlib.sha256).digest() if secret else bytes(32)
+    seal = (
+        hmac.new(secret.encode(), b"trigram record" + body, hashlib.sha256).digest() if secret else bytes(32)
+    )
     return card[:1] + body + seal
 
 

@@ -336,7 +336,7 @@ def a_weight_that_raises(rank: int, world: int) -> None:
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "gossip": ("decentralized", ("neighbours",)),
     "push": ("push_sum", ("neighbours",)),
-    "async": ("async", ("not in step",)),
+    "async": ("async", ("different steps",)),
     "robust": ("central:median/full/sync", ("counts ranks",)),
 }
 
@@ -356,7 +356,7 @@ def refused(rank: int, world: int, label: str) -> None:
 def ranks_disagree(rank: int, world: int) -> None:
     given = 1.0 if rank == 0 else None
     text = raises(trigram.MismatchError, trigram.with_bagua, net(), sample_weight=given)
-    says(text, "another algorithm, or other options")
+    says(text, "a different algorithm or different options")
     raises(trigram.MisuseError, trigram.with_bagua, net(), sample_weight="many")
 
 
@@ -377,7 +377,7 @@ def check_finite(rank: int, world: int, name: str) -> None:
                 with_nan.backward()
             except trigram.CorruptError as e:
                 assert e.rank == 1, e.rank
-                says(str(e), "rank(s) 1", "not finite")
+                says(str(e), "rank(s) 1", "NaN or infinity")
             else:
                 raise AssertionError("nobody was told")
         else:

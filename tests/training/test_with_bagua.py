@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import islice
 
 import pytest
@@ -14,6 +15,7 @@ import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.checks import fingerprint, relative
 from tests.support.harness import run
+from tests.support.marks import long, long_unless
 from tests.support.models import History, train, workload
 
 STEPS = 50
@@ -45,7 +47,10 @@ def _same_weights_everywhere(histories: list[History]) -> None:
 WORKLOADS = [("digits", 25.0), ("gpt", 25.0), ("small digits", 0.01), ("tied gpt", 0.01)]
 
 
-@pytest.mark.parametrize("workload, bucket_mb", WORKLOADS)
+OVER_TCP = [("tcp", *w) if w[1] < 1 else long("tcp", *w) for w in WORKLOADS]
+
+
+@pytest.mark.parametrize("transport, workload, bucket_mb", [*(("shm", *w) for w in WORKLOADS), *OVER_TCP])
 def test_two_ranks_bit_for_bit(workload: str, bucket_mb: float, transport: str) -> None:
     """Dividing by 2 is exact, so nothing may differ: losses and weights of 50 steps."""
     results = run(2, _both, workload, bucket_mb, transport=transport, timeout=90)
@@ -71,8 +76,12 @@ def _both_in_float64(rank: int, world: int, workload: str, bucket_mb: float) -> 
     return theirs, ours
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("workload", ["digits", "gpt"])
+ALL = list(itertools.product(["digits", "gpt"], [3, 4], ["shm", "tcp"]))
+
+
+@pytest.mark.parametrize(
+    "workload, world, transport", long_unless([("digits", 3, "shm"), ("digits", 4, "tcp")], ALL)
+)
 def test_more_ranks_in_float64(workload: str, world: int, transport: str) -> None:
     """50 steps amplify the last bit of a sum: float64 has enough of them left, on any CPU."""
     results = run(world, _both_in_float64, workload, 0.05, transport=transport, timeout=90)
@@ -108,8 +117,9 @@ def _side_by_side(
     return apart, prints
 
 
-@pytest.mark.parametrize("world", [3, 4])
-@pytest.mark.parametrize("workload", ["digits", "gpt"])
+@pytest.mark.parametrize(
+    "workload, world, transport", long_unless([("gpt", 3, "tcp"), ("digits", 4, "shm")], ALL)
+)
 def test_more_ranks_closely(workload: str, world: int, transport: str) -> None:
     """In float32, each of 50 steps from the same weights: only the order of a sum may differ."""
     results = run(world, _side_by_side, workload, 0.05, transport=transport, timeout=90)

@@ -1,6 +1,6 @@
-"""A flat tensor becomes its mean over the ranks: full, through codecs, by PowerSGD, robust, in two levels.
+"""Averages of one-dimensional tensors over ranks: in full, through codecs, PowerSGD, robust, in two levels.
 
-What lives here: the groups that a model talks in (``groups.py``), what an average is (``average.py``), one file
-for each kind of average, sample weights, the non-finite check, sparse gradients. Uses: errors, runtime,
-codecs, algorithms, gpu, collectives.
+What lives here: the process groups of a model (``groups.py``), the protocol of an average (``average.py``),
+one file for each kind of average, sample weights, the non-finite check and sparse gradients. Uses: errors,
+runtime, codecs, algorithms, gpu, collectives.
 """

@@ -1,4 +1,4 @@
-"""What an average is: a flat tensor becomes its mean over all ranks, begun now and finished later."""
+"""The protocol of an average: a one-dimensional tensor becomes its mean over all ranks, asynchronously."""
 
 from __future__ import annotations
 
@@ -8,49 +8,56 @@ from typing import Protocol
 import torch
 
 SHARD = 64
-"""Shards are multiples of this many values."""
+"""The length of a shard is a multiple of this many values."""
 
 
 class Average(Protocol):
-    """One flat tensor that becomes its mean over the ranks.
+    """Averages one tensor over the ranks, step after step, in place.
+
+    An implementation gets the tensor, one-dimensional and of a fixed length, when it is made. All ranks make
+    the same calls in the same order.
 
     Attributes:
-        sent: Bytes that a rank sends in one round.
-        calls: Calls that a round makes in the second group; once :meth:`advance` is true all are made.
+        sent: Bytes that this rank sends in one averaging step.
+        calls: Calls that one averaging step makes in :attr:`ModelGroups.second_phase`. They are all made once
+            :meth:`advance` has returned True.
     """
 
     sent: int
     calls: int
 
-    def start(self, round: int) -> None:
-        """Begins; the tensor belongs to the average until it is done."""
+    def start(self, step: int) -> None:
+        """Starts averaging step number ``step``; the caller leaves the tensor alone until :meth:`wait`
+        returns."""
 
     def advance(self) -> bool:
-        """Moves on without waiting; true once the last leg has begun."""
+        """Starts the next phase if the last one is complete, without waiting; True once the last phase has
+        started."""
 
     def ready(self) -> bool:
-        """Whether :meth:`wait` would not wait; moves on."""
+        """Advances without waiting; True if :meth:`wait` would return at once."""
 
     def wait(self) -> None:
-        """Waits for the end; then the tensor is the mean."""
+        """Waits until the tensor holds the mean. Raises the error of the step if it failed."""
 
     def await_end(self) -> None:
-        """Waits for what is under way to end, well or not."""
+        """Waits until the calls under way have ended, after a failure or an abort; the result is not used."""
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """What is remembered of each view into the tensor."""
+        """The state of each view into the tensor (residuals, ...), by name; it moves when buckets are
+        rebuilt."""
 
     def fold(self) -> None:
-        """Moves what is remembered otherwise to where :meth:`parts` finds it."""
+        """Adds state that belongs to no view to what :meth:`parts` returns, before buckets are rebuilt."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All that must be remembered between rounds."""
+        """The state between averaging steps, for a checkpoint."""
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """What :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
 
 
 def padded(length: int, ranks: int) -> int:
-    """The length at which ``length`` values divide into shards."""
+    """``length``, rounded up so that it divides into one shard per rank, each a multiple of ``SHARD``."""
     shard = -(-length // ranks)
     return ranks * SHARD * -(-shard // SHARD)

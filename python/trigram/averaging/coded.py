@@ -1,7 +1,7 @@
 """The mean through codecs, in two phases: shards to their owners, means to all.
 
-What cannot be summed on its route (8 bits, signs, the largest few) is not sent around a ring that would
-encode it again at each hop: every rank reduces a shard of its own, in float32.
+Encoded values (8 bits, signs, top-k) cannot be summed without decoding, and a ring would decode and encode
+them again at each hop. Instead every rank owns one shard and reduces it in float32.
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from trigram.runtime.memory import empty
 
 
 class CodedAverage:
-    """Through codecs, in two legs: shards to their owners, means to all.
+    """An :class:`~trigram.averaging.average.Average` through codecs: an all-to-all, then an all-gather.
 
     Args:
-        memory: ``padded`` many values of float32, float16 or bfloat16.
-        groups: Where to talk.
-        first: The codec of the shards.
-        second: The codec of the means.
-        feedback: Whether each leg adds what it lost before to what it sends.
-        remainder: Where what the first leg loses is left, without being fed back; overrides
-            ``feedback`` of the first leg.
+        memory: One-dimensional, float32, float16 or bfloat16; its length is a result of ``padded``.
+        groups: The model's process groups.
+        first: The codec of the first phase: each rank sends each shard to its owner.
+        second: The codec of the second phase: each owner sends its mean to all ranks.
+        feedback: For each phase, whether it adds the error of its last encoding to the next (error feedback).
+        remainder: float32, as long as ``memory``: receives the encoding error of the first phase, which is
+            then not fed back, whatever ``feedback`` says.
+
+    Attributes:
+        residual: The encoding error of the first phase, float32, as long as ``memory``; None without
+            feedback.
+        mean_residual: The encoding error of the second phase, float32, one shard; None without feedback.
+        phase: 0 (idle), 1 or 2.
     """
 
     calls = 1
@@ -51,31 +57,33 @@ class CodedAverage:
             self.residual = None
         kept = self.residual if remainder is None else remainder
         self.kept: list[torch.Tensor] | list[None] = [None] * n if kept is None else list(kept.view(n, -1))
-        self.owned = torch.zeros(shard, device=memory.device) if feedback[1] else None
+        self.mean_residual = torch.zeros(shard, device=memory.device) if feedback[1] else None
         one, two = first.size(shard), second.size(shard)
-        self.out = empty(n, one, dtype=torch.uint8, device=memory.device)
-        self.inp = empty(n, one, dtype=torch.uint8, device=memory.device)
+        self.encoded_shards = empty(n, one, dtype=torch.uint8, device=memory.device)
+        self.received = empty(n, one, dtype=torch.uint8, device=memory.device)
         self.mean = torch.empty(shard, device=memory.device)
-        self.mine = empty(two, dtype=torch.uint8, device=memory.device)
-        self.all = empty(n, two, dtype=torch.uint8, device=memory.device)
+        self.encoded_mean = empty(two, dtype=torch.uint8, device=memory.device)
+        self.encoded_means = empty(n, two, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (one + two)
         self.work: collectives.Work | None = None
         self.phase = 0
-        self.round = 0
+        self.step = 0
 
-    def start(self, round: int) -> None:
+    def start(self, step: int) -> None:
         """See :class:`Average`."""
-        self.round = round
+        self.step = step
         for j, (shard, kept) in enumerate(zip(self.shards, self.kept, strict=True)):
             feeds = self.remainder is None
-            self.first.encode(shard, self.out[j], kept, feeds, self._seed(j))
+            self.first.encode(shard, self.encoded_shards[j], kept, feeds, self._seed(j))
         self.phase = 1
-        self.work = collectives.all_to_all(self.inp, self.out, group=self.groups.main, async_op=True)
+        self.work = collectives.all_to_all(
+            self.received, self.encoded_shards, group=self.groups.main, async_op=True
+        )
 
     def _seed(self, shard: int) -> int:
-        """A number of its own for each (round, rank, shard)."""
+        """A different seed for each (step, rank, shard)."""
         n = self.groups.size
-        return ((self.round * n + self.groups.rank) * (n + 1) + shard) * 0x9E3779B97F4A7C15
+        return ((self.step * n + self.groups.rank) * (n + 1) + shard) * 0x9E3779B97F4A7C15
 
     def advance(self) -> bool:
         """See :class:`Average`."""
@@ -84,15 +92,19 @@ class CodedAverage:
         return self.phase != 1
 
     def _reduce(self) -> None:
-        """The shards are here: the mean of this rank's, to all."""
+        """Averages the shard that this rank owns, and starts the second phase."""
         assert self.work is not None
         self.work.wait()
-        for j, code in enumerate(self.inp):
+        for j, code in enumerate(self.received):
             self.first.decode(code, self.mean, None if j == 0 else 1.0, self.groups.main.ranks[j])
         self.mean /= self.groups.size
-        self.second.encode(self.mean, self.mine, self.owned, True, self._seed(self.groups.size))
+        self.second.encode(
+            self.mean, self.encoded_mean, self.mean_residual, True, self._seed(self.groups.size)
+        )
         self.phase = 2
-        self.work = collectives.all_gather(self.all, self.mine, self.groups.second_phase, async_op=True)
+        self.work = collectives.all_gather(
+            self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
+        )
 
     def ready(self) -> bool:
         """See :class:`Average`."""
@@ -106,7 +118,7 @@ class CodedAverage:
         if self.phase == 2 and self.work is not None:
             self.work.wait()
             self.phase, self.work = 0, None
-            for j, (code, shard) in enumerate(zip(self.all, self.shards, strict=True)):
+            for j, (code, shard) in enumerate(zip(self.encoded_means, self.shards, strict=True)):
                 self.second.decode(code, shard, None, self.groups.main.ranks[j])
 
     def await_end(self) -> None:
@@ -116,7 +128,7 @@ class CodedAverage:
             work.wait()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """This rank's residual."""
+        """The first phase's residual."""
         if self.residual is None:
             return [{} for _ in views]
         base = self.shards[0].storage_offset()
@@ -124,20 +136,21 @@ class CodedAverage:
         return [{"residual": self.residual[a : a + v.numel()]} for a, v in zip(at, views, strict=True)]
 
     def fold(self) -> None:
-        """What the means lost goes to this rank's residual, times the ranks: so it stays in the mean."""
-        if self.owned is not None and self.residual is not None:
+        """Moves the second phase's error into this rank's residual, times the ranks, so that the mean keeps
+        it."""
+        if self.mean_residual is not None and self.residual is not None:
             mine = self.kept[self.groups.rank]
             assert mine is not None
-            mine.add_(self.owned, alpha=self.groups.size)
-            self.owned.zero_()
+            mine.add_(self.mean_residual, alpha=self.groups.size)
+            self.mean_residual.zero_()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """This rank's residual, and what the means lost."""
-        kept = {"residual": self.residual, "owned": self.owned}
+        """The residuals of both phases."""
+        kept = {"residual": self.residual, "owned": self.mean_residual}
         return {k: t.clone() for k, t in kept.items() if t is not None}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
         """See :meth:`state`."""
-        for mine, name in ((self.residual, "residual"), (self.owned, "owned")):
+        for mine, name in ((self.residual, "residual"), (self.mean_residual, "owned")):
             if mine is not None:
                 mine.copy_(state[name])

@@ -1,4 +1,4 @@
-"""The mean of the numbers themselves: AllReduce."""
+"""The mean of uncompressed values: one all-reduce."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from trigram.averaging.groups import ModelGroups
 
 
 class FullAverage:
-    """The numbers themselves: AllReduce."""
+    """An :class:`~trigram.averaging.average.Average` by one all-reduce; it has no state."""
 
     calls = 0
 
     def __init__(self, memory: torch.Tensor, groups: ModelGroups) -> None:
         self.memory = memory
         self.groups = groups
-        # What a bandwidth-optimal AllReduce sends.
+        # What a bandwidth-optimal all-reduce sends.
         self.sent = 2 * (groups.size - 1) * memory.nbytes // groups.size
         self.work: collectives.Work | None = None
 
-    def start(self, round: int) -> None:
+    def start(self, step: int) -> None:
         """See :class:`Average`."""
         self.work = collectives.all_reduce(self.memory, "avg", None, self.groups.main, async_op=True)
 
@@ -45,15 +45,15 @@ class FullAverage:
         self.wait()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Nothing."""
+        """No state."""
         return [{} for _ in views]
 
     def fold(self) -> None:
-        """Nothing."""
+        """No state."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Nothing."""
+        """No state."""
         return {}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:
-        """Nothing."""
+        """No state."""

@@ -1,4 +1,4 @@
-"""The process groups that one model talks in, and what all of its averages go by."""
+"""The process groups of one model, and the settings that all of its averages share."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from trigram.runtime.world import aided_group, internal_group
 
 
 class Levels(Protocol):
-    """What stands between the ranks of a host and the other hosts: ``hierarchical.py`` has it."""
+    """Averages in two levels, inside and between hosts:
+    :class:`trigram.averaging.hierarchical.HostLevels`."""
 
     def abort(self, why: str) -> None:
-        """What is under way fails; all ranks do this."""
+        """Aborts all calls under way; all ranks call it."""
 
 
 class ModelGroups:
-    """The process groups of one model. All ranks make the calls of a group in the same order, so what
-    has an order of its own has a group of its own.
+    """The process groups of one model, and the settings of its averages.
+
+    All ranks must make the calls of one group in the same order. Calls whose order relative to each other
+    differs between ranks therefore use different groups.
 
     Attributes:
-        main: Calls that begin in the order of buckets; messages between neighbours.
-        second_phase: The second phase of averages that have two.
-        control: WeightSync, buffers, and small calls by which ranks agree.
-        group: The ranks.
-        aggregation: What stands in the place of means; None: they are means.
-        sample_weight: This rank's weight in averages; None: all weigh the same.
+        main: First phases of averages, in the order of buckets, and messages between neighbours.
+        second_phase: Second phases of averages that have two.
+        control: Broadcasts of weights and buffers, and the small calls by which ranks agree.
+        group: The ranks that train the model, as the user gave them.
+        aggregation: The robust aggregation that replaces the mean; None: the mean.
+        sample_weight: This rank's weight in averages; None: all ranks weigh the same.
         check_replicas: Steps between two checks that all ranks hold the same weights; 0: no checks.
         non_finite_check: Looks for NaN and infinity in gradients before they are sent; None: no check.
-        non_finite_senders: Which ranks sent what a robust aggregation left out.
-        levels: Of averages in two levels; None: there are none yet.
-        interrupted: In an elastic job: whether it is pointless to wait for neighbours.
-        joining: This rank takes the weights from the elastic job that it joins.
+        non_finite_senders: Ranks whose values a robust aggregation left out.
+        levels: The groups of averages in two levels; None: no such average was made yet.
+        interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
+            the ranks are about to regroup.
+        joining: True while this rank joins an elastic job and has not received its weights.
     """
 
     def __init__(self, group: Group) -> None:
@@ -54,7 +58,8 @@ class ModelGroups:
         self.renew(group)
 
     def renew(self, group: Group) -> None:
-        """Makes new groups in the place of those so far."""
+        """Replaces all groups by new ones over the ranks of ``group``; an elastic job calls it when ranks
+        change."""
         self.main = self._plain = internal_group(group, "gradients")
         self.group = group
         self.control = internal_group(group, "weights and buffers")
@@ -68,21 +73,27 @@ class ModelGroups:
 
     @property
     def first(self) -> Group:
-        """The old name of :attr:`main`."""
-        warnings.warn("groups.first is now groups.main", DeprecationWarning, stacklevel=2)
+        """Deprecated name of :attr:`main`."""
+        warnings.warn(
+            "ModelGroups.first is deprecated; use ModelGroups.main", DeprecationWarning, stacklevel=2
+        )
         return self.main
 
     def use_helpers(self, wanted: bool) -> None:
-        """Makes ``main`` the group with helpers, if one is free and wanted: it offers AllReduce only."""
+        """Makes ``main`` the group with helpers, if ``wanted`` and there is one. It supports all-reduce
+        only."""
         if wanted and self._aided is None:
             self._aided = aided_group(self.group)
         self.main = self._aided if wanted and self._aided is not None else self._plain
 
     def wait(self, work: Work) -> None:
-        """Waits for a message; in an elastic job its sender may have left to meet the others instead.
+        """Waits for a message from a neighbour.
+
+        In an elastic job the neighbour may have stopped sending because it waits for all ranks to regroup, so
+        this rank asks every 50 ms whether it must regroup too.
 
         Raises:
-            AbortedError: This rank has to meet them too.
+            AbortedError: This rank must regroup with the others.
         """
         while self.interrupted is not None:
             try:
@@ -91,12 +102,13 @@ class ModelGroups:
             except TimeoutError:
                 if self.interrupted():
                     raise AbortedError(
-                        f"{self.name}: the wait for a message was aborted: the ranks of this elastic job "
-                        "agree on who goes on"
+                        f"{self.name}: the wait for a neighbour's message was aborted, because a rank of "
+                        "this elastic job was lost or is joining; training continues when all ranks have "
+                        "regrouped"
                     ) from None
         work.wait()
 
     @property
     def name(self) -> str:
-        """This rank, as errors name it."""
+        """This rank as error messages name it: ``rank`` and its world rank."""
         return f"rank {self.control.ranks[self.rank]}"

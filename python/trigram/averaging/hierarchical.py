@@ -1,9 +1,10 @@
-"""Compressed averages in two levels: full numbers inside a host, codes between hosts.
+"""Compressed averages in two levels: uncompressed inside a host, compressed between hosts.
 
-For GPUs whose hosts are joined by a slow network. The ranks of a host sum what they have (NCCL), each
-encodes the share that it owns on its GPU, codes travel along the two (:mod:`trigram.two`), and the
-means are given to all GPUs of the host. A rank sends 1/L of what it would send on its own, and codes are
-made of sums over a host, of which fewer are averaged.
+For GPUs on hosts that a slow network connects. The L GPUs of a host reduce-scatter their values with NCCL;
+each GPU averages its shard with the GPUs at the same position on the other hosts, through a codec
+(:mod:`trigram.gpu.two_level`); an all-gather inside the host then gives every GPU all means. Each rank sends
+1/L of the bytes that it would send between hosts without levels, and the codec rounds sums over a host, of
+which fewer are averaged.
 """
 
 from __future__ import annotations
@@ -25,42 +26,52 @@ _SUM = engine_codes.OPS["sum"]
 
 
 class HostLevels:
-    """The levels of a model's ranks, with groups for what travels along the two.
+    """The two-level groups of one model; all its buckets share them.
 
     Args:
-        groups: The model's.
+        groups: The model's process groups.
+
+    Attributes:
+        two_level: The groups inside a host and between hosts.
+        between_hosts: Process groups of this rank and the ranks at its position on the other hosts; None on a
+            rank that has no such position (hosts with unequal numbers of ranks).
+        broken: Whether the groups were aborted, or not made yet.
     """
 
     def __init__(self, groups: ModelGroups) -> None:
         self.groups = groups
-        self.along: ModelGroups | None = None
+        self.between_hosts: ModelGroups | None = None
         self.broken = True
         self.begin()
 
     def begin(self) -> None:
-        """What was given up begins anew, in new groups: ranks had come to different calls of the old."""
+        """Makes new groups after an abort, because ranks had reached different calls in the old ones."""
         if self.broken:
-            self.two = TwoLevelGroups(self.groups.control, routes.start)
-            if self.along is not None and self.two.across is not None:
-                self.along.renew(self.two.across)
-            elif self.two.across is not None:
-                self.along = ModelGroups(self.two.across)
+            self.two_level = TwoLevelGroups(self.groups.control, routes.start)
+            if self.between_hosts is not None and self.two_level.across is not None:
+                self.between_hosts.renew(self.two_level.across)
+            elif self.two_level.across is not None:
+                self.between_hosts = ModelGroups(self.two_level.across)
             self.broken = False
 
     def abort(self, why: str) -> None:
-        """What is under way fails; all ranks do this."""
+        """Aborts all calls under way in both levels; all ranks call it."""
         if self.broken:
             return
         self.broken = True
-        self.two.abort(why)
-        routes.abort(self.two.local, why)
-        for group in (self.along.main, self.along.second_phase) if self.along is not None else ():
+        self.two_level.abort(why)
+        routes.abort(self.two_level.local, why)
+        for group in (
+            (self.between_hosts.main, self.between_hosts.second_phase)
+            if self.between_hosts is not None
+            else ()
+        ):
             group.core.abort(group.core.next(), why)
             routes.abort(group, why)
 
     @staticmethod
     def of(groups: ModelGroups, memory: torch.Tensor) -> HostLevels | None:
-        """The levels, where GPU tensors of these ranks travel hierarchically; the same for all buckets."""
+        """The model's levels if GPU tensors like ``memory`` take the hierarchical route, else None."""
         if not device.handles(memory) or not TwoLevelGroups.applies_to(groups.control):
             return None
         if not routes.is_hierarchical(groups.control, memory.device):
@@ -71,18 +82,19 @@ class HostLevels:
         return groups.levels
 
     def length(self, total: int) -> int:
-        """The length at which ``total`` values divide among two, and there among hosts."""
-        line = self.two.hosts * SHARD
-        return self.two.count * line * -(-total // (self.two.count * line))
+        """``total``, rounded up so that it divides into shards inside a host and those into shards between
+        hosts."""
+        multiple = self.two_level.hosts * SHARD
+        return self.two_level.count * multiple * -(-total // (self.two_level.count * multiple))
 
 
 class HierarchicalAverage:
-    """An :class:`Average` of what the ranks of each host have summed.
+    """An :class:`~trigram.averaging.average.Average` in two levels.
 
     Args:
-        memory: :meth:`HostLevels.length` many values.
-        levels: The levels.
-        make: The average along a rail, of this rank's share.
+        memory: One-dimensional; its length is a result of :meth:`HostLevels.length`.
+        levels: The two-level groups.
+        make: Makes the average between hosts, from this rank's shard and the groups between hosts.
     """
 
     calls = 0
@@ -91,18 +103,18 @@ class HierarchicalAverage:
         self, memory: torch.Tensor, levels: HostLevels, make: Callable[[torch.Tensor, ModelGroups], Average]
     ) -> None:
         self.memory, self.levels = memory, levels
-        two = levels.two
-        self.shards = two.shards(memory.numel(), two.hosts * SHARD)
-        self.mine = two.owned(memory, self.shards)
-        self.average = make(self.mine, levels.along) if levels.along is not None else None
+        two_level = levels.two_level
+        self.shards = two_level.shards(memory.numel(), two_level.hosts * SHARD)
+        self.mine = two_level.owned(memory, self.shards)
+        self.average = make(self.mine, levels.between_hosts) if levels.between_hosts is not None else None
         self.sent = self.average.sent if self.average is not None else 0
         self.under_way = False
 
-    def start(self, round: int) -> None:
+    def start(self, step: int) -> None:
         """See :class:`Average`."""
         self.levels.begin()
-        first = self.levels.groups.main
-        asked = (
+        main = self.levels.groups.main
+        signature = (
             engine_codes.ALL_REDUCE,
             engine_codes.DTYPES[self.memory.dtype],
             self.memory.numel(),
@@ -110,17 +122,18 @@ class HierarchicalAverage:
             0,
             0,
         )
-        # Others may give up this bucket: they say so here, and not in the levels.
-        self.witness = first.core.witness(asked, first.timeout)
+        # Another rank may abort this bucket: only calls of the main group report that, so one is made here.
+        self.consistency_check = main.core.check_consistency(signature, main.timeout)
         self.under_way = True
-        self.levels.two.combine(self.memory, self.shards, _SUM)
+        self.levels.two_level.combine(self.memory, self.shards, _SUM)
         if self.average is not None:
-            # A mean over hosts of these is the mean over ranks, however many each host has.
-            self.mine.mul_(self.levels.two.hosts / self.levels.groups.size)
-            self.average.start(round)
+            # With this factor the mean over hosts is the mean over ranks, also for unequal hosts.
+            self.mine.mul_(self.levels.two_level.hosts / self.levels.groups.size)
+            self.average.start(step)
 
     def advance(self) -> bool:
-        """See :class:`Average`. The second leg has groups of its own, so nobody waits for its order."""
+        """See :class:`Average`. The second phase uses separate groups, so its order does not matter: always
+        True."""
         if self.average is not None:
             self.average.advance()
         return True
@@ -129,7 +142,7 @@ class HierarchicalAverage:
         """See :class:`Average`."""
         if not self.under_way:
             return True
-        return self.witness.is_completed() and (self.average is None or self.average.ready())
+        return self.consistency_check.is_completed() and (self.average is None or self.average.ready())
 
     def wait(self) -> None:
         """See :class:`Average`."""
@@ -137,12 +150,12 @@ class HierarchicalAverage:
             return
         self.under_way = False
         try:
-            self.witness.wait()
+            self.consistency_check.wait()
             if self.average is not None:
                 self.average.wait()
-            self.levels.two.spread(self.memory, self.shards)
+            self.levels.two_level.spread(self.memory, self.shards)
         except TrigramError as e:
-            self.levels.abort(f"rank {current().rank}: {e}")
+            self.levels.abort(f"rank {current().rank} aborted a two-level average: {e}")
             if self.average is not None:
                 with contextlib.suppress(TrigramError):
                     self.average.await_end()
@@ -153,15 +166,15 @@ class HierarchicalAverage:
         self.wait()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Nothing that could move: what a share's codes dropped is its owner's, whose share is another
-        when buckets are dealt anew."""
+        """No state that moves with a parameter: the residual belongs to this rank's shard, and new buckets
+        have different shards."""
         return [{} for _ in views]
 
     def fold(self) -> None:
         """See :meth:`parts`."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the average along the rail remembers."""
+        """The state of the average between hosts."""
         return self.average.state() if self.average is not None else {}
 
     def load(self, state: dict[str, torch.Tensor]) -> None:

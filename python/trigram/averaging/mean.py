@@ -1,4 +1,4 @@
-"""The mean of any tensors, now: consensus weights, buffers, an optimizer's state."""
+"""The mean of any tensors in one blocking call: consensus weights, buffers, an optimizer's state."""
 
 from __future__ import annotations
 
@@ -14,27 +14,35 @@ from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
 
 
-def mean_of(tensors: Sequence[torch.Tensor], groups: ModelGroups, share: SampleWeight | None = None) -> None:
-    """Gives all ranks the mean of each tensor, now. Integers: those of the group's first rank.
+def mean_of(
+    tensors: Sequence[torch.Tensor], groups: ModelGroups, sample_weight: SampleWeight | None = None
+) -> None:
+    """Replaces each tensor by its mean over the ranks; returns when the means are there. All ranks call it.
 
-    Where averages follow a robust rule, so do these. With a share they are weighted means.
+    Args:
+        tensors: The same shapes and dtypes on all ranks. Floating-point tensors are averaged; the others are
+            copied from the group's first rank.
+        groups: The model's process groups. If ``groups.aggregation`` is set, it takes the place of the mean.
+        sample_weight: This rank's weight in the mean; None: all ranks weigh the same.
     """
     rule, n = groups.aggregation, groups.size
-    side = groups.control
+    control = groups.control
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
-    for same in coalesced.alike(floats):
-        both = coalesced.Coalesced(same, None, None if rule is None else lambda total: padded(total, n))
-        both.pack()
+    for alike in coalesced.alike(floats):
+        coalesced_tensor = coalesced.Coalesced(
+            alike, None, None if rule is None else lambda total: padded(total, n)
+        )
+        coalesced_tensor.pack()
         if rule is not None:
-            now = RobustAverage(both.memory, groups, rule.without_history())
-            now.start(-1)
-            now.wait()
+            average = RobustAverage(coalesced_tensor.memory, groups, rule.without_history())
+            average.start(-1)
+            average.wait()
         else:
-            if share is not None:
-                share.weigh(both.memory)
-            collectives.all_reduce(both.memory, "avg", None, side)
-            if share is not None:
-                share.settle(both.memory)
-        both.unpack()
+            if sample_weight is not None:
+                sample_weight.weigh(coalesced_tensor.memory)
+            collectives.all_reduce(coalesced_tensor.memory, "avg", None, control)
+            if sample_weight is not None:
+                sample_weight.normalize(coalesced_tensor.memory)
+        coalesced_tensor.unpack()
     others = [t for t in tensors if not t.is_floating_point() and t.numel()]
-    coalesced.broadcast(others, 0, side)
+    coalesced.broadcast(others, 0, control)

@@ -1,8 +1,8 @@
-"""Who sent what is no number: NaN or infinity.
+"""Which rank sent NaN or infinite values.
 
-Robust rules leave such values out and tell here whose they were. A mean has them on all ranks, and
-nobody can say any more where they came from; with ``check_finite=True`` each rank looks before its
-gradients leave, and all raise an error that names the rank.
+A robust aggregation leaves such values out and records the rank here. A mean becomes NaN on all ranks, and
+does not show which rank caused it; with ``check_finite=True`` each rank checks its gradients before it sends
+them, and all ranks raise an error that names the rank.
 """
 
 from __future__ import annotations
@@ -18,58 +18,61 @@ from trigram.runtime.group import Group
 
 
 class NonFiniteSenders:
-    """How often each rank sent what a robust rule left out.
+    """How often a robust aggregation left out the values of each rank.
 
     Attributes:
-        counts: By world rank, the rounds in which it did; those that never did are not in it.
+        counts: The number of averaging steps, by world rank. Ranks whose values were never left out are
+            missing.
     """
 
     def __init__(self) -> None:
         self.counts: dict[int, int] = {}
         self._last: dict[int, int] = {}
 
-    def note(self, ranks: Sequence[int], round: int, rule: str) -> None:
-        """Counts the ranks, once in a round, whatever the number of its buckets; a new one is told.
+    def note(self, ranks: Sequence[int], step: int, rule: str) -> None:
+        """Counts each rank once per averaging step, for all buckets together; logs a rank the first time.
 
-        A negative round is none of those that are numbered."""
+        A negative ``step`` has no number: every call counts."""
         for rank in ranks:
             if rank not in self.counts:
                 logs.warning(
-                    f"rank {rank} sent values that are NaN, infinite or no code; central:{rule} "
-                    'leaves them out and goes on (said once; trigram.stats(model)["suspects"] counts)'
+                    f"rank {rank} sent values that are NaN, infinite or cannot be decoded; central:{rule} "
+                    "leaves them out, and training continues. Check that rank's loss and inputs "
+                    '(logged once per rank; trigram.stats(model)["suspects"] counts the averaging steps)'
                 )
-            if round < 0 or self._last.get(rank) != round:
-                self._last[rank] = round
+            if step < 0 or self._last.get(rank) != step:
+                self._last[rank] = step
                 self.counts[rank] = self.counts.get(rank, 0) + 1
 
 
 class NonFiniteCheck:
-    """Looks at gradients before they leave.
+    """Checks gradients for NaN and infinity before they are sent.
 
     Args:
-        group: Where ranks tell each other, at the end of each backward pass.
+        group: The group in which ranks exchange their results, at the end of each backward pass.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        self.fine = True
+        self.all_finite = True
 
     def begin(self) -> None:
         """A backward pass begins."""
-        self.fine = True
+        self.all_finite = True
 
-    def look(self, values: torch.Tensor) -> None:
-        """Values that are about to leave: one pass over them, for the largest magnitude."""
-        if values.numel() and self.fine:
-            self.fine = bool(torch.linalg.vector_norm(values, torch.inf).isfinite())
+    def check(self, values: torch.Tensor) -> None:
+        """Checks values that are about to be sent; reads them once, for the largest magnitude."""
+        if values.numel() and self.all_finite:
+            self.all_finite = bool(torch.linalg.vector_norm(values, torch.inf).isfinite())
 
-    def agree(self) -> None:
-        """Raises on all ranks if it was not well on one."""
-        ill = ranks_that(not self.fine, self.group)
-        if ill:
+    def raise_if_any(self) -> None:
+        """Raises a ``CorruptError`` on all ranks if one of them found NaN or infinity in this backward
+        pass."""
+        bad = ranks_that(not self.all_finite, self.group)
+        if bad:
             raise CorruptError(
-                f"the gradients of rank(s) {listed(ill)} are not finite in this step (NaN or "
-                "infinity); look at its loss and inputs, or train with a robust average, which leaves such "
-                "ranks out: central:median/full/sync",
-                ill[0],
+                f"the gradients of rank(s) {listed(bad)} contain NaN or infinity in this step; check the "
+                "loss and the inputs of these ranks, or use a robust average, which leaves such ranks out: "
+                "central:median/full/sync",
+                bad[0],
             )

@@ -1,9 +1,11 @@
-"""PowerSGD (arXiv 1905.13727): matrices as products of two thin ones, which can be summed on the way.
+"""PowerSGD (arXiv 1905.13727): approximates each matrix by a product of two thin ones, which an all-reduce
+can sum.
 
-Every rank multiplies its matrix by the same Q, the products are averaged and made orthonormal (P),
-and multiplying back by P gives the next Q: one step of the power method, warm since Q is kept. The
-products are torch's. What a rank's matrix has outside of P's span is kept and added next time:
-``e = M - P P'M`` with its own M; subtracting the shared result instead would grow e a hundredfold.
+Every rank multiplies its matrix M by the same Q; an all-reduce averages the products, and every rank
+orthonormalizes them (P). The averaged ``M'P`` is the next Q: one step of the power method, which starts from
+the Q of the step before. The part of M outside the span of P is kept as the residual and added in the next
+step: ``e = M - P P'M``, with this rank's M. Subtracting the averaged result instead makes e grow a
+hundredfold.
 """
 
 from __future__ import annotations
@@ -18,25 +20,26 @@ from trigram.collectives import coalesced
 
 
 class _Matrix:
-    """One parameter's gradient as a matrix: rows are its first dimension."""
+    """The gradient of one parameter as a matrix whose rows are the first dimension."""
 
     def __init__(self, values: torch.Tensor, rows: int, rank: int) -> None:
         self.values = values.view(rows, -1)
         self.residual = torch.zeros(self.values.shape, device=values.device)
         self.rank = rank
-        # The same start on all ranks.
+        # The same Q on all ranks.
         generator = torch.Generator().manual_seed(0)
         self.q = torch.randn(self.values.shape[1], rank, generator=generator).to(values.device)
-        self.mine = self.q.clone()
+        self.local_q = self.q.clone()
 
 
 class PowerAverage:
-    """The mean of the matrices' approximations, and of everything else in full.
+    """An :class:`~trigram.averaging.average.Average` by PowerSGD; what is no large matrix is averaged in
+    full.
 
     Args:
-        memory: The flat tensor.
-        views: Its parts, with their shapes.
-        groups: Where to talk.
+        memory: One-dimensional, float32, float16 or bfloat16.
+        views: Views into ``memory`` with the shapes of the parameters.
+        groups: The model's process groups.
         rank: Columns of P and Q.
     """
 
@@ -63,13 +66,13 @@ class PowerAverage:
         self.p = coalesced.Coalesced([*p, *rest])
         self.q = coalesced.Coalesced([m.q for m in self.matrices]) if self.matrices else None
         n = groups.size
-        numbers = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
-        self.sent = 2 * (n - 1) * numbers // n
+        nbytes = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
+        self.sent = 2 * (n - 1) * nbytes // n
         self.work: collectives.Work | None = None
         self.phase = 0
 
-    def start(self, round: int) -> None:
-        """See :class:`trigram.average.Average`."""
+    def start(self, step: int) -> None:
+        """See :class:`trigram.averaging.average.Average`."""
         k = len(self.matrices)
         for m, p in zip(self.matrices, self.p.views, strict=False):
             m.residual += m.values
@@ -80,7 +83,7 @@ class PowerAverage:
         self.work = collectives.all_reduce(self.p.memory, "avg", None, self.groups.main, async_op=True)
 
     def advance(self) -> bool:
-        """See :class:`trigram.average.Average`."""
+        """See :class:`trigram.averaging.average.Average`."""
         if self.phase == 1 and self.work is not None and self.work.is_completed():
             self._project()
         return self.phase != 1
@@ -94,19 +97,19 @@ class PowerAverage:
         for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
             if bool(p.isfinite().all()):
                 p.copy_(torch.linalg.qr(p)[0])
-            m.mine = m.residual.T @ p
-            q.copy_(m.mine)
+            m.local_q = m.residual.T @ p
+            q.copy_(m.local_q)
         self.work = collectives.all_reduce(
             self.q.memory, "avg", None, self.groups.second_phase, async_op=True
         )
 
     def ready(self) -> bool:
-        """See :class:`trigram.average.Average`."""
+        """See :class:`trigram.averaging.average.Average`."""
         self.advance()
         return self.phase == 0 or (self.phase == 2 and (self.work is None or self.work.is_completed()))
 
     def wait(self) -> None:
-        """See :class:`trigram.average.Average`."""
+        """See :class:`trigram.averaging.average.Average`."""
         if self.phase == 1:
             self._project()
         if self.phase != 2:
@@ -118,21 +121,21 @@ class PowerAverage:
         if self.rest:
             torch._foreach_copy_(self.rest, self.p.views[k:])
         for m, p, q in zip(self.matrices, self.p.views, self.q.views if self.q else [], strict=False):
-            m.residual -= p @ m.mine.T
+            m.residual -= p @ m.local_q.T
             m.values.copy_(p @ q.T)
             if bool(q.isfinite().all()):
                 m.q.copy_(q)
-            else:  # told once, to all; the next round begins anew
+            else:  # all ranks got the NaN once; the next step starts without it
                 m.residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def await_end(self) -> None:
-        """See :class:`trigram.average.Average`."""
+        """See :class:`trigram.averaging.average.Average`."""
         self.phase, work, self.work = 0, self.work, None
         if work is not None:
             work.wait()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """Residual and Q of those that are matrices."""
+        """Residual and Q of each view that is compressed."""
         found = {m.values.data_ptr(): m for m in self.matrices}
         return [
             {"residual": m.residual, "q": m.q} if (m := found.get(v.data_ptr())) is not None else {}
@@ -140,10 +143,10 @@ class PowerAverage:
         ]
 
     def fold(self) -> None:
-        """Nothing."""
+        """No other state."""
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Residuals and Q, by matrix."""
+        """Residual and Q of each matrix."""
         kept = {f"residual {k}": m.residual.clone() for k, m in enumerate(self.matrices)}
         return kept | {f"q {k}": m.q.clone() for k, m in enumerate(self.matrices)}
 

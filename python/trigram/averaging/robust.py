@@ -1,9 +1,10 @@
-"""The average of a flat tensor by a robust rule: shares to their owners, who combine all ranks' values
-by the rule, results to all.
+"""The average of a tensor by a robust aggregation (median, trimmed mean, centred clipping).
 
-The way is :class:`trigram.average.CodedAverage`'s, with or without codecs. An owner leaves out a rank
-whose values in its share are not finite, or whose code is none, and tells all ranks who that was.
-Centred clipping needs distances over the whole, so it has a small message between the two legs.
+The communication is that of :class:`trigram.averaging.coded.CodedAverage`, with or without codecs: every rank
+sends each shard to the rank that owns it, the owner aggregates the shards of all ranks, and sends the result
+to all. An owner leaves out a rank whose shard contains NaN or infinity or cannot be decoded, and tells all
+ranks which rank that was. Centred clipping needs distances over the whole tensor, so it has a small
+all-gather between the two phases.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from trigram.errors import CorruptError
 from trigram.runtime.memory import empty
 
 _LINE = 64
-_SHARES, _RESULTS, _PRODUCTS = 1, 2, 3
-"""What is under way: legs 1 and 2 of a coded average, and clipping's own between them."""
+_SHARDS, _RESULTS, _PRODUCTS = 1, 2, 3
+"""The call under way: phase 1 or 2 of a coded average, or the all-gather of clipping between them."""
 
 
 class Plain(Codec):
-    """The numbers themselves, where a codec stands."""
+    """A codec that copies: uncompressed values."""
 
     __slots__ = ("dtype",)
 
@@ -60,16 +61,16 @@ class Plain(Codec):
 
 
 class RobustAverage(CodedAverage):
-    """An :class:`trigram.average.Average` that is not the mean.
+    """An :class:`~trigram.averaging.average.Average` with a robust aggregation instead of the mean.
 
     Args:
-        memory: ``padded`` many values; float64 only without codecs.
-        groups: Where to talk.
-        rule: What stands in the place of the mean.
-        codecs: Of the two legs; None: the numbers themselves.
+        memory: One-dimensional; its length is a result of ``padded``. float64 only without codecs.
+        groups: The model's process groups.
+        rule: The robust aggregation.
+        codecs: Of the first and second phase; None: uncompressed.
         feedback: See :class:`CodedAverage`.
         remainder: See :class:`CodedAverage`.
-        centre: Where clipping starts; None: at 0. All ranks give the same.
+        centre: Where centred clipping starts, the same values on all ranks; None: at 0.
     """
 
     def __init__(
@@ -87,17 +88,17 @@ class RobustAverage(CodedAverage):
         super().__init__(memory, groups, first, second, feedback, remainder)
         n, shard = groups.size, memory.numel() // groups.size
         self.memory, self.aggregation = memory, rule
-        # 16-bit numbers are combined in float32 and rounded once.
+        # 16-bit values are aggregated in float32 and rounded once.
         wide = torch.float64 if memory.dtype == torch.float64 else torch.float32
         self.mean = self.mean.to(wide)
         self.direct = codecs is None and memory.dtype == wide
-        self.rows = self.inp.view(wide) if self.direct else memory.new_empty(n, shard, dtype=wide)
-        # With an owner's result go n bytes, 1 where it left a rank out.
-        self.two = second.size(shard)
-        line = self.two + _LINE * -(-n // _LINE)
-        self.mine = empty(line, dtype=torch.uint8, device=memory.device)
-        self.mine.zero_()
-        self.all = empty(n, line, dtype=torch.uint8, device=memory.device)
+        self.rows = self.received.view(wide) if self.direct else memory.new_empty(n, shard, dtype=wide)
+        # After the owner's result come n bytes, one per rank: 1 if the owner left that rank out.
+        self.mean_bytes = second.size(shard)
+        line = self.mean_bytes + _LINE * -(-n // _LINE)
+        self.encoded_mean = empty(line, dtype=torch.uint8, device=memory.device)
+        self.encoded_mean.zero_()
+        self.encoded_means = empty(n, line, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (first.size(shard) + line)
         self.centre: torch.Tensor | None = None
         if rule.kind == "clip":
@@ -110,68 +111,71 @@ class RobustAverage(CodedAverage):
             self.sent += (n - 1) * self.products.nbytes
 
     def advance(self) -> bool:
-        """See :class:`trigram.average.Average`."""
-        if self.phase == _SHARES and self.work is not None and self.work.is_completed():
+        """See :class:`trigram.averaging.average.Average`."""
+        if self.phase == _SHARDS and self.work is not None and self.work.is_completed():
             self._reduce()
         if self.phase == _PRODUCTS and self.work is not None and self.work.is_completed():
             self._clip()
-        return self.phase not in (_SHARES, _PRODUCTS)
+        return self.phase not in (_SHARDS, _PRODUCTS)
 
     def _reduce(self) -> None:
-        """The shares are here."""
+        """Decodes and aggregates the shards that this rank owns, and starts the next phase."""
         assert self.work is not None
         self.work.wait()
-        for j, code in enumerate(self.inp if not self.direct else ()):
+        for j, code in enumerate(self.received if not self.direct else ()):
             try:
                 self.first.decode(code, self.rows[j], None, self.groups.main.ranks[j])
             except CorruptError:
-                self.rows[j].fill_(torch.nan)  # left out, and named
+                self.rows[j].fill_(torch.nan)  # so that this rank is left out and reported
         if self.centre is None:
-            # The largest magnitude is NaN or infinite if anything is.
-            fine = torch.linalg.vector_norm(self.rows, torch.inf, dim=1).isfinite()
-            kept = [row for row, keep in zip(self.rows, fine.tolist(), strict=True) if keep]
+            # The largest magnitude is NaN or infinite if any value is.
+            finite = torch.linalg.vector_norm(self.rows, torch.inf, dim=1).isfinite()
+            kept = [row for row, keep in zip(self.rows, finite.tolist(), strict=True) if keep]
             if kept:
                 self.aggregation.combine(kept, self.mean)
-            self._answer(fine)
+            self._send_result(finite)
             return
-        self.products.copy_(robust.products(self.rows, self._mine(self.centre)))
+        self.products.copy_(robust.products(self.rows, self._owned_shard(self.centre)))
         self.phase = _PRODUCTS
         self.work = collectives.all_gather(
             self.all_products, self.products, self.groups.second_phase, async_op=True
         )
 
-    def _mine(self, whole: torch.Tensor) -> torch.Tensor:
-        """The share that this rank owns."""
+    def _owned_shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """The shard of ``whole`` that this rank owns."""
         return whole.view(self.groups.size, -1)[self.groups.rank]
 
     def _clip(self) -> None:
-        """Everybody's inner products are here: they add up to those of the whole."""
+        """Clips: the inner products of all shards add up to those of the whole tensor."""
         assert self.work is not None and self.centre is not None
         self.work.wait()
         gram = self.all_products.sum(0).cpu()
-        fine = gram.diagonal().isfinite()
-        kept = fine.nonzero().flatten().tolist()
-        centre = self._mine(self.centre)
+        finite = gram.diagonal().isfinite()
+        kept = finite.nonzero().flatten().tolist()
+        centre = self._owned_shard(self.centre)
         self.mean.copy_(centre)
         parts = robust.clipped(gram[kept][:, kept], self.aggregation.parameter, self.aggregation.iterations)
         for j, part in zip(kept, parts, strict=True):
-            # Not (row - centre) * part: what is far away would overflow, or swallow the centre.
+            # Not (row - centre) * part: a distant row would overflow, or round the centre away.
             self.mean.add_(self.rows[j], alpha=part).sub_(centre, alpha=part)
-        self._answer(fine)
+        self._send_result(finite)
 
-    def _answer(self, fine: torch.Tensor) -> None:
-        """The result of this rank's share, to all; NaN, as a mean would be, where nobody's was finite."""
-        if not bool(fine.any()):
+    def _send_result(self, finite: torch.Tensor) -> None:
+        """Sends the result of this rank's shard to all ranks; NaN, as a mean would be, if every rank is left
+        out."""
+        if not bool(finite.any()):
             self.mean.fill_(torch.nan)
         seed = self._seed(self.groups.size)
-        self.second.encode(self.mean, self.mine[: self.two], self.owned, True, seed)
-        self.mine[self.two : self.two + len(fine)] = ~fine
+        self.second.encode(self.mean, self.encoded_mean[: self.mean_bytes], self.mean_residual, True, seed)
+        self.encoded_mean[self.mean_bytes : self.mean_bytes + len(finite)] = ~finite
         self.phase = _RESULTS
-        self.work = collectives.all_gather(self.all, self.mine, self.groups.second_phase, async_op=True)
+        self.work = collectives.all_gather(
+            self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
+        )
 
     def wait(self) -> None:
-        """See :class:`trigram.average.Average`."""
-        if self.phase == _SHARES:
+        """See :class:`trigram.averaging.average.Average`."""
+        if self.phase == _SHARDS:
             self._reduce()
         if self.phase == _PRODUCTS:
             self._clip()
@@ -180,19 +184,19 @@ class RobustAverage(CodedAverage):
         self.work.wait()
         self.phase, self.work = 0, None
         ranks = self.groups.main.ranks
-        for j, (line, shard) in enumerate(zip(self.all, self.shards, strict=True)):
-            self.second.decode(line[: self.two], shard, None, ranks[j])
+        for j, (line, shard) in enumerate(zip(self.encoded_means, self.shards, strict=True)):
+            self.second.decode(line[: self.mean_bytes], shard, None, ranks[j])
         if self.centre is not None and bool(self.memory.isfinite().all()):
             self.centre.copy_(self.memory)
-        left_out = self.all[:, self.two : self.two + len(ranks)].amax(0)
+        left_out = self.encoded_means[:, self.mean_bytes : self.mean_bytes + len(ranks)].amax(0)
         self.groups.non_finite_senders.note(
             [r for r, out in zip(ranks, left_out.tolist(), strict=True) if out],
-            self.round,
+            self.step,
             str(self.aggregation),
         )
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """This rank's residual, and where clipping starts."""
+        """This rank's residual, and the centre of clipping."""
         found = super().parts(views)
         if self.centre is not None:
             base = self.memory.storage_offset()
@@ -202,7 +206,7 @@ class RobustAverage(CodedAverage):
         return found
 
     def state(self) -> dict[str, torch.Tensor]:
-        """What the codecs' legs keep, and where clipping starts."""
+        """The residuals of both phases, and the centre of clipping."""
         kept = super().state()
         return kept if self.centre is None else kept | {"centre": self.centre.clone()}
 

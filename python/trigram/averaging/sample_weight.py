@@ -1,8 +1,8 @@
-"""``sample_weight``: how much this rank counts in an average, as where batches are unequal.
+"""``sample_weight``: how much a rank counts in an average, for example because batches are unequal.
 
-What a rank sends is multiplied by its weight, and what comes back by n over the sum of all: it is
-``sum(w_i g_i) / sum(w_i)``. The weights travel in a small message of their own, begun with the pass
-and awaited after its averages, so nobody waits for it in between.
+Each rank multiplies its values by its weight before the average over n ranks, and the mean by
+``n / sum(w_i)`` after it; the result is ``sum(w_i g_i) / sum(w_i)``. A separate small all-gather exchanges
+the weights. It starts with the backward pass and is awaited after the averages, so it adds no waiting time.
 """
 
 from __future__ import annotations
@@ -21,94 +21,101 @@ from trigram.runtime.world import internal_group
 class SampleWeight:
     """The weight of this rank, step by step.
 
-    A step's weight is taken by :meth:`step`; a round of several steps weighs what they weigh
-    together. A round without a step, as of a rank that has no inputs left, weighs nothing.
+    :meth:`add_backward` adds the weight of one backward pass; an averaging step after several backward passes
+    uses the sum of their weights. An averaging step without a backward pass, as on a rank that has no inputs
+    left, has weight 0.
 
     Args:
-        given: The weight, or what is called for it once per step.
-        group: The ranks of the model.
+        given: The weight, or a callable that returns it and is called once per backward pass.
+        group: The ranks that train the model.
 
     Attributes:
-        mine: This rank's weight in the round that :meth:`open` began.
-        pending: Of the steps since then.
+        mine: This rank's weight in the averaging step that :meth:`start_averaging` started.
+        pending: The sum of the weights of the backward passes since then.
     """
 
     def __init__(self, given: float | Callable[[], float], group: Group) -> None:
         self.given = given
         self.mine = self.pending = 0.0
-        self.backup = torch.zeros(1, dtype=torch.float64)
+        self.local = torch.zeros(1, dtype=torch.float64)
         self.work: collectives.Work | None = None
         self.renew(group)
 
     def renew(self, group: Group) -> None:
-        """These are the ranks from now on."""
+        """Sets the ranks; an elastic job calls it again when they change."""
         self.group = internal_group(group, "sample weights")
         self.work = None
-        self.everyone = torch.zeros(group.size, dtype=torch.float64)
-        self.through = 0
+        self.weights = torch.zeros(group.size, dtype=torch.float64)
+        self.last_call = 0
 
-    def step(self) -> None:
-        """A backward pass begins: its weight counts in the next round."""
+    def add_backward(self) -> None:
+        """Adds the weight of a backward pass that begins; it counts in the next averaging step."""
         self.pending += float(self.given() if callable(self.given) else self.given)
 
-    def open(self) -> None:
-        """A round begins. A weight that is none counts nothing here; :meth:`factor` tells all ranks."""
-        self.backup[0], self.pending = self.pending, 0.0
-        weight = float(self.backup[0])
+    def start_averaging(self) -> None:
+        """Starts an averaging step. An invalid weight counts as 0 here; :meth:`factor` raises on all
+        ranks."""
+        self.local[0], self.pending = self.pending, 0.0
+        weight = float(self.local[0])
         self.mine = weight if 0 < weight < math.inf else 0.0
-        self.work = collectives.all_gather(self.everyone, self.backup, self.group, async_op=True)
+        self.work = collectives.all_gather(self.weights, self.local, self.group, async_op=True)
 
     def weigh(self, values: torch.Tensor) -> None:
-        """Multiplies what is sent; of a rank that weighs nothing it is 0, were it NaN before."""
+        """Multiplies values by this rank's weight before they are sent; a weight of 0 gives 0 also for
+        NaN."""
         if self.mine == 0.0:
             values.zero_()
         elif self.mine != 1.0:
             values.mul_(self.mine)
 
     def factor(self) -> float:
-        """What a mean of weighed values is multiplied with, once all weights are here.
+        """The factor ``n / sum(w_i)`` for a mean of weighted values; waits for the weights of all ranks.
 
         Raises:
-            MisuseError: A weight is negative or not finite, or all are 0; on all ranks.
+            MisuseError: A weight is negative, NaN or infinite, or all are 0. All ranks raise it.
         """
         work, self.work = self.work, None
         if work is not None:
             work.wait()
-        weights = self.everyone.tolist()
+        weights = self.weights.tolist()
         for rank, weight in zip(self.group.ranks, weights, strict=True):
             if not 0 <= weight < math.inf:
                 raise MisuseError(
-                    f"sample_weight of rank {rank} is {weight} in this round; weights are finite and "
-                    "not negative"
+                    f"sample_weight of rank {rank} is {weight} in this averaging step; it must be 0 or a "
+                    "positive number, not NaN or infinite"
                 )
         if not any(weights):
             raise MisuseError(
-                f"sample_weight is 0 on all of ranks {', '.join(map(str, self.group.ranks))} in this round: "
-                "there is nothing to average; leave such a step out on all ranks"
+                f"sample_weight is 0 on all ranks ({', '.join(map(str, self.group.ranks))}) in this "
+                "averaging step, so there is nothing to average; skip such a step on all ranks"
             )
         return self.group.size / math.fsum(weights)
 
-    def settle(self, values: torch.Tensor) -> None:
-        """Turns a mean of weighed values into the weighted mean."""
+    def normalize(self, values: torch.Tensor) -> None:
+        """Turns the mean of weighted values into the weighted mean, in place."""
         factor = self.factor()
         if factor != 1.0:
             values.mul_(factor)
 
-    def begin(self, idle: bool, again: bool = False) -> None:
-        """A pass that is a round of its own; ``idle``: of a rank without inputs; ``again``: the last one's
-        weight counts once more."""
-        self.pending = float(self.backup[0]) if again else 0.0
-        self.through = self.group.core.next() + 1
+    def begin_backward(self, idle: bool, again: bool = False) -> None:
+        """Starts the averaging step of one backward pass.
+
+        Args:
+            idle: This rank has no inputs left: its weight is 0.
+            again: The pass is repeated after a rank was lost: its weight is that of the last pass.
+        """
+        self.pending = float(self.local[0]) if again else 0.0
+        self.last_call = self.group.core.next() + 1
         if not idle and not again:
-            self.step()
-        self.open()
+            self.add_backward()
+        self.start_averaging()
 
     def abort(self, why: str) -> None:
-        """The pass has failed: its weights are nobody's any more. All ranks count alike afterwards."""
-        self.group.core.abort(self.through, why)
+        """Aborts the exchange of weights after a failed pass; all ranks count the same calls afterwards."""
+        self.group.core.abort(self.last_call, why)
 
     def await_end(self) -> None:
-        """Waits for the end of what is under way."""
+        """Waits until the exchange of weights has ended, if one is under way."""
         work, self.work = self.work, None
         if work is not None:
             work.wait()

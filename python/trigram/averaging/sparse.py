@@ -1,7 +1,7 @@
-"""Sparse gradients: everybody gets everybody's indices and values.
+"""The average of sparse gradients: an all-gather of row indices and values.
 
-``nn.Embedding(sparse=True)`` makes gradients with few rows. Adding them as dense tensors would
-move the whole table, so the rows are gathered instead.
+``nn.Embedding(sparse=True)`` produces gradients with few rows. An all-reduce of the dense gradient would send
+the whole table, so the rows are gathered instead.
 """
 
 from __future__ import annotations
@@ -19,31 +19,43 @@ from trigram.runtime.group import Group
 
 
 def sparse_parameters(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters whose gradients are sparse, as their modules declare."""
+    """The parameters of modules created with ``sparse=True``, whose gradients are sparse."""
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             yield module.weight
 
 
 @torch.no_grad()
-def average(param: torch.Tensor, name: str, group: Group, share: SampleWeight | None = None) -> None:
-    """Replaces the sparse gradient of ``param`` by the average over the ranks, weighted by a share.
+def average(param: torch.Tensor, name: str, group: Group, sample_weight: SampleWeight | None = None) -> None:
+    """Replaces the sparse gradient of ``param`` by its average over the ranks of ``group``.
 
-    Where no rank has a gradient, it stays as it is. The result is coalesced.
+    All ranks call it. If no rank has a gradient, ``param.grad`` does not change. The result is coalesced.
+
+    Args:
+        param: The parameter; its gradient is a sparse COO tensor with one sparse dimension, or None.
+        name: The name of the parameter, for error messages.
+        group: The ranks that take part.
+        sample_weight: This rank's weight; None: all ranks weigh the same.
+
+    Raises:
+        UnsupportedError: The gradient is dense.
     """
     grad = param.grad
     if grad is not None and not grad.is_sparse:
-        raise UnsupportedError(f"{name}: its module says sparse=True, but its gradient is dense")
+        raise UnsupportedError(
+            f"rank {group.ranks[group.rank]}: the gradient of {name} is dense, but its module has "
+            "sparse=True; create the module with sparse=False"
+        )
     mine = grad.coalesce() if grad is not None else None
-    if mine is not None and share is not None:
-        share.weigh(mine._values())
-    # -1: no gradient at all, which is not the same as one without rows.
+    if mine is not None and sample_weight is not None:
+        sample_weight.weigh(mine._values())
+    # -1 means no gradient at all; 0 means a gradient without rows.
     sizes = [count for (count,) in tell_all([mine._nnz() if mine is not None else -1], group)]
     most = max(sizes)
     if most < 0:
         return
     width = param.shape[1:].numel()
-    # Padded to the longest, so that all ranks make the same call.
+    # Every rank pads to the largest row count, so that all ranks make the same call.
     rows = torch.zeros(most, dtype=torch.int64, device=param.device)
     values = torch.zeros(most, width, dtype=param.dtype, device=param.device)
     if mine is not None:
@@ -57,6 +69,6 @@ def average(param: torch.Tensor, name: str, group: Group, share: SampleWeight | 
     indices = torch.cat([all_rows[r, :n] for r, n in keep]) if keep else rows[:0]
     data = torch.cat([all_values[r, :n] for r, n in keep]) if keep else values[:0]
     data = data.view(-1, *param.shape[1:]) / group.size
-    if share is not None:
-        share.settle(data)
+    if sample_weight is not None:
+        sample_weight.normalize(data)
     param.grad = torch.sparse_coo_tensor(indices[None], data, param.shape, check_invariants=False).coalesce()

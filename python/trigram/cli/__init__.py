@@ -44,7 +44,7 @@ def main() -> None:
     try:
         app(prog_name="trigram")
     except trigram.TrigramError as error:
-        # Its text names the operation, the rank and what to do; the way through this package adds nothing.
+        # The text names the operation, the rank and what to do: a traceback adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
 
 
@@ -52,29 +52,32 @@ def main() -> None:
 def chaos_command(
     context: typer.Context,
     *,
-    ranks: Annotated[int, typer.Option(min=2, help="Ranks to start.")] = 4,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same faults.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long faults happen.")] = 60.0,
-    every: Annotated[float, typer.Option(help="Seconds between two faults, about.")] = 5.0,
+    ranks: Annotated[int, typer.Option(min=2, help="Number of ranks to start.")] = 4,
+    seed: Annotated[int, typer.Option(help="Random seed: the same seed gives the same faults.")] = 0,
+    seconds: Annotated[float, typer.Option(help="Seconds during which faults are injected.")] = 60.0,
+    every: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     faults: Annotated[
-        str, typer.Option(help="Which, with commas: kill, stop, pause, slow, cut, corrupt.")
+        str,
+        typer.Option(help="Faults to inject, separated by commas: kill, stop, pause, slow, cut, corrupt."),
     ] = "kill,stop,pause,slow",
-    restart: Annotated[bool, typer.Option(help="Start a rank again that has ended.")] = True,
-    settle: Annotated[float, typer.Option(help="Seconds that a rank has to come up unharmed.")] = 8.0,
+    restart: Annotated[bool, typer.Option(help="Restart a rank that a fault has ended.")] = True,
+    settle: Annotated[float, typer.Option(help="Seconds without faults after a rank starts.")] = 8.0,
     ready: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="These seconds begin when the rank has written this.")
+        str | None, typer.Option(metavar="TEXT", help="Count --settle from when the rank prints TEXT.")
     ] = None,
-    patience: Annotated[float, typer.Option(help="Seconds that the job has to end by itself after.")] = 120.0,
-    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Keep what ranks write here.")] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds that the job has to end after the last fault.")
+    ] = 120.0,
+    logs: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for a log file per rank.")] = None,
 ) -> None:
-    """Run a script on several ranks under random faults, and report what was survived.
+    """Run a script on several ranks, inject random faults, and report whether the job survived.
 
     trigram chaos --ranks 4 --seed 1 -- train.py ARGS
     """
     from trigram.cli import chaos  # each command loads what it needs
 
     if not context.args:
-        raise typer.BadParameter("name the script and its arguments after --")
+        raise typer.BadParameter("no script: write it and its arguments after --")
     settings = chaos.Settings(
         [sys.executable, *context.args],
         ranks,
@@ -93,56 +96,68 @@ def chaos_command(
     raise typer.Exit(0 if report.survived else 1)
 
 
-# A function named like the submodule it imports would hide it, hence the names.
+# Not named `bench`: a function would hide the submodule of that name.
 @app.command("bench")
 def bench_command(
     *,
-    operation: Annotated[Operation, typer.Argument(metavar="OP", help="What to measure.")],
+    operation: Annotated[Operation, typer.Argument(metavar="OP", help="Operation to measure.")],
     ranks: Annotated[
         int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")
     ] = 2,
     transport: Annotated[
-        Transport, typer.Option(envvar="TRIGRAM_TRANSPORT", help="How ranks are reached.")
+        Transport, typer.Option(envvar="TRIGRAM_TRANSPORT", help="Transport between ranks.")
     ] = "auto",
-    sizes: Annotated[str, typer.Option(help="Bytes, with commas; K, M, G are binary.")] = SIZES,
+    sizes: Annotated[
+        str, typer.Option(help="Sizes in bytes, separated by commas; K, M, G are powers of 1024.")
+    ] = SIZES,
     low: Annotated[
-        str | None, typer.Option("--min", help="Smallest size of a series, in place of --sizes.")
+        str | None, typer.Option("--min", help="Smallest size of a series, instead of --sizes.")
     ] = None,
     high: Annotated[str | None, typer.Option("--max", help="Largest size of a series.")] = None,
-    factor: Annotated[int, typer.Option(min=2, help="From one size of a series to the next.")] = 4,
-    iters: Annotated[int, typer.Option(min=1, help="Timed iterations for each size.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Iterations before those.")] = 5,
-    dtype: Annotated[Dtype, typer.Option(help="The elements' type.")] = "float32",
-    op: Annotated[Reduction, typer.Option(help="The reduction.")] = "sum",
+    factor: Annotated[int, typer.Option(min=2, help="Ratio between two sizes of a series.")] = 4,
+    iters: Annotated[int, typer.Option(min=1, help="Timed iterations per size.")] = 20,
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Untimed iterations per size, before the timed ones.")
+    ] = 5,
+    dtype: Annotated[Dtype, typer.Option(help="Data type of the elements.")] = "float32",
+    op: Annotated[Reduction, typer.Option(help="Reduction.")] = "sum",
     via: Annotated[
-        Via | None, typer.Option(help="The all_reduce schedule, in place of the library's choice; all: each.")
+        Via | None,
+        typer.Option(help="Schedule of all_reduce, instead of the one trigram picks; all: measure each."),
     ] = None,
-    registered: Annotated[bool, typer.Option("--registered", help="Tensors from trigram.empty.")] = False,
+    registered: Annotated[
+        bool, typer.Option("--registered", help="Allocate tensors with trigram.empty.")
+    ] = False,
     against: Annotated[
-        str, typer.Option(help="Peers on the same tensors: gloo and mpi, with a comma; nccl on GPUs.")
+        str, typer.Option(help="Libraries to compare with, separated by commas: gloo, mpi; nccl on GPUs.")
     ] = "",
-    device: Annotated[DeviceType, typer.Option(help="Where the tensors are.")] = "cpu",
+    device: Annotated[DeviceType, typer.Option(help="Device of the tensors.")] = "cpu",
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows here.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file.")
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE", help="Draw time and bandwidth.")
+        Path | None, typer.Option("--plot", metavar="FILE", help="Plot time and bandwidth to this file.")
     ] = None,
 ) -> None:
-    """Measure an operation over sizes, checking every result, in nccl-tests' columns."""
+    """Measure an operation at several sizes, check every result, and print the columns of nccl-tests."""
     from trigram.cli import bench, launch  # each command loads what it needs
 
     peers = [name for name in against.split(",") if name]
     if unknown := set(peers) - set(PEERS[device]):
         raise typer.BadParameter(
-            f"unknown peer {', '.join(sorted(unknown))} on {device}: choose among {', '.join(PEERS[device])}"
+            f"--against: unknown library {', '.join(sorted(unknown))}; on {device} choose from "
+            f"{', '.join(PEERS[device])}"
         )
     if device == "cuda":
         _check_gpu(registered, via)
     if op in (("band", "bor", "bxor") if "float" in dtype else ("avg",)):
-        raise typer.BadParameter(f"{op} of {dtype} is not defined")
+        raise typer.BadParameter(
+            f"--op {op} does not support --dtype {dtype}: choose another reduction or data type"
+        )
     if via and operation != "all_reduce":
-        raise typer.BadParameter(f"{operation} has no --via: only all_reduce offers a choice")
+        raise typer.BadParameter(
+            f"--via: only all_reduce has a choice of schedules; leave --via out for {operation}"
+        )
     settings = bench.Settings(
         operation=operation,
         sizes=bench.parse_sizes(sizes, low, high, factor),
@@ -167,7 +182,7 @@ def bench_command(
             bench.write_plot(rows, plot_file)
     launch.leave_job()
     if any(row.wrong for row in rows):
-        typer.echo("trigram: there are wrong results, see the column #wrong", err=True)
+        typer.echo("trigram: some results are wrong, see the column #wrong", err=True)
         raise typer.Exit(1)
 
 
@@ -175,10 +190,10 @@ def _check_gpu(registered: bool, via: str | None) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise typer.BadParameter("--device cuda: torch finds no GPU here; see trigram doctor")
+        raise typer.BadParameter("--device cuda: torch finds no GPU on this machine; run trigram doctor")
     if registered or via:
         raise typer.BadParameter(
-            "--registered and --via are for CPU tensors; GPUs have TRIGRAM_GPU_TRANSPORT"
+            "--registered and --via apply to CPU tensors only; on GPUs set TRIGRAM_GPU_TRANSPORT"
         )
 
 
@@ -187,7 +202,7 @@ def demo_command(
     ranks: Annotated[
         int, typer.Option(min=1, help="Ranks to start here; not under torchrun or mpiexec.")
     ] = 2,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where curves.png and results.json go.")] = Path(
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for curves.png and results.json.")] = Path(
         "demo-out"
     ),
 ) -> None:
@@ -205,7 +220,7 @@ def demo_command(
 
 @app.command("doctor")
 def doctor_command() -> None:
-    """Report what this machine has, try two ranks on it, and say what to do about what is missing."""
+    """Check what this machine has for training, run two ranks on it, and say how to fix what is missing."""
     from trigram.cli import doctor  # each command loads what it needs
 
     raise typer.Exit(doctor.run())
@@ -213,7 +228,7 @@ def doctor_command() -> None:
 
 @app.command("algorithms")
 def algorithms_command() -> None:
-    """List the eight trigrams and their relatives."""
+    """List the algorithms by name, and the communication graphs."""
     from trigram.cli import algorithms  # each command loads what it needs
 
     algorithms.show()

@@ -1,4 +1,4 @@
-"""`trigram algorithms`: the algorithms by name, each as who, what and when; and the graphs of gossip."""
+"""`trigram algorithms`: the algorithms by name, each as who, what and when, and the communication graphs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ SIZES = (4, 5, 8, 16, 32)
 
 
 def show() -> None:
-    """Prints the table of `trigram.algorithms()`, and how fast each graph mixes."""
-    caption = (
-        "with_bagua(model, NAME), or written out: WHO/WHAT/WHEN, as gossip:exponential/topk:0.01/async:4"
-    )
+    """Prints the table of `trigram.algorithms()`, and how fast gossip averages on each graph."""
+    caption = "with_bagua(model, NAME), or WHO/WHAT/WHEN, for example gossip:exponential/topk:0.01/async:4"
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     table.add_column("name", no_wrap=True)
-    for column in ("who", "what", "when", "carries"):
+    for column in ("who", "what", "when", "averaged"):
         table.add_column(column)
     for entry in trigram.algorithms():
         cells = (str(entry[key]) for key in ("who", "what", "when", "carry"))
@@ -35,7 +33,7 @@ def show() -> None:
     for name, about in WHO:
         who.add_row(name, about)
     console.print(who)
-    caption = "spectral gap per round by number of ranks: 1 is the exact average, 0 never mixes"
+    caption = "spectral gap per averaging step, by number of ranks: 1 averages exactly, 0 never averages"
     gaps = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
     gaps.add_column("graph", no_wrap=True)
     for size in SIZES:

@@ -1,4 +1,4 @@
-"""`trigram bench`: an operation's time over sizes, in nccl-tests' columns, beside its peers'."""
+"""`trigram bench`: times an operation at several sizes, beside other libraries, in nccl-tests' columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import typer
 
 import trigram
 from trigram.cli.libraries import Call, Library, Trigram, Unavailable, open_libraries
-from trigram.cli.operations import DTYPES, LOOSE, REDUCTIONS, Allocate, Case
+from trigram.cli.operations import DTYPES, ONE_WAY, REDUCTIONS, Allocate, Case
 
 WIDTHS = (12, 12, 9, 5, 10, 8, 8, 7, 18, 9)
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
@@ -40,13 +40,13 @@ class Settings:
 
     @property
     def compares(self) -> bool:
-        """Whether there is more than one line for a size."""
+        """Whether several libraries or schedules are measured at each size."""
         return bool(self.against) or self.via == "all"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One library at one size; times are of the slowest rank, bandwidths at the median time."""
+    """One library at one size. Times: microseconds, of the slowest rank. Bandwidths: GB/s, at the median."""
 
     op: str
     ranks: int
@@ -65,37 +65,41 @@ class Row:
 
 
 def parse_size(text: str) -> int:
-    """Reads a number of bytes such as "4", "16K", "1.5M" or "1GiB"; K, M and G are binary.
+    """The number of bytes in a text such as "4", "16K", "1.5M" or "1GiB"; K, M and G are powers of 1024.
 
     Args:
         text: The number with or without its unit.
 
     Raises:
-        typer.BadParameter: It is no such thing.
+        typer.BadParameter: The text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
     if match is None:
-        raise typer.BadParameter(f"{text!r} is no size: write bytes, or a number with K, M or G")
+        raise typer.BadParameter(
+            f"{text!r} is not a size: write a number of bytes, such as 4096, 4K, 16M or 1G"
+        )
     return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def parse_sizes(sizes: str, low: str | None, high: str | None, factor: int) -> list[int]:
-    """The sizes to measure: the list, or with `low` or `high` the series low, low x factor, ... up to high.
+    """The sizes to measure in bytes: the list, or with `low` or `high` the series from low to high.
 
     Args:
-        sizes: Sizes with commas between them.
-        low: The smallest of a series; 4 bytes if only `high` is given.
-        high: The largest of a series; 100M if only `low` is given.
-        factor: From one of a series to the next.
+        sizes: Sizes separated by commas.
+        low: The smallest size of a series; 4 bytes if only `high` is given.
+        high: The largest size of a series; 100M if only `low` is given.
+        factor: The ratio of a size to the one before.
 
     Raises:
-        typer.BadParameter: A size cannot be read, the factor does not grow, or nothing is left to measure.
+        typer.BadParameter: A text is not a size, the factor is less than 2, or the series is empty.
     """
     if low is None and high is None:
         return [parse_size(text) for text in sizes.split(",")]
     size, last, series = parse_size(low or "4"), parse_size(high or "100M"), []
     if factor < 2 or not 0 < size <= last:
-        raise typer.BadParameter(f"no series from {size} to {last} by factors of {factor}")
+        raise typer.BadParameter(
+            f"--min {size} --max {last} --factor {factor} give no sizes: use 0 < min <= max and factor >= 2"
+        )
     while size <= last:
         series.append(size)
         size *= factor
@@ -103,13 +107,13 @@ def parse_sizes(sizes: str, low: str | None, high: str | None, factor: int) -> l
 
 
 def run(settings: Settings) -> list[Row]:
-    """Measures on this rank; all ranks must call it, with the same settings. Rank 0 prints.
+    """Measures and prints on rank 0. All ranks call it with the same settings.
 
     Args:
         settings: What to measure.
 
     Returns:
-        A row for each size and library, the same on all ranks.
+        A row per size and library, the same on all ranks.
     """
     if settings.device == "cuda":
         _take_gpu()
@@ -136,7 +140,7 @@ def run(settings: Settings) -> list[Row]:
                 if ours is None:
                     raise
                 libraries.remove(library)
-                say(f"# {library.name} left out: {reason}")
+                say(f"# {library.name} skipped: {reason}")
                 continue
             ours = ours or row
             rows.append(row)
@@ -145,7 +149,7 @@ def run(settings: Settings) -> list[Row]:
 
 
 def _take_gpu() -> None:
-    """Every rank a GPU; where there are fewer, ranks share them, as hosts of their own to NCCL."""
+    """Gives each rank a GPU. Ranks share GPUs if there are too few; then NCCL takes each rank for a host."""
     gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
     torch.cuda.set_device(rank % gpus)
     if int(os.environ["WORLD_SIZE"]) > gpus:
@@ -158,14 +162,14 @@ def write_json(rows: Sequence[Row], file: Path) -> None:
 
 
 def write_plot(rows: Sequence[Row], file: Path) -> None:
-    """Draws time and bus bandwidth over size, a line for each library.
+    """Draws time and bus bandwidth over size, one line per library.
 
     Args:
         rows: What `run` returned.
-        file: A picture; the ending says which kind.
+        file: The picture; its suffix selects the format.
 
     Raises:
-        ModuleNotFoundError: Without matplotlib.
+        ModuleNotFoundError: matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -189,14 +193,14 @@ def write_plot(rows: Sequence[Row], file: Path) -> None:
 def _measure(settings: Settings, case: Case, library: Library) -> Row:
     call = library.prepare(case)
     if settings.device == "cuda":
-        call = partial(_to_the_end, call)
+        call = partial(_synchronized, call)
     wrong = _checked(case, call)
     for _ in range(settings.warmup):
         call()
-    times = _timed(call, settings.iters, fenced=case.operation in LOOSE)
-    # Again, now that everything is warm, and with the input replaced the moment the last call has returned.
+    times = _timed(call, settings.iters, with_barrier=case.operation in ONE_WAY)
+    # Checked again, because a call may still read its input when the next input replaces it.
     wrong += _checked(case, call)
-    # One exchange, after the loop, so that nothing but the operation itself stands between two iterations.
+    # All results in one call after the loop, so that the loop runs nothing but the measured operation.
     mine = torch.tensor([*times, wrong], dtype=torch.float64)
     gathered = torch.empty(case.world * len(mine), dtype=torch.float64)
     trigram.all_gather(gathered, mine)
@@ -222,27 +226,27 @@ def _measure(settings: Settings, case: Case, library: Library) -> Row:
     )
 
 
-def _to_the_end(call: Call) -> None:
-    """On a GPU a call returns before it is done."""
+def _synchronized(call: Call) -> None:
+    """Makes the call and waits for its end, because on a GPU it returns earlier."""
     call()
     torch.cuda.synchronize()
 
 
 def _checked(case: Case, call: Call) -> int:
-    """Makes the call on fresh inputs; returns how many elements of this rank's result are wrong."""
+    """Makes the call on new inputs; returns the number of wrong elements in this rank's result."""
     case.fill()
     for _ in range(case.repeats):
         call()
     return case.wrong()
 
 
-def _timed(call: Call, iters: int, *, fenced: bool) -> list[int]:
-    """Nanoseconds of each iteration on this rank."""
+def _timed(call: Call, iters: int, *, with_barrier: bool) -> list[int]:
+    """Nanoseconds of each iteration on this rank; `with_barrier`: a barrier precedes each, untimed."""
     clock = time.perf_counter_ns
     times = [0] * iters
     trigram.barrier()
     for index in range(iters):
-        if fenced:
+        if with_barrier:
             trigram.barrier()
         start = clock()
         call()
@@ -259,7 +263,8 @@ def _heading(settings: Settings, world: int) -> str:
         names += ["library", "time/ours"]
     return (
         f"# trigram bench {settings.operation}: {world} ranks, {how}, {memory} memory\n"
-        f"# time: the slowest rank's, median of {settings.iters} iterations after {settings.warmup}\n"
+        f"# time: of the slowest rank, median of {settings.iters} iterations "
+        f"after {settings.warmup} untimed ones\n"
         f"#{_columns(names)}\n#{_columns(units)}"
     )
 

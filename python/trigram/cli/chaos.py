@@ -1,17 +1,17 @@
-"""`trigram chaos`: does random harm to the ranks of a job, and reports what it survived.
+"""`trigram chaos`: injects random faults into the ranks of a job, and reports whether the job survived.
 
-The job is a script of the user's, started as torchrun would start it, once per rank. A rank that was ended
-is started again, as a supervisor of preemptible machines does; with `--no-restart` it stays away. The same
-seed gives the same faults at the same times, as far as the job keeps time.
+The job is a script of the user, started once per rank with torchrun's variables. A rank that a fault has
+ended is started again, as a supervisor of preemptible machines does; with `--no-restart` it is not. The same
+seed gives the same faults, at nearly the same times.
 
-| fault | what is done |
+| fault | what happens to the rank |
 |---|---|
 | kill | SIGKILL |
-| stop | SIGSTOP, for longer than anyone is awaited; then SIGKILL |
-| pause | SIGSTOP for a moment, then SIGCONT |
+| stop | SIGSTOP, and SIGKILL three seconds later, when the others have evicted it |
+| pause | SIGSTOP for at most half a second, then SIGCONT |
 | slow | stopped half of the time, for two seconds |
-| cut | over TCP: nothing leaves the rank and nothing arrives; SIGKILL three seconds later |
-| corrupt | over TCP: one bit of what it sends is flipped |
+| cut | its TCP connections neither send nor receive; SIGKILL three seconds later |
+| corrupt | one bit of what it sends over TCP is flipped |
 """
 
 from __future__ import annotations
@@ -30,17 +30,33 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trigram.cli.launch import end, free_port
+from trigram.cli.launch import end, job_environment, start_rank
 
 FAULTS = ("kill", "stop", "pause", "slow", "cut", "corrupt")
 LASTING = ("kill", "stop", "cut")
 """Faults that a rank does not survive."""
 _FLIP, _CUT = 1, 2
+"""What the engine reads from the file in TRIGRAM_CHAOS: flip a bit once, or cut all TCP connections."""
 
 
 @dataclass
 class Settings:
-    """What is done to whom, and how often."""
+    """What to run, and which faults to inject.
+
+    Attributes:
+        command: The program and its arguments.
+        ranks: The number of ranks.
+        seed: The seed of all random choices.
+        seconds: For how long faults are injected.
+        every: Mean seconds between two faults.
+        faults: Which of `FAULTS`.
+        restart: Restart a rank that a fault has ended.
+        settle: Seconds without faults after a rank starts or, with `ready`, prints that text.
+        ready: The text; None: count from the start of the process.
+        patience: Seconds that the job has to become ready, and to end after the last fault.
+        logs: The folder for a log file per rank; None: a temporary one.
+        environment: More environment variables for the ranks.
+    """
 
     command: Sequence[str]
     ranks: int = 4
@@ -58,27 +74,34 @@ class Settings:
 
 @dataclass
 class Rank:
-    """A rank's process, now."""
+    """A rank's present process.
+
+    Attributes:
+        process: The process.
+        log: The file that it writes to, as earlier processes of the rank did.
+        control: The file in TRIGRAM_CHAOS, which the engine reads.
+        log_start: The characters in the log that earlier processes have written.
+        ready_since: Since when it counts as ready; None: it has not printed the text yet.
+    """
 
     process: subprocess.Popen[bytes]
     log: Path
     control: mmap.mmap
-    starts: int = 1
-    old_log: int = 0  # characters that earlier lives have written
-    settling: float | None = field(default_factory=time.monotonic)  # since then; None: not yet ready
+    log_start: int = 0
+    ready_since: float | None = field(default_factory=time.monotonic)
 
 
 @dataclass
 class Report:
-    """What happened.
+    """The result of a run.
 
     Attributes:
-        faults: How often each was done.
-        restarts: Processes started anew.
-        unexpected: Ranks that ended with an error although nothing had been done to them: exit code by rank.
-        finished: Ranks whose script came to its end.
-        hung: Ranks that were still running when patience was over.
-        logs: What each rank has written.
+        faults: How often each fault was injected.
+        restarts: The number of restarted processes.
+        unexpected: Rank and exit code of processes that failed without a fault.
+        finished: Ranks whose script ended without error.
+        hung: Ranks that still ran when `patience` had passed.
+        logs: The output of each rank.
     """
 
     faults: Counter[str]
@@ -90,7 +113,7 @@ class Report:
 
     @property
     def survived(self) -> bool:
-        """Whether harm was done, scripts came to their end, none hangs, and none failed but by that harm."""
+        """Whether faults were injected, scripts ended, none hung, and none failed without a fault."""
         return bool(self.faults and self.finished) and not self.hung and not self.unexpected
 
     def __str__(self) -> str:
@@ -102,7 +125,7 @@ class Report:
         for rank in self.hung:
             lines.append(f"HUNG      rank {rank}: {_last(self.logs[rank])}")
         if not self.faults:
-            lines.append("nothing was done to the job: it ended before its ranks had settled (--settle)")
+            lines.append("no fault was injected: the job ended before its ranks had run for --settle seconds")
         else:
             lines.append("the job survived" if self.survived else "the job did NOT survive")
         return "\n".join(lines)
@@ -110,11 +133,11 @@ class Report:
 
 def _last(text: str) -> str:
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "no output"
 
 
 class Chaos:
-    """A job under fire. Use with ``with``: at the end its processes are gone."""
+    """A job into which faults are injected. A context manager: it ends the job's processes on exit."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -122,8 +145,8 @@ class Chaos:
         self.stack = ExitStack()
         self.ranks: dict[int, Rank] = {}
         self.faults: Counter[str] = Counter()
-        self.struck: dict[int, str] = {}
-        self.agenda: list[tuple[float, int, str]] = []
+        self.injected: dict[int, str] = {}  # by rank: the fault that it suffers now
+        self.schedule: list[tuple[float, int, str]] = []  # time, rank and what to do then
         self.restarts = 0
         self.unexpected: list[tuple[int, int]] = []
         self.finished: set[int] = set()
@@ -133,10 +156,8 @@ class Chaos:
         self.dir = Path(self.stack.enter_context(temporary))
         self.logs = self.settings.logs or self.dir
         self.logs.mkdir(parents=True, exist_ok=True)
-        shared = {"WORLD_SIZE": str(self.settings.ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
-        self.environment = inherited | shared | self.settings.environment
+        job = job_environment(self.settings.ranks) | {"OMP_NUM_THREADS": "1"}
+        self.environment = job | self.settings.environment
         self.stack.callback(lambda: end([r.process for r in self.ranks.values()]))
         for rank in range(self.settings.ranks):
             self._start(rank)
@@ -148,133 +169,129 @@ class Chaos:
         self.stack.close()
 
     def _start(self, rank: int) -> None:
-        log, word = self.logs / f"rank{rank}.log", self.dir / f"rank{rank}.word"
-        word.write_bytes(bytes(4))
-        with word.open("r+b") as f:
+        log, file = self.logs / f"rank{rank}.log", self.dir / f"rank{rank}.control"
+        file.write_bytes(bytes(4))
+        with file.open("r+b") as f:
             control = mmap.mmap(f.fileno(), 4)
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TRIGRAM_CHAOS": str(word)}
-        old = len(log.read_text(errors="replace")) if log.exists() else 0
+        environment = self.environment | {"TRIGRAM_CHAOS": str(file)}
+        log_start = len(log.read_text(errors="replace")) if log.exists() else 0
         with log.open("ab") as out:
-            process = subprocess.Popen(
-                list(self.settings.command),
-                env=self.environment | own,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
+            process = start_rank(
+                rank, self.settings.command, environment, stdout=out, stderr=subprocess.STDOUT
             )
-        starts = self.ranks[rank].starts + 1 if rank in self.ranks else 1
-        self.ranks[rank] = Rank(process, log, control, starts, old)
+        self.ranks[rank] = Rank(process, log, control, log_start)
         if self.settings.ready is not None:
-            self.ranks[rank].settling = None
-        self.struck.pop(rank, None)
+            self.ranks[rank].ready_since = None
+        self.injected.pop(rank, None)
 
     def run(self) -> Report:
-        """Lets the job run under fire, then to its end."""
+        """Waits until the job is ready, injects faults, and then waits for the job to end."""
         end = time.monotonic() + self.settings.patience
-        while not self._all_ready() and not self._over() and time.monotonic() < end:
-            self._tend()
+        while not self._all_ready() and not self._is_over() and time.monotonic() < end:
+            self._handle_events()
             time.sleep(0.05)
         began = time.monotonic()
-        next_fault = began + self._pause()
-        while time.monotonic() < began + self.settings.seconds and not self._over():
+        next_fault = began + self._interval()
+        while time.monotonic() < began + self.settings.seconds and not self._is_over():
             if time.monotonic() >= next_fault and not self.finished:
-                self._strike()
-                next_fault = time.monotonic() + self._pause()
-            self._tend()
+                self._inject_fault()
+                next_fault = time.monotonic() + self._interval()
+            self._handle_events()
             time.sleep(0.01)
-        calm = time.monotonic()
-        while time.monotonic() < calm + self.settings.patience and not self._over():
-            self._tend()
+        last = time.monotonic()
+        while time.monotonic() < last + self.settings.patience and not self._is_over():
+            self._handle_events()
             time.sleep(0.01)
-        self._tend()
+        self._handle_events()
         hung = [r for r, rank in self.ranks.items() if rank.process.poll() is None]
         logs = {r: rank.log.read_text(errors="replace") for r, rank in self.ranks.items()}
         return Report(+self.faults, self.restarts, self.unexpected, sorted(self.finished), hung, logs)
 
     def _all_ready(self) -> bool:
-        """Looks who has said that it is ready, in this life."""
+        """Notes which present processes have printed that they are ready; returns whether all have."""
         for rank in self.ranks.values():
-            if rank.settling is None and self.settings.ready is not None:
-                said = rank.log.read_text(errors="replace")[rank.old_log :]
-                rank.settling = time.monotonic() if self.settings.ready in said else None
-        return all(rank.settling is not None for rank in self.ranks.values())
+            if rank.ready_since is None and self.settings.ready is not None:
+                output = rank.log.read_text(errors="replace")[rank.log_start :]
+                rank.ready_since = time.monotonic() if self.settings.ready in output else None
+        return all(rank.ready_since is not None for rank in self.ranks.values())
 
-    def _pause(self) -> float:
+    def _interval(self) -> float:
         return self.settings.every * self.random.uniform(0.5, 1.5)
 
-    def _over(self) -> bool:
-        return not self.agenda and all(r.process.poll() is not None for r in self.ranks.values())
+    def _is_over(self) -> bool:
+        return not self.schedule and all(r.process.poll() is not None for r in self.ranks.values())
 
-    def _strike(self) -> None:
-        """One fault, to one rank that nothing is being done to."""
+    def _inject_fault(self) -> None:
+        """Injects a random fault into a random rank that suffers none now."""
         self._all_ready()
-        settled = time.monotonic() - self.settings.settle
-        whole = [
+        latest = time.monotonic() - self.settings.settle
+        healthy = [
             r
             for r, rank in self.ranks.items()
             if rank.process.poll() is None
-            and r not in self.struck
-            and rank.settling is not None
-            and rank.settling < settled
+            and r not in self.injected
+            and rank.ready_since is not None
+            and rank.ready_since < latest
         ]
-        # Enough must be left whole to go on: more than half.
-        few = len(whole) <= self.settings.ranks // 2 + 1
+        # More than half of the ranks must stay: they are the quorum that continues the job.
+        few = len(healthy) <= self.settings.ranks // 2 + 1
         kinds = [f for f in self.settings.faults if not (few and f in (*LASTING, "corrupt"))]
-        if not whole or not kinds:
+        if not healthy or not kinds:
             return
-        # Each kind once before any comes again.
+        # Each kind once before a second of any.
         fault = self.random.choice([f for f in kinds if not self.faults[f]] or kinds)
-        victim = self.random.choice(whole)
+        victim = self.random.choice(healthy)
         process, now = self.ranks[victim].process, time.monotonic()
         self.faults[fault] += 1
-        self.struck[victim] = fault
+        self.injected[victim] = fault
         if fault == "kill":
             process.kill()
         elif fault == "stop":
             process.send_signal(signal.SIGSTOP)
-            self.agenda.append((now + 3, victim, "kill"))
+            self.schedule.append((now + 3, victim, "kill"))
         elif fault == "pause":
             process.send_signal(signal.SIGSTOP)
-            self.agenda.append((now + self.random.uniform(0.05, 0.5), victim, "continue"))
-            self.agenda.append((now + 1, victim, "whole"))
+            self.schedule.append((now + self.random.uniform(0.05, 0.5), victim, "continue"))
+            self.schedule.append((now + 1, victim, "recovered"))
         elif fault == "slow":
             for i in range(20):
-                self.agenda.append((now + 0.1 * i, victim, "pause"))
-                self.agenda.append((now + 0.1 * i + 0.05, victim, "continue"))
-            self.agenda.append((now + 2.1, victim, "whole"))
+                self.schedule.append((now + 0.1 * i, victim, "pause"))
+                self.schedule.append((now + 0.1 * i + 0.05, victim, "continue"))
+            self.schedule.append((now + 2.1, victim, "recovered"))
         elif fault == "cut":
             self.ranks[victim].control[0] = _CUT
-            self.agenda.append((now + 3, victim, "kill"))
+            self.schedule.append((now + 3, victim, "kill"))
         else:
             self.ranks[victim].control[0] = _FLIP
-            self.agenda.append((now + 3, victim, "whole"))
+            self.schedule.append((now + 3, victim, "recovered"))
 
-    def _tend(self) -> None:
-        """What is due is done, and who has ended is started again."""
+    def _handle_events(self) -> None:
+        """Does what is due, and restarts ranks that a fault has ended."""
         now = time.monotonic()
-        due = sorted(a for a in self.agenda if a[0] <= now)
-        self.agenda = [a for a in self.agenda if a[0] > now]
-        for _, r, what in due:
+        due = sorted(event for event in self.schedule if event[0] <= now)
+        self.schedule = [event for event in self.schedule if event[0] > now]
+        for _, r, action in due:
             process = self.ranks[r].process
-            if what == "whole":
-                fault = self.struck.pop(r, None)
-                if fault == "corrupt" and self.ranks[r].control[0] == _FLIP:
-                    self.faults["corrupt"] -= 1  # nothing was sent that it could have flipped a bit of
+            if action == "recovered":
+                if self.injected.get(r) == "corrupt":
+                    if self.ranks[r].control[0] != _FLIP:
+                        continue  # a bit was flipped: however slow the machine, the others evict this rank
+                    self.faults["corrupt"] -= 1  # the rank has sent nothing meanwhile
+                self.injected.pop(r, None)
                 self.ranks[r].control[0] = 0
             elif process.poll() is None:
                 numbers = {"kill": signal.SIGKILL, "continue": signal.SIGCONT, "pause": signal.SIGSTOP}
-                process.send_signal(numbers[what])
+                process.send_signal(numbers[action])
         for r, rank in self.ranks.items():
             code = rank.process.poll()
             if code is None or r in self.finished:
                 continue
             if code == 0:
                 self.finished.add(r)
-            elif self.struck.get(r) in (*LASTING, "corrupt"):
-                if (
-                    self.settings.restart and not self.finished
-                ):  # else the job is over: nobody would let it in
-                    self.agenda = [a for a in self.agenda if a[1] != r]
+            elif self.injected.get(r) in (*LASTING, "corrupt"):
+                # Not once a rank has finished: the job is ending, and no member would admit another.
+                if self.settings.restart and not self.finished:
+                    self.schedule = [event for event in self.schedule if event[1] != r]
                     self.restarts += 1
                     self._start(r)
                     return
@@ -283,14 +300,14 @@ class Chaos:
 
 
 def run(settings: Settings) -> Report:
-    """A whole run, watched on this terminal."""
+    """Checks the settings, exits with a message if they do not fit, and runs the job to its end."""
     unknown = [f for f in settings.faults if f not in FAULTS]
     if unknown:
-        sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}; there are {', '.join(FAULTS)}")
+        sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}: choose from {', '.join(FAULTS)}")
     over_tcp, env = sorted({"cut", "corrupt"} & set(settings.faults)), os.environ | settings.environment
     if over_tcp and env.get("TRIGRAM_TRANSPORT") != "tcp":
-        sys.exit(f"trigram chaos: {', '.join(over_tcp)} happen to TCP connections: set TRIGRAM_TRANSPORT=tcp")
+        sys.exit(f"trigram chaos: {', '.join(over_tcp)}: only for TCP connections; set TRIGRAM_TRANSPORT=tcp")
     if "corrupt" in over_tcp and (env.get("TRIGRAM_TLS") == "1" or env.get("TRIGRAM_CHECKSUM") == "off"):
-        sys.exit("trigram chaos: corrupt needs checksums: leave TRIGRAM_TLS and TRIGRAM_CHECKSUM out")
+        sys.exit("trigram chaos: corrupt: only with checksums; unset TRIGRAM_TLS and TRIGRAM_CHECKSUM")
     with Chaos(settings) as chaos:
         return chaos.run()

@@ -1,7 +1,7 @@
-"""`trigram demo`: the same two trainings with DistributedDataParallel and with each algorithm, side by side.
+"""`trigram demo`: trains two models with DistributedDataParallel and with each algorithm, and compares them.
 
-Every run starts at the same weights and sees the same batches in the same order, so that what differs is the
-communication: losses that are DistributedDataParallel's bit for bit are marked as such.
+Every run starts from the same weights and reads the same batches in the same order, so the runs differ only
+in their communication. The table marks losses that equal DistributedDataParallel's bit for bit.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from trigram.cli import workloads
 DDP = "DDP (gloo)"
 SEED = 7
 LAST = 10
-# The first steps allocate, register and (DistributedDataParallel) rebuild the buckets: they are not timed.
+# The first steps are not timed: they allocate memory, and DistributedDataParallel rebuilds its buckets.
 UNTIMED = 5
 
 
 @dataclass(frozen=True)
 class Result:
-    """One training. Losses are in nats, means over ranks; `train_loss` is the mean of the last ten steps."""
+    """The result of a training. Losses are means over ranks, in nats; `train_loss`: of the last ten steps."""
 
     workload: str
     algorithm: str
@@ -49,25 +49,25 @@ class Result:
 
 
 def missing() -> list[str]:
-    """The optional packages that the demo needs and that are not installed."""
+    """The packages that the demo needs and that are not installed."""
     packages = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}
     return [package for module, package in packages.items() if find_spec(module) is None]
 
 
 def run(out: Path) -> list[Result]:
-    """Trains on this rank, together with all others; rank 0 prints the table and writes the files.
+    """Trains all models. All ranks call it; rank 0 prints the table and writes the files.
 
     Args:
-        out: The folder for `curves.png` and `results.json`; made if need be.
+        out: The folder for `curves.png` and `results.json`; created if it does not exist.
 
     Returns:
-        The results, DistributedDataParallel's first for each workload; the same on all ranks.
+        The results, the same on all ranks; for each workload DistributedDataParallel comes first.
     """
     dist.init_process_group("gloo")
     trigram.init()
     names: list[str | None] = [None, *(entry["name"] for entry in trigram.algorithms())]
     console = Console(quiet=trigram.rank() != 0)
-    # A narrow table would hide what it is about.
+    # In a narrower table the columns would be cut.
     console.width = max(console.width, 100)
     columns = (TextColumn("{task.description:<45}"), BarColumn(), TimeElapsedColumn())
     results: list[Result] = []
@@ -110,11 +110,12 @@ def train(
     Args:
         workload: One of `workloads.WORKLOADS`.
         algorithm: Its name, or None for DistributedDataParallel.
-        reference: The trace of DistributedDataParallel's run, to compare with; None if there is none yet.
+        reference: The trace of the run with DistributedDataParallel, to compare with; None: no comparison.
         stepped: Called after each step.
 
     Returns:
-        The result, and the trace: for each rank its loss at each step and its held-out loss.
+        The result, and the trace: float64 of shape (ranks, 1 + steps), the held-out loss and the loss of each
+        step.
     """
     recipe, rank, world = workloads.RECIPES[workload], trigram.rank(), trigram.world_size()
     torch.manual_seed(SEED)
@@ -144,7 +145,7 @@ def train(
     if algorithm is None:
         held = workloads.evaluate(module, workload)
     else:
-        # Gossip and asynchrony are judged by the average weights, as a user would save them.
+        # Gossip and asynchronous algorithms are evaluated at the mean of the weights, as users save it.
         with trigram.consensus(module):
             held = workloads.evaluate(module, workload)
     everyone = _gathered([seconds, held, *losses])
@@ -155,7 +156,7 @@ def train(
         sent = 2 * (world - 1) * sum(p.nbytes for p in module.parameters()) // world
     else:
         sent = int(trigram.stats(module)["bytes_per_step"])
-        trigram.switch(module, "gradient_allreduce")  # an asynchronous algorithm ends before the next begins
+        trigram.switch(module, "gradient_allreduce")  # ends the thread of an asynchronous algorithm
     result = Result(
         workload=workload,
         algorithm=algorithm or DDP,
@@ -170,7 +171,7 @@ def train(
 
 
 def _gathered(mine: Sequence[float]) -> torch.Tensor:
-    """Every rank's numbers: (ranks, numbers), bit for bit what each rank has."""
+    """The numbers of all ranks: float64 of shape (ranks, numbers)."""
     row = torch.tensor(mine, dtype=torch.float64)
     everyone = torch.empty(trigram.world_size() * len(row), dtype=torch.float64)
     trigram.all_gather(everyone, row)

@@ -1,4 +1,4 @@
-"""`trigram doctor`: what this machine has for training, what it lacks, and a trial of two ranks on it."""
+"""`trigram doctor`: checks what this machine has for training, and runs two ranks on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _SHORT_SECRET = 16
-"""Characters that a secret of the job has at least."""
+"""A job secret of fewer characters can be guessed."""
 
 PLUGIN = Path(__file__).resolve().parent.parent / "libnccl-net-trigram.so"
 
@@ -45,7 +45,7 @@ def run() -> int:
     """Prints the report.
 
     Returns:
-        The exit code: 1 if something failed, which warnings are not.
+        The exit code: 1 if a check failed, 0 otherwise, also with warnings.
     """
     console = Console()
     table = Table(box=SIMPLE, pad_edge=False)
@@ -53,18 +53,18 @@ def run() -> int:
     table.add_column("what", no_wrap=True)
     table.add_column("found", overflow="fold")
     table.add_column("what to do", overflow="fold")
-    with console.status("two ranks over shared memory and over TCP ..."):
+    with console.status("running two ranks over shared memory and over TCP ..."):
         report = list(checks())
     for check in report:
         colour = COLOURS[check.status]
         table.add_row(f"[{colour}]{check.status}[/]", check.name, check.found, check.advice)
     console.print(table)
     if PLUGIN.exists():
-        # Whole lines, to be copied.
-        console.print("NCCL's network through Trigram, for any program that uses NCCL (docs/gpu.md):")
+        # Not wrapped, so that users can copy the lines.
+        console.print("To let NCCL use Trigram's network transport, in any program (docs/gpu.md):")
         console.print(f"  export NCCL_NET_PLUGIN={PLUGIN}\n  export NCCL_NET=Trigram\n", soft_wrap=True)
     if not any(check.status == "fail" for check in report):
-        with console.status("every schedule, over shared memory and over TCP ..."):
+        with console.status("measuring each all_reduce schedule over shared memory and over TCP ..."):
             schedules = crossover()
         console.print(schedules)
     return int(any(check.status == "fail" for check in report))
@@ -82,20 +82,20 @@ def checks() -> Iterator[Check]:
     for transport in ("shm", "tcp"):
         result = trial(transport)
         yield Check(
-            f"2 ranks over {transport}", "ok" if result.right else "fail", result.found, result.advice
+            f"2 ranks over {transport}", "ok" if result.correct else "fail", result.found, result.advice
         )
 
 
 def software() -> Iterator[Check]:
-    """Versions, and what torch.distributed was built with."""
+    """Versions, and the backends of torch.distributed."""
     yield Check("python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     yield Check("torch", "ok", torch.__version__)
     try:
         yield Check("trigram", "ok", version("trigram"))
     except PackageNotFoundError:
-        yield Check("trigram", "warn", "imports, but is not installed", "pip install trigram")
+        yield Check("trigram", "warn", "can be imported, but is not installed", "pip install trigram")
     if not dist.is_available():
-        advice = "install a torch built with USE_DISTRIBUTED=1: its Store is how ranks find each other"
+        advice = "install a torch built with USE_DISTRIBUTED=1: ranks find each other through its Store"
         yield Check("torch.distributed", "fail", "not built in", advice)
         return
     built = {
@@ -109,12 +109,12 @@ def software() -> Iterator[Check]:
 
 
 def hardware() -> Iterator[Check]:
-    """Cores, with a container's quota, and memory."""
+    """Cores, the CPU limit of the container, and memory."""
     usable, quota = len(os.sched_getaffinity(0)), _cpu_quota()
     found = f"{usable} usable of {os.cpu_count()}"
     if quota is not None and quota < usable:
         advice = f"start at most {max(1, int(quota))} ranks, or raise the container's CPU limit"
-        yield Check("cores", "warn", f"{found}, held to {quota:g} by the control group", advice)
+        yield Check("cores", "warn", f"{found}, limited to {quota:g} by the control group (cgroup)", advice)
     else:
         yield Check("cores", "ok", found)
     lines = (line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -125,12 +125,12 @@ def hardware() -> Iterator[Check]:
         "memory",
         "warn" if low else "ok",
         f"{decimal(free)} free of {decimal(memory['MemTotal'])}",
-        "end other processes: a training of any size needs more" if low else "",
+        "end other processes: less than 1 GiB is free" if low else "",
     )
 
 
 def shared_memory() -> Iterator[Check]:
-    """memfd_create, which ranks of one host share memory by, and /dev/shm, which data loaders use."""
+    """memfd_create, with which ranks of one host share memory, and /dev/shm, which data loaders use."""
     try:
         descriptor = os.memfd_create("trigram-doctor")
         try:
@@ -161,7 +161,7 @@ def limits() -> Iterator[Check]:
         "open files",
         "warn" if few else "ok",
         f"{_limit(files)}, can be raised to {_limit(hardest)}",
-        "ulimit -n 4096: every peer takes several sockets" if few else "",
+        "run ulimit -n 4096: each peer needs several sockets" if few else "",
     )
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     tight = torch.cuda.is_available() and 0 <= locked < 64 << 20
@@ -169,7 +169,7 @@ def limits() -> Iterator[Check]:
         "locked memory",
         "warn" if tight else "ok",
         "unlimited" if locked == resource.RLIM_INFINITY else decimal(locked),
-        "ulimit -l unlimited: NCCL pins memory for InfiniBand" if tight else "",
+        "run ulimit -l unlimited: NCCL pins memory for InfiniBand" if tight else "",
     )
 
 
@@ -184,12 +184,15 @@ def network() -> Iterator[Check]:
         yield Check(f"interface {name}", "ok", f"{', '.join(known)} ({state or 'state unknown'}{rate})")
     if not set(addresses) - {"lo"}:
         yield Check(
-            "network", "warn", "loopback only", "ranks on other hosts cannot reach this one: add a network"
+            "network",
+            "warn",
+            "loopback only",
+            "add a network interface: ranks on other hosts cannot reach this one",
         )
     chosen = os.environ.get("TRIGRAM_IFACE")
     if chosen and chosen not in addresses:
         advice = f"set it to one of {', '.join(addresses)}, or unset it"
-        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no such interface with an address", advice)
+        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no interface of this name has an address", advice)
 
 
 def environment() -> Iterator[Check]:
@@ -205,56 +208,63 @@ def environment() -> Iterator[Check]:
 
 
 def security(secret: str | None, tls: str) -> Iterator[Check]:
-    """Whether ranks prove a secret to each other, which is not shown, and encrypt between hosts."""
-    make = "TRIGRAM_SECRET=$(openssl rand -hex 32), the same on all ranks"
+    """Whether ranks authenticate with a secret, which is never printed, and encrypt between hosts."""
+    make = "set TRIGRAM_SECRET to the same value on all ranks; openssl rand -hex 32 prints a good one"
     if secret is None:
-        yield Check(
-            "job secret", "ok", "none: ranks trust whoever can read the store", f"to change that: {make}"
-        )
+        yield Check("job secret", "ok", "none: ranks trust every process that can read the store", make)
     elif not secret:
         yield Check("job secret", "fail", "TRIGRAM_SECRET is empty", f"unset it, or {make}")
     elif len(secret) < _SHORT_SECRET:
-        yield Check("job secret", "warn", "set, but short enough to be guessed", make)
+        yield Check("job secret", "warn", f"set, but shorter than {_SHORT_SECRET} characters", make)
     else:
         yield Check("job secret", "ok", "set")
     if tls not in ("", "0", "1"):
         yield Check("TLS between hosts", "fail", f"TRIGRAM_TLS={tls}", "set it to 1 or 0")
     elif tls == "1" and secret is None:
-        advice = "set TRIGRAM_SECRET too: who reads the store can stand in between"
+        advice = (
+            "set TRIGRAM_SECRET too: without it, a process that can read the store can intercept connections"
+        )
         yield Check("TLS between hosts", "warn", "on, without a secret", advice)
     else:
         yield Check("TLS between hosts", "ok", "on" if tls == "1" else "off")
 
 
 def accelerators() -> Iterator[Check]:
-    """GPUs, what reaches from one to another, the NCCL that carries it, and the plugin for its network."""
+    """GPUs, access between them, NCCL, and the plugin for its network."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     found = ", ".join(torch.cuda.get_device_name(index) for index in range(gpus))
-    yield Check("GPUs", "ok", found or "none: training and communication are on the CPU")
+    yield Check("GPUs", "ok", found or "none: training and communication run on the CPU")
     if gpus > 1:
-        pairs = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
-        apart = [f"{a}-{b}" for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-        advice = "data between these goes through host memory: a virtual machine or IOMMU may forbid it"
+        both = [(a, b) for a in range(gpus) for b in range(gpus) if a != b]
+        apart = [f"{a}-{b}" for a, b in both if not torch.cuda.can_device_access_peer(a, b)]
+        advice = "data between these GPUs goes through host memory: check the virtual machine or the IOMMU"
         yield Check(
             "peer access",
             "warn" if apart else "ok",
-            f"not {', '.join(apart)}" if apart else "all",
+            f"none between {', '.join(apart)}" if apart else "between all",
             advice if apart else "",
         )
     try:
         library = nccl.library()
         yield Check("NCCL", "ok", f"{library.version}, {library.path}")
     except UnsupportedError as reason:
-        advice = "install a CUDA build of torch, or GPU tensors travel through host memory" if gpus else ""
+        advice = (
+            "install a CUDA build of torch: without NCCL, GPU tensors go through host memory" if gpus else ""
+        )
         yield Check("NCCL", "warn" if gpus else "ok", str(reason) if gpus else "none", advice)
     if PLUGIN.exists():
-        yield Check("NCCL plugin", "ok", "installed: the lines to type are below")
+        yield Check("NCCL plugin", "ok", "installed; the commands that enable it are below")
     else:
-        yield Check("NCCL plugin", "warn", "not installed", "reinstall the wheel: it holds the plugin")
+        yield Check(
+            "NCCL plugin",
+            "warn",
+            "not installed",
+            "reinstall trigram from its wheel, which contains the plugin",
+        )
 
 
 def _cpu_quota() -> float | None:
-    """The cores that a control group (version 2) allows, or None where it sets no limit."""
+    """The cores that the control group (version 2) allows; None: no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -269,5 +279,5 @@ def _limit(value: int) -> str:
 def _interface_file(interface: str, name: str) -> str:
     try:
         return (Path("/sys/class/net") / interface / name).read_text().strip()
-    except OSError:  # A virtual interface has no speed, and says so by an error.
+    except OSError:  # a virtual interface has no speed
         return ""

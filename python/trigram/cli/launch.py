@@ -1,7 +1,7 @@
-"""Ranks on this machine: the command line run again, once per rank, watched until the last has ended.
+"""Starts ranks on this machine: runs the same command once per rank, and waits until all have ended.
 
-A rank is an ordinary process with torchrun's variables in its environment, so that what runs here runs under
-torchrun unchanged. One that fails takes the others with it, which would wait for it in vain.
+A rank is an ordinary process with torchrun's variables in its environment, so a script that runs here runs
+under torchrun unchanged. If a rank fails, the others are ended too: they would wait for it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from types import FrameType
 from typing import IO, NamedTuple
 
 POLL_SECONDS = 0.02
-# The survivors of a failure find it out themselves and say what they know; then they are ended.
+# After a failure the other ranks have this long to detect it and print their errors; then they are ended.
 GRACE_SECONDS = 2.0
 TIMED_OUT = 124
 
 
 class Outcome(NamedTuple):
-    """How a launch ended: the first failing rank's exit code, or 0, and what the failed ranks said."""
+    """The exit code of the first rank that failed, or 0, and the error output of all ranks that failed."""
 
     code: int
     errors: str
 
 
 def is_rank() -> bool:
-    """Whether torchrun, mpiexec, this module or the like started this process as one rank of a job.
+    """Whether torchrun, mpiexec or this module started this process as one rank of a job.
 
-    Under mpiexec torchrun's variables are derived from MPI, so that the rest need not know the difference.
+    Under mpiexec this sets torchrun's variables from MPI's.
     """
     if "RANK" not in os.environ and under_mpiexec():
-        _adopt_mpi()
+        _set_variables_from_mpi()
     return "RANK" in os.environ
 
 
@@ -56,62 +56,85 @@ def launch(
 ) -> Outcome:
     """Runs `python -m trigram ARGV` as `ranks` processes and waits for them.
 
-    Rank 0 has this terminal; of the others nothing is shown unless one fails.
+    Rank 0 writes to this terminal; the output of the others is dropped, except the errors of ranks that fail.
 
     Args:
         ranks: How many processes to start.
         argv: The command's arguments, as in `sys.argv[1:]`.
-        environment: Variables set for the ranks beside the launcher's own.
-        quiet: Show nothing of rank 0 either; what failing ranks said is in the outcome only.
-        timeout: Seconds after which all ranks are ended and the exit code is 124; None waits for ever.
+        environment: Variables to set for the ranks, in addition to torchrun's.
+        quiet: Drop the output of rank 0 too, and only return the errors.
+        timeout: Seconds after which all ranks are ended and the exit code is 124; None: no limit.
 
     Returns:
         The exit code and the failed ranks' error output.
     """
-    shared = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-    }
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
-    # A torchrun above us has told our process things about its own store that do not hold for these ranks.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    base = threads | inherited | shared | dict(environment or {})
+    base = threads | job_environment(ranks) | dict(environment or {})
     command = [sys.executable, "-m", "trigram", *argv]
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
-        said: list[IO[bytes] | None] = []
-        previous = signal.signal(signal.SIGTERM, _leave)
+        error_files: list[IO[bytes] | None] = []
+        previous = signal.signal(signal.SIGTERM, _exit)
         stack.callback(signal.signal, signal.SIGTERM, previous)
         stack.callback(end, processes)
         for rank in range(ranks):
             shown = rank == 0 and not quiet
             errors = None if shown else stack.enter_context(tempfile.TemporaryFile())
-            said.append(errors)
-            processes.append(
-                subprocess.Popen(
-                    command,
-                    env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=None if shown else subprocess.DEVNULL,
-                    stderr=errors,
-                )
-            )
+            error_files.append(errors)
+            output = None if shown else subprocess.DEVNULL
+            processes.append(start_rank(rank, command, base, stdout=output, stderr=errors))
         try:
             code, failed = _watch(processes, timeout)
         except KeyboardInterrupt:
-            # The terminal has interrupted the ranks too: let them leave by themselves.
+            # The terminal has sent SIGINT to the ranks too: give them time to exit.
             _wait(processes, GRACE_SECONDS)
             return Outcome(128 + signal.SIGINT, "")
-        reports = "".join(_report(rank, processes[rank].returncode, said[rank]) for rank in failed)
+        reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
         if reports and not quiet:
             sys.stderr.write(reports)
         return Outcome(code, reports)
 
 
+def job_environment(ranks: int) -> dict[str, str]:
+    """The environment of this process, with torchrun's variables for a job of `ranks` ranks on this host."""
+    # A torchrun that started this process has set variables about its store, which the new job does not use.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    return inherited | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+
+
+def start_rank(
+    rank: int,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdout: IO[bytes] | int | None,
+    stderr: IO[bytes] | int | None,
+) -> subprocess.Popen[bytes]:
+    """Starts the process of one rank.
+
+    Args:
+        rank: The rank, which is also its local rank.
+        command: The program and its arguments.
+        environment: What `job_environment` returned, and more.
+        stdout: Where its output goes, as `subprocess.Popen` takes it.
+        stderr: Where its errors go.
+    """
+    return subprocess.Popen(
+        list(command),
+        env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+    )
+
+
 def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends those of the processes that still run: SIGTERM, and two seconds later SIGKILL."""
+    """Ends the processes that still run, with SIGTERM and two seconds later with SIGKILL."""
     for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
         for process in processes:
             if process.poll() is None:
@@ -120,14 +143,14 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """A TCP port of the loopback interface that is not in use now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _watch(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> tuple[int, list[int]]:
-    """Waits for all to end or one to fail; returns the exit code, and which ranks failed by themselves."""
+    """Waits until all have ended or one has failed; returns the exit code and the ranks that failed."""
     deadline = None if timeout is None else time.monotonic() + timeout
     first = None
     while first is None:
@@ -141,7 +164,7 @@ def _watch(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) 
     _wait(processes, GRACE_SECONDS)
     code = processes[first].returncode
     failed = [rank for rank, process in enumerate(processes) if process.poll()]
-    # A process ended by a signal has a negative code here; a shell's convention is 128 + signal.
+    # The return code of a process that a signal ended is negative; shells use 128 + signal.
     return code if code > 0 else 128 - code, failed
 
 
@@ -151,36 +174,39 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def _report(rank: int, code: int, said: IO[bytes] | None) -> str:
-    """What a failed rank said, unless this terminal has seen it already."""
-    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+def _report(rank: int, code: int, errors: IO[bytes] | None) -> str:
+    """How a rank failed, and its error output unless that went to this terminal."""
+    how = f"ended by the signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     text = ""
-    if said is not None:
-        said.seek(0)
-        text = said.read().decode(errors="replace").strip()
-    return f"trigram: rank {rank} failed, {how}\n" + (f"{text}\n" if text else "")
+    if errors is not None:
+        errors.seek(0)
+        text = errors.read().decode(errors="replace").strip()
+    return f"trigram: rank {rank} failed {how}\n" + (f"{text}\n" if text else "")
 
 
-def _leave(number: int, _frame: FrameType | None) -> None:
+def _exit(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _adopt_mpi() -> None:
-    """Sets torchrun's variables from MPI's world, if mpi4py is there to ask."""
+def _set_variables_from_mpi() -> None:
+    """Sets torchrun's variables from MPI's world, with mpi4py; exits if it is missing or does not fit."""
     try:
         from mpi4py import MPI
     except ImportError:
-        sys.exit("started by mpiexec, but mpi4py does not import: pip install mpi4py, or start with torchrun")
+        sys.exit(
+            "trigram: under mpiexec mpi4py is needed: pip install mpi4py, or start the ranks with torchrun"
+        )
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    told = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    if world.size != told:
+    started = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
+    if world.size != started:
         sys.exit(
-            f"mpiexec started {told} ranks, mpi4py sees {world.size}: it uses another MPI than this mpiexec"
+            f"trigram: mpiexec started {started} ranks, but mpi4py sees {world.size}: install mpi4py for "
+            "the MPI of this mpiexec"
         )
     address, port = world.bcast((socket.gethostname(), free_port()) if world.rank == 0 else None)
     if local.size == world.size:
-        address = "127.0.0.1"  # A host name that does not resolve is no reason to fail inside one host.
+        address = "127.0.0.1"  # on one host the name need not resolve
     os.environ |= {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
@@ -192,10 +218,10 @@ def _adopt_mpi() -> None:
 
 
 def leave_job() -> None:
-    """Ends this rank's part in the job: trigram's first, for torch.distributed may have lent it its store."""
+    """Shuts trigram down, and then torch.distributed, whose store trigram may use."""
     import torch.distributed as dist
 
-    import trigram  # takes seconds, and whoever starts ranks does not need it
+    import trigram  # takes seconds, and a process that only starts ranks does not need it
 
     trigram.shutdown()
     if dist.is_initialized():

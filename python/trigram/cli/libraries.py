@@ -1,6 +1,7 @@
-"""The libraries that `trigram bench` can measure, each as a maker of ready calls.
+"""The libraries that `trigram bench` can measure.
 
-A ready call is all that stands in a timed loop: what can be looked up or built beforehand is.
+Each prepares an operation as a function without arguments, so that the timed loop contains
+nothing else.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ VIAS = ("shared", "ring", "tree", "recursive_doubling", "scatter_gather")
 
 
 class Unavailable(Exception):
-    """A library that is not there, or cannot do what is asked; the text says why, and what to do."""
+    """A library is missing or does not support the operation; the text says why, and what to do."""
 
 
 class Library(Protocol):
-    """One side of a comparison."""
+    """A library to measure."""
 
     name: str
     transport: str
 
     def prepare(self, case: Case) -> Call:
-        """The operation as a call without arguments, on the case's buffers.
+        """The operation on the buffers of the case, as a function without arguments.
 
         Raises:
-            Unavailable: The library has no such operation.
+            Unavailable: The library does not support the operation.
         """
         ...
 
@@ -68,13 +69,13 @@ class Trigram:
             case "gossip":
                 parts = out.split(t.numel()) if case.neighbours else ()
                 send, recv = partial(trigram.send, async_op=True), partial(trigram.recv, async_op=True)
-                return exchange(case, t, parts, send, recv)
+                return swap_with_neighbours(case, t, parts, send, recv)
             case _:
                 return trigram.barrier
 
 
 class Gloo:
-    """torch.distributed's CPU backend, in a process group of its own."""
+    """The CPU backend of torch.distributed, in a separate process group."""
 
     name = "gloo"
     transport = "tcp"
@@ -90,7 +91,7 @@ class Gloo:
 
     def __init__(self) -> None:
         dist.init_process_group(self.name)
-        # torch 2.13 renamed these two, and warns of the old names.
+        # torch 2.13 renamed these two and warns about the old names.
         self._all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -98,7 +99,7 @@ class Gloo:
         """See `Library`."""
         t, out = case.t, case.out
         if case.operation in REDUCTIONS and case.op not in self.OPS:
-            raise Unavailable(f"{self.name} has no {case.op}")
+            raise Unavailable(f"{self.name} does not support the reduction {case.op}")
         op = self.OPS.get(case.op, dist.ReduceOp.SUM)
         match case.operation:
             case "all_reduce":
@@ -117,13 +118,13 @@ class Gloo:
                 return ping_pong(case, t, out, dist.send, dist.recv)
             case "gossip":
                 parts = out.split(t.numel()) if case.neighbours else ()
-                return exchange(case, t, parts, dist.isend, dist.irecv)
+                return swap_with_neighbours(case, t, parts, dist.isend, dist.irecv)
             case _:
                 return dist.barrier
 
 
 class Nccl(Gloo):
-    """torch.distributed's GPU backend."""
+    """The GPU backend of torch.distributed."""
 
     name = "nccl"
     transport = "nccl"
@@ -136,7 +137,7 @@ class Nccl(Gloo):
         """See `Library`."""
         if case.operation != "gossip":
             return super().prepare(case)
-        # One by one they would wait for each other on the stream that they share.
+        # In one batch: single calls would wait for each other on the stream that they share.
         parts = case.out.split(case.t.numel()) if case.neighbours else ()
         ops = [dist.P2POp(dist.irecv, p, o) for p, o in zip(parts, case.neighbours, strict=True)]
         ops += [dist.P2POp(dist.isend, case.t, o) for o in case.neighbours]
@@ -144,7 +145,7 @@ class Nccl(Gloo):
 
 
 class Mpi:
-    """The MPI that mpiexec and mpi4py bring."""
+    """The MPI library of mpiexec, through mpi4py."""
 
     name = "mpi"
     transport = "auto"
@@ -161,9 +162,11 @@ class Mpi:
         try:
             from mpi4py import MPI
         except ImportError as error:
-            raise Unavailable("mpi: pip install mpi4py, then run under mpiexec") from error
+            raise Unavailable(
+                "mpi: mpi4py is not installed: pip install mpi4py, then run under mpiexec"
+            ) from error
         if not launch.under_mpiexec():
-            raise Unavailable("mpi: run under mpiexec")
+            raise Unavailable("mpi: not started by mpiexec; run mpiexec -n RANKS trigram bench ...")
         self.mpi: Any = MPI
 
     def prepare(self, case: Case) -> Call:
@@ -171,7 +174,7 @@ class Mpi:
         mpi, comm, t, out = self.mpi, self.mpi.COMM_WORLD, self._spec(case.t), self._spec(case.out)
         op = getattr(mpi, case.op.upper(), None)
         if case.operation in REDUCTIONS and op is None:
-            raise Unavailable(f"mpi has no {case.op}")
+            raise Unavailable(f"mpi does not support the reduction {case.op}")
         match case.operation:
             case "all_reduce":
                 return partial(comm.Allreduce, mpi.IN_PLACE, t, op)
@@ -192,22 +195,22 @@ class Mpi:
                 parts = (
                     [self._spec(part) for part in case.out.split(case.t.numel())] if case.neighbours else ()
                 )
-                return exchange(case, t, parts, comm.Isend, comm.Irecv)
+                return swap_with_neighbours(case, t, parts, comm.Isend, comm.Irecv)
             case _:
                 return comm.Barrier
 
     def _spec(self, t: Tensor) -> list[Any]:
         name = str(t.dtype).removeprefix("torch.")
         if name not in self.TYPES:
-            raise Unavailable(f"mpi has no {name}")
-        # No count: mpi4py takes the buffer's, shared among the ranks where the operation splits or joins.
+            raise Unavailable(f"mpi does not support the dtype {name}")
+        # No count: mpi4py takes the buffer's, divided among the ranks where the operation splits or gathers.
         return [self.mpi.buffer.fromaddress(t.data_ptr(), t.nbytes), getattr(self.mpi, self.TYPES[name])]
 
 
 def ping_pong(
     case: Case, t: Any, out: Any, send: Callable[[Any, int], object], recv: Callable[[Any, int], object]
 ) -> Call:
-    """A round trip between this rank and its partner, of which the even one begins."""
+    """A round trip between this rank and its partner; the even rank sends first."""
     other = case.partner
     if other is None:
         return lambda: None
@@ -223,14 +226,14 @@ def ping_pong(
     return ping if case.rank < other else pong
 
 
-def exchange(
+def swap_with_neighbours(
     case: Case, t: Any, parts: Sequence[Any], send: Callable[[Any, int], Any], recv: Callable[[Any, int], Any]
 ) -> Call:
-    """The same tensor to each neighbour and one from each, all under way at once."""
-    pairs = list(zip(parts, case.neighbours, strict=True))
+    """Sends a tensor to each neighbour and receives one from each, all at the same time."""
+    receives = list(zip(parts, case.neighbours, strict=True))
 
     def run() -> None:
-        works = [recv(part, other) for part, other in pairs]
+        works = [recv(part, other) for part, other in receives]
         works += [send(t, other) for other in case.neighbours]
         for work in works:
             work.wait()
@@ -241,23 +244,22 @@ def exchange(
 def open_libraries(
     against: Sequence[str], transport: str, via: str | None
 ) -> tuple[list[Library], list[str]]:
-    """Starts trigram and the peers to compare with.
+    """Starts trigram and the libraries to compare with.
 
     Args:
-        against: The peers' names, of "gloo", "mpi" and "nccl".
-        transport: What trigram was told to use, for the record.
-        via: The schedule that trigram is held to, None for its own choice, or "all": its own choice, and
-            then each schedule.
+        against: Any of "gloo", "mpi" and "nccl".
+        transport: The transport that trigram uses, for the report.
+        via: The all_reduce schedule of trigram; None: the default; "all": the default and each.
 
     Returns:
-        The libraries, trigram first, and why each that is missing is missing.
+        The libraries, trigram first, and for each library that is missing the reason.
     """
     makers: dict[str, Callable[[], Library]] = {"gloo": Gloo, "mpi": Mpi, "nccl": Nccl}
     libraries: list[Library] = [Trigram(transport, None if via == "all" else via)]
     if via == "all":
         libraries += [Trigram(transport, each, each) for each in VIAS]
     missing: list[str] = []
-    # Peers before trigram: an initialised torch.distributed lends its store, so that one serves both.
+    # trigram comes last: it then uses the store of torch.distributed instead of a second one.
     for name in against:
         try:
             libraries.append(makers[name]())

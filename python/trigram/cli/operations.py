@@ -1,7 +1,7 @@
-"""What `trigram bench` measures: an operation's buffers at one size, and what they must hold afterwards.
+"""What `trigram bench` measures: the buffers of an operation at one size, and their expected contents.
 
-Inputs are a hash of (rank, index), so any rank knows any element of any other's input without being sent it:
-the check shares nothing with the library that it checks, and needs no more memory than a block.
+The input of a rank is a hash of (rank, index), so each rank computes the inputs of all others without any
+communication: the check uses nothing of the library it checks, and needs the memory of one block.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ COMBINE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bxor": torch.bitwise_xor,
 }
 REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter")
-# Here some ranks are done before others begin: with no barrier between iterations they would run ahead.
-LOOSE = ("reduce", "broadcast", "send_recv")
+# In these some ranks end before others begin: without a barrier between iterations they would run ahead.
+ONE_WAY = ("reduce", "broadcast", "send_recv")
 IN_PLACE = ("all_reduce", "reduce", "broadcast", "barrier")
 EXACT = ("min", "max", "band", "bor", "bxor")
 
@@ -40,7 +40,7 @@ class Allocate(Protocol):
     """`torch.empty` or `trigram.empty`."""
 
     def __call__(self, count: int, /, *, dtype: torch.dtype) -> Tensor:
-        """`count` elements of no defined value."""
+        """`count` uninitialized elements."""
         ...
 
 
@@ -67,16 +67,16 @@ class Case:
         dtype: torch.dtype = torch.float32,
         allocate: Allocate = torch.empty,
     ) -> Case:
-        """Allocates the buffers for `size` bytes (the total, for an operation that splits or joins).
+        """Allocates the buffers for `size` bytes (over all ranks, where an operation splits or gathers).
 
         Args:
             operation: Such as "all_reduce".
-            size: Bytes; rounded down to whole elements, and to whole parts for each rank, but never to none.
+            size: Bytes; rounded down to whole elements and equal parts per rank, at least one element each.
             rank: This rank.
             world: The number of ranks.
-            op: The reduction; of no effect where nothing is reduced.
+            op: The reduction; ignored by operations that do not reduce.
             dtype: The elements' type.
-            allocate: What makes the tensors.
+            allocate: Makes the tensors.
         """
         count = max(1, size // dtype.itemsize)
         part = max(1, count // world)
@@ -93,47 +93,47 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """What is written in the size column."""
+        """The number in the size column."""
         whole = self.out if self.operation == "all_gather" else self.t
         return whole.nbytes
 
     @property
     def bus_factor(self) -> float:
-        """What a rank's link carries for each byte of the size: busbw = algbw x this."""
-        share = (self.world - 1) / self.world
+        """Bytes through a rank's link per byte of the size, as in nccl-tests: busbw = algbw x this."""
+        others = (self.world - 1) / self.world
         return {
-            "all_reduce": 2 * share,
-            "all_gather": share,
-            "reduce_scatter": share,
-            "all_to_all": share,
+            "all_reduce": 2 * others,
+            "all_gather": others,
+            "reduce_scatter": others,
+            "all_to_all": others,
             "gossip": len(self.neighbours),
         }.get(self.operation, 1.0)
 
     @cached_property
     def neighbours(self) -> list[int]:
-        """The ranks that `gossip` exchanges with."""
+        """The ranks with which `gossip` swaps tensors."""
         return ring_neighbours(self.rank, self.world)
 
     @property
     def partner(self) -> int | None:
-        """The rank that `send_recv` plays with: 2i and 2i + 1 are a pair, an odd last rank looks on."""
+        """The other rank of `send_recv`: 2i for 2i + 1 and the reverse; None for an unpaired last rank."""
         other = self.rank ^ 1
         return other if other < self.world else None
 
     @property
     def repeats(self) -> int:
-        """How often the checked call is made: back to back, to catch one that overtakes the one before."""
+        """How often the checked call is made: twice, so that an overlap of two calls shows in the result."""
         return 1 if self.operation == "reduce" else 2
 
     def fill(self) -> None:
-        """Puts this rank's input in place."""
+        """Fills the buffers with this rank's input."""
         for start in range(0, self.t.numel(), BLOCK):
             part = self.t[start : start + BLOCK]
             part.copy_(self._values(self.rank, torch.arange(start, start + len(part))))
         self.out.zero_()
 
     def wrong(self) -> int:
-        """How many elements of this rank's result are wrong after `fill` and `repeats` calls."""
+        """The number of wrong elements in this rank's result after `fill` and `repeats` calls."""
         total = 0
         for start in range(0, self._result.numel(), BLOCK):
             got = self._result[start : start + BLOCK].cpu()
@@ -144,17 +144,17 @@ class Case:
 
     @property
     def _result(self) -> Tensor:
-        looks_on = {"reduce": self.rank != 0, "send_recv": self.partner is None}
-        if looks_on.get(self.operation, False):
+        no_result = {"reduce": self.rank != 0, "send_recv": self.partner is None}
+        if no_result.get(self.operation, False):
             return self.t[:0]
         return self.t if self.operation in IN_PLACE else self.out
 
     def _expected(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The result's elements at `index`, and by how much rounding may move them."""
+        """The expected elements at `index`, and the rounding error to tolerate."""
         if self.operation in REDUCTIONS:
             at = index + self.rank * self.out.numel() if self.operation == "reduce_scatter" else index
             inputs = [self._values(rank, at) for rank in range(self.world)]
-            # Its own input replaced, the second all_reduce adds up as many copies of the first's result.
+            # all_reduce works in place: the second call reduces `world` copies of the first result.
             again = self.operation == "all_reduce"
             must = self._combined(inputs, again)
             if self.op in EXACT or not must.is_floating_point():
@@ -177,9 +177,9 @@ class Case:
         return self._values(source, index), torch.zeros(())
 
     def _combined(self, inputs: list[Tensor], again: bool) -> Tensor:
-        share = 1 / self.world if self.op == "avg" else 1
-        once = reduce(COMBINE[self.op], inputs) * share
-        return reduce(COMBINE[self.op], [once] * self.world) * share if again else once
+        scale = 1 / self.world if self.op == "avg" else 1
+        once = reduce(COMBINE[self.op], inputs) * scale
+        return reduce(COMBINE[self.op], [once] * self.world) * scale if again else once
 
     def _values(self, rank: int | Tensor, index: Tensor) -> Tensor:
         """Elements of a rank's input, rounded to the type in use and widened to float64 or int64."""
@@ -189,12 +189,12 @@ class Case:
         if not self.t.is_floating_point():
             return bits % 100
         unit = bits.double() / (1 << 23) - 1
-        # Products of many ranks stay within a half's range only if their factors are near one.
+        # Near one, so that the product over many ranks stays within the range of float16.
         return (1 + unit / 8 if self.op == "prod" else unit).to(self.t.dtype).double()
 
 
 def ring_neighbours(rank: int, world: int) -> list[int]:
-    """The one or two other ranks beside this one on a ring, the left first."""
+    """The one or two neighbours of a rank on a ring, the left one first."""
     return (
         [] if world == 1 else sorted({(rank - 1) % world, (rank + 1) % world}, key=lambda other: other > rank)
     )

@@ -1,4 +1,4 @@
-"""Trials of two ranks on this machine, for `trigram doctor`: `trigram bench` in a word or two."""
+"""Short runs of `trigram bench` with two ranks on this machine, for `trigram doctor`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,21 @@ Row = dict[str, Any]
 
 
 class Trial(NamedTuple):
-    """What two ranks came to."""
+    """The result of a run of two ranks.
 
-    right: bool
+    Attributes:
+        correct: The run ended, and all elements are right.
+        found: Its result, in a line.
+        advice: What to do if it is not correct.
+    """
+
+    correct: bool
     found: str
     advice: str = ""
 
 
 def trial(transport: str) -> Trial:
-    """Two ranks, twenty all_reduces of 1 MiB, every element checked.
+    """Runs twenty all_reduces of 1 MiB on two ranks and checks every element.
 
     Args:
         transport: "shm" or "tcp".
@@ -36,22 +42,22 @@ def trial(transport: str) -> Trial:
     if not rows:
         why = outcome.errors.strip().splitlines()[-1:] or [f"exit code {outcome.code}"]
         if outcome.code == launch.TIMED_OUT:
-            why = [f"no answer in {SECONDS:.0f} s"]
-        return Trial(False, why[0], f"see the whole of it: trigram {' '.join(argv)}")
+            why = [f"no result within {SECONDS:.0f} s"]
+        return Trial(False, why[0], f"for the full output, run trigram {' '.join(argv)}")
     row = rows[0]
     found = f"all_reduce of 1 MiB in {row['time_us_p50']:.0f} us, {row['busbw_GBps']:.2f} GB/s"
     if row["wrong"]:
-        advice = "report this, with this whole table, as a bug in trigram"
-        return Trial(False, f"{found}, but {row['wrong']} elements wrong", advice)
+        advice = "report this as a bug of trigram, with this whole table"
+        return Trial(False, f"{found}, but {row['wrong']} elements are wrong", advice)
     return Trial(True, found)
 
 
 def crossover() -> Table:
-    """Which schedule of all_reduce is the fastest for two ranks here, by size, beside the one that is chosen.
+    """A table of all_reduce on two ranks by size: the time of the default schedule, and the fastest schedule.
 
-    A job has its own: run ``trigram bench all_reduce --via all`` under its launcher.
+    Other jobs give other results: run ``trigram bench all_reduce --via all`` under the job's launcher.
     """
-    title = "all_reduce of two ranks on this machine: us, fastest schedule"
+    title = "all_reduce of two ranks on this machine: microseconds, and the fastest schedule"
     table = Table("bytes", title=title, box=SIMPLE, pad_edge=False)
     columns: list[dict[int, list[Row]]] = []
     for transport in ("shm", "tcp"):
@@ -62,12 +68,12 @@ def crossover() -> Table:
         for row in rows:
             by_size.setdefault(row["bytes"], []).append(row)
         columns.append(by_size)
-        table.add_column(f"{transport}: as chosen", justify="right")
+        table.add_column(f"{transport}: default", justify="right")
         table.add_column("fastest", justify="right", no_wrap=True)
     for size in columns[0]:
         cells = [str(size)]
         for found in columns:
-            rows = found.get(size, [])  # The schedule that was chosen, then every one by name.
+            rows = found.get(size, [])  # the default schedule, then each by name
             best = min(rows[1:], key=lambda row: row["time_us_p50"], default=None)
             cells.append(f"{rows[0]['time_us_p50']:.1f}" if rows else "")
             cells.append(f"{best['via']} {best['time_us_p50']:.1f}" if best else "")
@@ -76,13 +82,13 @@ def crossover() -> Table:
 
 
 def measured(argv: list[str]) -> tuple[list[Row], launch.Outcome]:
-    """Runs a bench with two ranks here.
+    """Runs a `trigram` command with two ranks on this machine.
 
     Args:
-        argv: What to type after ``trigram``.
+        argv: The arguments of the command.
 
     Returns:
-        Its rows, as ``--json`` writes them, none where it failed, and how it ended.
+        The rows that ``--json`` writes (none if it failed), and how it ended.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"

@@ -1,8 +1,8 @@
-"""Two small trainings on real data that every machine has: handwritten digits, and Python's own source.
+"""Two small trainings on real data that needs no download: handwritten digits, and Python's source code.
 
 `digits` is a convolutional network on scikit-learn's 8x8 scans, `gpt` a byte-level transformer on the text of
-the standard library. Both finish in seconds on one core, and both have a held-out part, so that an algorithm
-which is fast because it does not learn is seen at once.
+the standard library. Both train in seconds on one core, and both have held-out data, which shows whether an
+algorithm learns.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Split(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How a workload is trained: samples that a rank takes in a step, steps, learning rate."""
+    """How a workload is trained: samples per rank and step, number of steps, learning rate."""
 
     batch: int
     steps: int
@@ -99,7 +99,7 @@ class TinyGPT(nn.Module):
 
 
 def make_model(name: str) -> nn.Module:
-    """A fresh model of the workload; its weights depend on torch's seed alone.
+    """A new model of the workload; its weights depend only on torch's seed.
 
     Args:
         name: One of `WORKLOADS`.
@@ -119,21 +119,21 @@ def make_optimizer(name: str, model: nn.Module, algorithm: str | None = None) ->
     Args:
         name: One of `WORKLOADS`.
         model: What `make_model` made.
-        algorithm: qadam brings its own.
+        algorithm: The algorithm's name; qadam needs `trigram.QAdam`.
     """
     _known(name)
     if algorithm == "qadam":
         return trigram.QAdam(model.parameters(), 3e-3)
     if name == "gpt":
         return torch.optim.Adam(model.parameters(), RECIPES[name].lr)
-    # Signs of what was kept back come in bursts, which momentum at the full rate does not stand.
+    # signsgd with error feedback makes a large step now and then: with momentum the full rate is unstable.
     lr = RECIPES[name].lr * (0.2 if algorithm == "signsgd" else 1)
     return torch.optim.SGD(model.parameters(), lr, momentum=0.9)
 
 
 def options(name: str, algorithm: str) -> dict[str, Any]:
-    """What an algorithm is told of a training as short as this one: warm-ups of a tenth, rounds that
-    come often, no outer momentum that needs a hundred rounds to show.
+    """The options of an algorithm in so short a training: a warm-up of a tenth of the steps, frequent
+    averaging steps, and a low outer momentum.
 
     Args:
         name: One of `WORKLOADS`.
@@ -149,33 +149,33 @@ def options(name: str, algorithm: str) -> dict[str, Any]:
 
 @lru_cache(maxsize=len(WORKLOADS))
 def data(name: str) -> Split:
-    """The workload's data, the same on every rank; read once per process.
+    """The data of the workload, the same on every rank; read once per process.
 
     Args:
         name: One of `WORKLOADS`.
 
     Raises:
-        ModuleNotFoundError: `digits` without scikit-learn; the message says what to install.
-        FileNotFoundError: `gpt` where Python's standard library is not there as text.
+        ModuleNotFoundError: `digits` needs scikit-learn.
+        FileNotFoundError: `gpt` needs the source files of Python's standard library.
     """
     _known(name)
     return _digits() if name == "digits" else _text()
 
 
 def batches(name: str, rank: int, world: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, without end: each epoch a new permutation, of which the ranks take turns.
+    """This rank's batches, without end; each epoch is a new permutation, dealt out to the ranks.
 
     Args:
         name: One of `WORKLOADS`.
-        rank: Whose share.
-        world: Among how many ranks the data is dealt.
-        seed: The order's seed, the same on all ranks.
+        rank: The rank.
+        world: The number of ranks.
+        seed: The seed of the permutations, the same on all ranks.
     """
     split, size = data(name), RECIPES[name].batch
     generator = torch.Generator().manual_seed(seed)
     while True:
         order = torch.randperm(len(split.x), generator=generator)[rank::world]
-        # Every rank must make the same number of steps in an epoch, so the remainder of the deal is left out.
+        # All ranks must make the same number of steps in an epoch, so samples left over are dropped.
         for start in range(0, len(split.x) // world - size + 1, size):
             index = order[start : start + size]
             yield split.x[index], split.y[index]
@@ -187,10 +187,10 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def evaluate(model: nn.Module, name: str) -> float:
-    """The model's mean loss on the held-out part, in nats per label.
+    """The mean loss of the model on the held-out data, in nats per label.
 
     Args:
-        model: What `make_model` made, trained; its training mode is put back afterwards.
+        model: A model of the workload; its training mode is restored afterwards.
         name: The workload.
     """
     split, training = data(name), model.training
@@ -211,7 +211,9 @@ def _digits() -> Split:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("the digits come with scikit-learn: pip install 'trigram[demo]'") from error
+        raise ModuleNotFoundError(
+            "the workload digits needs scikit-learn: pip install 'trigram[demo]'"
+        ) from error
     images, labels = load_digits(return_X_y=True)
     x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
@@ -220,15 +222,16 @@ def _digits() -> Split:
 
 
 def _text() -> Split:
-    # Whole files are held out, not the end of each: neighbouring lines of one file are too much alike.
+    # Whole files are held out: lines of a file resemble the lines before them.
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:TEXT_FILES]
     if len(files) < 10:
         raise FileNotFoundError(
-            f"no text to train on: {Path(os.__file__).parent} holds {len(files)} .py files"
+            "the workload gpt trains on the .py files of Python's standard library, but "
+            f"{Path(os.__file__).parent} has {len(files)}; install Python with its sources"
         )
     held = _windows(b"".join(file.read_bytes() for file in files[::10]))
     kept = _windows(b"".join(file.read_bytes() for index, file in enumerate(files) if index % 10))
-    # 256 windows, evenly spread, tell the loss to about 0.03 nats and cost a tenth of a second.
+    # 256 evenly spread windows give the loss to about 0.03 nats in a tenth of a second.
     held = held[:: max(1, len(held) // 256)]
     return Split(kept[:, :-1], kept[:, 1:], held[:, :-1], held[:, 1:])
 

@@ -1,8 +1,8 @@
-"""The door of an elastic job: where a rank that comes late knocks, and hears who is in.
+"""Join requests: how a rank asks to join a running elastic job, and how the members learn of it.
 
-Everything goes through the store that the ranks met in, for that is what a newcomer knows. The lowest
-rank of the job keeps the door: a thread shows that the job is alive and looks who waits. A
-store that went away with the process that offered it is looked for again, at the same address.
+All of it goes through the store that the ranks met in, because a new rank knows nothing else of the job. The
+member with the lowest rank is the leader. A thread of the leader publishes the job's status, which shows that
+the job is alive, and reads the join requests; threads of the other members read the status.
 """
 
 from __future__ import annotations
@@ -11,225 +11,223 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from trigram import _core
+from trigram.elastic.store import ReconnectingStore
 
-_LOOK = 0.2
-"""Seconds between two looks at the store."""
-FRESH = 3.0
-"""Seconds after which a job that shows no life is taken to have ended."""
+# The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
+_STATUS = "elastic/job_status"
+"""The leader: epoch, members and heartbeat of the job (JSON)."""
+_REQUEST_COUNT = "elastic/join_requests"
+"""The number of join requests so far; a new rank adds one."""
+_REQUEST = "elastic/join_request/{}"
+"""The new rank: its rank and its endpoint record (JSON)."""
+_HEARTBEAT = "elastic/heartbeat/{}"
+"""The new rank, while it waits: a counter."""
+_ANSWER = "elastic/answer/{}"
+"""The leader: why the request is refused, or the new epoch and the endpoint records of its ranks (JSON)."""
+HANDSHAKE = "elastic/handshake/{}"
+"""The new rank: ``yes`` if it shares memory with all ranks of its host, else ``no``."""
+VERDICTS = "elastic/verdicts/{}"
+"""The leader: the same of every rank (JSON list of bools by rank)."""
+ADMITTED = "elastic/admitted/{}"
+"""The leader: the members use the new epoch."""
+
+_POLL = 0.2
+"""Seconds between two reads of the store."""
+STATUS_TIMEOUT = 3.0
+"""Seconds without a new heartbeat after which a job counts as ended."""
 MOST_RANKS = 1 << 16
-"""Numbers that newcomers may have."""
-_MOST_CARD = 2000
-_LONGEST_OFF = 60.0
-"""Seconds for which a rank is not let in that could not be met again and again."""
+"""Ranks of new processes are below this."""
+_LONGEST_ENDPOINT = 2000
+"""Hexadecimal digits that an endpoint record has at most."""
+_LONGEST_DELAY = 60.0
+"""Seconds at most until the next attempt to admit a rank that could not be reached."""
 _RECENT = 64
-"""Knocks that are looked at."""
+"""The newest join requests, which the leader reads; older ones are stale."""
 _HEX = re.compile("(?:[0-9a-f]{2})+")
-_LIVE, _KNOCKS = "elastic/live", "elastic/knocks"
-
-
-class Store:
-    """A store that may go away and come back.
-
-    Args:
-        store: The store.
-        reopen: Makes another way to it; None: there is none.
-    """
-
-    def __init__(self, store: Any, reopen: Callable[[], Any] | None) -> None:
-        self.store, self.reopen = store, reopen
-        self.lock = threading.Lock()
-
-    def __call__(self, do: Callable[[Any], Any]) -> Any:
-        """What ``do`` returns for the store; None while there is no store."""
-        with self.lock:
-            try:
-                if self.store is None and self.reopen is not None:
-                    self.store = self.reopen()
-                return None if self.store is None else do(self.store)
-            except (dist.DistError, OSError, RuntimeError):
-                if self.reopen is not None:
-                    self.store = None
-                return None
-
-    def get(self, key: str) -> bytes | None:
-        """The value of a key, if it is there."""
-        found: bytes | None = self(lambda s: bytes(s.get(key)) if s.check([key]) else None)
-        return found
-
-    def put(self, key: str, value: bytes | str) -> None:
-        """Sets a key."""
-        self(lambda s: s.set(key, value))
-
-    def wait(self, key: str, seconds: float, stop: Callable[[], bool] = lambda: False) -> bytes | None:
-        """The value of a key, once it is there; None if it does not come, or ``stop`` says so."""
-        end = time.monotonic() + seconds
-        while (value := self.get(key)) is None and time.monotonic() < end and not stop():
-            time.sleep(0.005)
-        return value
 
 
 def _parse(value: bytes) -> dict[str, Any]:
-    """What a key says; nothing, if it is not ours: anybody may write to the store."""
+    """The JSON object in a value; empty if it is something else: any process may write to the store."""
     try:
-        said = json.loads(value)
+        parsed = json.loads(value)
     except (ValueError, RecursionError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return parsed if isinstance(parsed, dict) else {}
 
 
-def _read(value: bytes | None) -> dict[str, Any] | None:
-    """A knock: a rank's number and its card; None if it is none."""
-    said = _parse(value or b"")
-    rank, card = said.get("rank"), said.get("card")
+def _parse_request(value: bytes | None) -> dict[str, Any] | None:
+    """The rank and the endpoint record of a join request; None if it is malformed."""
+    parsed = _parse(value or b"")
+    rank, endpoint = parsed.get("rank"), parsed.get("endpoint")
     if not isinstance(rank, int) or not 0 <= rank < MOST_RANKS:
         return None
-    if not isinstance(card, str) or len(card) > _MOST_CARD or not _HEX.fullmatch(card):
+    if not isinstance(endpoint, str) or len(endpoint) > _LONGEST_ENDPOINT or not _HEX.fullmatch(endpoint):
         return None
-    return {"rank": rank, "card": card}
+    return {"rank": rank, "endpoint": endpoint}
 
 
-class Watch:
-    """Whether a value of the store goes on changing."""
+class JobWatch:
+    """Whether a job is alive: whether its status in the store goes on changing."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: ReconnectingStore) -> None:
         self.store = store
-        self.seen: bytes | None = None
+        self.last: bytes | None = None
         self.since = 0.0
         self.changed = False
 
     def known(self) -> bool:
-        """Whether a job has ever shown itself here."""
-        return self.store.get(_LIVE) is not None
+        """Whether any job has published its status in this store, alive or not."""
+        return self.store.get(_STATUS) is not None
 
-    def look(self) -> dict[str, Any] | None:
-        """What a living job says of itself; None while none is known to live."""
-        value, now = self.store.get(_LIVE), time.monotonic()
+    def status(self) -> dict[str, Any] | None:
+        """The status of the job; None until it has been seen to change, and when it no longer does."""
+        value, now = self.store.get(_STATUS), time.monotonic()
         if value is None:
             return None
-        if value != self.seen:
-            self.changed = self.seen is not None
-            self.seen, self.since = value, now
-        live = _parse(value)
-        return live if self.changed and now - self.since < FRESH else None
+        if value != self.last:
+            self.changed = self.last is not None
+            self.last, self.since = value, now
+        status = _parse(value)
+        return status if self.changed and now - self.since < STATUS_TIMEOUT else None
 
 
 class JoinQueue:
-    """The members' side."""
+    """The members' side of join requests. Only the leader reads and answers them.
 
-    def __init__(self, store: Store, rank: int) -> None:
+    Attributes:
+        status: What the leader publishes, see :meth:`trigram.elastic.membership.Membership.status`.
+        is_leader: Whether this rank is the leader.
+        pending: The requests that wait for admission, by their number: ``rank`` and ``endpoint`` each.
+        regroup_request: Epoch and number of empty regroups in which the leader asks all members to regroup,
+            because a rank waits; None: it has not asked. Only jobs whose ranks are not in step need it.
+        hosted_store: Keeps a store alive that this process may serve to the others.
+    """
+
+    def __init__(self, store: ReconnectingStore, rank: int) -> None:
         self.store, self.rank = store, rank
-        self.says: dict[str, Any] = {}
-        self.waiting: dict[int, dict[str, Any]] = {}
+        self.status: dict[str, Any] = {}
+        self.pending: dict[int, dict[str, Any]] = {}
         self.answered: set[int] = set()
-        self.offered: Any = None  # a store that this process offers must not go away
-        self.keeps = False
-        self.asked: list[int] | None = None  # epoch and turn in which members are asked to let one in
-        self._heard: dict[int, bytes | None] | None = None
-        self._off: dict[int, tuple[int, float]] = {}  # by rank: failures to let it in, and when to try again
+        self.hosted_store: Any = None
+        self.is_leader = False
+        self.regroup_request: list[int] | None = None
+        self._heartbeats: dict[int, bytes | None] | None = None
+        # By rank: the number of failed admissions, and when to try again.
+        self._deferred: dict[int, tuple[int, float]] = {}
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def keep(self, keeps: bool, says: dict[str, Any]) -> None:
-        """From now on this rank keeps the door, or does not; ``says`` describes the job."""
-        if keeps and not self.keeps:
-            self._heard = None  # who has knocked long ago may have gone since
-        self.says, self.keeps, self.waiting = says, keeps, {}
+    def serve(self, is_leader: bool, status: dict[str, Any]) -> None:
+        """Begins a new epoch, in which this rank leads or not; ``status`` describes the job."""
+        if is_leader and not self.is_leader:
+            self._heartbeats = None  # ranks that sent a request long ago may have ended since
+        self.status, self.is_leader, self.pending = status, is_leader, {}
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="trigram-door", daemon=True)
+            self._thread = threading.Thread(target=self._run, name="trigram-join-queue", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """This rank leaves."""
+        """Ends the thread, because this rank leaves the job."""
         self._stop.set()
         if self._thread is not None:
-            # It may be waiting for a store behind a cut network; nobody waits for that.
+            # Not longer: the thread may be blocked on a store that the network no longer reaches.
             self._thread.join(0.5)
 
-    def knocks(self) -> list[dict[str, Any]]:
-        """Who waits at the door, and is alive; each has an ``id``, a ``rank`` and a ``card``.
+    def requests(self) -> list[dict[str, Any]]:
+        """The pending requests, each with ``id``, ``rank`` and ``endpoint``.
 
-        Who could not be let in before comes alone, that nobody else is kept out for its sake.
+        A rank whose admission failed before comes alone and last, so that it holds up no other rank.
         """
-        waiting = [{"id": i, **knock} for i, knock in sorted(self.waiting.items())]
-        return [knock for knock in waiting if knock["rank"] not in self._off] or waiting[:1]
+        pending = [{"id": i, **request} for i, request in sorted(self.pending.items())]
+        return [request for request in pending if request["rank"] not in self._deferred] or pending[:1]
 
-    def put_off(self, ranks: Sequence[int]) -> None:
-        """These could not be let in. Members stand still for each attempt, so the next is later each time."""
+    def defer(self, ranks: Sequence[int]) -> None:
+        """Delays the next attempt to admit these ranks, longer each time: all members stop for an attempt."""
         for rank in ranks:
-            failures = self._off.get(rank, (0, 0.0))[0] + 1
-            self._off[rank] = failures, time.monotonic() + min(2.0 ** (failures - 1), _LONGEST_OFF)
+            failures = self._deferred.get(rank, (0, 0.0))[0] + 1
+            self._deferred[rank] = failures, time.monotonic() + min(2.0 ** (failures - 1), _LONGEST_DELAY)
 
-    def forgive(self, rank: int) -> None:
-        """It has been let in."""
-        self._off.pop(rank, None)
+    def admitted(self, rank: int) -> None:
+        """Clears the delay of a rank that has joined."""
+        self._deferred.pop(rank, None)
+
+    def answer(self, request: int, value: dict[str, Any]) -> None:
+        """Answers a request, which no longer waits then. Each is answered once."""
+        self.answered.add(request)
+        self.pending.pop(request, None)
+        self.store.put(_ANSWER.format(request), json.dumps(value))
 
     def _run(self) -> None:
-        beat = 0
-        while not self._stop.wait(_LOOK):
-            beat += 1
-            says = self.says
-            if not self.keeps:
-                self.asked = _parse(self.store.get(_LIVE) or b"{}").get("asked")
+        heartbeat = 0
+        while not self._stop.wait(_POLL):
+            heartbeat += 1
+            status = self.status
+            if not self.is_leader:
+                published = _parse(self.store.get(_STATUS) or b"{}")
+                self.regroup_request = published.get("regroup_request")
                 continue
-            self._look()
-            if self.waiting:
-                # Not withdrawn when it goes: some have heard it, and wait for the others.
-                self.asked = [says["epoch"], says["refused"]]
-            live = {**says, "keeper": self.rank, "beat": beat, "asked": self.asked}
-            if says is self.says:
-                self.store.put(_LIVE, json.dumps(live))
+            self._scan()
+            if self.pending:
+                # It stays when the waiting rank ends: some members may have read it and wait for the others.
+                self.regroup_request = [status["epoch"], status["empty_regroups"]]
+            published = {**status, "leader": self.rank, "heartbeat": heartbeat}
+            published["regroup_request"] = self.regroup_request
+            if status is self.status:  # else another epoch has begun meanwhile
+                self.store.put(_STATUS, json.dumps(published))
 
-    def _look(self) -> None:
-        count = int(self.store(lambda s: s.add(_KNOCKS, 0)) or 0)
+    def _scan(self) -> None:
+        """Reads the recent requests; those with a heartbeat since the last scan are pending."""
+        count = int(self.store(lambda s: s.add(_REQUEST_COUNT, 0)) or 0)
         recent = range(max(1, count - _RECENT), count + 1)
-        before, heard = self._heard, {}
+        before, heartbeats = self._heartbeats, {}
         for i in set(self.answered):
             if i not in recent:
                 self.answered.discard(i)
-        waiting = {}
+        pending = {}
         for i in recent:
             if i in self.answered:
                 continue
-            alive = heard[i] = self.store.get(f"elastic/alive/{i}")
-            if before is None or alive is None or alive == before.get(i):
+            heartbeat = heartbeats[i] = self.store.get(_HEARTBEAT.format(i))
+            if before is None or heartbeat is None or heartbeat == before.get(i):
                 continue
-            knock = _read(self.store.get(f"elastic/knock/{i}"))
-            if knock is None or knock["rank"] in self.says["ranks"]:
-                continue  # a member's number: its end is not known yet, or somebody else took it
-            if not _core.is_card(bytes.fromhex(knock["card"]), knock["rank"]):
-                # Members shall not even come together for it.
-                why = "TRIGRAM_SECRET, TRIGRAM_TLS or the version of trigram is not the job's"
-                self.answer(i, {"refused": why})
-            elif self._off.get(knock["rank"], (0, 0.0))[1] < time.monotonic():
-                waiting[i] = knock
-        self.waiting, self._heard = waiting, heard
-
-    def answer(self, knock: int, value: dict[str, Any]) -> None:
-        """Lets one in, or tells it more; each knock is answered once."""
-        self.answered.add(knock)
-        self.waiting.pop(knock, None)
-        self.store.put(f"elastic/answer/{knock}", json.dumps(value))
+            request = _parse_request(self.store.get(_REQUEST.format(i)))
+            if request is None or request["rank"] in self.status["ranks"]:
+                continue  # a member's rank: its loss is not known yet, or two processes have the same rank
+            if not _core.is_endpoint_record(bytes.fromhex(request["endpoint"]), request["rank"]):
+                # Refused here, so that the members do not stop for a process without the job's secret.
+                reason = (
+                    "its TRIGRAM_SECRET, TRIGRAM_TLS or version of trigram differs from the job's; "
+                    "use the same on all ranks"
+                )
+                self.answer(i, {"refused": reason})
+            elif self._deferred.get(request["rank"], (0, 0.0))[1] < time.monotonic():
+                pending[i] = request
+        self.pending, self._heartbeats = pending, heartbeats
 
 
 class JoinRequest:
-    """A newcomer's side: one knock, and what comes of it."""
+    """A new rank's request to join; it counts as withdrawn when its heartbeat ends.
 
-    def __init__(self, store: Store, rank: int, card: bytes) -> None:
+    Args:
+        store: The job's store.
+        rank: This rank.
+        endpoint: Its endpoint record: how other ranks connect to it.
+    """
+
+    def __init__(self, store: ReconnectingStore, rank: int, endpoint: bytes) -> None:
         self.store = store
-        self.id = int(store(lambda s: s.add(_KNOCKS, 1)) or 0)
-        store.put(f"elastic/knock/{self.id}", json.dumps({"rank": rank, "card": card.hex()}))
-        self._beat, self._beaten = 0, 0.0
+        self.id = int(store(lambda s: s.add(_REQUEST_COUNT, 1)) or 0)
+        store.put(_REQUEST.format(self.id), json.dumps({"rank": rank, "endpoint": endpoint.hex()}))
+        self._heartbeat, self._sent_at = 0, 0.0
 
     def answer(self) -> dict[str, Any] | None:
-        """The answer, if it has come. To be asked again and again: it shows that this rank lives."""
-        if time.monotonic() - self._beaten > _LOOK / 2:
-            self._beat, self._beaten = self._beat + 1, time.monotonic()
-            self.store.put(f"elastic/alive/{self.id}", str(self._beat))
-        value = self.store.get(f"elastic/answer/{self.id}")
+        """The leader's answer, or None. Callers repeat it: it also sends the heartbeats of the request."""
+        if time.monotonic() - self._sent_at > _POLL / 2:
+            self._heartbeat, self._sent_at = self._heartbeat + 1, time.monotonic()
+            self.store.put(_HEARTBEAT.format(self.id), str(self._heartbeat))
+        value = self.store.get(_ANSWER.format(self.id))
         return None if value is None else json.loads(value)

@@ -1,219 +1,236 @@
-"""How a rank becomes a member of an elastic job: from its beginning, or late.
+"""How a rank becomes a member of an elastic job: at the job's start, or later.
 
-A late rank stays outside, with a world that has no connections, until it has a model and calls
-``with_bagua``, or :func:`trigram.recover`. Then it knocks; the members let it in at a step boundary.
+A rank that starts late waits, with a world that has no connections, until its script calls ``with_bagua`` or
+:func:`trigram.recover`. Then it sends a join request, and the members admit it between two steps.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from datetime import timedelta
 from typing import Any, cast
 
 import torch.distributed as dist
 
 from trigram import _core
 from trigram.elastic import membership
-from trigram.elastic.join_queue import FRESH, JoinQueue, JoinRequest, Store, Watch
+from trigram.elastic.join_queue import (
+    ADMITTED,
+    HANDSHAKE,
+    STATUS_TIMEOUT,
+    VERDICTS,
+    JobWatch,
+    JoinQueue,
+    JoinRequest,
+)
 from trigram.elastic.membership import Membership
+from trigram.elastic.store import connect_again
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import world
 from trigram.runtime.group import Group
-from trigram.runtime.rendezvous import LateError, StoreGather, reopen
+from trigram.runtime.rendezvous import LateError, StoreGather
 from trigram.runtime.world import Settings, World, use_elastic
 
-_STEP = 15.0
-"""Seconds that a step of entering may take; then this rank knocks again."""
-_MISFITS = 3
-"""Times in a row that this rank's settings do not fit before it gives up."""
+_STEP_TIMEOUT = 15.0
+"""Seconds that one step of joining may take; after that this rank sends a new request."""
+_MOST_MISMATCHES = 3
+"""Attempts in a row that fail because settings differ, after which this rank raises the error."""
+_CHECK_EVERY = 0.1
+"""Seconds between two checks during ``init`` whether the job runs already."""
 
 
 class Start:
-    """How this process comes into an elastic job: from the job's beginning, or late.
+    """How this process enters an elastic job: as one of its first ranks, or late.
+
+    Implements :class:`trigram.runtime.world.ElasticStart`.
 
     Args:
-        store: The store that the ranks meet in; None in a world of one.
+        store: The store of the ranks; None in a world of one rank.
         rank: This rank.
-        size: The number of ranks at the job's beginning.
-        settings: How this rank is reached.
-        op_timeout: That of ``init``.
+        size: The number of ranks at the job's start.
+        settings: How other ranks reach this one.
+        op_timeout: The argument of ``init``, in seconds.
     """
 
     def __init__(
         self, store: dist.Store | None, rank: int, size: int, settings: Settings, op_timeout: float | None
     ) -> None:
         self.rank, self.size, self.settings, self.op_timeout = rank, size, settings, op_timeout
-        self.queue = None if store is None else JoinQueue(own_store(store), rank)
+        self.queue = None if store is None else JoinQueue(connect_again(store), rank)
         if self.queue is None:
             return
-        self.queue.offered = store  # a store that this process offers lives as long as the job
-        self.watch = Watch(self.queue.store)
-        self.looked = 0.0
+        self.queue.hosted_store = store
+        self.watch = JobWatch(self.queue.store)
+        self.checked = 0.0
 
     def is_late(self) -> bool:
         """See :class:`trigram.runtime.world.ElasticStart`."""
-        if self.queue is None or time.monotonic() - self.looked < 0.1:
+        if self.queue is None or time.monotonic() - self.checked < _CHECK_EVERY:
             return False
-        self.looked = time.monotonic()
-        return self.watch.look() is not None
+        self.checked = time.monotonic()
+        return self.watch.status() is not None
 
-    def wait_outside(self, exchange: StoreGather) -> World | None:
+    def wait_outside(self, gather: StoreGather) -> World | None:
         """See :class:`trigram.runtime.world.ElasticStart`."""
         if self.queue is None:
             return None
         try:
-            # What an earlier start has left in the store must not be taken for ranks of this one.
-            end = time.monotonic() + FRESH
+            # An ended job may have left its status in the store: find out whether the status still changes.
+            end = time.monotonic() + STATUS_TIMEOUT
             while self.watch.known() and time.monotonic() < end:
                 if self.is_late():
                     raise LateError
                 time.sleep(0.02)
-            exchange("here", b"yes")
+            gather("here", b"yes")
             return None
         except LateError:
-            exchange.abort()
+            gather.abort()
         group = Group(
-            "world, which this late rank has not joined; with_bagua does",
+            "world (this rank started late and has not joined: call with_bagua or trigram.recover)",
             range(self.size),
             None,
             self.op_timeout,
         )
         mine = Membership([], self.size, self.settings, self.queue, newcomer=True)
-        engine = cast(_core.Engine, NoEngine())
+        engine = cast(_core.Engine, MissingEngine(self.rank))
         return World(engine, group, self.rank, self.size, self.op_timeout, elastic=mine)
 
     def member(self) -> Membership:
         """See :class:`trigram.runtime.world.ElasticStart`."""
         mine = Membership(list(range(self.size)), self.size, self.settings, self.queue)
         if self.queue is not None:
-            self.queue.keep(self.rank == 0, mine.says())
+            self.queue.serve(self.rank == 0, mine.status())
         return mine
-
-
-def own_store(store: dist.Store) -> Store:
-    """A connection of its own to the store that ranks meet in."""
-    # Attempts of torchrun have keys of their own; the job that lives on is the same in all.
-    base = store
-    while isinstance(base, dist.PrefixStore):
-        base = base.underlying_store
-    if isinstance(base, dist.TCPStore):
-        host, port = base.host, base.port
-        try:
-            limit = timedelta(seconds=5)
-            own: dist.Store = dist.TCPStore(host, port, None, False, timeout=limit, wait_for_workers=False)
-        except (dist.DistError, OSError, RuntimeError):
-            own = base
-        return Store(dist.PrefixStore("trigram", own), lambda: reopen(host, port))
-    return Store(dist.PrefixStore("trigram", base), None)
 
 
 use_elastic(Start)
 
 
-class NoEngine:
-    """The engine of a rank that has not entered: it says what to do."""
+class MissingEngine:
+    """In the place of the engine of a rank that has not joined: any use is an error that says how to join."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
 
     def __getattr__(self, name: str) -> Any:
         raise MisuseError(
-            "this rank came late to an elastic job and has not entered it: call with_bagua(elastic=True), or "
-            "trigram.recover() where there is no model"
+            f"rank {self.rank} started late and has not joined the elastic job yet: call "
+            "with_bagua(elastic=True), or trigram.recover() in a script without a model"
         )
 
     def shutdown(self, linger: bool) -> None:
-        """There is nothing to leave."""
+        """Does nothing: there are no connections."""
 
 
 class RefusedError(AuthError):
-    """The members do not let this rank in."""
+    """The members do not admit this rank, and will not later."""
 
 
-def is_outside() -> bool:
-    """Whether this rank has yet to enter."""
+def must_join() -> bool:
+    """Whether this rank started late and has not joined yet."""
     return not membership.current()[1].ranks
 
 
-def enter(timeout: float = 300.0) -> None:
-    """A late rank becomes a member; returns when it is.
+def join(timeout: float = 300.0) -> None:
+    """Makes a late rank a member: sends join requests until the members admit it.
+
+    Args:
+        timeout: Seconds.
 
     Raises:
-        TimeoutError: The job does not let it in, or has ended.
-        AuthError, ConfigError: This rank's secret or settings differ from the job's.
+        TimeoutError: The job has not admitted this rank in time, or has ended.
+        AuthError: This rank's secret differs from the job's.
+        ConfigError: This rank's settings differ from the job's.
     """
     now, mine = membership.current()
     assert mine.queue is not None
-    store, watch, end = mine.queue.store, Watch(mine.queue.store), time.monotonic() + timeout
-    why, rest, misfits = "no member shows that the job lives", 0.1, 0
+    watch, end = JobWatch(mine.queue.store), time.monotonic() + timeout
+    reason = "no member of the job responds; is it running, with the same MASTER_ADDR and MASTER_PORT?"
+    pause, mismatches = 0.1, 0
     while time.monotonic() < end:
-        live = watch.look()
-        if live is None:
+        status = watch.status()
+        if status is None:
             time.sleep(0.05)
             continue
         try:
-            new = _once(now, mine, store, watch, live, end)
+            new = _try_to_join(now, mine, watch, status, end)
         except RefusedError as e:
             raise AuthError(str(e)) from None
-        except (TrigramError, ValueError, KeyError, TypeError) as e:  # anybody may write to the store
-            why = str(e)
-            # Once it may have been another's: of one who entered beside this rank, or who died meanwhile.
-            misfits = misfits + 1 if isinstance(e, AuthError | ConfigError) else 0
-            if misfits == _MISFITS:
+        except (TrigramError, ValueError, KeyError, TypeError) as e:  # any process may write to the store
+            reason = str(e)
+            # One such error may be about another rank, which joins at the same time or has just died.
+            mismatches = mismatches + 1 if isinstance(e, AuthError | ConfigError) else 0
+            if mismatches == _MOST_MISMATCHES:
                 raise
-            time.sleep(rest)  # each knock makes the members stop for a moment
-            rest = min(2 * rest, 5.0)
+            time.sleep(pause)  # longer each time: all members stop for each request
+            pause = min(2 * pause, 5.0)
             continue
+        # The script may hold the group that `init` returned: that object becomes the new group.
         new.group, group = now.group, new.group
         new.group.become(group)
         world.replace(new)
-        entered = new.elastic
-        assert isinstance(entered, Membership)
-        mine.queue.keep(new.rank == entered.ranks[0], entered.says())
+        joined = new.elastic
+        assert isinstance(joined, Membership)
+        mine.queue.serve(new.rank == joined.ranks[0], joined.status())
         return
-    raise TimeoutError(f"elastic: rank {now.rank} knocked for {timeout:.0f} s and was not let in: {why}")
+    raise TimeoutError(
+        f"elastic: rank {now.rank} tried for {timeout:.0f} s to join the job; the last try: {reason}"
+    )
 
 
-def _once(
-    now: World, mine: Membership, store: Store, watch: Watch, live: dict[str, Any] | None, end: float
-) -> World:
-    assert live is not None
-    own, theirs = mine.settings[2], live["transport"]
-    if own != theirs and "shm" in (own, theirs):
-        raise ConfigError(f"elastic: TRIGRAM_TRANSPORT={own} here, and {theirs} in the job")
-    rendezvous = _core.Rendezvous(now.rank, max(int(live["slots"]), now.rank + 1), *mine.settings)
-    knock = JoinRequest(store, now.rank, rendezvous.card())
-    while (answer := knock.answer()) is None:
-        live = watch.look()
-        if live is None:
-            raise TimeoutError("elastic: nobody answers at the door")
-        if time.monotonic() > end:
-            if now.rank in live["ranks"]:
-                raise TimeoutError("elastic: a process that has this rank's number is a member, and lives")
-            raise TimeoutError("elastic: the members do not come together")
-        time.sleep(0.02)
+def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str, Any], end: float) -> World:
+    """Sends one join request and follows it to its end; returns the world that this rank is then in."""
+    ours, theirs = mine.settings[2], status["transport"]
+    if ours != theirs and "shm" in (ours, theirs):
+        raise ConfigError(
+            f"elastic: rank {now.rank} has TRIGRAM_TRANSPORT={ours}, but the job runs with {theirs}; set the "
+            "same on all ranks"
+        )
+    store = watch.store
+    rendezvous = _core.Rendezvous(now.rank, max(int(status["slots"]), now.rank + 1), *mine.settings)
+    request = JoinRequest(store, now.rank, rendezvous.endpoint_record())
+    answer = _await_answer(request, watch, now.rank, end)
     if "refused" in answer:
-        raise RefusedError(f"elastic: rank {now.rank} is not let in: {answer['refused']}")
-    cards = [bytes.fromhex(c) for c in answer["cards"]]
-    met = rendezvous.meet(cards)
-    store.put(f"elastic/met/{knock.id}", "yes" if met else "no")
-    verdicts = store.wait(f"elastic/verdicts/{knock.id}", _STEP)
+        raise RefusedError(f"elastic: the job refused rank {now.rank}: {answer['refused']}")
+    endpoints = [bytes.fromhex(e) for e in answer["endpoints"]]
+    succeeded = rendezvous.handshake(endpoints)
+    store.put(HANDSHAKE.format(request.id), "yes" if succeeded else "no")
+    verdicts = store.wait(VERDICTS.format(request.id), _STEP_TIMEOUT)
     if verdicts is None:
-        raise TimeoutError("elastic: the members gave up letting this rank in")
-    engine = rendezvous.connect(json.loads(verdicts), _STEP)
+        raise TimeoutError(f"the members aborted the admission of rank {now.rank}")
+    engine = rendezvous.connect(json.loads(verdicts), _STEP_TIMEOUT)
     try:
         before = Membership(
             answer["ranks"],
-            len(cards),
+            len(endpoints),
             mine.settings,
             mine.queue,
-            answer["epoch"] - 1,
-            True,
-            answer["commits"],
+            epoch=answer["epoch"] - 1,
+            newcomer=True,
+            commits=answer["commits"],
         )
-        new = membership.build(engine, now, before, answer["ranks"], len(cards), answer["fresh"])
-        gone = lambda: bool(engine.losses())  # noqa: E731
-        if store.wait(f"elastic/go/{knock.id}", _STEP, gone) is None:
-            raise TimeoutError("elastic: the members did not all come to let this rank in")
+        new = membership.build(engine, now, before, answer["ranks"], len(endpoints), answer["stateless"])
+        if store.wait(ADMITTED.format(request.id), _STEP_TIMEOUT, lambda: bool(engine.losses())) is None:
+            raise TimeoutError(f"not all members confirmed the admission of rank {now.rank}")
     except TrigramError:
         engine.shutdown(False)
         raise
     return new
+
+
+def _await_answer(request: JoinRequest, watch: JobWatch, rank: int, end: float) -> dict[str, Any]:
+    """Waits until the leader answers the request; ``end`` is a time of ``time.monotonic``."""
+    while (answer := request.answer()) is None:
+        status = watch.status()
+        if status is None:
+            raise TimeoutError(f"the job stopped responding while rank {rank} waited to join")
+        if time.monotonic() > end:
+            if rank in status["ranks"]:
+                raise TimeoutError(
+                    f"another process is rank {rank} of the job and is alive; set another RANK here"
+                )
+            raise TimeoutError(
+                f"the job received the join request of rank {rank}, but did not admit it in time"
+            )
+        time.sleep(0.02)
+    return answer

@@ -1,13 +1,17 @@
-"""Who is in an elastic job, and how the living agree on it.
+"""Which ranks are members of an elastic job, and how the remaining members agree on it.
 
-A *epoch* is a world of its own: connections, boards and groups are made anew for each, so nothing
-of an earlier one can be mistaken for the present. Ranks keep the numbers they started with.
+Each change of the members begins an *epoch*. Each epoch has new connections, control segments and
+groups, so that no message of an earlier epoch can be taken for one of the present. Ranks keep their numbers.
 
-When a rank is lost, all others come here (:func:`change_membership`). Over the connections they still have, those who
-can reach each other tell what they know; if they are the quorum they make the next epoch, and when
-all have made it, they let go of the old one. A rank that was lost on the way makes them begin again. Who
-passes the last barrier knows that all others have come as far; who fails there finds out, from those
-who have gone on, which of the two worlds stands.
+When a rank is lost, all others call :func:`change_membership`:
+
+1. Over the connections of the present epoch, the members that reach each other gather what each knows.
+2. If they are the quorum, they connect the next epoch.
+3. A barrier in the present epoch ends when all of them have done so. Then each closes the present epoch.
+
+A rank lost during these steps makes the others repeat them. A rank that passes the barrier knows that all
+have reached it. A rank whose barrier fails does not know; it finds out from the losses of the present epoch:
+a rank that has left it uses the next one, see :meth:`PreparedWorld.is_committed`.
 """
 
 from __future__ import annotations
@@ -21,40 +25,52 @@ from typing import Any
 import torch
 
 from trigram import _core, collectives
-from trigram.elastic.join_queue import JoinQueue
+from trigram.collectives.consistency import listed
+from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramError
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 from trigram.runtime.records import all_gather_bytes, broadcast_bytes
 from trigram.runtime.world import World
 
-_ROLL = 4 << 32
-_TRIES = 20
-_PATIENCE = 10.0
-"""Seconds that the steps of a new epoch may take once all have come."""
-_ANSWER = 3.0
-"""Seconds that a newcomer may take, once the members are done, to tell whom it has met."""
-_KINDS = ("", "left", "dead", "silent", "refused")
-_FRESH = 8
-"""Added to how a rank was lost, if it has no state yet."""
+_REACHABLE_GROUPS = 4 << 32
+"""The first ordinal of groups of reachable members; the other kinds are in ``runtime/world.py``."""
+_REACHABLE = "the reachable members"
+"""The name of their group in error messages."""
+_MAX_TRIES = 20
+_CONNECT_TIMEOUT = 10.0
+"""Seconds that a step of connecting a new epoch may take once all members have begun it."""
+_HANDSHAKE_TIMEOUT = 3.0
+"""Seconds that the leader waits for a joining rank's handshake after those of the members are done."""
+_LOSS_REPORT_TIMEOUT = 3.0
+"""Seconds after a failed call until the loss behind it is known on this rank."""
+_MOST_ADMISSIONS = 16
+"""Ranks that one change of the membership admits at most."""
+_LOSS_KINDS = ("", "left", "dead", "silent", "refused")
+_STATELESS = 8
+"""Added to the loss kind of a rank that has no training state yet."""
+_LOSS_COLUMNS = 5
+"""The column of :func:`_exchange_knowledge` with the loss of rank 0; the others follow."""
 _BARRIER, _NOTHING = (engine_codes.BARRIER, 5, 0, 0, 0, 0), (0, 0, 0, 0)
 
 
 @dataclass
 class Membership:
-    """This rank's part in an elastic job.
+    """What this rank knows of the elastic job in the present epoch.
 
     Attributes:
-        ranks: The members' numbers, rising.
-        slots: One more than the largest number so far.
-        epoch: Worlds made so far.
-        settings: Interface, address to look toward, and transport.
-        queue: Where ranks ask to join; None: nowhere.
-        newcomer: This rank has not taken part in a step yet.
-        commits: Passes that all ranks have completed.
-        due: Somebody waits at the door, as all ranks know alike.
-        refused: How often in this epoch all members came together and let nobody in: it had gone.
-        fresh: Members that have no state before a step in which all have it: they have no voice in a quorum.
+        ranks: The members, ascending; empty on a rank that has not joined.
+        slots: One more than the largest rank that has ever been a member.
+        epoch: The number of epochs before this one.
+        settings: Network interface, an address that all ranks reach, and transport.
+        queue: Where new ranks ask to join; None in a job without a store.
+        newcomer: This rank has joined and not taken part in a step yet.
+        commits: Backward passes that all members have completed.
+        join_pending: A rank waits to join; all members hold the same value.
+        empty_regroups: How often in this epoch all members regrouped and admitted none, because the rank that
+            waited had ended.
+        stateless: Members that have no training state yet: they do not count in a quorum.
+        reachable_groups: The groups of reachable members made in this epoch, by their ranks.
     """
 
     ranks: list[int]
@@ -64,32 +80,32 @@ class Membership:
     epoch: int = 0
     newcomer: bool = False
     commits: int = 0
-    due: bool = False
-    refused: int = 0
-    fresh: frozenset[int] = frozenset()
-    rolls: dict[tuple[int, ...], Group] = field(default_factory=dict)
+    join_pending: bool = False
+    empty_regroups: int = 0
+    stateless: frozenset[int] = frozenset()
+    reachable_groups: dict[tuple[int, ...], Group] = field(default_factory=dict)
 
     def leave(self) -> None:
         """See :class:`trigram.runtime.world.Membership`."""
         if self.queue is not None:
             self.queue.close()
 
-    def says(self) -> dict[str, Any]:
-        """What newcomers must know before they knock."""
-        said = {"epoch": self.epoch, "slots": self.slots, "ranks": self.ranks}
-        return said | {"refused": self.refused, "transport": self.settings[2]}
+    def status(self) -> dict[str, Any]:
+        """What a rank must know of the job before it sends a join request."""
+        status = {"epoch": self.epoch, "slots": self.slots, "ranks": self.ranks}
+        return status | {"empty_regroups": self.empty_regroups, "transport": self.settings[2]}
 
 
 @dataclass(frozen=True)
 class MembershipChange:
-    """What came of a :func:`change_membership`.
+    """The result of :func:`change_membership`.
 
     Attributes:
-        newcomers: Members that have no part in the job's state yet.
-        source: The lowest member that has.
-        commit: Everybody had completed the pass under way: it counts.
-        renewed: Whether there is a new world; else everything is as it was.
-        behind: Some were still in a pass that others had left behind them.
+        newcomers: Members that do not have the training state yet, ascending.
+        source: The lowest rank that has the training state.
+        commit: All ranks had completed the backward pass under way, so it counts.
+        renewed: There is a new epoch; otherwise nothing has changed.
+        behind: Some ranks were in a backward pass that others had completed.
     """
 
     newcomers: list[int]
@@ -99,194 +115,216 @@ class MembershipChange:
     behind: bool = False
 
 
-def quorum(members: Sequence[int], here: Sequence[int], away: Sequence[int]) -> bool:
-    """Whether ``here`` may go on as the whole.
+def quorum(members: Sequence[int], reachable: Sequence[int], unreachable: Sequence[int]) -> bool:
+    """Whether the ranks ``reachable`` may continue the job.
 
-    Ranks whose end is known do not count. Of the others those may go on who are more than those they
-    cannot reach; of two equal halves the one with the lowest rank. So two halves never both do.
+    They may if they are more than the ranks they cannot reach. Of two equal halves, the one with the lowest
+    rank may. So two separated parts never both continue. Ranks known to have ended do not count.
 
     Args:
         members: All ranks of the epoch.
-        here: Those that reach each other.
-        away: Those that may live on out of reach.
+        reachable: Ranks that reach each other.
+        unreachable: Ranks that they cannot reach and that may still run.
     """
-    assert set(here) <= set(members) and set(away) <= set(members)
-    if len(here) != len(away):
-        return len(here) > len(away)
-    return min(here) < min(away)
+    assert set(reachable) <= set(members) and set(unreachable) <= set(members)
+    if len(reachable) != len(unreachable):
+        return len(reachable) > len(unreachable)
+    return min(reachable) < min(unreachable)
 
 
 def current() -> tuple[World, Membership]:
-    """The world and this rank's part in it."""
+    """The world, and this rank's membership in it."""
     now = world.current()
     assert isinstance(now.elastic, Membership)
     return now, now.elastic
 
 
-def asked() -> bool:
-    """Whether the members are asked to let somebody in: each hears of it in its own time."""
+def regroup_requested() -> bool:
+    """Whether the leader asks the members to regroup and admit a rank. Ranks read this at different times."""
     _, mine = current()
-    return mine.queue is not None and mine.queue.asked == [mine.epoch, mine.refused]
+    return mine.queue is not None and mine.queue.regroup_request == [mine.epoch, mine.empty_regroups]
 
 
 def has_lost() -> bool:
-    """Whether this rank knows of one that is lost."""
+    """Whether this rank knows that a member is lost."""
     return bool(current()[0].engine.losses())
 
 
-def change_membership(boundary: bool, complete: bool, anew: bool = False) -> MembershipChange:
-    """All members call it: the living agree on who goes on, and let those in who wait.
+def change_membership(boundary: bool, complete: bool, renew: bool = False) -> MembershipChange:
+    """Removes lost ranks and admits new ones. All members call it.
 
     Args:
         boundary: This rank is between two steps.
-        complete: This rank has everything of the pass under way, and only waits for the others.
-        anew: There is to be a new world, even if nobody is lost and nobody comes.
+        complete: This rank has all results of the backward pass under way and waits only for the others.
+        renew: Begin a new epoch even if no rank is lost and none joins.
 
     Raises:
-        PeerLostError: These ranks are not the quorum: they must not go on as the whole.
+        PeerLostError: The ranks that this rank reaches are not the quorum: they must not continue the job.
     """
-    made: Made | None = None
+    prepared: PreparedWorld | None = None
     tries = 0
     while True:
         now, mine = current()
         lost, decision = dict(now.engine.losses()), None
-        if made is not None and made.stands(lost):
-            return _adopt(made)
-        here = [r for r in mine.ranks if r not in lost]
+        if prepared is not None and prepared.is_committed(lost):
+            return _switch_to(prepared)
+        reachable = [r for r in mine.ranks if r not in lost]
         try:
-            roll = _roll(now, mine, here)
-            told = _tell(roll, now, mine, lost, (boundary, complete, anew))
-            decision = _decide(roll, mine, told, tries == 0)
-            if made is not None:
-                failed, made = made, None
+            group = _reachable_group(now, mine, reachable)
+            known = _exchange_knowledge(group, now, mine, lost, (boundary, complete, renew))
+            decision = _decide(group, mine, known, tries == 0)
+            if prepared is not None:
+                failed, prepared = prepared, None
                 failed.world.engine.shutdown(False)
             if not decision["renew"]:
-                mine.refused += 1
+                mine.empty_regroups += 1
                 if mine.queue is not None:
-                    mine.queue.says = mine.says()
-                return _outcome(told, here, renewed=False)
-            _check_quorum(mine, here, told)
-            made = Made(_meet(roll, now, mine, decision, told), told, here, decision)
-            roll.core.run(_BARRIER, _NOTHING, _PATIENCE)
+                    mine.queue.status = mine.status()
+                return _result(known, reachable, renewed=False)
+            _check_quorum(mine, reachable, known)
+            new = _connect_epoch(group, now, mine, decision, known)
+            prepared = PreparedWorld(new, known, reachable, decision)
+            group.core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
         except NoQuorumError:
             raise
-        except TrigramError:  # a loss, or a newcomer that cannot be met, with whatever it has wrong
+        except TrigramError:  # a member was lost, or a joining rank could not be connected
             tries += 1
-            if tries > _TRIES:
+            if tries > _MAX_TRIES:
                 raise
             if decision is not None and mine.queue is not None and not set(now.engine.losses()) - set(lost):
-                mine.queue.put_off([k["rank"] for k in decision["knocks"]])
+                mine.queue.defer([r["rank"] for r in decision["requests"]])
             continue
-        return _adopt(made)
+        return _switch_to(prepared)
 
 
 class NoQuorumError(PeerLostError):
-    """These ranks are not the quorum of an elastic job: the others may go on as the whole."""
+    """The reachable ranks are not the quorum of an elastic job: the others may continue it."""
 
 
-# One step each.
+# The steps of `change_membership`.
 
 
-def _roll(now: World, mine: Membership, here: list[int]) -> Group:
-    """The group of those that reach each other."""
-    key = tuple(here)
-    if key not in mine.rolls:
-        core = now.engine.group("the living", here, _ROLL + mine.epoch, 0)
-        mine.rolls[key] = Group("the living", here, core, None)
-    return mine.rolls[key]
+def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Group:
+    """The group of the members that this rank reaches."""
+    key = tuple(reachable)
+    if key not in mine.reachable_groups:
+        core = now.engine.group(_REACHABLE, reachable, _REACHABLE_GROUPS + mine.epoch, 0)
+        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None)
+    return mine.reachable_groups[key]
 
 
-def _tell(
-    roll: Group, now: World, mine: Membership, lost: dict[int, str], stands: tuple[bool, bool, bool]
+def _exchange_knowledge(
+    group: Group, now: World, mine: Membership, lost: dict[int, str], position: tuple[bool, bool, bool]
 ) -> torch.Tensor:
-    """What all know, a row for each: newcomer, commits, where it stands, and how each rank was lost."""
-    kinds = [_KINDS.index(lost.get(r, "")) + _FRESH * (r in mine.fresh) for r in range(mine.slots)]
-    own = torch.tensor([mine.newcomer, mine.commits, *stands, *kinds], dtype=torch.int64)
-    everyone = torch.empty(roll.size, own.numel(), dtype=torch.int64)
-    collectives.all_gather(everyone, own, roll)
-    return everyone
+    """Gathers what each rank of the group knows: int64 of shape (ranks of the group, 5 + slots).
+
+    The columns: newcomer, commits, the arguments of :func:`change_membership`, and for each rank of the job
+    the kind of its loss (an index of ``_LOSS_KINDS``, plus ``_STATELESS``).
+    """
+    losses = [
+        _LOSS_KINDS.index(lost.get(r, "")) + _STATELESS * (r in mine.stateless) for r in range(mine.slots)
+    ]
+    row = torch.tensor([mine.newcomer, mine.commits, *position, *losses], dtype=torch.int64)
+    rows = torch.empty(group.size, row.numel(), dtype=torch.int64)
+    collectives.all_gather(rows, row, group)
+    return rows
 
 
-def _decide(roll: Group, mine: Membership, told: torch.Tensor, lets_in: bool) -> dict[str, Any]:
-    """What the lowest rank decides: whether there is to be a new world, and who enters it."""
+def _decide(group: Group, mine: Membership, known: torch.Tensor, may_admit: bool) -> dict[str, Any]:
+    """The leader's decision: ``renew``, whether there is a new epoch, and ``requests``, which it admits."""
     text = b""
-    if roll.rank == 0:
-        commits, boundary, complete, anew = (told[:, column] for column in range(1, 5))
-        calm = bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
-        knocks = mine.queue.knocks() if lets_in and calm and mine.queue else []
-        entering: dict[int, dict[str, Any]] = {}
-        for knock in knocks:
-            if knock["rank"] not in roll.ranks:  # as it was when it knocked
-                entering[knock["rank"]] = knock
-        chosen = list(entering.values())[:16]
-        renew = bool(chosen) or len(roll.ranks) < len(mine.ranks) or bool(anew.any())
-        text = json.dumps({"renew": renew, "knocks": chosen}).encode()
-    decision: dict[str, Any] = json.loads(broadcast_bytes(roll, text, 0))
+    if group.rank == 0:
+        commits, boundary, complete, renew = (known[:, column] for column in range(1, _LOSS_COLUMNS))
+        between_steps = (
+            bool(boundary.all()) and not bool(complete.any()) and bool((commits == commits[0]).all())
+        )
+        requests = mine.queue.requests() if may_admit and between_steps and mine.queue else []
+        joining: dict[int, dict[str, Any]] = {}
+        for request in requests:
+            if request["rank"] not in group.ranks:  # it was one when the request was read
+                joining[request["rank"]] = request
+        chosen = list(joining.values())[:_MOST_ADMISSIONS]
+        begin = bool(chosen) or len(group.ranks) < len(mine.ranks) or bool(renew.any())
+        text = json.dumps({"renew": begin, "requests": chosen}).encode()
+    decision: dict[str, Any] = json.loads(broadcast_bytes(group, text, 0))
     return decision
 
 
-def _check_quorum(mine: Membership, here: list[int], told: torch.Tensor) -> None:
-    kinds = told[:, 5:]
-    gone = {r for r in mine.ranks if any(_KINDS[int(k) % _FRESH] in ("left", "dead") for k in kinds[:, r])}
-    # Who has no state yet has no voice. That it has is known once any rank knows it.
-    fresh = {r for r in mine.ranks if bool((kinds[:, r] >= _FRESH).all())}
-    voices = [r for r in here if r not in fresh]
-    away = [r for r in mine.ranks if r not in here and r not in gone | fresh]
-    if away and not (voices and quorum(mine.ranks, voices, away)):
+def _check_quorum(mine: Membership, reachable: list[int], known: torch.Tensor) -> None:
+    losses = known[:, _LOSS_COLUMNS:]
+    ended = {
+        r
+        for r in mine.ranks
+        if any(_LOSS_KINDS[int(k) % _STATELESS] in ("left", "dead") for k in losses[:, r])
+    }
+    # A rank has the training state as soon as one rank knows that it has.
+    stateless = {r for r in mine.ranks if bool((losses[:, r] >= _STATELESS).all())}
+    voters = [r for r in reachable if r not in stateless]
+    unreachable = [r for r in mine.ranks if r not in reachable and r not in ended | stateless]
+    if unreachable and not (voters and quorum(mine.ranks, voters, unreachable)):
         raise NoQuorumError(
-            f"elastic: ranks {', '.join(map(str, here))} of {len(mine.ranks)} cannot reach ranks "
-            f"{', '.join(map(str, away))}, which may go on without them; these stop. Restart "
-            "them when the network is whole",
-            away[0],
+            f"elastic: ranks {listed(reachable)} of {len(mine.ranks)} cannot reach ranks "
+            f"{listed(unreachable)}, which may continue the job; ranks {listed(reachable)} stop. Restart "
+            "them when the network works again",
+            unreachable[0],
         )
 
 
-def _meet(roll: Group, now: World, mine: Membership, decision: dict[str, Any], told: torch.Tensor) -> World:
-    """The next epoch: a world of the living and of those who enter."""
-    keeps = roll.rank == 0 and mine.queue is not None
-    entering = {k["rank"]: k for k in decision["knocks"]}
-    slots = max([mine.slots, *(r + 1 for r in entering)])
+def _connect_epoch(
+    group: Group, now: World, mine: Membership, decision: dict[str, Any], known: torch.Tensor
+) -> World:
+    """Connects the next epoch: the reachable members and the ranks that join."""
+    joining = {request["rank"]: request for request in decision["requests"]}
+    slots = max([mine.slots, *(r + 1 for r in joining)])
     rendezvous = _core.Rendezvous(now.rank, slots, *mine.settings)
-    card = rendezvous.card()
-    cards = [b""] * slots
-    for rank, told_card in zip(roll.ranks, all_gather_bytes(roll, card), strict=True):
-        cards[rank] = told_card
-    for rank, knock in entering.items():
-        cards[rank] = bytes.fromhex(knock["card"])
-    ranks = sorted([*roll.ranks, *entering])
-    fresh = sorted([*entering, *(r for r, row in zip(roll.ranks, told, strict=True) if row[0])])
-    if keeps and mine.queue:
+    endpoints = [b""] * slots
+    for rank, endpoint in zip(
+        group.ranks, all_gather_bytes(group, rendezvous.endpoint_record()), strict=True
+    ):
+        endpoints[rank] = endpoint
+    for rank, request in joining.items():
+        endpoints[rank] = bytes.fromhex(request["endpoint"])
+    ranks = sorted([*group.ranks, *joining])
+    newcomers = [r for r, row in zip(group.ranks, known, strict=True) if row[0]]
+    stateless = sorted([*joining, *newcomers])
+    queue = mine.queue if group.rank == 0 else None  # the leader answers
+    if queue is not None:
         answer = {
             "epoch": mine.epoch + 1,
             "ranks": ranks,
-            "fresh": fresh,
-            "commits": int(told[:, 1].max()),
-            "cards": [c.hex() for c in cards],
+            "stateless": stateless,
+            "commits": int(known[:, 1].max()),
+            "endpoints": [e.hex() for e in endpoints],
         }
-        for knock in entering.values():
-            mine.queue.answer(knock["id"], answer)
-    met = torch.zeros(slots, dtype=torch.int32)
-    met[now.rank] = rendezvous.meet(cards)
-    if keeps and mine.queue:
-        for rank, knock in entering.items():
-            said = mine.queue.store.wait(f"elastic/met/{knock['id']}", _ANSWER)
-            met[rank] = said == b"yes"
-    collectives.all_reduce(met, "max", None, roll)
-    verdicts = [bool(v) for v in met]
-    if keeps and mine.queue:
-        for knock in entering.values():
-            mine.queue.store.put(f"elastic/verdicts/{knock['id']}", json.dumps(verdicts))
-    engine = rendezvous.connect(verdicts, _PATIENCE, now.engine)
-    return build(engine, now, mine, ranks, slots, fresh)
+        for request in joining.values():
+            queue.answer(request["id"], answer)
+    succeeded = torch.zeros(slots, dtype=torch.int32)
+    succeeded[now.rank] = rendezvous.handshake(endpoints)
+    if queue is not None:
+        for rank, request in joining.items():
+            value = queue.store.wait(HANDSHAKE.format(request["id"]), _HANDSHAKE_TIMEOUT)
+            succeeded[rank] = value == b"yes"
+    collectives.all_reduce(succeeded, "max", None, group)
+    verdicts = [bool(v) for v in succeeded]
+    if queue is not None:
+        for request in joining.values():
+            queue.store.put(VERDICTS.format(request["id"]), json.dumps(verdicts))
+    engine = rendezvous.connect(verdicts, _CONNECT_TIMEOUT, now.engine)
+    return build(engine, now, mine, ranks, slots, stateless)
 
 
 def build(
-    engine: _core.Engine, now: World, mine: Membership, ranks: list[int], slots: int, fresh: Sequence[int]
+    engine: _core.Engine,
+    now: World,
+    mine: Membership,
+    ranks: list[int],
+    slots: int,
+    stateless: Sequence[int],
 ) -> World:
-    """The world of an engine; returns when all of its ranks have made theirs."""
+    """The world of a newly connected engine; returns when all of its ranks have called this."""
     name = f"world, epoch {mine.epoch + 1}"
     core = engine.group(name, ranks, mine.epoch + 1, 0)
-    core.run(_BARRIER, _NOTHING, _PATIENCE)
+    core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
     group = Group(name, ranks, core, now.op_timeout)
     after = Membership(
         ranks,
@@ -296,71 +334,88 @@ def build(
         mine.epoch + 1,
         mine.newcomer,
         mine.commits,
-        fresh=frozenset(fresh),
+        stateless=frozenset(stateless),
     )
     return World(engine, group, now.rank, slots, now.op_timeout, elastic=after)
 
 
 @dataclass
-class Made:
-    """A world that has been made, and from what; it stands if all have made it."""
+class PreparedWorld:
+    """A connected next epoch that is not in use yet, and what it was made from.
+
+    Attributes:
+        world: The next epoch.
+        known: The result of :func:`_exchange_knowledge`.
+        reachable: The members that made it.
+        decision: The result of :func:`_decide`.
+    """
 
     world: World
-    told: torch.Tensor
-    here: list[int]
+    known: torch.Tensor
+    reachable: list[int]
     decision: dict[str, Any]
 
-    def stands(self, lost: dict[int, str]) -> bool:
-        """Whether somebody has left the old world for it, as only they do who know that all have made it."""
+    def is_committed(self, lost: dict[int, str]) -> bool:
+        """Whether a rank uses the next epoch, which it does only if all have connected it.
+
+        Args:
+            lost: The losses of the present epoch: a rank that uses the next one has left the present one.
+        """
         left = [r for r in self.world.group.ranks if lost.get(r) == "left"]
         if left:
-            time.sleep(0.2)  # who has ended its script leaves both
+            time.sleep(0.2)  # a rank whose script has ended leaves both epochs: let both losses arrive
         return any(r not in self.world.engine.losses() for r in left)
 
 
-def _adopt(made: Made) -> MembershipChange:
-    """From now on this is the world. The old one's calls have failed, and end here."""
-    new, (old, mine) = made.world, current()
+def _switch_to(prepared: PreparedWorld) -> MembershipChange:
+    """Makes the next epoch the current one and closes the one before, whose calls fail."""
+    new, (old, mine) = prepared.world, current()
     old.engine.shutdown(False)
-    # Whoever holds the group of all ranks goes on with it.
+    # The script may hold the group of all ranks: that object becomes the new group.
     old.group.become(new.group)
     new.group = old.group
     world.replace(new)
     after = new.elastic
     assert isinstance(after, Membership)
-    knocks = made.decision["knocks"]
+    requests = prepared.decision["requests"]
     if mine.queue is not None:
-        mine.queue.keep(new.rank == after.ranks[0], after.says())
-        for knock in knocks if new.rank == made.here[0] else ():
-            mine.queue.store.put(f"elastic/go/{knock['id']}", "yes")
-            mine.queue.forgive(knock["rank"])
-    return _outcome(made.told, made.here, renewed=True, entered=[k["rank"] for k in knocks])
+        mine.queue.serve(new.rank == after.ranks[0], after.status())
+        for request in requests if new.rank == prepared.reachable[0] else ():
+            mine.queue.store.put(ADMITTED.format(request["id"]), "yes")
+            mine.queue.admitted(request["rank"])
+    joined = [request["rank"] for request in requests]
+    return _result(prepared.known, prepared.reachable, renewed=True, joined=joined)
 
 
-def _outcome(
-    told: torch.Tensor, here: list[int], renewed: bool, entered: Sequence[int] = ()
+def _result(
+    known: torch.Tensor, reachable: list[int], renewed: bool, joined: Sequence[int] = ()
 ) -> MembershipChange:
-    newcomers = [r for r, row in zip(here, told, strict=True) if row[0]]
-    donors = [r for r in here if r not in newcomers]
-    if not donors:
-        raise PeerLostError("elastic: all ranks that had the job's state are gone", here[0])
+    newcomers = [r for r, row in zip(reachable, known, strict=True) if row[0]]
+    sources = [r for r in reachable if r not in newcomers]
+    if not sources:
+        raise PeerLostError(
+            "elastic: no rank that has the training state is left; restart the job from a checkpoint",
+            reachable[0],
+        )
     _, mine = current()
-    # Who has passed a pass's last barrier proves that all have completed it.
-    target = int((told[:, 1] + told[:, 3]).min())
-    behind = bool(told[:, 1].min() < told[:, 1].max())
-    return MembershipChange(sorted([*newcomers, *entered]), donors[0], target > mine.commits, renewed, behind)
+    # The pass under way counts if each rank has counted it or has all of its results.
+    completed = int((known[:, 1] + known[:, 3]).min())
+    behind = bool(known[:, 1].min() < known[:, 1].max())
+    return MembershipChange(
+        sorted([*newcomers, *joined]), sources[0], completed > mine.commits, renewed, behind
+    )
 
 
 def is_loss(error: TrigramError) -> bool:
-    """Whether an error comes of a lost rank, or of others that let somebody in.
+    """Whether an error is due to a lost rank, or to members that regroup to admit one.
 
-    They may have heard of it before this one.
+    It waits for up to three seconds, because the error may arrive before the loss does.
     """
     if isinstance(error, NoQuorumError) or not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
-    end = time.monotonic() + 3.0
+    end = time.monotonic() + _LOSS_REPORT_TIMEOUT
     while time.monotonic() < end:
-        if current()[0].engine.losses() or (isinstance(error, AbortedError) and asked()):
+        if current()[0].engine.losses() or (isinstance(error, AbortedError) and regroup_requested()):
             return True
         time.sleep(0.005)
     return False

@@ -1,12 +1,14 @@
-"""Elastic training: a step goes on with those who live, and newcomers take part from a step's beginning.
+"""Elastic training: what a model does when ranks are lost or join.
 
-A pass counts when all its members have everything of it: its averages are followed by a small AllReduce,
-which ends on no rank before every rank has entered it. So if one rank has counted a pass, all have it
-complete; if a rank is lost before, all who live do the pass again, from the gradients that each has kept.
+A backward pass counts when all members have all of its results: after its averages the members make a small
+AllReduce, which ends on no rank before every rank has begun it. So if one rank has counted a pass, all have
+its results. If a rank is lost before that, the remaining ranks repeat the pass from the gradients they have
+kept.
 
-A newcomer contributes nothing to its first pass. Beside it, weights, optimizer and whatever else makes the
-state come from the lowest member, as they were when the step began; with the step's averages on top the
-newcomer then holds what all hold (the way of torchft's healing).
+A new rank contributes nothing to its first pass. Meanwhile it receives weights, optimizer state and
+everything else that belongs to the training state from the lowest rank that has it, as of the beginning of
+the step. With the averages of that step applied, it then holds what all ranks hold (as in the live recovery
+of torchft).
 """
 
 from __future__ import annotations
@@ -31,129 +33,152 @@ from trigram.runtime import logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.records import broadcast_bytes
 
-_STATE = 5
+_STATE_TAG = 5
+"""The tag of the messages that bring the training state to a new rank."""
 
 
 class Stateful(Protocol):
-    """What has a state: optimizers, schedulers, scalers."""
+    """An object with state, such as an optimizer, a scheduler or a gradient scaler."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Takes it."""
+        """Replaces the state."""
 
 
-class Follower(Protocol):
-    """What a hooks does in an elastic job.
+class ElasticHooks(Protocol):
+    """What an elastic job needs of a model's step hooks.
 
     Attributes:
-        in_step: Whether all ranks make the same step at a time.
+        in_step: All ranks make the same step at the same time.
     """
 
     in_step: bool
 
     def meta(self) -> dict[str, Any]:
-        """What all must know to go on alike, and a newcomer at once."""
+        """The values that must be the same on all ranks in a new epoch, such as the step's number."""
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Goes on among the members of a new world. All of them call it."""
+        """Continues in a new epoch with the ``meta`` of the rank that has the state. All members call it."""
 
 
 class Pass(Protocol):
-    """A backward pass that can be done again: what :meth:`ElasticModel.complete` asks of a gradient synchronisation."""
+    """A backward pass that can be done again, as :meth:`ElasticModel.complete` needs it."""
 
     def send_rest(self) -> None:
-        """What has not left leaves, and everything is awaited."""
+        """Starts the averages that have not started, and waits for all."""
 
     def again(self) -> None:
-        """Begins anew with the gradients that this rank had."""
+        """Starts the pass again with the gradients that this rank has kept."""
 
 
 class ElasticModel:
-    """A model's part in an elastic job.
+    """A model in an elastic job. Implements :class:`trigram.training.elasticity.Elasticity`.
 
     Args:
         model: The module.
-        title: The algorithm, written out.
-        states: What a newcomer needs beside the weights.
-        groups: Where it talks.
-        hooks: What hooks the model.
+        title: The algorithm and its options, as text; the same on all ranks.
+        states: What belongs to the training state beside the weights: optimizer, schedulers.
+        groups: The model's process groups.
+        hooks: The model's step hooks.
+
+    Attributes:
+        newcomers: World ranks that contribute nothing to the step under way.
+        is_new: This rank has joined in the present epoch.
+
+    Raises:
+        UnsupportedError: A state holds a value that cannot be sent.
     """
 
+    can_redo = True
+
     def __init__(
-        self, model: nn.Module, title: str, states: Sequence[Stateful], groups: ModelGroups, hooks: Follower
+        self,
+        model: nn.Module,
+        title: str,
+        states: Sequence[Stateful],
+        groups: ModelGroups,
+        hooks: ElasticHooks,
     ) -> None:
         self.model = weakref.ref(model)
         self.title, self.states, self.groups = title, list(states), groups
         self.hooks = hooks
         self.in_step = hooks.in_step
-        groups.interrupted = lambda: self.is_called()
+        groups.interrupted = self.is_called
+        # Now, not when the first rank joins: what cannot be sent is an error at the start of the job.
         serialization.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
         self.sending: list[collectives.Work] = []
-        self.arriving: tuple[torch.Tensor, collectives.Work, int] | None = None
+        self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.newcomers: list[int] = []
         self.is_new = False
 
     @property
     def newcomer(self) -> bool:
-        """Whether this rank has yet to get the state."""
-        return self.arriving is not None
+        """Whether this rank has not received the training state yet."""
+        return self.receiving is not None
 
-    def renew(self, group: Group, out: MembershipChange, fresh: bool = False) -> None:
-        """In a new world: the algorithm goes on, and the state is on its way to newcomers.
+    def renew(self, group: Group, change: MembershipChange, fresh: bool = False) -> None:
+        """Continues in a new epoch, and starts to send the training state to new ranks. All members call it.
 
-        ``fresh``: the groups are of this world already."""
-        self.arriving = None
+        Args:
+            group: The group of all members.
+            change: What has changed.
+            fresh: The model's groups were made in this epoch already.
+
+        Raises:
+            MismatchError: This rank's model or algorithm is not that of the job.
+        """
+        self.receiving = None
         if not fresh:
             self.groups.renew(group)
-        side = self.groups.control
-        mine = (
-            {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
-            if side.ranks[side.rank] == out.source
-            else None
-        )
-        meta = share(mine, out.source, side)
+        control = self.groups.control
+        rank = control.ranks[control.rank]
+        mine = None
+        if rank == change.source:
+            mine = {"title": self.title, "layout": self._layout(), **self.hooks.meta()}
+        meta = _broadcast(mine, change.source, control)
         if meta["title"] != self.title or meta["layout"] != self._layout():
             raise MismatchError(
-                f"elastic: rank {side.ranks[side.rank]} has another model or algorithm than the job it has "
-                f"entered, which trains with {meta['title']}"
+                f"elastic: rank {rank} has another model or algorithm than the job it joins, which trains "
+                f"with {meta['title']}; use the same model and algorithm"
             )
-        self.newcomers = out.newcomers
-        self.is_new = side.ranks[side.rank] in out.newcomers
-        self._send(out, side)
+        self.newcomers = change.newcomers
+        self.is_new = rank in change.newcomers
+        self._start_transfer(change, control)
         self.hooks.follow(meta, self)
 
     def first_with_state(self) -> int:
-        """The first place of the group whose rank is no newcomer."""
+        """The first place in the group whose rank has the training state."""
         ranks = self.groups.control.ranks
         return next(i for i, rank in enumerate(ranks) if rank not in self.newcomers)
 
     def _layout(self) -> str:
+        """Names, shapes and dtypes of parameters and buffers."""
         model = self.model()
         assert model is not None
         return " ".join(
             f"{n}{tuple(t.shape)}{t.dtype}" for n, t in [*model.named_parameters(), *model.named_buffers()]
         )
 
-    def _send(self, out: MembershipChange, side: Group) -> None:
-        """Begins what brings the state to newcomers; it goes on beside the training."""
-        me = side.ranks[side.rank]
-        if me == out.source and out.newcomers:
-            state = serialization.pack(self._state(), "elastic: the state for a rank that enters")
+    def _start_transfer(self, change: MembershipChange, control: Group) -> None:
+        """Starts to send the training state to new ranks, in the background of the training."""
+        rank = control.ranks[control.rank]
+        if rank == change.source and change.newcomers:
+            state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
             size = torch.tensor([state.numel()])
-            for rank in out.newcomers:
-                for piece in (size.clone(), state):
-                    work = collectives.send(piece, rank, _STATE, side, async_op=True)
+            for newcomer in change.newcomers:
+                for message in (size.clone(), state):
+                    work = collectives.send(message, newcomer, _STATE_TAG, control, async_op=True)
                     assert work is not None
                     self.sending.append(work)
-        elif me in out.newcomers:
+        elif rank in change.newcomers:
             size = torch.zeros(1, dtype=torch.int64)
-            collectives.recv(size, out.source, _STATE, side)
+            collectives.recv(size, change.source, _STATE_TAG, control)
             data = torch.empty(int(size), dtype=torch.uint8)
-            work = collectives.recv(data, out.source, _STATE, side, async_op=True)
+            work = collectives.recv(data, change.source, _STATE_TAG, control, async_op=True)
             assert work is not None
-            self.arriving = data, work, out.source
+            self.receiving = data, work, change.source
 
     def _state(self) -> dict[str, Any]:
         model = self.model()
@@ -161,46 +186,48 @@ class ElasticModel:
         tensors = [t.detach() for t in [*model.parameters(), *model.buffers()]]
         return {"tensors": tensors, "states": [s.state_dict() for s in self.states]}
 
-    def sent(self) -> None:
-        """Forgets what newcomers have got, and what they will not get any more."""
+    def _release_sent(self) -> None:
+        """Releases the memory of transfers that have ended."""
         for work in [w for w in self.sending if w.is_completed()]:
             self.sending.remove(work)
-            with contextlib.suppress(TrigramError):  # one that has left again: the next pass shows it
+            with contextlib.suppress(TrigramError):  # the receiver is lost: the next pass raises that
                 work.wait()
 
     def abort_calls(self) -> None:
-        """Calls that others may wait in for this rank are given up: they shall come too."""
+        """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
         for group in (self.groups.main, self.groups.second_phase, self.groups.control):
-            group.core.abort(group.core.next() + 2, "elastic: the ranks come together")
+            group.core.abort(
+                group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"
+            )
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Waits for the state, if this rank is a newcomer, and takes it."""
-        if self.arriving is None:
+        """On a new rank: waits for the training state and loads it. Elsewhere: does nothing."""
+        if self.receiving is None:
             return
-        data, work, source = self.arriving
+        data, work, source = self.receiving
         work.wait()
         state = serialization.unpack(data, source)
         model = self.model()
         assert model is not None
         for mine, theirs in zip([*model.parameters(), *model.buffers()], state["tensors"], strict=True):
             mine.copy_(theirs)
-        for keeper, theirs in zip(self.states, state["states"], strict=True):
-            keeper.load_state_dict(theirs)
-        self.arriving = None
+        for stateful, theirs in zip(self.states, state["states"], strict=True):
+            stateful.load_state_dict(theirs)
+        self.receiving = None
 
-    # What training calls; trigram.training.elasticity has the same for jobs whose ranks are fixed.
-
-    can_redo = True
+    # What training calls; trigram.training.elasticity.FixedRanks has the same for jobs whose ranks are fixed.
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
-        """Between two steps: ranks that wait join. Then all prepare the step together.
+        """Admits waiting ranks between two steps, then prepares the step on all members together.
 
-        ``prepare`` gets the place of the first rank that has the job's state. If a rank is lost in it, it is
-        not done again, unless others are still on their way to it, in the end of the last step.
+        Args:
+            prepare: Called with the place of the first rank that has the training state. It is not repeated
+                after a loss, except while some ranks have yet to complete the last step.
+            src: Of no effect here.
         """
         _, mine = current()
-        if mine.due:
+        if mine.join_pending:
             recover(boundary=True)
         while True:
             try:
@@ -213,7 +240,7 @@ class ElasticModel:
                     return
 
     def complete(self, a_pass: Pass) -> None:
-        """Brings a backward pass to its end on all ranks that live."""
+        """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
         complete = False
         while True:
             try:
@@ -221,61 +248,62 @@ class ElasticModel:
                     a_pass.send_rest()
                     self.receive()
                     complete = True
-                due = self._waits()  # ends when all ranks have everything of the pass
+                join_pending = self._commit()
             except TrigramError as e:
                 if not is_loss(e):
                     raise
-                out = recover(boundary=False, complete=complete)
-                if not (complete and out.commit):
+                change = recover(boundary=False, complete=complete)
+                if not (complete and change.commit):
                     a_pass.again()
                     complete = False
                     continue
-                due = False
+                join_pending = False
             _, mine = current()
             mine.commits += 1
-            mine.newcomer, mine.due, mine.fresh = False, due, frozenset()
+            mine.newcomer, mine.join_pending, mine.stateless = False, join_pending, frozenset()
             self.newcomers = []
-            self.sent()
+            self._release_sent()
             return
 
     def boundary(self, step: Callable[[], bool]) -> None:
-        """A boundary of weights; ``step`` tells whether all ranks are at the same one.
+        """Makes an averaging step of weights, or regroups in its place.
 
-        A step that a rank was lost in is not made again: in the new world all have the mean.
+        Args:
+            step: Makes the step and returns whether all ranks are at the same one. It is not repeated after a
+                loss: in the new epoch all ranks get the mean of the weights.
         """
         _, mine = current()
         with self.forgiving():
-            if mine.due or self.is_called():
+            if mine.join_pending or self.is_called():
                 self.regroup()
             elif step():
-                mine.due = self._waits()
-        mine = current()[1]
-        mine.newcomer, mine.fresh = False, frozenset()
+                mine.join_pending = self._is_join_pending()
+        self.has_state()
         self.newcomers, self.is_new = [], False
-        self.sent()
+        self._release_sent()
 
     def has_state(self) -> None:
-        """All members hold the job's state now."""
+        """Records that all members have the training state now."""
         _, mine = current()
-        mine.newcomer, mine.fresh = False, frozenset()
+        mine.newcomer, mine.stateless = False, frozenset()
 
     def is_called(self) -> bool:
-        """Whether this rank is to meet the others: one is lost, or, where ranks are not in step, one waits."""
-        return membership.has_lost() or (not self.in_step and membership.asked())
+        """Whether this rank must regroup: a rank is lost, or one waits to join ranks that are not in step."""
+        return membership.has_lost() or (not self.in_step and membership.regroup_requested())
 
     def is_loss(self, error: TrigramError) -> bool:
-        """Whether an error comes of a lost rank, so that the others go on."""
+        """Whether an error is due to a lost rank, so that the job continues."""
         return is_loss(error)
 
     def regroup(self, boundary: bool = True) -> None:
-        """Meets the others. Those who wait for this rank in a call hear that it does not come."""
+        """Changes the membership with the other ranks; aborts the calls in which they wait for this rank."""
         if self.is_called():
             self.abort_calls()
         recover(boundary)
 
     @contextlib.contextmanager
     def forgiving(self) -> Iterator[None]:
-        """What was lost in here is not done again: all ranks go on without it."""
+        """A block that is not repeated if a rank is lost in it: the ranks regroup and continue after it."""
         try:
             yield
         except TrigramError as e:
@@ -283,65 +311,105 @@ class ElasticModel:
                 raise
             self.regroup(boundary=False)
 
-    def _waits(self) -> bool:
-        """Whether a rank waits to join, as the leader knows; ends when all ranks have asked."""
+    def _commit(self) -> bool:
+        """Ends when all members have the results of the pass; returns whether a rank waits to join."""
+        return self._is_join_pending()
+
+    def _is_join_pending(self) -> bool:
+        """Whether a rank waits to join, as the leader knows, on all members; ends when all have called it."""
         _, mine = current()
-        waits = mine.queue is not None and bool(mine.queue.waiting)
-        word = torch.tensor([int(waits)])
-        collectives.all_reduce(word, "max", None, self.groups.control)
-        return bool(word)
+        pending = mine.queue is not None and bool(mine.queue.pending)
+        flag = torch.tensor([int(pending)])
+        collectives.all_reduce(flag, "max", None, self.groups.control)
+        return bool(flag)
 
 
-_parts: list[ElasticModel] = []
+_models: list[ElasticModel] = []
+"""The models of this process; one of them at most is in use."""
+_join_change = MembershipChange([], 0, False, False)
+"""On a rank that has joined: what the members know of its first epoch."""
 
 
 def add(part: ElasticModel) -> None:
-    """A model takes part; models are made in the same order on all ranks."""
+    """Registers a model. All ranks make their models in the same order.
+
+    Raises:
+        MisuseError: The job has another elastic model.
+    """
     now, mine = current()
-    _parts[:] = _others(now.group, part)
-    if _parts:
-        gc.collect()  # a model that the script has let go may still be in a cycle
-        _parts[:] = _others(now.group, part)
-    if _parts:
+    _models[:] = _others(now.group, part)
+    if _models:
+        gc.collect()  # a model that the script has dropped may be in a reference cycle
+        _models[:] = _others(now.group, part)
+    if _models:
         raise MisuseError(
-            "with_bagua: another model of this job is elastic already, and a rank that enters would meet the "
-            "others in the middle of a step; make one module of both"
+            "with_bagua: this job has another model with elastic=True already, and supports only one: a rank "
+            "joins between two steps of that model; put both into one nn.Module"
         )
-    _parts.append(part)
+    _models.append(part)
     if mine.newcomer:
-        # It has come with the world; the members renew theirs at the end of `recover`.
-        with _entering():
-            part.renew(now.group, _entered, fresh=True)
+        # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
+        with _recover_from_loss():
+            part.renew(now.group, _join_change, fresh=True)
 
 
 def _others(group: Group, part: ElasticModel) -> list[ElasticModel]:
-    return [p for p in _alive(group) if p.model() is not part.model()]
+    return [m for m in _models_of(group) if m.model() is not part.model()]
 
 
-def _alive(group: Group) -> list[ElasticModel]:
-    """The models that are still there, of this job and not of one before."""
-    return [p for p in _parts if p.model() is not None and p.groups.group is group]
-
-
-_entered = MembershipChange([], 0, False, False)
+def _models_of(group: Group) -> list[ElasticModel]:
+    """The models that exist still and belong to the job of this group, not to an earlier one."""
+    return [m for m in _models if m.model() is not None and m.groups.group is group]
 
 
 def is_newcomer() -> bool:
-    """Whether this rank has yet to take part in a step."""
+    """Whether this rank has joined and not taken part in a step yet."""
     return current()[1].newcomer
 
 
 def join_job() -> None:
-    """This process is in an elastic job: from now on, if it was in none; a late rank becomes a member."""
+    """Makes this process a member of its elastic job; calls ``init(elastic=True)`` if nothing has called
+    ``init``.
+
+    Raises:
+        MisuseError: ``init`` was called without ``elastic=True``.
+        TimeoutError, AuthError, ConfigError: See :func:`trigram.elastic.joining.join`.
+    """
     if not world.is_initialized():
         world.init(elastic=True)
     if world.current().elastic is None:
-        raise MisuseError("with_bagua: elastic=True needs trigram.init(elastic=True) at the job's beginning")
-    enter()
+        raise MisuseError(
+            "with_bagua: elastic=True needs trigram.init(elastic=True) at the start of the script"
+        )
+    _join_if_late()
 
 
-def share(value: Any, src: int, group: Group) -> Any:
-    """What rank ``src`` gives, on all ranks."""
+def _join_if_late() -> None:
+    """Makes a rank that has started late a member."""
+    global _join_change
+    if not joining.must_join():
+        return
+    joining.join()
+    now, _ = current()
+    # The members make the same call at the end of `recover`.
+    with _recover_from_loss():
+        _join_change = _describe_change(now.group, newcomer=True, commit=False)
+
+
+@contextlib.contextmanager
+def _recover_from_loss() -> Iterator[None]:
+    """A block of a rank that has just joined: if a rank is lost in it, this rank recovers like all."""
+    global _join_change
+    try:
+        yield
+    except TrigramError as e:
+        if not is_loss(e):
+            raise
+        _join_change = recover(boundary=False)
+
+
+def _broadcast(value: Any, src: int, group: Group) -> Any:
+    """The value of world rank ``src``, on all ranks of the group."""
     data = b""
     if group.ranks[group.rank] == src:
         data = serialization.pack(value, "elastic").numpy().tobytes()
@@ -349,85 +417,74 @@ def share(value: Any, src: int, group: Group) -> Any:
     return serialization.unpack(torch.frombuffer(bytearray(data), dtype=torch.uint8), src)
 
 
-def enter() -> None:
-    """A late rank that has a model now becomes a member."""
-    global _entered
-    if not joining.is_outside():
-        return
-    joining.enter()
-    now, _ = current()
-    # The members make the same call at the end of `recover`: who is new, and who has the state.
-    with _entering():
-        _entered = _census(now.group, newcomer=True, commit=False)
-
-
-@contextlib.contextmanager
-def _entering() -> Iterator[None]:
-    """Lost in here, this rank goes on with the others like any of them."""
-    global _entered
-    try:
-        yield
-    except TrigramError as e:
-        if not is_loss(e):
-            raise
-        _entered = recover(boundary=False)
-
-
-def _census(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
-    new = ranks_that(newcomer, group)
-    return MembershipChange(new, min(r for r in group.ranks if r not in new), commit, True, behind)
+def _describe_change(group: Group, newcomer: bool, commit: bool, behind: bool = False) -> MembershipChange:
+    """The change, with the new ranks that all members name in the new epoch. All of them call it."""
+    newcomers = ranks_that(newcomer, group)
+    source = min(r for r in group.ranks if r not in newcomers)
+    return MembershipChange(newcomers, source, commit, True, behind)
 
 
 def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
-    """The living go on together, and let in who waits; all members call it, and all models follow.
+    """Removes lost ranks, admits new ones, and lets all models continue. All members call it.
 
-    Where ranks are not in step, each is between two steps whenever it comes here, whether it has heard
-    that somebody waits or of calls given up for that; and as such calls are lost, the world is made anew.
+    Where ranks are not in step, each call counts as between two steps, and always begins a new epoch: some
+    ranks may have come because their calls were aborted, and calls aborted in an epoch cannot be made again.
+
+    Args:
+        boundary: This rank is between two steps.
+        complete: This rank has all results of the backward pass under way.
+
+    Raises:
+        PeerLostError: The ranks that this rank reaches are too few to continue the job.
     """
     while True:
-        loose = not all(part.in_step for part in _alive(current()[0].group))
-        out = membership.change_membership(boundary or loose, complete, loose)
+        out_of_step = not all(m.in_step for m in _models_of(current()[0].group))
+        change = membership.change_membership(boundary or out_of_step, complete, out_of_step)
         _, mine = current()
-        mine.due = False
-        if not out.renewed:
-            return out
+        mine.join_pending = False
+        if not change.renewed:
+            return change
         try:
             now, mine = current()
-            if out.commit:
-                mine.newcomer = False  # its first pass counts, so it has got the state
-            out = _census(now.group, mine.newcomer, out.commit, out.behind)
-            _parts[:] = _alive(now.group)
-            for part in _parts:
-                part.renew(now.group, out)
+            if change.commit:
+                mine.newcomer = False  # its first pass counts, so it has received the training state
+            change = _describe_change(now.group, mine.newcomer, change.commit, change.behind)
+            _models[:] = _models_of(now.group)
+            for model in _models:
+                model.renew(now.group, change)
             logs.warning(
-                f"rank {now.rank}: goes on with ranks {listed(now.group.ranks)}"
-                + (f"; {listed(out.newcomers)} joined" if out.newcomers else "")
+                f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
+                + (f"; {listed(change.newcomers)} joined" if change.newcomers else "")
             )
-            return out
+            return change
         except TrigramError as e:
             if not is_loss(e):
                 raise
 
 
 def public_recover() -> Group:
-    """Goes on with those who live: after ``PeerLostError`` in a job that ``init(elastic=True)`` began.
+    """Continues with the remaining ranks after ``PeerLostError``, in a job that ``init(elastic=True)`` began.
 
-    All living ranks call it, between steps. Ranks that wait to enter are let in, and a late rank enters.
-    Models under ``with_bagua(elastic=True)`` need it only where the script makes collective calls of its own.
+    All remaining ranks call it between two steps. It admits the ranks that wait to join; on a rank that has
+    started late it joins the job. Models under ``with_bagua(elastic=True)`` recover without it; a script
+    needs it for the collectives that it calls itself.
 
     Returns:
-        The group of all living ranks; it is the one that ``init`` returned.
+        The group of all members; the same object that ``init`` returned.
 
     Raises:
-        PeerLostError: These ranks are too few to go on as the whole.
+        MisuseError: The job is not elastic.
+        PeerLostError: The ranks that this rank reaches are too few to continue the job.
     """
     now = world.current()
     if now.elastic is None:
-        raise MisuseError("recover: the job is not elastic; call trigram.init(elastic=True) at its beginning")
-    if joining.is_outside():
-        enter()
+        raise MisuseError(
+            "recover: the job is not elastic; call trigram.init(elastic=True) at the start of the script"
+        )
+    if joining.must_join():
+        _join_if_late()
         _, mine = current()
-        if not _parts:
+        if not _models:
             mine.newcomer = False
     else:
         recover()

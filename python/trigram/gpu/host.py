@@ -76,7 +76,7 @@ class HostRoute:
         if asked[0] == engine_codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
-        transfer = _Transfer(self, self.asked.witness(asked, timeout))
+        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
         host = None if source is None else transfer.fetch(source.view(-1))
         wanted = host if target is source else None if target is None else transfer.buffer(target.view(-1))
         memory = _address(host) + _address(wanted)
@@ -122,7 +122,7 @@ class HostRoute:
 
     def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
         what, code, count, op, via, root = asked
-        transfer = _Transfer(self, self.asked.witness(asked, timeout))
+        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
         group = self.group
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
             shards = self.levels.shards(count)

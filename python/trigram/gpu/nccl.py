@@ -108,7 +108,9 @@ class NcclRoute:
     def batch_send_recv(self, messages: Sequence[Message]) -> Call:
         """See :class:`trigram.gpu.device.Route`."""
         records = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in messages]
-        return self._begin(lambda caller: self.core.exchange(records, caller), [t for _, _, t, _ in messages])
+        return self._begin(
+            lambda caller: self.core.send_and_receive(records, caller), [t for _, _, t, _ in messages]
+        )
 
     def abort(self, why: str) -> None:
         """See :class:`trigram.gpu.device.Route`; aborts on this rank."""

@@ -1,9 +1,10 @@
 """Averaging steps of weights: among all ranks, among neighbours, asynchronous. Public:
 ``AveragingStep``, ``Mean`` and the ``ModelGroups`` that a step communicates in.
 
-What lives here: what a step is (``step.py``), means over all ranks (``central.py``), gossip (``gossip.py``),
-asynchronous gossip (``async_gossip.py``), the optimizer's state (``optimizer_state.py``). Uses: errors,
-runtime, codecs, algorithms, gpu, collectives, averaging. It does not know :mod:`trigram.elastic`.
+What lives here: the base class of a step (``step.py``), means over all ranks (``central.py``), gossip
+(``gossip.py``), asynchronous gossip (``async_gossip.py``), the optimizer's state (``optimizer_state.py``).
+Uses: errors, runtime, codecs, algorithms, gpu, collectives, averaging. It does not import
+:mod:`trigram.elastic`.
 """
 
 from trigram.averaging.groups import ModelGroups

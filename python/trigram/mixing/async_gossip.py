@@ -1,13 +1,15 @@
-"""AsyncGossip that average when both are free: AD-PSGD (arXiv 1710.06952), with no global round at all.
+"""Asynchronous gossip, AD-PSGD (arXiv 1710.06952): two neighbours average whenever both are free.
 
-A rank that is free offers an exchange to a neighbour. Who accepts, and who offered, then each send
-a snapshot, and each adds half the difference of the same two snapshots when both are there. Nobody
-ever waits: everything is looked at at boundaries, and moved in the background in between.
+A free rank offers an averaging step to a neighbour. If the neighbour accepts, both send a snapshot of their
+weights, and each adds half the difference of the two snapshots to its weights when both have arrived. No rank
+waits: a rank looks for messages at its boundaries (between two training steps), and the engine transfers the
+weights in the background.
 
-Offers are few bytes; weights move only between two that have agreed. Who accepts begins at once;
-who offered begins when it has ended what it is in. A rank with an offer of its own out accepts one
-from a higher rank only, so ranks that wait for each other stand in rising order, never in a circle.
-An offer to a rank that does not answer (it evaluates, or is slow) is left standing, and another made.
+An offer is a message of 4 bytes; weights are sent only after an offer was accepted. The accepting rank starts
+at once; the offering rank starts when its current averaging step has ended. A rank with an open offer accepts
+offers from higher ranks only. So the ranks that wait for each other have increasing numbers, and no cycle can
+form. If a neighbour does not answer an offer (it is slow, or evaluates), the offer stays open and the rank
+makes another one to a different neighbour.
 """
 
 from __future__ import annotations
@@ -28,72 +30,73 @@ from trigram.mixing.gossip import References, seed
 from trigram.mixing.step import AveragingStep
 from trigram.runtime.memory import empty
 
-_OFFER, _ACCEPT, _DECLINE, _BYE = 1, 2, 3, 4
+_OFFER, _ACCEPT, _DECLINE, _GOODBYE = 1, 2, 3, 4
 _CONTROL, _DATA = 2, 3
-_PATIENCE = 8
-"""Boundaries after which an unanswered offer keeps nobody from making another."""
+_OFFER_PATIENCE = 8
+"""Boundaries that a rank waits for the answer to an offer before it makes another offer."""
 
 
 class _Neighbour:
-    """The way to a neighbour and back, for few bytes."""
+    """Sends and receives the control messages between this rank and one neighbour: one int32 each."""
 
-    def __init__(self, groups: ModelGroups, place: int) -> None:
-        self.group, self.rank = groups.main, groups.main.ranks[place]
-        self.word = torch.zeros(1, dtype=torch.int32)
+    def __init__(self, groups: ModelGroups, group_rank: int) -> None:
+        self.group, self.rank = groups.main, groups.main.ranks[group_rank]
+        self.inbox = torch.zeros(1, dtype=torch.int32)
         self.gone = False
         self.listen()
 
     def listen(self) -> None:
-        """Awaits the next word."""
-        self.heard = collectives.recv(self.word, self.rank, _CONTROL, self.group, async_op=True)
+        """Starts to receive the next message."""
+        self.receiving = collectives.recv(self.inbox, self.rank, _CONTROL, self.group, async_op=True)
 
-    def say(self, word: int) -> None:
-        """Sends a word."""
-        said = torch.tensor([word], dtype=torch.int32)
-        collectives.send(said, self.rank, _CONTROL, self.group, async_op=True)
+    def send(self, kind: int) -> None:
+        """Sends a message."""
+        message = torch.tensor([kind], dtype=torch.int32)
+        collectives.send(message, self.rank, _CONTROL, self.group, async_op=True)
 
     def take(self) -> int | None:
-        """The next word, if there is one."""
-        if self.gone or self.heard is None or not self.heard.is_completed():
+        """The next message if one has arrived, else None."""
+        if self.gone or self.receiving is None or not self.receiving.is_completed():
             return None
-        self.heard.wait()
-        word = int(self.word[0])
-        if word == _BYE:
+        self.receiving.wait()
+        kind = int(self.inbox[0])
+        if kind == _GOODBYE:
             self.gone = True
         else:
             self.listen()
-        return word
+        return kind
 
 
 class AsyncGossip:
-    """Exchanges between two, whenever both are free.
+    """The schedule of averaging steps between two neighbours, whenever both are free.
 
     Args:
-        flat: The parameters, all in one.
-        groups: Where to talk.
-        graph: Who may talk to whom.
-        codec: Of the differences; None: full.
-        staleness: Boundaries after which an exchange under way is waited for; None: never.
-        script: See :class:`trigram.weights.BackgroundSteps`; steps then follow the graph's matchings.
+        weights: The snapshot of all parameters, and the result of a step.
+        groups: The model's process groups.
+        graph: Its edges are the possible averaging steps.
+        codec: Compresses the differences to a reference; None: weights are sent in full.
+        staleness: Boundaries after which a rank waits for the step under way; None: it never waits.
+        script: For tests and reproducible runs: see :class:`trigram.training.schedule.BackgroundSteps`; the
+            steps then follow the matchings of the graph, without offers.
     """
 
     def __init__(
         self,
-        flat: AveragingStep,
+        weights: AveragingStep,
         groups: ModelGroups,
         graph: Graph,
         codec: Codec | None,
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        self.flat, self.groups, self.graph = flat, groups, graph.closure()
+        self.weights, self.groups, self.graph = weights, groups, graph.closure()
         self.staleness, self.script = staleness, script
-        self.rounds = self.waits = self.bytes = self.drawn = self.landed = 0
+        self.steps_done = self.waits = self.bytes = self.matchings_started = self.matchings_ended = 0
         self.waited = 0.0
-        self.since = 0
+        self.started_at = 0
         self.step = 0
-        flat.take()
-        self.references = References(flat.inp, codec, groups)
+        weights.take()
+        self.references = References(weights.inp, codec, groups)
         like = self.references.code
         self.mine = empty(like.numel(), dtype=like.dtype, device=like.device)
         self.theirs = empty(like.numel(), dtype=like.dtype, device=like.device)
@@ -101,20 +104,20 @@ class AsyncGossip:
         self.works: list[Any] = []
         self.queue: list[int] = []
         self.offered: dict[int, int] = {}
-        self.closing = False
+        self.finishing = False
         self.neighbours: dict[int, _Neighbour] = {}
         if script is None:
-            places = self.graph.ever(groups.rank)
-            self.neighbours = {j: _Neighbour(groups, j) for j in sorted(places)}
+            ranks = self.graph.ever(groups.rank)
+            self.neighbours = {j: _Neighbour(groups, j) for j in sorted(ranks)}
         self.random = random.Random(groups.rank)
 
-    # An exchange.
+    # One averaging step with a neighbour.
 
-    def _begin(self, j: int) -> None:
+    def _start_step(self, j: int) -> None:
         group = self.groups.main
-        self.partner, self.since = j, self.step
-        self.flat.take()
-        self.references.tell(j, self.flat.inp, self.mine, seed(self.rounds, self.groups.rank))
+        self.partner, self.started_at = j, self.step
+        self.weights.take()
+        self.references.encode(j, self.weights.inp, self.mine, seed(self.steps_done, self.groups.rank))
         self.works = [
             collectives.recv(self.theirs, group.ranks[j], _DATA, group, async_op=True),
             collectives.send(self.mine, group.ranks[j], _DATA, group, async_op=True),
@@ -124,132 +127,140 @@ class AsyncGossip:
     def _ready(self) -> bool:
         return all(w.is_completed() for w in self.works)
 
-    def _land(self) -> None:
+    def _end_step(self) -> None:
         assert self.partner is not None
         since = time.perf_counter()
         works, self.works = self.works, []
         for work in works:
             self.groups.wait(work)
         self.waited += time.perf_counter() - since
-        self.flat.out.copy_(self.flat.inp)
-        self.references.meet(self.partner, self.mine, self.theirs, self.flat.out, 0.5)
-        self.flat.apply(moved=True)
+        self.weights.out.copy_(self.weights.inp)
+        self.references.apply(self.partner, self.mine, self.theirs, self.weights.out, 0.5)
+        self.weights.apply(moved=True)
         self.partner = None
-        self.rounds += 1
+        self.steps_done += 1
 
     # Boundaries.
 
     def boundary(self, step: int) -> None:
-        """Looks at what has come, applies what is there, and offers what is next."""
+        """Handles messages, applies a step that has completed, and offers the next one."""
         self.step = step
         if self.script is not None:
-            self._follow(step, self.script)
+            self._follow_script(step, self.script)
             return
-        self._turn()
-        if self.partner is not None and self.staleness is not None and step - self.since >= self.staleness:
+        self._progress()
+        if (
+            self.partner is not None
+            and self.staleness is not None
+            and step - self.started_at >= self.staleness
+        ):
             self.waits += 1
             since = time.perf_counter()
             while self.partner is not None and not self._ready():
                 if self.groups.interrupted is not None and self.groups.interrupted():
-                    raise AbortedError("an exchange: the ranks come together")
-                self._listen()  # others must not wait for what this rank waits for
+                    raise AbortedError(
+                        f"{self.groups.name}: an averaging step with a neighbour was aborted, because a "
+                        "rank of this elastic job was lost or is joining; training continues when all ranks "
+                        "have regrouped"
+                    )
+                self._listen()  # answers offers, so that no neighbour waits for this rank
                 time.sleep(0.0005)
             self.waited += time.perf_counter() - since
-            self._turn()
+            self._progress()
 
-    def _turn(self) -> bool:
-        """Everything that can be done now; true if anything could."""
+    def _progress(self) -> bool:
+        """Does all that is possible without waiting; True if it started or ended a step."""
         self._listen()
         moved = False
         if self.partner is not None and self._ready():
-            self._land()
+            self._end_step()
             moved = True
         if self.partner is None and self.queue:
-            self._begin(self.queue.pop(0))
+            self._start_step(self.queue.pop(0))
             moved = True
-        if self.partner is None and not self.closing:
+        if self.partner is None and not self.finishing:
             self._offer()
         return moved
 
-    def _follow(self, step: int, script: Callable[[int], bool]) -> None:
-        """Matchings begin and land together; who sits one out lands with the others."""
-        if self.drawn > self.landed and script(step):
+    def _follow_script(self, step: int, script: Callable[[int], bool]) -> None:
+        """Starts and ends one matching after the other; a rank without a partner in a matching skips it."""
+        if self.matchings_started > self.matchings_ended and script(step):
             if self.partner is not None:
-                self._land()
-            self.landed = self.drawn
-        if self.drawn == self.landed:
-            matching, self.drawn = self.drawn, self.drawn + 1
+                self._end_step()
+            self.matchings_ended = self.matchings_started
+        if self.matchings_started == self.matchings_ended:
+            matching, self.matchings_started = self.matchings_started, self.matchings_started + 1
             for j in self.graph.neighbours(self.groups.rank, matching)[0]:
-                self._begin(j)
+                self._start_step(j)
 
     def _listen(self) -> None:
         for j, neighbour in self.neighbours.items():
-            while (word := neighbour.take()) is not None:
-                if word == _OFFER:
+            while (kind := neighbour.take()) is not None:
+                if kind == _OFFER:
                     self._consider(j)
-                elif word == _ACCEPT:
+                elif kind == _ACCEPT:
                     del self.offered[j]
                     self.queue.append(j)
                 else:
                     self.offered.pop(j, None)
 
     def _consider(self, j: int) -> None:
-        """An offer has come."""
-        if j in self.offered:  # both have offered: the higher rank's offer stands
+        """Answers an offer of rank ``j``."""
+        if j in self.offered:  # two offers crossed: the one of the higher rank counts
             if j < self.groups.rank:
                 return
             del self.offered[j]
-        free = self.partner is None and not self.queue and not self.closing
+        free = self.partner is None and not self.queue and not self.finishing
         if free and (not self.offered or j > self.groups.rank):
-            self.neighbours[j].say(_ACCEPT)
+            self.neighbours[j].send(_ACCEPT)
             self.queue.append(j)
         else:
-            self.neighbours[j].say(_DECLINE)
+            self.neighbours[j].send(_DECLINE)
 
     def _offer(self) -> None:
-        if any(self.step - at < _PATIENCE for at in self.offered.values()):
+        if any(self.step - at < _OFFER_PATIENCE for at in self.offered.values()):
             return
         free = [j for j, n in self.neighbours.items() if j not in self.offered and not n.gone]
         if free:
             j = self.random.choice(free)
             self.offered[j] = self.step
-            self.neighbours[j].say(_OFFER)
+            self.neighbours[j].send(_OFFER)
 
     def backward_over(self) -> None:
-        """Offers are looked at once more in a step; the weights are left alone."""
+        """Answers offers once more per step; the weights do not change here."""
         if self.script is None:
             self._listen()
 
     # The end.
 
-    def serve(self) -> bool:
-        """What this rank does for the others while it has no boundaries."""
-        return self.script is None and self._turn()
+    def progress(self) -> bool:
+        """Makes progress for the neighbours while this rank has no boundaries; True if it did something."""
+        return self.script is None and self._progress()
 
-    def settle(self) -> bool:
-        """Makes no more offers; true once nothing of this rank is under way."""
-        self.closing = True
+    def finish_pending(self) -> bool:
+        """Stops making offers; True once this rank has no step under way and no open offer."""
+        self.finishing = True
         if self.script is not None:
             return True
-        self._turn()
+        self._progress()
         return self.partner is None and not self.queue and not self.offered
 
     def drain(self, timeout: float | None) -> None:
-        """All ranks are here, and have settled: only scripted steps may be under way."""
+        """Ends scripted steps; all ranks call it when :meth:`finish_pending` has returned True on all."""
         counts = torch.empty(self.groups.size, dtype=torch.int64)
-        collectives.all_gather(counts, torch.tensor([self.drawn]), self.groups.control)
-        while self.script is not None and self.landed < int(counts.max()):
-            if self.drawn == self.landed:
-                self._follow(self.step, lambda _: False)
+        collectives.all_gather(counts, torch.tensor([self.matchings_started]), self.groups.control)
+        while self.script is not None and self.matchings_ended < int(counts.max()):
+            if self.matchings_started == self.matchings_ended:
+                self._follow_script(self.step, lambda _: False)
             if self.partner is not None:
-                self._land()
-            self.landed = self.drawn
-        self.closing = False
+                self._end_step()
+            self.matchings_ended = self.matchings_started
+        self.finishing = False
 
     def close(self) -> None:
-        """Says goodbye to the neighbours and hears theirs: nothing stays behind on the way."""
+        """Exchanges goodbye messages with all neighbours, so that no message is left under way."""
         for neighbour in self.neighbours.values():
-            neighbour.say(_BYE)
+            neighbour.send(_GOODBYE)
         for neighbour in self.neighbours.values():
             while not neighbour.gone:
                 if neighbour.take() is None:
@@ -260,12 +271,17 @@ class AsyncGossip:
         return self.bytes
 
     def state(self) -> dict[str, Any]:
-        """The references, and where the matchings stand."""
-        kept = {"rounds": self.rounds, "drawn": self.drawn, "references": self.references.state()}
+        """The number of steps, the references and the state of the random number generator."""
+        kept = {
+            "rounds": self.steps_done,
+            "drawn": self.matchings_started,
+            "references": self.references.state(),
+        }
         return {**kept, "random": self.random.getstate()}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
-        self.rounds, self.drawn, self.landed = state["rounds"], state["drawn"], state["drawn"]
+        self.steps_done = state["rounds"]
+        self.matchings_started = self.matchings_ended = state["drawn"]
         self.references.load(state["references"])
         self.random.setstate(state["random"])

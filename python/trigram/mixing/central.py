@@ -20,7 +20,8 @@ from trigram.mixing.step import AveragingStep
 
 
 class Mean(AveragingStep):
-    """``out`` is the mean of all ``inp``, or what a robust rule makes of them; the same bits on all ranks."""
+    """``out`` is the mean of all ranks' ``inp``, or a robust aggregation of them; the same bits on all
+    ranks."""
 
     exact = True
 
@@ -37,12 +38,12 @@ class Mean(AveragingStep):
             self.take()
             self.average = RobustAverage(self.out, groups, rule, centre=self.inp)
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
         self.out.copy_(self.inp)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.weigh(self.out)
-        self.average.start(round)
+        self.average.start(number)
         self.sent += self.average.sent
 
     def ready(self) -> bool:
@@ -53,10 +54,10 @@ class Mean(AveragingStep):
         """See :class:`AveragingStep`."""
         self.average.wait()
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.settle(self.out)
+            self.groups.sample_weight.normalize(self.out)
 
     def state(self) -> dict[str, Any]:
-        """What a robust rule remembers."""
+        """The state of a robust aggregation."""
         return {"average": self.average.state()} if self.heals else {}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -67,27 +68,33 @@ class Mean(AveragingStep):
 
 @dataclass(frozen=True)
 class Outer:
-    """The optimizer of the agreed weights: DiLoCo's (arXiv 2311.08105). (1, 0) only averages."""
+    """The outer optimizer of DiLoCo (arXiv 2311.08105): SGD with Nesterov momentum on the agreed weights.
+    With ``lr=1`` and ``momentum=0`` the agreed weights are the mean."""
 
     lr: float = 1.0
     momentum: float = 0.0
 
 
 class Differences(AveragingStep):
-    """Differences to the last agreed weights r: coded, given to an outer optimizer, or both.
+    """Averages the differences to the last agreed weights r: compressed, given to an outer optimizer, or
+    both.
 
-    ``q = Q(inp - r)``; the mean of all q is r's step (or the outer optimizer's gradient). What Q
-    dropped stays in the weights: ``out = r + (inp - r - q)``; with ``r - inp`` in its place it would
-    be lost. Where the mean is coded again, its owner keeps a residual.
+    ``q = Q(inp - r)``, with the codec Q. The mean of all q is added to r, or given to the outer optimizer as
+    its gradient. The encoding error stays in this rank's weights, ``out = r + (inp - r - q)``, so that it is
+    part of the next difference. If the mean is encoded again, its owner keeps a residual.
 
     Args:
         tensors: The parameters.
-        groups: Where to talk.
+        groups: The model's process groups.
         outer: The outer optimizer.
-        codec: None: differences travel full.
-        power: Columns of PowerSGD's matrices, in a codec's place; it feeds back what it dropped itself,
-            and all ranks get the same weights.
-        rule: What stands in the place of the mean; None: nothing.
+        codec: Compresses the differences; None: they are sent in full (float32).
+        power: Columns of PowerSGD's matrices, instead of a codec. PowerSGD keeps a residual, and all ranks
+            get the same weights.
+        rule: The robust aggregation that replaces the mean; None: the mean.
+
+    Attributes:
+        agreed: r, float32, one-dimensional; the same bits on all ranks.
+        dropped: The encoding error of this rank's last difference; None without a codec.
     """
 
     def __init__(
@@ -111,7 +118,7 @@ class Differences(AveragingStep):
         self.average: Any
         if codec is not None:
             self.dropped = torch.zeros_like(self.agreed)
-            # A sign of a mean would be a second guess on top of the first.
+            # The sign of a mean would lose its magnitude: the second phase uses 8 bits.
             second = find("int8") if codec.name == "sign" else codec
             kept = ((False, True), self.dropped)
             if rule is None:
@@ -124,16 +131,17 @@ class Differences(AveragingStep):
             self.average = RobustAverage(self.out, groups, rule)
         else:
             self.average = FullAverage(self.out, groups)
-        # All ranks get the same weights, unless they keep what a codec dropped.
+        # All ranks get the same weights, unless each keeps the error of a codec.
         self.exact = codec is None and all(t.dtype == torch.float32 for t in tensors)
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
         torch.sub(self.inp, self.agreed, out=self.out)
-        self.out[self.given.total :].zero_()  # a sign of nothing is not nothing
+        # The padding: a nonzero value in it would change the scale of a codec's block.
+        self.out[self.given.total :].zero_()
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.weigh(self.out)
-        self.average.start(round)
+        self.average.start(number)
         self.sent += self.average.sent
 
     def ready(self) -> bool:
@@ -146,7 +154,7 @@ class Differences(AveragingStep):
         self.average.wait()
         step = self.out
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.settle(step)
+            self.groups.sample_weight.normalize(step)
         if self.velocity is not None:
             self.velocity.mul_(self.outer.momentum).add_(step)
             step.add_(self.velocity, alpha=self.outer.momentum)
@@ -156,16 +164,17 @@ class Differences(AveragingStep):
             self._keep_dropped(self.dropped)
 
     def _keep_dropped(self, dropped: torch.Tensor) -> None:
-        """What the codec dropped stays in the weights; it was made of weighed differences."""
-        share = self.groups.sample_weight
-        if share is not None:
-            dropped.mul_(1 / share.mine if share.mine else 0.0)
+        """Adds the encoding error to this rank's weights; a sample weight scaled it, so that is undone
+        first."""
+        sample_weight = self.groups.sample_weight
+        if sample_weight is not None:
+            dropped.mul_(1 / sample_weight.mine if sample_weight.mine else 0.0)
         if self.heals:
             dropped.nan_to_num_(0.0, 0.0, 0.0)
         self.out += dropped
 
     def state(self) -> dict[str, Any]:
-        """The agreed weights, the outer momentum, the owner's residual."""
+        """The agreed weights, the outer momentum and the state of the average."""
         kept = {"agreed": self.agreed.clone(), "average": self.average.state()}
         if self.velocity is not None:
             kept["velocity"] = self.velocity.clone()

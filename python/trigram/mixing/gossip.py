@@ -1,7 +1,7 @@
-"""StepSchedule of weights among neighbours of a graph, all ranks in step.
+"""Averaging steps with the neighbours in a graph; all ranks make the same step at a time.
 
-Full weights (D-PSGD, arXiv 1705.09056), coded differences on a fixed graph (CHOCO, 1902.00340),
-coded differences over edges that come and go, and shares pushed along directed edges (SGP,
+In full (D-PSGD, arXiv 1705.09056), with compressed differences on a fixed graph (CHOCO, arXiv 1902.00340),
+with compressed differences on a graph that changes, and with push-sum on directed edges (SGP, arXiv
 1811.10792).
 """
 
@@ -24,51 +24,51 @@ _TAG = 1
 
 
 class Messages:
-    """What a round sends and awaits. On the CPU each message begins at once; on a GPU all begin
-    together when :meth:`go` is called, as NCCL wants it."""
+    """The messages of one averaging step. On the CPU each starts at once; on a GPU all start together in
+    :meth:`flush`, because NCCL needs them in one group call."""
 
     def __init__(self, groups: ModelGroups) -> None:
         self.groups = groups
         self.works: list[collectives.Work] = []
-        self.parcels: list[tuple[bool, int, torch.Tensor]] = []
+        self.pending: list[tuple[bool, int, torch.Tensor]] = []
         self.buffers: list[torch.Tensor] = []
 
     def buffer(self, k: int, like: torch.Tensor) -> torch.Tensor:
-        """The k-th buffer; kept from round to round."""
+        """The k-th buffer, with the size, dtype and device of ``like``; reused in later steps."""
         while len(self.buffers) <= k:
             self.buffers.append(empty(like.numel(), dtype=like.dtype, device=like.device))
         return self.buffers[k]
 
-    def send(self, t: torch.Tensor, place: int) -> int:
-        """Sends; the bytes."""
-        self._begin(True, t, place)
+    def send(self, t: torch.Tensor, group_rank: int) -> int:
+        """Sends ``t`` to group rank ``group_rank``; returns its bytes."""
+        self._begin(True, t, group_rank)
         return t.nbytes
 
-    def receive(self, t: torch.Tensor, place: int) -> torch.Tensor:
-        """Receives into ``t``."""
-        self._begin(False, t, place)
+    def receive(self, t: torch.Tensor, group_rank: int) -> torch.Tensor:
+        """Receives into ``t`` from group rank ``group_rank``; returns ``t``."""
+        self._begin(False, t, group_rank)
         return t
 
-    def _begin(self, sends: bool, t: torch.Tensor, place: int) -> None:
+    def _begin(self, sends: bool, t: torch.Tensor, group_rank: int) -> None:
         if device.handles(t):
-            return self.parcels.append((sends, place, t))
-        move, group = collectives.send if sends else collectives.recv, self.groups.main
-        work = move(t, group.ranks[place], _TAG, group, async_op=True)
+            return self.pending.append((sends, group_rank, t))
+        call, group = collectives.send if sends else collectives.recv, self.groups.main
+        work = call(t, group.ranks[group_rank], _TAG, group, async_op=True)
         assert work is not None
         self.works.append(work)
 
-    def go(self) -> None:
-        """All messages of the round have been named."""
-        parcels, self.parcels = self.parcels, []
-        if parcels:
-            self.works.append(collectives.batch_send_recv(parcels, self.groups.main))
+    def flush(self) -> None:
+        """Starts the messages that were not started yet; called after the last send or receive of a step."""
+        pending, self.pending = self.pending, []
+        if pending:
+            self.works.append(collectives.batch_send_recv(pending, self.groups.main))
 
     def ready(self) -> bool:
-        """Whether all have ended."""
+        """Whether all messages have ended."""
         return all(w.is_completed() for w in self.works)
 
     def wait(self) -> None:
-        """Waits for all; the first error is raised when all have ended, or the ranks come together."""
+        """Waits for all messages, then raises the first error if there was one."""
         works, self.works = self.works, []
         error: Exception | None = None
         for work in works:
@@ -81,13 +81,13 @@ class Messages:
 
 
 class Gossip(AveragingStep):
-    """What the rounds of neighbours have in common.
+    """The base class of averaging steps with neighbours.
 
     Args:
         tensors: The parameters.
-        groups: Where to talk.
-        graph: Who talks to whom.
-        dtype: Of what travels.
+        groups: The model's process groups.
+        graph: The neighbours of each rank, by step.
+        dtype: See :class:`AveragingStep`.
         length: See :class:`AveragingStep`.
     """
 
@@ -101,10 +101,10 @@ class Gossip(AveragingStep):
     ) -> None:
         super().__init__(tensors, groups, dtype, length)
         self.graph = graph
-        self.place = groups.rank
+        self.rank = groups.rank
         self.messages = Messages(groups)
         if device.handles(self.inp):
-            # All agree on a way now: in a round a rank may have nothing to say.
+            # All ranks agree on the route here, because a rank may have no neighbour in a later step.
             routes.route(groups.main, self.inp.device)
 
     def ready(self) -> bool:
@@ -113,47 +113,52 @@ class Gossip(AveragingStep):
 
 
 class Mix(Gossip):
-    """``out = sum_j W_ij inp_j``."""
+    """``out = sum_j W_ij inp_j`` with the weights W of the graph (D-PSGD)."""
 
     exact = True
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
-        to, received = self.graph.neighbours(self.place, round)
-        self.heard = [
+        receivers, senders = self.graph.neighbours(self.rank, number)
+        self.incoming = [
             (self.messages.receive(self.messages.buffer(k, self.inp), j), weight)
-            for k, (j, weight) in enumerate(received)
+            for k, (j, weight) in enumerate(senders)
         ]
-        for j in to:
+        for j in receivers:
             self.sent += self.messages.send(self.inp, j)
-        self.messages.go()
+        self.messages.flush()
 
     def wait(self) -> None:
         """See :class:`AveragingStep`."""
         self.messages.wait()
         half = self.inp.dtype in (torch.float16, torch.bfloat16)
         mixed = self.inp.float() if half else self.out
-        own = 1 - sum(weight for _, weight in self.heard)
-        torch.mul(mixed if half else self.inp, own, out=mixed)
-        for theirs, weight in self.heard:
+        self_weight = 1 - sum(weight for _, weight in self.incoming)
+        torch.mul(mixed if half else self.inp, self_weight, out=mixed)
+        for theirs, weight in self.incoming:
             mixed.add_(theirs, alpha=weight)
         if half:
             self.out.copy_(mixed)
 
 
 class Choco(Gossip):
-    """CodecCompressor differences on a fixed graph, to replicas that every neighbour holds alike.
+    """Compressed differences on a fixed graph (CHOCO-SGD).
 
-    ``q = Q(inp - xhat)``, everybody adds it to its copy of this rank's xhat, and
-    ``out = inp + gamma sum_j W_ij (xhat_j - xhat_i)``. Of the neighbours' replicas only the weighted
-    sum is needed, so two tensors are kept, whatever the degree.
+    Each rank i has an estimate xhat_i of its weights that its neighbours hold too. It sends
+    ``q = Q(inp - xhat_i)``; it and its neighbours add q to xhat_i; and
+    ``out = inp + gamma sum_j W_ij (xhat_j - xhat_i)``. Of the neighbours' estimates only the weighted sum is
+    needed, so two tensors are kept, whatever the number of neighbours.
 
     Args:
         tensors: The parameters.
-        groups: Where to talk.
-        graph: Undirected, always the same.
-        codec: Of the differences.
-        gamma: How much of the difference is taken; too much for a coarse codec diverges.
+        groups: The model's process groups.
+        graph: Undirected, the same in all steps.
+        codec: Q.
+        gamma: The consensus step size; with a coarse codec a large one diverges.
+
+    Attributes:
+        replica: xhat_i, float32.
+        theirs: ``sum_j W_ij xhat_j`` over the neighbours j, float32.
     """
 
     def __init__(
@@ -161,7 +166,7 @@ class Choco(Gossip):
     ) -> None:
         super().__init__(tensors, groups, graph, torch.float32)
         self.codec, self.gamma = codec, gamma
-        self.weight = sum(w for _, w in graph.neighbours(self.place)[1])
+        self.weight = sum(w for _, w in graph.neighbours(self.rank)[1])
         self.take()
         # All ranks start with the same weights.
         self.replica = self.inp.clone()
@@ -169,30 +174,30 @@ class Choco(Gossip):
         size = codec.size(self.inp.numel())
         self.code = empty(size, dtype=torch.uint8, device=self.inp.device)
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
-        to, received = self.graph.neighbours(self.place)
-        self.heard = [
+        receivers, senders = self.graph.neighbours(self.rank)
+        self.incoming = [
             (self.messages.receive(self.messages.buffer(k, self.code), j), j, weight)
-            for k, (j, weight) in enumerate(received)
+            for k, (j, weight) in enumerate(senders)
         ]
         torch.sub(self.inp, self.replica, out=self.out)
-        self.codec.encode(self.out, self.code, seed=seed(round, self.place))
-        for j in to:
+        self.codec.encode(self.out, self.code, seed=seed(number, self.rank))
+        for j in receivers:
             self.sent += self.messages.send(self.code, j)
-        self.messages.go()
+        self.messages.flush()
         self.codec.decode(self.code, self.replica, 1.0)
 
     def wait(self) -> None:
         """See :class:`AveragingStep`."""
         self.messages.wait()
-        for code, j, weight in self.heard:
+        for code, j, weight in self.incoming:
             self.codec.decode(code, self.theirs, weight, self.groups.main.ranks[j])
         torch.sub(self.theirs, self.replica, alpha=self.weight, out=self.out)
         self.out.mul_(self.gamma).add_(self.inp)
 
     def state(self) -> dict[str, Any]:
-        """The replicas."""
+        """The estimate of this rank, and the weighted sum of the neighbours'."""
         return {"replica": self.replica.clone(), "theirs": self.theirs.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
@@ -202,13 +207,15 @@ class Choco(Gossip):
 
 
 class References:
-    """One reference per edge, which both ends hold alike and both move to the middle of what they
-    told each other: half the memory of replicas, and it forgives coarse codecs.
+    """One reference per edge, for compressed differences when the neighbours change.
+
+    Both ends of an edge hold the same reference. Each sends its encoded difference to the reference, and both
+    move the reference to the mean of the two decoded values.
 
     Args:
-        start: The weights that all ranks have; references begin there.
-        codec: None: full; no reference is needed.
-        groups: Where to talk.
+        start: The weights, the same on all ranks, at which references start; one-dimensional.
+        codec: Compresses the differences; None: weights are sent in full, without references.
+        groups: The model's process groups.
     """
 
     def __init__(self, start: torch.Tensor, codec: Codec | None, groups: ModelGroups) -> None:
@@ -224,17 +231,17 @@ class References:
             self.edges[j] = self.start.clone()
         return self.edges[j]
 
-    def tell(self, j: int, values: torch.Tensor, out: torch.Tensor, seed: int) -> None:
-        """Writes to ``out`` what place j is told of these values."""
+    def encode(self, j: int, values: torch.Tensor, out: torch.Tensor, seed: int) -> None:
+        """Writes into ``out`` the message that tells group rank ``j`` these values."""
         if self.codec is None:
             out.copy_(values)
         else:
             self.codec.encode(values - self._edge(j), out, seed=seed)
 
-    def meet(
+    def apply(
         self, j: int, mine: torch.Tensor, theirs: torch.Tensor, out: torch.Tensor, weight: float
     ) -> None:
-        """Adds ``weight`` times the difference to ``out``, and moves the reference."""
+        """Adds ``weight`` times the difference (theirs - mine) to ``out``, and moves the reference."""
         if self.codec is None:
             out.add_(theirs, alpha=weight).sub_(mine, alpha=weight)
             return
@@ -246,7 +253,7 @@ class References:
             self.codec.decode(code, edge, 0.5, sender)
 
     def state(self) -> dict[str, Any]:
-        """The references by place, and where new ones begin."""
+        """The references by group rank, and the weights at which new ones start."""
         if self.codec is None:
             return {}
         return {"start": self.start.clone(), "edges": {j: e.clone() for j, e in self.edges.items()}}
@@ -259,9 +266,9 @@ class References:
 
 
 class Edges(Gossip):
-    """CodecCompressor differences on a graph that changes: :class:`References`.
+    """Compressed differences on a graph that changes: see :class:`References`.
 
-    Args: see :class:`Choco`.
+    The arguments are those of :class:`Choco`.
     """
 
     def __init__(
@@ -271,27 +278,27 @@ class Edges(Gossip):
         self.gamma = gamma
         self.take()
         self.references = References(self.inp, codec, groups)
-        self.told = Messages(groups)
+        self.outgoing = Messages(groups)
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
-        _, received = self.graph.neighbours(self.place, round)
+        _, senders = self.graph.neighbours(self.rank, number)
         code = self.references.code
-        self.heard = []
-        for k, (j, weight) in enumerate(received):
+        self.incoming = []
+        for k, (j, weight) in enumerate(senders):
             theirs = self.messages.receive(self.messages.buffer(k, code), j)
-            mine = self.told.buffer(k, code)
-            self.references.tell(j, self.inp, mine, seed(round, self.place))
-            self.heard.append((j, mine, theirs, weight))
+            mine = self.outgoing.buffer(k, code)
+            self.references.encode(j, self.inp, mine, seed(number, self.rank))
+            self.incoming.append((j, mine, theirs, weight))
             self.sent += self.messages.send(mine, j)
-        self.messages.go()
+        self.messages.flush()
 
     def wait(self) -> None:
         """See :class:`AveragingStep`."""
         self.messages.wait()
         self.out.copy_(self.inp)
-        for j, mine, theirs, weight in self.heard:
-            self.references.meet(j, mine, theirs, self.out, self.gamma * weight)
+        for j, mine, theirs, weight in self.incoming:
+            self.references.apply(j, mine, theirs, self.out, self.gamma * weight)
 
     def state(self) -> dict[str, Any]:
         """The references."""
@@ -303,58 +310,64 @@ class Edges(Gossip):
 
 
 class PushSum(Gossip):
-    """Shares of weights and of a weight's weight along directed edges: right where senders outnumber
-    receivers somewhere, which plain mixing is not.
+    """Push-sum on directed edges (SGP): converges to the mean also where ranks receive from unequal numbers
+    of senders, which mixing with a directed graph does not.
 
-    The numerator takes what the optimizer did to the weights; stepping the ratio instead would bias
-    the result at any learning rate.
+    Each rank has a numerator and a scalar denominator, which starts at 1 and is the last value of the tensor.
+    It splits both into equal parts, keeps one, and sends the others to its receivers; its weights are the
+    ratio. The change that the optimizer made to the weights is added to the numerator; changing the ratio
+    instead would bias the result at any learning rate.
+
+    Attributes:
+        numerator: The numerator and, as the last value, the denominator; float32.
+        part: The part that this rank sends in a step.
+        previous: The weights after the last step, to find the optimizer's change.
     """
 
     exact = True
 
     def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, graph: Graph) -> None:
-        # One more value: the weight of the weights.
+        # One more value: the denominator.
         super().__init__(tensors, groups, graph, torch.float32, lambda total: total + 1)
         self.exact = all(t.dtype == torch.float32 for t in tensors)
         self.take()
-        self.sample_weight = empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
+        self.part = empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
         self.numerator = self.inp.clone()
         self.numerator[-1] = 1.0
-        self.left = self.inp.clone()
+        self.previous = self.inp.clone()
 
-    def start(self, round: int) -> None:
+    def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
-        to, received = self.graph.neighbours(self.place, round)
-        self.heard = [
-            self.messages.receive(self.messages.buffer(k, self.sample_weight), j)
-            for k, (j, _) in enumerate(received)
+        receivers, senders = self.graph.neighbours(self.rank, number)
+        self.incoming = [
+            self.messages.receive(self.messages.buffer(k, self.part), j) for k, (j, _) in enumerate(senders)
         ]
-        self.inp[-1] = self.left[-1] = 0.0
-        self.numerator += torch.sub(self.inp, self.left, out=self.out)
-        self.numerator /= 1 + len(to)
-        self.sample_weight.copy_(self.numerator)
-        for j in to:
-            self.sent += self.messages.send(self.sample_weight, j)
-        self.messages.go()
+        self.inp[-1] = self.previous[-1] = 0.0
+        self.numerator += torch.sub(self.inp, self.previous, out=self.out)
+        self.numerator /= 1 + len(receivers)
+        self.part.copy_(self.numerator)
+        for j in receivers:
+            self.sent += self.messages.send(self.part, j)
+        self.messages.flush()
 
     def wait(self) -> None:
         """See :class:`AveragingStep`."""
         self.messages.wait()
-        for theirs in self.heard:
+        for theirs in self.incoming:
             self.numerator += theirs
         torch.div(self.numerator, self.numerator[-1], out=self.out)
-        self.left.copy_(self.out)
+        self.previous.copy_(self.out)
 
     def state(self) -> dict[str, Any]:
-        """The numerator with its weight, and what the last round left."""
-        return {"numerator": self.numerator.clone(), "left": self.left.clone()}
+        """The numerator with the denominator, and the weights after the last step."""
+        return {"numerator": self.numerator.clone(), "left": self.previous.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.numerator.copy_(state["numerator"])
-        self.left.copy_(state["left"])
+        self.previous.copy_(state["left"])
 
 
-def seed(round: int, place: int) -> int:
-    """A number of its own for each round and place, for codecs that draw."""
-    return (round << 20 | place) * 0x9E3779B97F4A7C15
+def seed(number: int, group_rank: int) -> int:
+    """A different seed for each step and group rank, for codecs with random rounding or selection."""
+    return (number << 20 | group_rank) * 0x9E3779B97F4A7C15

@@ -1,7 +1,7 @@
-"""What local SGD shares beside weights: the optimizer's state.
+"""Averages the optimizer's state together with the weights, for local SGD.
 
-Between averages each rank's momenta follow its own gradients; averaging them with the weights
-keeps them pointing where the averaged weights go. They are never reset.
+Between averaging steps the momenta of each rank follow the gradients of that rank; averaging them with the
+weights keeps them consistent with the averaged weights. They are never reset.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from trigram.mixing.step import AveragingStep
 
 
 class OptimizerState(AveragingStep):
-    """Averages every tensor of an optimizer's state that is shaped as its parameter.
+    """Averages every floating-point tensor of an optimizer's state that has the shape of its parameter.
 
-    It goes with the rounds of weights, but has no flat tensors and is over at once: optimizers make
-    their state in their first step, so there is no place for it before.
+    It runs in the averaging steps of the weights, but blocking and without coalesced tensors: an optimizer
+    makes its state in its first step, so the sizes are not known before.
+
+    Args:
+        groups: The model's process groups.
+        optimizer: The optimizer of the model.
     """
 
     def __init__(self, groups: ModelGroups, optimizer: torch.optim.Optimizer) -> None:
@@ -34,17 +38,17 @@ class OptimizerState(AveragingStep):
         ]
 
     def take(self) -> None:
-        """Nothing."""
+        """No snapshot: :meth:`wait` averages in place."""
 
-    def start(self, round: int) -> None:
-        """Nothing."""
+    def start(self, number: int) -> None:
+        """Starts nothing: :meth:`wait` does all."""
 
     def wait(self) -> None:
-        """Averages the state."""
+        """Averages the state in place, blocking."""
         state = self._state()
         mean_of(state, self.groups, self.groups.sample_weight)
         n = self.groups.size
         self.sent += 2 * (n - 1) * sum(t.nbytes for t in state) // n
 
     def apply(self, moved: bool) -> None:
-        """Done already."""
+        """Changes nothing: :meth:`wait` has averaged in place."""

@@ -1,8 +1,9 @@
-"""An averaging step of weights: what a rank gives, and what it takes back.
+"""The base class of averaging steps of weights.
 
-An :class:`AveragingStep` has the weights of a rank in one flat tensor (``inp``), communicates, and leaves in
-another (``out``) what the weights should be. The training layer decides when, and whether ``out`` is assigned
-or its difference to ``inp`` is added to weights that have moved on.
+An :class:`AveragingStep` copies the weights of this rank into one coalesced tensor (``inp``), communicates,
+and writes the averaged weights into another (``out``). The training layer decides when a step runs, and
+whether ``out`` is assigned to the weights or the difference ``out - inp`` is added to weights that have
+changed since.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from trigram.collectives import coalesced
 
 
 class AveragingStep:
-    """StepSchedule of one flat tensor. A new algorithm is a subclass with ``start``, ``wait`` and, unless
-    it always waits, ``ready``.
+    """Averages the weights of one model. A new algorithm is a subclass with ``start``, ``wait`` and, unless
+    it always waits, ``ready``; see docs/extending.md.
 
     Args:
-        tensors: What is exchanged: the parameters, of one dtype unless ``dtype`` says otherwise.
-        groups: Where to talk.
-        dtype: Of the flat tensors.
-        length: Of the flat tensors, from what the parameters take.
+        tensors: The parameters; all of one dtype, unless ``dtype`` is given.
+        groups: The model's process groups.
+        dtype: The dtype of ``inp`` and ``out``; None: that of the parameters.
+        length: From the number of values of the parameters to the length of ``inp`` and ``out``, for padding;
+            None: no padding.
 
     Attributes:
-        inp: The weights given, coalesced.
-        out: What they should be, flat, after :meth:`wait`.
-        sent: Bytes sent so far.
-        exact: Whether ``out`` may be assigned where the weights are still ``inp``.
-        heals: Whether ``out`` replaces weights of this rank that were not finite: a difference to
-            them would leave them so.
+        inp: The weights at the last :meth:`take`, one-dimensional.
+        out: The averaged weights after :meth:`wait`, one-dimensional.
+        sent: Bytes that this rank has sent so far.
+        exact: Whether ``out`` may be assigned if the weights are still ``inp``.
+        heals: Whether ``out`` replaces this rank's weights if they contain NaN or infinity: adding a
+            difference to them cannot repair them.
     """
 
     exact = False
@@ -55,12 +57,12 @@ class AveragingStep:
     # The weights.
 
     def take(self) -> None:
-        """A snapshot of the weights."""
+        """Copies the weights into ``inp``."""
         self.given.pack()
 
     @torch.no_grad()
     def apply(self, moved: bool) -> None:
-        """Gives the weights what they should be; ``moved``: they are no longer the snapshot."""
+        """Moves the result into the weights; ``moved``: the weights have changed since :meth:`take`."""
         if (self.exact and not moved) or (self.heals and not bool(self.inp.isfinite().all())):
             self.taken.unpack()
             return
@@ -71,25 +73,26 @@ class AveragingStep:
             parts = [v.to(t.dtype) for v, t in zip(parts, tensors, strict=True)]
         torch._foreach_add_(tensors, parts)
 
-    # The round.
+    # The averaging step.
 
-    def start(self, round: int) -> None:
-        """Begins a round; ``inp`` must stay as it is until it has ended."""
+    def start(self, number: int) -> None:
+        """Starts averaging step ``number`` (0, 1, ...); ``inp`` must not change until :meth:`wait`
+        returns."""
         raise NotImplementedError
 
     def ready(self) -> bool:
-        """Whether :meth:`wait` would not wait. Moves on what can be."""
+        """Advances the step without waiting; True if :meth:`wait` would return at once."""
         return True
 
     def wait(self) -> None:
-        """Ends the round."""
+        """Waits until the averaging step has ended and ``out`` holds its result."""
         raise NotImplementedError
 
-    # What is remembered between rounds.
+    # State between averaging steps.
 
     def state(self) -> dict[str, Any]:
-        """Tensors and numbers."""
+        """The state for a checkpoint: tensors and numbers by name."""
         return {}
 
     def load(self, state: dict[str, Any]) -> None:
-        """What :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""

@@ -7,30 +7,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ALL_REDUCE, REDUCE, BROADCAST, BARRIER, ALL_GATHER = 1, 2, 3, 4, 5
-REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = 6, 7, 8, 9
+from trigram import _core
 
-DTYPES = {
-    torch.float32: 0,
-    torch.float64: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int8: 4,
-    torch.uint8: 5,
-    torch.int32: 6,
-    torch.int64: 7,
-    torch.bool: 8,
-}
+_COLLECTIVES = dict(_core.COLLECTIVES)
+ALL_REDUCE, REDUCE, BROADCAST, BARRIER, ALL_GATHER = (
+    _COLLECTIVES[name] for name in ("all_reduce", "reduce", "broadcast", "barrier", "all_gather")
+)
+REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = (
+    _COLLECTIVES[name] for name in ("reduce_scatter", "gather", "scatter", "all_to_all")
+)
 
-OP_NAMES = ("sum", "avg", "min", "max", "prod", "band", "bor", "bxor")
-OPS: dict[Any, int] = {name: code for code, name in enumerate(OP_NAMES)}
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _core.DTYPES}
+
+OP_NAMES = tuple(name for name, _ in _core.OPS)
+OPS: dict[Any, int] = dict(_core.OPS)
 _TORCH_NAMES = {"prod": "PRODUCT"}
-OPS |= {getattr(dist.ReduceOp, _TORCH_NAMES.get(n, n.upper())): code for n, code in tuple(OPS.items())}
+OPS |= {getattr(dist.ReduceOp, _TORCH_NAMES.get(n, n.upper())): code for n, code in _core.OPS}
 
-VIAS = {
-    name: code
-    for code, name in enumerate((None, "shared", "ring", "tree", "recursive_doubling", "scatter_gather"))
-}
+VIAS: dict[str | None, int] = {(None if name == "auto" else name): code for name, code in _core.VIAS}
 
 Asked = tuple[int, int, int, int, int, int]
 """A call as the engine takes it: the codes of collective and dtype, the count of elements, the codes of

@@ -14,19 +14,12 @@ import threading
 
 from trigram import _core
 
-if not hasattr(_core, "log_line"):  # TEMPORARY until the engine has it
-    import queue as _queue
-
-    _q = _queue.SimpleQueue()
-    _core.log_line = lambda level, text: _q.put((level, text))
-    _core.next_log_lines = lambda timeout: [_q.get()]
-
 logger = logging.getLogger("trigram")
 
 _FLUSH_SECONDS = 1.0
 """How long a process that leaves waits until its last lines are written."""
-_FLUSH = 0
-"""The level of a line that is no line: the writer has come as far."""
+_FLUSH = "\0"
+"""No line of a log: the writer has come as far."""
 
 _lock = threading.Lock()
 _started_in = 0  # the process that has the thread: a forked child has none
@@ -56,14 +49,14 @@ def flush() -> None:
     """Waits until the lines logged so far are written, a second at most."""
     if _started_in == os.getpid():
         _flushed.clear()
-        _core.log_line(_FLUSH, "")
+        _core.log_line(logging.INFO, _FLUSH)
         _flushed.wait(_FLUSH_SECONDS)
 
 
 def _serve() -> None:
     while True:
         for level, text in _core.next_log_lines(3600.0):
-            if level == _FLUSH:
+            if text == _FLUSH:
                 _flushed.set()
             else:
                 _emit(level, text)

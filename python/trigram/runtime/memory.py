@@ -50,7 +50,7 @@ class _Owned:
     """A ctypes array over a block of registered memory, which it keeps alive."""
 
     @staticmethod
-    def of(block: _core.Block) -> Any:
+    def of(block: _core.RegisteredMemory) -> Any:
         """The array of a block's bytes."""
         array = (ctypes.c_char * block.nbytes).from_address(block.address)
         array._owner = block  # type: ignore[attr-defined]

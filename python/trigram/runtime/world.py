@@ -308,9 +308,9 @@ def init(
         if late is not None:
             _world = late
             return late.group
-    records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.card())
+    records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
     try:
-        accepted = rendezvous.meet([record[1:] for record in records])
+        accepted = rendezvous.handshake([record[1:] for record in records])
     except TrigramError as error:
         gather.fail("handshake", error)
         raise
@@ -396,5 +396,5 @@ def _exit() -> None:
             finish()
         if _world.elastic is not None:
             _world.elastic.leave()
+        logs.flush()  # before the threads that serve the interpreter stop
         _world.engine.shutdown(True)
-        logs.flush()

@@ -1,8 +1,8 @@
-"""GradientSync in buckets: flat registered memory, and the gradients views into it.
+"""Buckets of gradients: one coalesced tensor each, in registered memory; the gradients are views into it.
 
-Where gradients travel in full, a bucket ends with one flag per parameter: 1 where this rank has a
-gradient, 0 where backward did not reach the parameter. The flags are averaged with the gradients,
-at no cost worth measuring, so every rank knows which parameters nobody used.
+If gradients are sent in full, a bucket ends with one flag per parameter: 1 if this rank has a gradient, 0 if
+backward did not reach the parameter. The flags are averaged with the gradients, so every rank knows which
+parameters no rank used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ FIRST_BUCKET = 1 << 20
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients travel together.
+    """Parameters of one dtype whose gradients are averaged together.
 
     Args:
-        indices: Which parameters.
-        params: All parameters.
-        length: The length of the memory in elements, from what the gradients take; None: the
-            gradients and one flag for each.
+        indices: The indices of the parameters in ``params``.
+        params: All parameters of the model.
+        length: From the number of gradient values to the number of values of the bucket; None: the gradients
+            and one flag for each.
 
     Attributes:
-        params: Indices of the parameters, in the order of their places.
-        views: Each parameter's gradient, in the bucket's memory.
-        flags: One per parameter, or None where they travel apart.
-        values: The memory without them.
-        pending: Parameters whose gradient is not here yet in this backward.
-        unused: Those that this rank did not use.
-        average: How its mean is made.
-        begun: Whether it has left in this backward.
-        spare: Where an elastic job keeps what this rank gave.
+        params: The indices of the parameters, in the order of their gradients in the memory.
+        memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device.
+        views: The gradient of each parameter, as a view into ``memory``.
+        flags: One per parameter; None if they are sent separately.
+        values: ``memory`` without the flags.
+        pending: Positions of parameters whose gradient has not arrived in this backward pass.
+        unused: Positions of parameters that this rank did not use in this backward pass.
+        average: The average that the bucket uses.
+        sent: Whether the bucket was sent in this backward pass.
+        backup: A copy of ``memory`` with this rank's gradients; elastic jobs only.
     """
 
     average: Average
@@ -59,42 +60,42 @@ class Bucket:
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
         self.nbytes = self.memory.nbytes
-        # Between and after the gradients: a codec's means may leave something there.
+        # The padding between and after the gradients, which decoding may leave nonzero.
         used = torch.zeros(whole, dtype=torch.bool, device=device)
         for a, p in zip(at, chosen, strict=True):
             used[a : a + p.numel()] = True
         self.gaps = (~used).nonzero().flatten() if length is not None else None
         self.pending: set[int] = set()
         self.unused: list[int] = []
-        self.begun = False
-        self.spare: torch.Tensor | None = None
+        self.sent = False
+        self.backup: torch.Tensor | None = None
 
     def begin(self) -> None:
-        """A backward pass begins: no gradient is here yet."""
+        """Resets the bucket at the start of a backward pass."""
         self.pending = set(range(len(self.params)))
         self.unused = []
-        self.begun = False
+        self.sent = False
 
     def collect(self, params: Sequence[torch.Tensor]) -> None:
-        """All gradients that will come are here: bring them to their places.
+        """Collects the gradients in ``memory`` when no more will arrive in this backward pass.
 
-        A gradient may lie in its place already, in memory of its own that autograd made (after
-        ``set_to_none``), or be missing: then this rank did not use the parameter.
+        A gradient may be a view into ``memory`` already, or be in memory that autograd allocated (after
+        ``set_to_none``), or be missing because this rank did not use the parameter.
         """
-        fresh: list[tuple[torch.Tensor, torch.Tensor]] = []
+        to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
         for k, i in enumerate(self.params):
             grad, view = params[i].grad, self.views[k]
             if grad is None:
                 view.zero_()
                 self.unused.append(k)
             elif grad.data_ptr() != view.data_ptr():
-                fresh.append((view, grad))
+                to_copy.append((view, grad))
                 params[i].grad = view
-        if fresh:
-            # One fused copy for all that lie elsewhere.
-            torch._foreach_copy_([v for v, _ in fresh], [g for _, g in fresh])
+        if to_copy:
+            # One fused copy for all gradients outside the bucket.
+            torch._foreach_copy_([v for v, _ in to_copy], [g for _, g in to_copy])
         self.pending = set()
-        self.begun = True
+        self.sent = True
         if self.gaps is not None:
             self.memory.index_fill_(0, self.gaps, 0)
         if self.flags is not None:
@@ -102,12 +103,12 @@ class Bucket:
             for k in self.unused:
                 self.flags[k] = 0
 
-    def settle(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
-        """The averages are here: parameters that only others used get theirs too.
+    def assign_unused(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
+        """After the average: assigns the gradient of parameters that only other ranks used.
 
         Args:
-            params: All parameters.
-            used: Whether anybody used each of this bucket's; None: its own flags tell.
+            params: All parameters of the model.
+            used: For each parameter of this bucket, nonzero if any rank used it; None: take ``flags``.
         """
         flags = self.flags if used is None else used
         assert flags is not None
@@ -117,15 +118,15 @@ class Bucket:
 
 
 def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
-    """Deals parameters into buckets in the order in which their gradients come.
+    """Assigns parameters to buckets in the order in which backward computes their gradients.
 
     Args:
         params: All parameters.
-        order: Indices of those that take part.
-        bucket_bytes: Size at which a bucket is full.
+        order: The indices of the parameters that are averaged, in that order.
+        bucket_bytes: The size in bytes from which on a bucket is full.
 
     Returns:
-        Indices by bucket, buckets in the order in which they fill.
+        The indices of each bucket, buckets in the order in which they fill.
     """
     full: list[list[int]] = []
     open_: dict[torch.dtype, tuple[list[int], int]] = {}

@@ -1,7 +1,6 @@
-"""From a trigram to what hooks a model: who, what and when put together.
+"""Composes an algorithm from its trigram: makes the hooks, the averages and the schedule for a model.
 
-The eight corners and their relatives are all here, in one page: a codec or a graph is looked up by
-name, and timing decides which rounds run it.
+``who`` selects the ranks that average, ``what`` the codec, ``when`` the schedule.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from trigram.training.weight_sync import WeightSync
 def compose(
     model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
 ) -> StepHooks:
-    """Hooks a model with an algorithm.
+    """Installs the hooks of an algorithm on a model.
 
     Args:
         model: The module.
-        groups: Where to talk.
+        groups: The model's process groups.
         algorithm: The algorithm.
-        bucket_bytes: Size of a bucket of gradients.
-        optimizer: For those that act on it.
+        bucket_bytes: Size of a bucket of gradients in bytes.
+        optimizer: The optimizer, for algorithms that use it; else None.
     """
     if algorithm.gradients:
         return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
@@ -48,35 +47,37 @@ def compose(
 
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
-    """How gradients travel during an algorithm's warm-up: in full, by its robust rule if it has one."""
+    """The compressor during an algorithm's warm-up: in full, with its robust aggregation if it has one."""
     return (
         None if algorithm.aggregation is None else compressors.make("full", None, {}, algorithm.aggregation)
     )
 
 
 def check(algorithm: Algorithm, optimizer: Any) -> None:
-    """Refuses an optimizer that does not fit an algorithm, before anything is begun."""
-    what, options = algorithm.value.what, algorithm.options
+    """Raises if the optimizer does not fit the algorithm; sends nothing."""
+    options = algorithm.options
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
     elif options.get("momentum"):
         if optimizer is None:
             raise MisuseError(
-                f"{algorithm.name}: momentum= needs optimizer=, to see that it has no momentum of its own"
+                f"{algorithm.name}: momentum= also needs optimizer=, to check that the optimizer has no "
+                "momentum"
             )
-        own = [k for g in optimizer.param_groups for k in ("momentum", "betas") if g.get(k)]
-        if own:
+        has_momentum = [k for g in optimizer.param_groups for k in ("momentum", "betas") if g.get(k)]
+        if has_momentum:
             raise UnsupportedError(
-                f"{algorithm.name}: momentum= beside an optimizer with {own[0]} diverges (momentum of momentum); "
-                "use one of them"
+                f"{algorithm.name}: momentum= all_tensors with an optimizer that has {has_momentum[0]} "
+                "applies momentum twice and diverges; remove one of the two"
             )
     elif optimizer is not None and not _averages_state(algorithm):
-        raise UnsupportedError(f"{algorithm.name}: {what} does not act on an optimizer; leave optimizer= out")
+        raise UnsupportedError(f"{algorithm.name}: this algorithm does not use optimizer=; remove it")
 
 
 def _averages_state(algorithm: Algorithm) -> bool:
-    """Averages of weights every h steps may average what the optimizer remembers too."""
+    """Whether the algorithm can average the optimizer's state: central averages of full weights every h
+    steps."""
     mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.every is not None
     return mean and not algorithm.gradients and algorithm.step is None
 
@@ -91,15 +92,15 @@ def _compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCom
 def _schedule(
     tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm, optimizer: Any
 ) -> StepSchedule:
-    """Timing, over steps."""
+    """The schedule (``when``) of the averaging steps."""
     options = algorithm.options
     if algorithm.every is None and algorithm.kind == "gossip" and algorithm.step is None:
-        together = [t for same in tensors for t in same]
+        all_tensors = [t for same in tensors for t in same]
         graph = graphs.find(algorithm.graph, groups.size)
         codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.get("block"))
         plain = codec is None and len(tensors) == 1
-        flat = AveragingStep(together, groups, None if plain else torch.float32)
-        return AsyncGossip(flat, groups, graph, codec, options["staleness"], options["script"])
+        weights = AveragingStep(all_tensors, groups, None if plain else torch.float32)
+        return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
     steps = _steps(tensors, groups, algorithm)
     if algorithm.every is None:
         return BackgroundSteps(steps, groups, options["staleness"], options["script"])
@@ -111,25 +112,25 @@ def _schedule(
 def _steps(
     tensors: list[list[torch.Tensor]], groups: ModelGroups, algorithm: Algorithm
 ) -> list[AveragingStep]:
-    """Who and what: one exchange for each dtype, or one for all where differences are in float32."""
+    """The averaging steps (``who`` and ``what``): one per dtype, or one for all dtypes in float32."""
     options, what = algorithm.options, algorithm.value.what
-    together = [t for same in tensors for t in same]
+    all_tensors = [t for same in tensors for t in same]
     if algorithm.step is not None:
         timing = ("overlap", "warmup_steps", "script", "staleness", "outer_lr", "outer_momentum")
-        own = {k: v for k, v in options.items() if k not in timing}
-        made: list[AveragingStep] = [algorithm.step(same, groups, **own) for same in tensors]
-        return made
+        arguments = {k: v for k, v in options.items() if k not in timing}
+        steps: list[AveragingStep] = [algorithm.step(same, groups, **arguments) for same in tensors]
+        return steps
     if algorithm.kind == "push":
-        return [PushSum(together, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
+        return [PushSum(all_tensors, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
     power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
     codec = find(what, options.get("block")) if what != "full" and power is None else None
     if algorithm.kind == "central":
         outer = Outer(options["outer_lr"], options["outer_momentum"])
         if codec is None and power is None and outer == Outer():
             return [Mean(same, groups, algorithm.aggregation) for same in tensors]
-        return [Differences(together, groups, outer, codec, power, algorithm.aggregation)]
+        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None:
         return [Mix(same, groups, graph) for same in tensors]
     make = Edges if graph.changes else Choco
-    return [make(together, groups, graph.closure(), codec, options["gamma"])]
+    return [make(all_tensors, groups, graph.closure(), codec, options["gamma"])]

@@ -1,4 +1,5 @@
-"""What gradients are turned into on their way: codes, thin matrices, momenta."""
+"""Gradient compressors: codecs, PowerSGD, momentum, robust aggregation; they choose the average of a
+bucket."""
 
 from __future__ import annotations
 
@@ -19,59 +20,68 @@ from trigram.codecs import Codec, find
 from trigram.training.buckets import Bucket
 from trigram.training.qadam import QAdam
 
-FED_BACK = ("sign", "topk", "randomk")
-"""Codecs that need error feedback: what they drop is not small."""
+NEEDS_FEEDBACK = ("sign", "topk", "randomk")
+"""Codecs that need error feedback, because their error is large."""
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class GradientCompressor:
-    """What travels for a bucket, and what is done to it before and after: by default, the gradients.
+    """Chooses how the gradients of a bucket are averaged, and changes them before that; this one sends them
+    in full.
 
-    One per model; it may remember things by bucket.
+    There is one per model; it may keep state for each bucket.
     """
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
-        """From the elements that gradients take, the bucket's length; None: gradients and flags, in full.
+        """The function from the number of gradient values to the length of a bucket.
 
-        ``like`` is one of the parameters."""
+        None: the bucket is sent in full and ends with one flag per parameter. ``like`` is one of the
+        parameters of the bucket, for its dtype and device."""
         return None
 
     def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
-        """How a bucket becomes its mean."""
+        """The average that a bucket uses in all steps."""
         return FullAverage(bucket.memory, groups)
 
-    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """The gradients are in the bucket, and about to leave."""
+    def bucket(self, indices: Sequence[int], params: Sequence[torch.Tensor], groups: ModelGroups) -> Bucket:
+        """A bucket of some parameters, by their indices, with its average; ``params``: all parameters."""
+        layout = self.layout(params[indices[0]], groups)
+        made = Bucket(indices, params, layout)
+        made.average = FullAverage(made.memory, groups) if layout is None else self.average(made, groups)
+        return made
 
-    def departed(self, bucket: Bucket) -> None:
-        """They have left, encoded."""
+    def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """Called when all gradients are in the bucket, before they are sent; may change them in place."""
+
+    def after_send(self, bucket: Bucket) -> None:
+        """Called after the gradients were encoded and sent."""
 
     def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-        """What it remembers of each parameter in a bucket."""
+        """The state of each parameter in a bucket, by name; it moves when buckets are rebuilt."""
         return [{} for _ in bucket.params]
 
 
 class CodecCompressor(GradientCompressor):
-    """GradientSync through a codec.
+    """Gradients through a codec.
 
     Args:
-        codec: Of the first leg.
-        second: Of the second leg.
-        feedback: Whether what codecs drop is added the next time.
+        codec: The codec of the first phase.
+        second: The codec of the second phase.
+        feedback: For each phase, whether its encoding error is added in the next step (error feedback).
     """
 
     def __init__(self, codec: Codec, second: Codec, feedback: tuple[bool, bool]) -> None:
         self.codec, self.second, self.feedback = codec, second, feedback
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
-        """Whole shards; float64 travels full."""
+        """Pads to whole shards; float64 is sent in full."""
         if like.dtype not in _FLOATS:
             return None
         levels = self._levels(groups, like)
         return levels.length if levels is not None else lambda total: padded(total, groups.size)
 
     def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
-        """In two legs; between hosts only, where GPUs have two levels."""
+        """In two phases; only between hosts if the GPUs take the hierarchical route."""
         levels = self._levels(groups, bucket.memory)
         if levels is None:
             return self._coded(bucket.memory, groups)
@@ -85,11 +95,11 @@ class CodecCompressor(GradientCompressor):
 
 
 class MomentumCorrectedCompressor(CodecCompressor):
-    """The largest of a momentum that is kept before coding: DGC's momentum correction.
+    """Top-k of a momentum instead of the gradient: DGC's momentum correction (arXiv 1712.01887).
 
     Args:
         codec: Top-k.
-        momentum: m in ``u = m u + g``; what was sent of u is 0 then.
+        momentum: m in ``u = m u + g``; the values of u that were sent become 0.
     """
 
     def __init__(self, codec: Codec, momentum: float) -> None:
@@ -98,7 +108,8 @@ class MomentumCorrectedCompressor(CodecCompressor):
         self.velocity: dict[int, torch.Tensor] = {}
 
     def _levels(self, groups: ModelGroups, like: torch.Tensor) -> HostLevels | None:
-        """None: what was sent is known from this rank's own residual of all gradients."""
+        """None: :meth:`after_send` needs this rank's residual of all gradients, which two levels do not
+        have."""
         return None
 
     def _of(self, bucket: Bucket) -> torch.Tensor:
@@ -107,14 +118,14 @@ class MomentumCorrectedCompressor(CodecCompressor):
             self.velocity[at] = torch.zeros(bucket.memory.numel(), device=bucket.memory.device)
         return self.velocity[at]
 
-    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """The velocity travels in the gradients' place."""
+    def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """Replaces the gradients by the velocity."""
         u = self._of(bucket)
         u.mul_(self.momentum).add_(bucket.memory)
         bucket.memory.copy_(u)
 
-    def departed(self, bucket: Bucket) -> None:
-        """What was sent has no velocity left. It is where nothing remains to be sent."""
+    def after_send(self, bucket: Bucket) -> None:
+        """Sets the velocity of the values that were sent to 0: those whose residual is 0."""
         average = bucket.average
         assert isinstance(average, CodedAverage) and average.residual is not None
         self._of(bucket).masked_fill_(average.residual == 0, 0.0)
@@ -127,28 +138,28 @@ class MomentumCorrectedCompressor(CodecCompressor):
 
 
 class PowerSGDCompressor(GradientCompressor):
-    """PowerSGD of some rank."""
+    """PowerSGD with matrices of ``rank`` columns."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
-        """The gradients; float64 travels full."""
+        """No padding; float64 is sent in full."""
         return (lambda total: total) if like.dtype in _FLOATS else None
 
     def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
-        """As products of thin matrices."""
+        """PowerSGD over the bucket."""
         return PowerAverage(bucket.memory, bucket.views, groups, self.rank)
 
 
 class MomentumCompressor(CodecCompressor):
-    """Adam's first moments in the gradients' place, once the variance is frozen: 1-bit Adam (arXiv
-    2102.02888), and the same with 8 bits.
+    """Sends Adam's first moments instead of gradients, with a frozen variance: 1-bit Adam (arXiv 2102.02888),
+    also with 8 bits.
 
     Args:
-        optimizer: The optimizer that knows what it gets.
+        optimizer: The optimizer; it is switched to moments here.
         bits: 8 or 1.
-        block: Values per block; None: the codec's own.
+        block: Values per block; None: the default of the codec.
     """
 
     def __init__(self, optimizer: QAdam, bits: int, block: int | None) -> None:
@@ -157,19 +168,19 @@ class MomentumCompressor(CodecCompressor):
         self.optimizer = optimizer
         optimizer.freeze()
 
-    def prepare(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """Each gradient becomes the first moment that it would lead to."""
+    def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
+        """Replaces each gradient by the first moment that Adam would compute from it."""
         for i, view in zip(bucket.params, bucket.views, strict=True):
             self.optimizer.to_momentum(params[i], view)
 
 
 class RobustCompressor(GradientCompressor):
-    """GradientSync combined by a robust rule, in full or through codecs.
+    """Gradients with a robust aggregation instead of the mean, in full or through codecs.
 
     Args:
-        rule: What stands in the place of the mean.
-        codecs: Of the two legs; None: the numbers themselves, as float64 always travels.
-        feedback: Whether what codecs drop is added the next time.
+        rule: The robust aggregation.
+        codecs: Of the first and second phase; None: uncompressed. float64 is always uncompressed.
+        feedback: For each phase, whether its encoding error is added in the next step.
     """
 
     def __init__(
@@ -181,11 +192,11 @@ class RobustCompressor(GradientCompressor):
         self.aggregation, self.codecs, self.feedback = rule, codecs, feedback
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
-        """Whole shards."""
+        """Pads to whole shards."""
         return lambda total: padded(total, groups.size)
 
     def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
-        """In two legs, without levels: a host's sum would hide the rank that is broken."""
+        """In two phases, never in two levels: a sum over a host would hide which rank is wrong."""
         if self.codecs is None or bucket.memory.dtype not in _FLOATS:
             return RobustAverage(bucket.memory, groups, self.aggregation)
         return RobustAverage(bucket.memory, groups, self.aggregation, self.codecs, self.feedback)
@@ -194,13 +205,13 @@ class RobustCompressor(GradientCompressor):
 def make(
     what: str, block: int | None, options: dict[str, Any], rule: RobustAggregation | None = None
 ) -> GradientCompressor:
-    """The coding of a trigram's WHAT for gradients.
+    """Makes the gradient compressor of a trigram's WHAT.
 
     Args:
-        what: ``full``, ``powersgd:RANK`` or a codec.
-        block: Values per block; None: the codec's own.
-        options: ``momentum`` of top-k.
-        rule: What stands in the place of the mean; None: nothing.
+        what: ``full``, ``powersgd:RANK`` or the name of a codec.
+        block: Values per block; None: the default of the codec.
+        options: The algorithm's options; ``momentum`` is used with top-k.
+        rule: The robust aggregation that replaces the mean; None: the mean.
     """
     kind, _, parameter = what.partition(":")
     if kind == "full":
@@ -210,9 +221,9 @@ def make(
     codec = find(what, block)
     if options.get("momentum"):
         return MomentumCorrectedCompressor(codec, options["momentum"])
-    fed = kind in FED_BACK
+    feeds_back = kind in NEEDS_FEEDBACK
     second = find("int8") if kind == "sign" else codec
-    feedback = (fed, fed and kind != "sign")
+    feedback = (feeds_back, feeds_back and kind != "sign")
     return (
         CodecCompressor(codec, second, feedback)
         if rule is None

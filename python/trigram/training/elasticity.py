@@ -1,4 +1,4 @@
-"""What training asks of an elastic job, and the answers of a job whose ranks are fixed."""
+"""The interface between training and elastic jobs, and its implementation for jobs with fixed ranks."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from trigram.errors import TrigramError
 
 
 class Elasticity(Protocol):
-    """What happens when ranks are lost or join; :class:`trigram.elastic.recovery.ElasticModel` has it.
+    """What training calls when ranks may be lost or join; :class:`trigram.elastic.recovery.ElasticModel`
+    implements it for elastic jobs.
 
     Attributes:
-        can_redo: A backward pass may have to be done again, from the gradients that this rank has kept.
-        newcomers: World ranks that contribute nothing to the step under way.
+        can_redo: Whether the averages of a backward pass may be repeated, so that training keeps a backup of
+            the gradients.
+        newcomers: World ranks that joined and contribute nothing to the step under way.
     """
 
     can_redo: bool
@@ -27,32 +29,32 @@ class Elasticity(Protocol):
 
     @property
     def newcomer(self) -> bool:
-        """Whether this rank has yet to get the job's state."""
+        """Whether this rank has joined and not received the job's state yet."""
 
     def before_step(self, prepare: Callable[[int], None], src: int) -> None:
-        """Prepares a step, with the place of the rank whose buffers count."""
+        """Calls ``prepare`` with the group rank whose buffers count, usually ``src``."""
 
     def complete(self, a_pass: Pass) -> None:
-        """Brings a backward pass to its end."""
+        """Ends a backward pass; repeats its averages if a rank is lost."""
 
     def boundary(self, step: Callable[[], bool]) -> None:
-        """Makes an averaging step at a boundary; ``step`` tells whether all ranks are at the same one."""
+        """Calls ``step`` at a boundary; it returns True if all ranks are at the same boundary."""
 
     def is_called(self) -> bool:
-        """Whether this rank is to meet the others."""
+        """Whether this rank must regroup with the others."""
 
     def is_loss(self, error: TrigramError) -> bool:
-        """Whether an error comes of a lost rank, so that the others go on."""
+        """Whether an error was caused by a lost rank, so that the others continue."""
 
     def regroup(self, boundary: bool = True) -> None:
-        """Meets the others."""
+        """Regroups with the other ranks: without lost ranks, and with ranks that join."""
 
     def forgiving(self) -> AbstractContextManager[None]:
-        """A block in which a loss means that all go on without what was done in it."""
+        """A block that is not repeated if a rank is lost in it: all ranks regroup and continue."""
 
 
 class FixedRanks:
-    """A job whose ranks are the same from beginning to end: a loss is an error."""
+    """A job whose ranks do not change: the loss of a rank raises an error."""
 
     can_redo = False
     newcomer = False

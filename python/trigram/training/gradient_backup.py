@@ -1,4 +1,4 @@
-"""What this rank itself has contributed to a pass: should a rank be lost, the pass is done again with it."""
+"""A backup of this rank's gradients of a backward pass, to repeat the averages if a rank is lost."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from trigram.training.buckets import Bucket
 
 
 class GradientBackup:
-    """Copies of a rank's gradients of one pass; the buckets' own memory comes to hold averages."""
+    """Copies of this rank's gradients of one backward pass; the averages overwrite the buckets themselves."""
 
     def __init__(self) -> None:
         self.gradients: dict[int, torch.Tensor | None] = {}
 
     def clear(self) -> None:
-        """A new pass begins."""
+        """Drops the backup when a new pass begins."""
         self.gradients = {}
 
     def keep(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """Copies a bucket that is about to leave."""
-        if bucket.spare is None:
-            bucket.spare = torch.empty_like(bucket.memory)
-        kept = bucket.spare.copy_(bucket.memory)
+        """Copies a bucket before it is sent."""
+        if bucket.backup is None:
+            bucket.backup = torch.empty_like(bucket.memory)
+        kept = bucket.backup.copy_(bucket.memory)
         for k, i in enumerate(bucket.params):
             view = bucket.views[k]
             at = int(view.storage_offset() - bucket.memory.storage_offset())
             self.gradients[i] = None if params[i].grad is None else coalesced.view_like(kept, at, view)
 
     def restore(self, params: Sequence[torch.Tensor]) -> None:
-        """Gives the parameters back what they had before their buckets left, and forgets it."""
+        """Restores the gradients that the parameters had before their buckets were sent, and drops the
+        backup."""
         kept, self.gradients = self.gradients, {}
-        for i, own in kept.items():
+        for i, backup in kept.items():
             grad = params[i].grad
-            if own is None:
+            if backup is None:
                 params[i].grad = None
             elif grad is not None:
-                grad.copy_(own)
+                grad.copy_(backup)

@@ -1,15 +1,15 @@
-"""GradientSync averaged over all ranks, beside backward.
+"""Averages gradients over all ranks during backward.
 
-One backward pass: autograd hooks tell when a gradient is here; a bucket whose gradients are all
-here, and whose predecessors have left, starts to be averaged in the background; at the end of
-backward the rest leaves and everything is awaited. So when ``loss.backward()`` returns, gradients
-are averages, and clipping, scalers and optimizers work as if there were one process.
+In a backward pass, autograd hooks report each gradient when it is computed. When all gradients of a bucket
+are there, and the buckets before it were sent, the average of the bucket starts in the background. At the end
+of backward the remaining buckets are sent and all averages are awaited. So when ``loss.backward()`` returns,
+the gradients are averages, and gradient clipping, GradScaler and optimizers work as in one process.
 
-All ranks start the same collectives in the same order: the order of the buckets, which follows rank
-0's first backward pass. A pass that fails on one rank is given up on all (``AbortedError``), so
-that the next step starts clean everywhere. *How* a bucket becomes its mean is an
-:class:`trigram.average.Average`; what is done to it before is the ``prepare`` of a
-:class:`trigram.coding.GradientCompressor`.
+All ranks start the same collectives in the same order: the order of the buckets, which is that of the
+gradients in rank 0's first backward pass. If a pass fails on one rank, all ranks abort it (``AbortedError``),
+so that the next step starts in the same state on all ranks. An :class:`~trigram.averaging.average.Average`
+averages a bucket; a :class:`~trigram.training.compressors.GradientCompressor` chooses it and changes the
+gradients before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from torch import nn
 
 from trigram import collectives
 from trigram.averaging import sparse
-from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas
@@ -43,9 +42,9 @@ class GradientSync(StepHooks):
 
     Args:
         model: The module.
-        groups: Where to talk.
-        bucket_bytes: Size of a bucket.
-        coding: What travels; None: the gradients in full.
+        groups: The model's process groups.
+        bucket_bytes: The size of a bucket in bytes.
+        compressor: Chooses how gradients are averaged; None: in full.
     """
 
     def __init__(
@@ -53,9 +52,9 @@ class GradientSync(StepHooks):
         model: nn.Module,
         groups: ModelGroups,
         bucket_bytes: int,
-        coding: GradientCompressor | None = None,
+        compressor: GradientCompressor | None = None,
     ) -> None:
-        self.compressor = coding or GradientCompressor()
+        self.compressor = compressor or GradientCompressor()
         self.bucket_bytes = bucket_bytes
         self.sync_buffers = True
         self.busy = 0.0
@@ -63,39 +62,37 @@ class GradientSync(StepHooks):
         self.order: list[int] | None = []
         self.buckets: list[Bucket] = []
         self.backup = GradientBackup()
-        self.broken: TrigramError | None = None
-        self.kept_parts = True
+        self.failure: TrigramError | None = None
+        self.keep_residuals = True
         self.redoing = False
         super().__init__(model, groups)
 
-    # The parameters, and what is done with each.
+    # Parameters and buckets.
 
     def find_parameters(self, model: nn.Module) -> None:
-        """Finds the parameters that train, and deals them into buckets."""
+        """Finds the parameters that train, and assigns them to buckets."""
         super().find_parameters(model)
-        rows = {id(p) for p in sparse.sparse_parameters(model)}
-        self.rows = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in rows]
-        self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.rows]
-        if not self.dense and not self.rows:
-            raise MisuseError("with_bagua: the model has no parameter that requires a gradient")
-        # Backward reaches the last layers first; after it, the order is known.
+        sparse_ids = {id(p) for p in sparse.sparse_parameters(model)}
+        self.sparse = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in sparse_ids]
+        self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.sparse]
+        if not self.dense and not self.sparse:
+            raise MisuseError(
+                "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
+                "at least one"
+            )
+        # Backward usually reaches the last layers first; after the first pass the order is known.
         self.buckets = []
-        self._deal(self.dense[::-1])
+        self._build_buckets(self.dense[::-1])
         self.order = []
 
-    def _deal(self, order: Sequence[int]) -> None:
-        if self.kept_parts:
+    def _build_buckets(self, order: Sequence[int]) -> None:
+        if self.keep_residuals:
             for bucket in self.buckets:
                 bucket.average.fold()
-        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.kept_parts else {}
+        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.keep_residuals else {}
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
-            layout = self.compressor.layout(self.params[indices[0]], self.groups)
-            bucket = Bucket(indices, self.params, layout)
-            if layout is None:
-                bucket.average = FullAverage(bucket.memory, self.groups)
-            else:
-                bucket.average = self.compressor.average(bucket, self.groups)
+            bucket = self.compressor.bucket(indices, self.params, self.groups)
             for i, parts in self._parts(bucket):
                 for name, part in kept.get(i, {}).items():
                     parts[name].copy_(part)
@@ -108,13 +105,13 @@ class GradientSync(StepHooks):
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self.buckets if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8) if count else None
-        # Buckets in the order of their second legs.
-        self.twofold = [b for b in self.buckets if b.average.calls]
+        # Buckets whose averages have a second phase, in order.
+        self.two_phase = [b for b in self.buckets if b.average.calls]
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """What is remembered of each parameter: it moves with the parameter."""
-        of_average, of_coding = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
-        for i, a, b in zip(bucket.params, of_average, of_coding, strict=True):
+        """The state of each parameter in a bucket, which moves with it to another bucket."""
+        of_average, of_compressor = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
+        for i, a, b in zip(bucket.params, of_average, of_compressor, strict=True):
             yield i, {**a, **b}
 
     def watch(self, model: nn.Module) -> None:
@@ -122,30 +119,30 @@ class GradientSync(StepHooks):
         super().watch(model)
         self.handles += [
             self.params[i].register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i))
-            for i in (*self.dense, *self.rows)
+            for i in (*self.dense, *self.sparse)
         ]
         self.buffers = coalesced.of_buffers(model)
 
     # Forward.
 
     def before_step(self, model: nn.Module, src: int) -> None:
-        """What all ranks do together before a forward pass that trains."""
+        """Checks and broadcasts before a forward pass in training; all ranks call it."""
         self.elastic.before_step(lambda first: self._before_step(model, first), src)
 
     def _before_step(self, model: nn.Module, src: int) -> None:
         every = self.groups.check_replicas
-        joining = self.elastic.newcomers  # their weights are on their way
+        joining = self.elastic.newcomers  # these ranks have not received their weights yet
         if every and self.steps % every == 0 and self.sync_buffers and self.steps and not joining:
             check_replicas(model.parameters(), self.groups.control, self.steps)
         if self.has_changed(model):
-            self.find_parameters(model)  # a layer was frozen, thawed or added
+            self.find_parameters(model)  # a layer was frozen, unfrozen or added
             self.watch(model)
         elif self.order is not None and self.steps:
             self._reorder()
         if self.sync_buffers:
             self._broadcast_buffers(model, src)
-        # As DistributedDataParallel: buffers are synchronised before a pass that follows one
-        # whose gradients were.
+        # Like DistributedDataParallel: buffers are broadcast before a pass if the gradients of the pass
+        # before it were averaged.
         self.sync_buffers = self.sync
 
     def _broadcast_buffers(self, model: nn.Module, src: int) -> None:
@@ -157,22 +154,22 @@ class GradientSync(StepHooks):
                 buffers.broadcast(src, self.groups.control)
 
     def _reorder(self) -> None:
-        """Deals the buckets anew, in the order of rank 0's first backward pass."""
+        """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass."""
         assert self.order is not None
         rest = [i for i in reversed(self.dense) if i not in set(self.order)]
         order = torch.tensor(self.order + rest, dtype=torch.int64)
         collectives.broadcast(order, self.groups.control.ranks[0], self.groups.control)
         self.order = None
         if order.tolist() != [i for b in self.buckets for i in b.params]:
-            self._deal(order.tolist())
+            self._build_buckets(order.tolist())
 
     # Backward.
 
     def begin(self) -> None:
-        """No gradient is here yet."""
+        """Resets the buckets and counters for a new backward pass."""
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self.next = 0
-        self.second = 0
+        self.next_second_phase = 0
         self.began = 0.0
         self.backup.clear()
         for bucket in self.buckets:
@@ -181,10 +178,10 @@ class GradientSync(StepHooks):
             self.groups.non_finite_check.begin()
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
-            self.groups.sample_weight.begin(idle, self.redoing)
+            self.groups.sample_weight.begin_backward(idle, self.redoing)
 
     def weight(self) -> float | None:
-        """This rank's weight in the averages of this pass; None: all ranks weigh alike."""
+        """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
         return None if self.groups.sample_weight is None else self.groups.sample_weight.mine
 
     @torch.no_grad()
@@ -192,33 +189,35 @@ class GradientSync(StepHooks):
         if not self.sync:
             return
         if not self.active:
-            self.enter()
-        if i in self.rows:
+            self.begin_backward()
+        if i in self.sparse:
             return
         bucket, k = self.place[i]
         grad = param.grad
         if grad is None or grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
-            what = "none" if grad is None else f"{grad.layout}, {grad.dtype}"
+            what = "missing" if grad is None else f"{grad.layout}, {grad.dtype}"
             raise UnsupportedError(
-                f"{self.names[i]}: its gradient is {what}, where a dense {bucket.memory.dtype} was expected; "
-                "sparse gradients need a module that says sparse=True, and a changed dtype a new with_bagua"
+                f"{self.groups.name}: the gradient of {self.names[i]} is {what}, but a dense "
+                f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
+                "sparse=True, and change a parameter's dtype before with_bagua"
             )
-        if bucket.begun:
+        if bucket.sent:
             raise MisuseError(
-                f"{self.names[i]} got a second gradient in one backward pass, after the first had been sent; "
-                "use checkpoint(..., use_reentrant=False), or no_sync and a last pass"
+                f"{self.groups.name}: {self.names[i]} received a second gradient in one backward pass, "
+                "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
+                "passes but the last under trigram.no_sync"
             )
         bucket.pending.discard(k)
         if self.order is not None and i not in self.order:
             self.order.append(i)
         try:
-            while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.broken:
+            while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
                 self._start(self.buckets[self.next])
             self._advance()
         except TrigramError as e:
             if not self.elastic.can_redo:
                 raise
-            self.broken = e  # the pass goes on to its end, where all who live do this again
+            self.failure = e  # at the end of the pass the remaining ranks repeat the averages
 
     def _start(self, bucket: Bucket) -> None:
         if self.next == 0:
@@ -229,43 +228,43 @@ class GradientSync(StepHooks):
             bucket.unused = list(range(len(bucket.params)))
         weights = self.groups.sample_weight
         if weights is not None and weights.mine == 0.0:
-            bucket.values.zero_()  # whatever it was: a compressor must not remember a NaN of it
+            bucket.values.zero_()  # a NaN must not get into the residual of a compressor
         elif self.groups.non_finite_check is not None:
-            self.groups.non_finite_check.look(bucket.values)
+            self.groups.non_finite_check.check(bucket.values)
         if self.elastic.can_redo:
             self.backup.keep(bucket, self.params)
-        self.compressor.prepare(bucket, self.params)
+        self.compressor.before_send(bucket, self.params)
         if weights is not None:
             weights.weigh(bucket.values)
         bucket.average.start(self.steps)
-        self.compressor.departed(bucket)
+        self.compressor.after_send(bucket)
         self.next += 1
 
     def _advance(self) -> None:
-        """Second legs begin in the order of the buckets too."""
+        """Starts second phases, which have the order of the buckets too."""
         while (
-            self.second < len(self.twofold)
-            and self.twofold[self.second].begun
-            and self.twofold[self.second].average.advance()
+            self.next_second_phase < len(self.two_phase)
+            and self.two_phase[self.next_second_phase].sent
+            and self.two_phase[self.next_second_phase].average.advance()
         ):
-            self.second += 1
+            self.next_second_phase += 1
 
     def end(self) -> None:
-        """Backward is over on this rank: the rest leaves, and everything is awaited."""
+        """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
         self.steps += 1
 
     def send_rest(self) -> None:
-        """What has not left yet leaves, and everything is awaited; then gradients are averages."""
-        broken, self.broken = self.broken, None
-        if broken is not None:
-            self._finish(f"a collective of this pass failed: {broken}")
-            raise broken
+        """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            self._finish(f"a collective of this pass failed: {failure}")
+            raise failure
         for bucket in self.buckets[self.next :]:
             self._start(bucket)
             self._advance()
         self._finish()
-        self._settle_terms()
+        self._apply_options()
         self.bytes += sum(b.average.sent for b in self.buckets)
         at = 0
         for bucket in self.buckets:
@@ -276,53 +275,55 @@ class GradientSync(StepHooks):
                 at += len(bucket.params)
             if self.elastic.newcomers and self.groups.sample_weight is None:
                 n = self.groups.size
-                bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # newcomers contributed nothing
-            bucket.settle(self.params, used)
-        for i in self.rows:
+                bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
+            bucket.assign_unused(self.params, used)
+        for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 
     # Elastic jobs.
 
     def again(self) -> None:
-        """The pass under way begins anew, with the gradients that this rank had."""
+        """Repeats the averages of this pass from the backup of this rank's gradients."""
         self.backup.restore(self.params)
-        self.broken = None
+        self.failure = None
         self.active = self.redoing = True
         self.begin()
         self.redoing = False
 
     def meta(self) -> dict[str, Any]:
-        """What a newcomer must know at once."""
+        """What a joining rank must know before its first step."""
         order = [i for b in self.buckets for i in b.params]
         return {"order": order, "steps": self.steps}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Goes on in a new world; residuals begin anew there."""
+        """Continues after the ranks have changed, with residuals of 0."""
         if part.newcomer:
             self.steps = meta["steps"]
         for bucket in self.buckets:
             with contextlib.suppress(TrigramError):
                 bucket.average.await_end()
-        self.kept_parts = False
-        self._deal(meta["order"])
-        self.kept_parts = True
+        self.keep_residuals = False
+        self._build_buckets(meta["order"])
+        self.keep_residuals = True
         self.order = None
 
-    def _settle_terms(self) -> None:
-        """Raises on all ranks where one sent what is not finite, if that is looked at; weighs means."""
-        share, finite = self.groups.sample_weight, self.groups.non_finite_check
-        if finite is not None:
-            for i in self.rows if self.weight() != 0.0 else ():
+    def _apply_options(self) -> None:
+        """Applies ``check_finite`` (raises on all ranks) and ``sample_weight`` (scales the means)."""
+        sample_weight, non_finite_check = self.groups.sample_weight, self.groups.non_finite_check
+        if non_finite_check is not None:
+            for i in self.sparse if self.weight() != 0.0 else ():
                 grad = self.params[i].grad
-                finite.look(grad._values() if grad is not None and grad.is_sparse else torch.empty(0))
-            finite.agree()
-        if share is not None:
+                non_finite_check.check(
+                    grad._values() if grad is not None and grad.is_sparse else torch.empty(0)
+                )
+            non_finite_check.raise_if_any()
+        if sample_weight is not None:
             for bucket in self.buckets:
-                share.settle(bucket.values)
-            share.factor()
+                sample_weight.normalize(bucket.values)
+            sample_weight.factor()
 
-    def _share_flags(self) -> collectives.Work | None:
-        """Who used what, where the buckets do not carry it."""
+    def _reduce_flags(self) -> collectives.Work | None:
+        """Starts the all-reduce of the flags of buckets without flags; None if there is no such bucket."""
         if self.flags is None:
             return None
         self.flags.fill_(1)
@@ -334,25 +335,26 @@ class GradientSync(StepHooks):
                 at += len(bucket.params)
         return collectives.all_reduce(self.flags, "max", None, self.groups.main, async_op=True)
 
-    def _through(self) -> list[int]:
-        """How many calls both groups have seen when this pass is over."""
-        calls = (len(self.buckets) + (self.flags is not None), sum(b.average.calls for b in self.twofold))
+    def _call_counts(self) -> list[int]:
+        """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""
+        calls = (len(self.buckets) + (self.flags is not None), sum(b.average.calls for b in self.two_phase))
         return [a + b for a, b in zip(self.calls, calls, strict=True)]
 
     def _finish(self, failed: str | None = None) -> None:
-        """Awaits all of this pass; after a failure, only its end. The first error is raised then.
+        """Awaits all averages of this pass, then raises the first error if there was one.
 
-        Nothing of a pass that was given up is called any more: all ranks count alike.
+        With ``failed``, the reason of a failure, it aborts the pass and only waits until its calls have
+        ended. An aborted pass makes no more calls, so that all ranks count the same number of calls.
         """
-        through = self._through()
+        counts = self._call_counts()
         error: TrigramError | None = None
         waits = time.perf_counter()
         flags = None
         if failed is not None:
-            self._abort_calls(through, failed)
+            self._abort_calls(counts, failed)
         try:
             if failed is None and self.next == len(self.buckets):
-                flags = self._share_flags()
+                flags = self._reduce_flags()
             for bucket in self.buckets if failed is None else []:
                 bucket.average.wait()
                 self._advance()
@@ -360,9 +362,9 @@ class GradientSync(StepHooks):
                 flags.wait()
         except TrigramError as e:
             error = e
-            self._abort_calls(through, "a collective of this pass failed")
+            self._abort_calls(counts, "a collective of this pass failed")
         if failed is not None or error is not None:
-            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.begun]
+            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.sent]
             ends += [flags.wait] if flags is not None else []
             ends += [self.groups.sample_weight.await_end] if self.groups.sample_weight is not None else []
             for end in ends:
@@ -375,13 +377,13 @@ class GradientSync(StepHooks):
         if error is not None:
             raise error
 
-    def _abort_calls(self, through: list[int], why: str) -> None:
-        """What is left of this pass is skipped, on all ranks, so that all count alike."""
-        why = f"{self.groups.name} gave up its backward pass: {why}"
-        self.groups.main.core.abort(through[0], why)
+    def _abort_calls(self, counts: list[int], why: str) -> None:
+        """Aborts all calls of this pass on all ranks; the next call has the same number on all of them."""
+        why = f"{self.groups.name} aborted its backward pass: {why}"
+        self.groups.main.core.abort(counts[0], why)
         routes.abort(self.groups.main, why)
-        if self.twofold:
-            self.groups.second_phase.core.abort(through[1], why)
+        if self.two_phase:
+            self.groups.second_phase.core.abort(counts[1], why)
             routes.abort(self.groups.second_phase, why)
         if self.groups.levels is not None:
             self.groups.levels.abort(why)
@@ -389,19 +391,19 @@ class GradientSync(StepHooks):
             self.groups.sample_weight.abort(why)
 
     def abort_pass(self) -> None:
-        """Gives up a backward pass that ended with an exception, on all ranks."""
+        """Aborts, on all ranks, a backward pass that raised an exception."""
         if not self.active:
             return
-        self._finish("it ended with an exception")
-        # What had left went on changing these gradients after the exception, and beneath a
-        # zero_grad that the loop may have done since: what they hold now is nobody's gradient.
+        self._finish("it raised an exception; see the log of that rank")
+        # The averages of sent buckets went on after the exception, possibly after a zero_grad of the script:
+        # the memory now holds neither gradients nor averages.
         with torch.no_grad():
             for bucket in self.buckets:
-                if bucket.begun:
+                if bucket.sent:
                     bucket.memory.zero_()
 
-    def shadow_step(self) -> None:
-        """A step with gradients of zero."""
+    def step_without_inputs(self) -> None:
+        """A step of a rank without inputs: it contributes gradients of 0."""
         kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
@@ -414,10 +416,10 @@ class GradientSync(StepHooks):
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
 
-    # What it remembers.
+    # State.
 
     def state(self) -> dict[str, Any]:
-        """The buckets' order, residuals, and what the coding keeps."""
+        """The order of the buckets, the residuals, and the state of the compressor."""
         return {
             **super().state(),
             "order": None if self.order is not None else [i for b in self.buckets for i in b.params],
@@ -431,7 +433,7 @@ class GradientSync(StepHooks):
         """See :meth:`state`."""
         super().load(state)
         if state["order"] is not None:
-            self._deal(state["order"])
+            self._build_buckets(state["order"])
             self.order = None
         for bucket, (average, parts) in zip(self.buckets, state["buckets"], strict=True):
             bucket.average.load(average)

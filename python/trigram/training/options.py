@@ -1,4 +1,4 @@
-"""What ``with_bagua`` is told beside the algorithm, and what an algorithm must be for it."""
+"""The options of ``with_bagua`` that do not belong to an algorithm, and which algorithms support them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trigram.errors import MisuseError, UnsupportedError
 
 @dataclass(frozen=True)
 class Options:
-    """The terms of one model; see :func:`trigram.with_bagua`."""
+    """The options of one model; see :func:`trigram.with_bagua`."""
 
     sample_weight: float | Callable[[], float] | None = None
     check_finite: bool = False
@@ -26,46 +26,54 @@ class Options:
         return weighted + (", check_finite" if self.check_finite else "") + replicas
 
     def check(self, algorithm: Algorithm, size: int) -> None:
-        """Refuses what does not go together, before anything is begun."""
+        """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing."""
         rule = algorithm.aggregation
         if rule is not None and 1 < size < rule.least():
             raise UnsupportedError(
-                f"{algorithm.name}: {algorithm.value.who} leaves out {rule.parameter:g} values on each side, of {size} "
-                f"ranks in all; it needs {rule.least()} ranks or more"
+                f"{algorithm.name}: {algorithm.value.who} leaves out the {rule.parameter:g} largest and the "
+                f"{rule.parameter:g} smallest values, so it needs at least {rule.least()} ranks; there are "
+                f"{size}"
             )
         if self.check_finite and not algorithm.gradients:
             raise UnsupportedError(
-                f"{algorithm.name}: check_finite looks at gradients before they leave, and here weights travel; a "
-                "robust average (central:median/...) leaves out those that are not finite, and names the rank"
+                f"{algorithm.name}: check_finite checks gradients before they are sent, but this algorithm "
+                "averages weights; remove check_finite, or use a robust average (central:median/...), which "
+                "leaves out NaN and infinite values and names the rank that sent them"
             )
         if self.check_replicas < 0:
-            raise MisuseError(f"with_bagua: check_replicas={self.check_replicas} is no number of steps")
+            raise MisuseError(
+                f"with_bagua: check_replicas={self.check_replicas} must be a number of steps, or 0 for no "
+                "checks"
+            )
         if self.check_replicas and not algorithm.gradients:
             raise UnsupportedError(
-                f"{algorithm.name}: check_replicas is for algorithms that carry gradients; here ranks may hold "
-                "different weights between rounds"
+                f"{algorithm.name}: check_replicas needs an algorithm that averages gradients; with this "
+                "one the ranks hold different weights between averaging steps; remove check_replicas"
             )
         if self.sample_weight is None:
             return
         if not callable(self.sample_weight) and not isinstance(self.sample_weight, int | float):
             raise MisuseError(
-                f"with_bagua: sample_weight={self.sample_weight!r} is neither a number nor a callable that "
-                "gives one"
+                f"with_bagua: sample_weight={self.sample_weight!r} must be a number or a callable that "
+                "returns one"
             )
         why = ""
         if rule is not None:
-            why = "a robust rule counts ranks; a rank that says it has many samples would count as many"
+            why = "a robust average counts ranks, so one rank with a wrong weight would count as many"
         elif algorithm.kind != "central":
-            why = "neighbours are mixed by the graph's weights, which keep the average of all where it is"
+            why = "the graph fixes the weights of neighbours, so that the mean over all ranks does not change"
         elif algorithm.every is None:
-            why = "ranks that are not in step have no step in common whose samples could be counted"
+            why = "its ranks are at different steps, so no averaging step belongs to one set of samples"
         elif algorithm.step is not None:
-            why = "a registered exchange makes its averages itself"
+            why = "an averaging step added with trigram.register computes the average without it"
         if why:
-            raise UnsupportedError(f"{algorithm.name}: sample_weight is not for {algorithm.value}: {why}")
+            raise UnsupportedError(
+                f"{algorithm.name}: sample_weight is not supported with {algorithm.value}: {why}; remove "
+                "sample_weight"
+            )
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
-        """Tells what averages: all ranks, once they have agreed."""
+        """Sets the options in the model's process groups, after all ranks have agreed on them."""
         groups.aggregation = algorithm.aggregation
         groups.check_replicas = self.check_replicas
         if self.sample_weight is not None and groups.sample_weight is None:

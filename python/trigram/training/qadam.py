@@ -1,5 +1,5 @@
-"""The optimizer of ``qadam``: Adam whose variance is frozen after a warm-up, so that momenta can be
-averaged in few bits (1-bit Adam, arXiv 2102.02888)."""
+"""The optimizer of ``qadam``: Adam whose variance is frozen after a warm-up, so that the momentum can be
+averaged with 1 or 8 bits (1-bit Adam, arXiv 2102.02888)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from trigram.errors import MisuseError, UnsupportedError
 
 _FLOOR = 0.01
-"""The root of the frozen variance is at least this share of its rms over the tensor: where the
-warm-up saw almost nothing, a code's error over almost nothing would be a huge step."""
+"""The root of the frozen variance is at least this fraction of its root mean square over the tensor.
+Otherwise a parameter with almost no gradient in the warm-up would turn a small encoding error into a huge
+step."""
 
 
 class QAdam(torch.optim.Optimizer):
@@ -20,14 +21,14 @@ class QAdam(torch.optim.Optimizer):
 
     Before that it is ``torch.optim.AdamW``. After it, ``p.grad`` holds the averaged first moment,
     and a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)`` with v the floored root
-    of the bias-corrected variance as it was. Weight decay goes on.
+    of the bias-corrected variance as it was when it was frozen. Weight decay continues.
 
     Args:
         params: As for any optimizer.
         lr: Learning rate.
         betas: Decay of the first and second moment.
         eps: Added to the root of the variance.
-        weight_decay: SampleWeight of the weight taken off in a step, times ``lr``.
+        weight_decay: Fraction of the weight that a step subtracts, times ``lr`` (decoupled, as in AdamW).
     """
 
     def __init__(
@@ -40,8 +41,8 @@ class QAdam(torch.optim.Optimizer):
     ) -> None:
         if lr < 0 or eps < 0 or weight_decay < 0 or not all(0 <= b < 1 for b in betas):
             raise MisuseError(
-                f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative, and "
-                f"betas={betas} lie in [0, 1)"
+                f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must be 0 or more, and "
+                f"betas={betas} must be in [0, 1)"
             )
         self.frozen = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -56,14 +57,15 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def freeze(self) -> None:
-        """From now on gradients are first moments, and the variance stays as it is."""
+        """Freezes the variance; from now on ``p.grad`` must hold the averaged first moment."""
         self.frozen = True
         for group in self.param_groups:
             for p in group["params"]:
                 self._root(p, group)
 
     def _root(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
-        """The floored root of the frozen variance; infinite, so that nothing moves, where it is 0."""
+        """The floored root of the frozen variance; infinite where it is 0, so that these values do not
+        change."""
         state = self._of(p)
         if "root" not in state:
             correction = 1 - group["betas"][1] ** max(state["step"], 1)
@@ -76,7 +78,8 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def to_momentum(self, p: torch.Tensor, grad: torch.Tensor) -> None:
-        """Turns a gradient into the first moment that it leads to, in place; 0 where there is no variance."""
+        """Replaces a gradient in place by the first moment that follows from it; 0 where the variance is
+        0."""
         for group in self.param_groups:
             if any(q is p for q in group["params"]):
                 beta = group["betas"][0]
@@ -86,7 +89,7 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step."""
+        """One step; see :class:`torch.optim.Optimizer`."""
         if self._is_scaled():
             return None
         loss = None
@@ -113,18 +116,20 @@ class QAdam(torch.optim.Optimizer):
                 p.addcdiv_(m, root + group["eps"], value=-rate)
         return loss
 
-    # GradScaler gives its scale to an optimizer that says so, and leaves the rest to it.
+    # GradScaler passes its scale to an optimizer with this attribute, which then unscales the gradients.
     _step_supports_amp_scaling = True
 
     def _is_scaled(self) -> bool:
-        """Divides by the scale of a GradScaler, if there is one; true where the step must be skipped."""
+        """Unscales the gradients if there is a GradScaler; True if it found infinity, so that the step is
+        skipped."""
         found = getattr(self, "found_inf", None)
         if found is None:
             return False
         if self.frozen:
             raise UnsupportedError(
-                "qadam beside GradScaler: what is averaged is part momentum, which has no scale, and part "
-                "gradient, which has; use autocast to bfloat16, which needs no scaler"
+                "qadam does not support GradScaler after its warm-up: it averages the momentum, of which "
+                "only the newest gradient has the scale; use autocast with bfloat16, which needs no "
+                "GradScaler"
             )
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
@@ -135,7 +140,7 @@ class QAdam(torch.optim.Optimizer):
         return bool(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The moments, and whether the variance is frozen."""
+        """The state of Adam, and whether the variance is frozen."""
         return {**super().state_dict(), "frozen": self.frozen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""When averaging steps of weights happen: every h steps, or in the background.
+"""When averaging steps of weights run: every h training steps, or in the background.
 
-Steps are counted in backward passes, so a rank whose scaler skips its optimizer keeps no other rank waiting,
-and a rank whose pass fails has taken part all the same.
+Training steps are counted in backward passes. So no rank has to wait for one whose GradScaler skips the
+optimizer step, or whose backward pass raises an exception.
 """
 
 from __future__ import annotations
@@ -16,102 +16,110 @@ from trigram.mixing.step import AveragingStep
 
 
 class StepSchedule(Protocol):
-    """When steps happen."""
+    """When averaging steps run.
 
-    rounds: int
+    A *boundary* is the start of the forward pass after a backward pass, when nothing else uses the weights.
+
+    Attributes:
+        steps_done: Averaging steps that have ended.
+        waits: Averaging steps that this rank waited for because of ``staleness``.
+        waited: Seconds that this rank waited for averaging steps.
+    """
+
+    steps_done: int
     waits: int
     waited: float
 
     def boundary(self, step: int) -> None:
-        """The weights are free; ``step`` backward passes have been."""
+        """Called at a boundary, after ``step`` backward passes in total."""
 
     def backward_over(self) -> None:
-        """A backward pass has ended; its optimizer step has not."""
+        """Called when a backward pass has ended, before the optimizer step."""
 
     def drain(self, timeout: float | None) -> None:
-        """Ends what is under way on all ranks, and applies it."""
+        """Ends the averaging steps under way, on all ranks, and applies them."""
 
     def close(self) -> None:
-        """No more rounds; all ranks call it, after :meth:`drain`."""
+        """Called by all ranks after :meth:`drain`; no averaging step follows."""
 
     def sent(self) -> int:
         """Bytes sent so far."""
 
     def state(self) -> dict[str, Any]:
-        """What must be remembered between rounds."""
+        """The state for a checkpoint."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """What :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
 
 
-class _Counted:
-    """StepSchedule that all ranks make alike, numbered from 0."""
+class _CountedSchedule:
+    """A schedule whose averaging steps all ranks make in the same order, numbered from 0."""
 
     def __init__(self, steps: Sequence[AveragingStep], groups: ModelGroups) -> None:
         self.steps = list(steps)
         self.groups = groups
-        self.begun = 0
-        self.rounds = 0
+        self.steps_started = 0
+        self.steps_done = 0
         self.waits = 0
         self.waited = 0.0
 
     def _start(self) -> None:
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.open()
-        for exchange in self.steps:
-            exchange.take()
-            exchange.start(self.begun)
-        self.begun += 1
+            self.groups.sample_weight.start_averaging()
+        for step in self.steps:
+            step.take()
+            step.start(self.steps_started)
+        self.steps_started += 1
 
     def _finish(self, moved: bool) -> None:
         since = time.perf_counter()
-        for exchange in self.steps:
-            exchange.wait()
+        for step in self.steps:
+            step.wait()
         self.waited += time.perf_counter() - since
-        for exchange in self.steps:
-            exchange.apply(moved)
-        self.rounds += 1
+        for step in self.steps:
+            step.apply(moved)
+        self.steps_done += 1
 
     def drain(self, timeout: float | None = None) -> None:
-        """Ranks that are a round behind make it; then all have made the same."""
-        side = self.groups.control
-        most = max(begun for (begun,) in tell_all([self.begun], side))
-        while self.rounds < most:
-            if self.begun == self.rounds:
+        """Makes averaging steps until this rank has made as many as every other rank."""
+        control = self.groups.control
+        most = max(started for (started,) in tell_all([self.steps_started], control))
+        while self.steps_done < most:
+            if self.steps_started == self.steps_done:
                 self._start()
             self._finish(moved=True)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Nothing to do: :meth:`drain` leaves no step under way."""
 
     def sent(self) -> int:
         """See :class:`StepSchedule`."""
         return sum(e.sent for e in self.steps)
 
     def state(self) -> dict[str, Any]:
-        """The number of rounds, and the steps' own."""
-        share = self.groups.sample_weight
-        kept = {"weight": share.pending} if share is not None else {}
-        return {**kept, "rounds": self.rounds, "steps": [e.state() for e in self.steps]}
+        """The number of averaging steps, and the state of each."""
+        weight = self.groups.sample_weight
+        kept = {"weight": weight.pending} if weight is not None else {}
+        return {**kept, "rounds": self.steps_done, "steps": [e.state() for e in self.steps]}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
-        self.rounds = self.begun = state["rounds"]
+        self.steps_done = self.steps_started = state["rounds"]
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.pending = state["weight"]
-        for exchange, kept in zip(self.steps, state["steps"], strict=True):
-            exchange.load(kept)
+        for step, kept in zip(self.steps, state["steps"], strict=True):
+            step.load(kept)
 
 
-class EverySteps(_Counted):
-    """Every h-th boundary a round, in which all wait for all.
+class EverySteps(_CountedSchedule):
+    """One averaging step at every h-th boundary; all ranks wait for all.
 
     Args:
-        steps: What is exchanged.
-        groups: Where to talk.
+        steps: The averaging steps, which start together.
+        groups: The model's process groups.
         every: h.
-        overlap: The round goes on beside forward and backward, and is applied when backward ends;
-            otherwise it is over when the boundary is.
+        overlap: The averaging step runs during forward and backward and is applied when backward ends.
+            Without it the step ends before the forward pass.
     """
 
     def __init__(
@@ -123,28 +131,30 @@ class EverySteps(_Counted):
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
         if step % self.every == 0:
-            if self.begun == self.rounds:
+            if self.steps_started == self.steps_done:
                 self._start()
             if not self.overlap:
                 self._finish(moved=False)
 
     def backward_over(self) -> None:
         """See :class:`StepSchedule`."""
-        if self.begun > self.rounds:
+        if self.steps_started > self.steps_done:
             self._finish(moved=False)
 
 
-class BackgroundSteps(_Counted):
-    """One round after the other, with nobody waiting: a snapshot, its exchange, and the difference
-    added to the weights as they are by then.
+class BackgroundSteps(_CountedSchedule):
+    """One averaging step after the other in the background, without waiting: a snapshot of the weights is
+    averaged, and the difference is added to the weights as they are when it arrives.
 
-    One round is in flight, and the next snapshot is taken after it is applied; anything else diverges.
+    Only one averaging step is under way, and the next snapshot is taken after it was applied; otherwise
+    training diverges.
 
     Args:
-        steps: What is exchanged.
-        groups: Where to talk.
-        staleness: Boundaries after which a round is waited for; None: never.
-        script: Instead of looking whether a round has ended: the steps at which it is awaited.
+        steps: The averaging steps, which start together.
+        groups: The model's process groups.
+        staleness: Boundaries after which this rank waits for the averaging step; None: it never waits.
+        script: For tests and reproducible runs: True for the training steps at which the averaging step is
+            awaited, instead of asking whether it has ended.
     """
 
     def __init__(
@@ -156,40 +166,40 @@ class BackgroundSteps(_Counted):
     ) -> None:
         super().__init__(steps, groups)
         self.staleness, self.script = staleness, script
-        self.since = 0
+        self.started_at = 0
 
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
-        if self.begun > self.rounds and self._lands(step):
+        if self.steps_started > self.steps_done and self._must_finish(step):
             self._finish(moved=True)
-        if self.begun == self.rounds:
-            self.since = step
+        if self.steps_started == self.steps_done:
+            self.started_at = step
             self._start()
 
-    def _lands(self, step: int) -> bool:
+    def _must_finish(self, step: int) -> bool:
         if self.script is not None:
             return self.script(step)
         if self._ready():
             return True
-        if self.staleness is not None and step - self.since >= self.staleness:
+        if self.staleness is not None and step - self.started_at >= self.staleness:
             self.waits += 1
             return True
         return False
 
     def _ready(self) -> bool:
-        """Whether the round has ended; each exchange moves on what it can."""
-        ready = [exchange.ready() for exchange in self.steps]
+        """Whether the averaging step has ended; advances all of them."""
+        ready = [step.ready() for step in self.steps]
         return all(ready)
 
     def backward_over(self) -> None:
-        """Second legs begin."""
+        """Starts second phases."""
         self._ready()
 
-    def serve(self) -> bool:
-        """What this rank does for the others while it has no boundaries."""
+    def progress(self) -> bool:
+        """Makes progress for the other ranks while this rank has no boundaries; True if a step ended."""
         if self.script is not None:
             return False
-        moved = self.begun > self.rounds and self._ready()
+        moved = self.steps_started > self.steps_done and self._ready()
         if moved:
             self._finish(moved=True)
             self._start()

@@ -1,8 +1,9 @@
-"""What every algorithm does beside a training loop: knows where its steps begin and end.
+"""The hooks on a model that find the beginning and end of each training step; the base class of all
+algorithms.
 
-A :class:`StepHooks` hooks a model and calls, in this order: :meth:`StepHooks.before_step` before the
-forward pass of a step, :meth:`StepHooks.begin` when its backward pass begins, :meth:`StepHooks.end`
-when it is over. What is carried, gradients or weights, is the subclasses' matter.
+:class:`StepHooks` calls, in this order: :meth:`StepHooks.before_step` before the forward pass of a step,
+:meth:`StepHooks.begin` when its backward pass begins, and :meth:`StepHooks.end` when the backward pass has
+ended. Subclasses average gradients or weights there.
 """
 
 from __future__ import annotations
@@ -27,20 +28,22 @@ from trigram.training.weak_hook import WeakHook
 
 
 class StepHooks:
-    """The hooks on one model, and the counting of steps.
+    """The hooks on one model; counts its steps.
 
     Args:
-        model: The module; its parameters and buffers become those of the group's first rank.
-        groups: The groups it talks in.
+        model: The module. The constructor broadcasts the parameters and buffers of the group's first rank.
+        groups: The model's process groups.
 
     Attributes:
-        steps: Backward passes that synchronised.
+        steps: Backward passes whose gradients or weights were averaged.
         sync: False inside ``no_sync``.
-        replicas: Whether ranks may hold different weights.
+        weights_differ: Whether ranks may hold different weights.
         in_step: Whether all ranks make the same step at a time.
+        joining: True inside ``trigram.join``.
+        limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
     """
 
-    replicas = False
+    weights_differ = False
     in_step = True
 
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
@@ -63,33 +66,33 @@ class StepHooks:
             coalesced.broadcast([*model.parameters(), *model.buffers()], 0, groups.control)
         self.watch(model)
 
-    # What subclasses do.
+    # Subclasses override these.
 
     def before_step(self, model: nn.Module, src: int) -> None:
-        """A forward pass of a step begins; ``src`` is the place whose buffers count."""
+        """A forward pass of a step begins; ``src`` is the group rank whose buffers all ranks get."""
 
     def begin(self) -> None:
         """The backward pass of a step begins."""
 
     def end(self) -> None:
-        """It is over on this rank."""
+        """The backward pass has ended on this rank."""
 
     def abort_pass(self) -> None:
-        """The last backward pass ended with an exception, if it is still active."""
+        """Aborts the last backward pass if it is still active, because it raised an exception."""
 
-    def shadow_step(self) -> None:
+    def step_without_inputs(self) -> None:
         """A whole step of a rank that has no inputs left."""
         raise NotImplementedError
 
     def drain(self, timeout: float | None = None) -> None:
-        """Ends what is under way, on all ranks, and applies it."""
+        """Ends the averaging steps under way, on all ranks, and applies them."""
 
     def state(self) -> dict[str, Any]:
-        """All that must be remembered, between steps."""
+        """The state between steps, for a checkpoint."""
         return {"steps": self.steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """What :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         self.steps = state["steps"]
 
     def stats(self) -> dict[str, Any]:
@@ -104,11 +107,11 @@ class StepHooks:
     # Elastic jobs.
 
     def meta(self) -> dict[str, Any]:
-        """What all must know to go on alike in a new world."""
+        """What all ranks must know to continue in the same way after the ranks have changed."""
         return {"steps": self.steps}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Goes on in a new world."""
+        """Continues after the ranks have changed; all ranks call it."""
         raise NotImplementedError
 
     # Hooks.
@@ -122,27 +125,28 @@ class StepHooks:
         for name, p in named:
             if p.requires_grad and p.device != trained[0].device:
                 raise UnsupportedError(
-                    f"with_bagua: {name} is on {p.device}, others on {trained[0].device}; a rank trains on "
-                    "one device"
+                    f"with_bagua: parameter {name} is on {p.device}, but other parameters are on "
+                    f"{trained[0].device}; move the whole model to one device"
                 )
             if p.requires_grad and not p.is_cpu and p.device.type not in device.kinds:
                 raise UnsupportedError(
-                    f"with_bagua: {name} is on {p.device}; models are on the CPU or on a GPU"
+                    f"with_bagua: parameter {name} is on {p.device}; move the model to the CPU or to a GPU"
                 )
             if p.requires_grad and not torch.is_floating_point(p):
                 raise UnsupportedError(
-                    f"with_bagua: {name} is {p.dtype}; parameters that train are real floats"
+                    f"with_bagua: parameter {name} has dtype {p.dtype}, but only real floating-point "
+                    "parameters can be trained; set requires_grad=False on it"
                 )
         self.trains = [p.requires_grad for p in self.params]
 
     def has_changed(self, model: nn.Module) -> bool:
-        """Whether a layer was frozen, thawed or added since the parameters were found."""
+        """Whether a layer was frozen, unfrozen or added since the parameters were found."""
         return [p.requires_grad for p in self.params] != self.trains or len(self.params) != sum(
             1 for _ in model.parameters()
         )
 
     def watch(self, model: nn.Module) -> None:
-        """Hooks the model."""
+        """Installs the hooks on the model."""
         self.close()
         self.handles = [
             model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
@@ -150,7 +154,7 @@ class StepHooks:
         ]
 
     def close(self) -> None:
-        """Leaves the model alone from now on."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -163,9 +167,9 @@ class StepHooks:
         if self.successor is not None and self.steps >= self.limit and not self.joining:
             self.successor()._before_forward(model, args)
             return
-        # As DistributedDataParallel: buffers follow rank 0, among uneven inputs the last rank
-        # that still has any.
-        src = max(self._roll_call(present=True)[0]) if self.joining else 0
+        # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
+        # still has inputs.
+        src = max(self._ranks_with_inputs(present=True)[0]) if self.joining else 0
         self.before_step(model, src)
         self.forwards += 1
 
@@ -173,18 +177,18 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
-        # The outermost backward pass begins here: a pass inside of it (reentrant checkpointing)
-        # must not be taken for the whole.
+        # These hooks report the start of the outermost backward pass. A pass inside it (reentrant
+        # checkpointing) must not count as a step.
         for t in pytree.tree_leaves(output):
             if isinstance(t, torch.Tensor) and t.requires_grad:
                 t.register_hook(WeakHook(self, "_on_backward"))
 
     def _on_backward(self, _grad: torch.Tensor) -> None:
         if self.sync and not self.active:
-            self.enter()
+            self.begin_backward()
 
-    def enter(self) -> None:
-        """Backward begins; its end will be told."""
+    def begin_backward(self) -> None:
+        """Starts a backward pass, and asks autograd to report its end."""
         self.active = True
         self.begin()
         torch.autograd.Variable._execution_engine.queue_callback(WeakHook(self, "_on_end"))
@@ -196,53 +200,56 @@ class StepHooks:
 
     # Uneven inputs.
 
-    def _roll_call(self, present: bool) -> tuple[list[int], bool]:
-        """The places that still have inputs, and whether they synchronise this step."""
-        told = tell_all([int(present), int(present and self.sync)], self.groups.control)
-        return [place for place, (here, _) in enumerate(told) if here], any(syncs for _, syncs in told)
+    def _ranks_with_inputs(self, present: bool) -> tuple[list[int], bool]:
+        """The group ranks that still have inputs, and whether any of them averages in this step."""
+        answers = tell_all([int(present), int(present and self.sync)], self.groups.control)
+        ranks = [group_rank for group_rank, (here, _) in enumerate(answers) if here]
+        return ranks, any(syncs for _, syncs in answers)
 
     @torch.no_grad()
-    def shadow(self, model: nn.Module) -> None:
-        """Does what the others need of a rank that has run out of inputs, until all have."""
+    def run_without_inputs(self, model: nn.Module) -> None:
+        """Takes part in the steps of the other ranks without inputs, until no rank has inputs left."""
         self.abort_pass()
         while True:
-            here, syncing = self._roll_call(present=False)
+            here, syncing = self._ranks_with_inputs(present=False)
             if not here:
                 break
             self.sync = syncing
             self.before_step(model, max(here))
             if syncing:
-                self.shadow_step()
+                self.step_without_inputs()
             self.sync = True
         self.drain()
-        if self.replicas:
+        if self.weights_differ:
             return
-        # The rank that trained longest has the model that counts; the last, if several did.
-        side = self.groups.control
-        counts = [count for (count,) in tell_all([self.forwards], side)]
-        longest = max(place for place, count in enumerate(counts) if count == max(counts))
-        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, side)
+        # All ranks get the model of the rank that trained longest; of several, the last.
+        control = self.groups.control
+        counts = [count for (count,) in tell_all([self.forwards], control)]
+        longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
+        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, control)
 
 
 def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
-    """Refuses ranks that ask for different algorithms, before they wait for each other."""
+    """Raises a ``MismatchError`` on all ranks if they use different algorithms or options."""
     other = ranks_unlike_first(text, groups.control)
     if other:
         raise MismatchError(
-            f"with_bagua: rank(s) {listed(other)} ask for another algorithm, or other options, "
-            f"than rank {groups.control.ranks[0]}; {groups.name} asks for {text}"
+            f"with_bagua: rank(s) {listed(other)} use a different algorithm or different options than rank "
+            f"{groups.control.ranks[0]}; {groups.name} uses {text}. Pass the same arguments on all ranks, "
+            "and set the same TRIGRAM_ALGORITHM"
         )
 
 
 def _agree_on(model: nn.Module, group: Group) -> None:
-    """Refuses models that differ between ranks before a number of them is touched."""
+    """Raises a ``MismatchError`` on all ranks if the models differ, before any weight is changed."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
     other = ranks_unlike_first("\n".join(lines), group)
     if other:
         first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
-            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank "
-            f"{group.ranks[0]} in the names, shapes, dtypes or requires_grad of its parameters and buffers "
-            f"({first} tensors on rank {group.ranks[0]}, {len(lines)} here)"
+            f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank {group.ranks[0]} "
+            f"in the names, shapes, dtypes or requires_grad of its parameters and buffers ({first} tensors "
+            f"on rank {group.ranks[0]}, {len(lines)} on rank {group.ranks[group.rank]}); build the same "
+            "model on all ranks"
         )

@@ -1,4 +1,4 @@
-"""Hooks on a model that know their owner weakly, and stay behind when the model is copied or pickled."""
+"""Hooks on a model that hold a weak reference to their owner and are not copied or pickled with the model."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import weakref
 from typing import Any
 
 
-class _LeftBehind:
-    """What becomes of a hook in a copy of the model: nothing."""
+class _NoHook:
+    """Stands for the hook in a copy or pickle of the model, and does nothing."""
 
     def __call__(self, *_: Any) -> None:
         """Does nothing."""
 
 
 class WeakHook:
-    """Calls ``owner.method(*args, ...)`` for as long as the owner lives."""
+    """Calls ``owner.method(*args, ...)`` while the owner is alive."""
 
     def __init__(self, owner: Any, method: str, *args: Any) -> None:
         self._owner = weakref.ref(owner)
@@ -28,7 +28,7 @@ class WeakHook:
             getattr(owner, self._method)(*self._args, *args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return _LeftBehind()
+        return _NoHook()
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return _LeftBehind, ()
+        return _NoHook, ()

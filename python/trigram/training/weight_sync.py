@@ -1,8 +1,8 @@
-"""WeightSync carried in rounds: what the optimizer did stays each rank's own until a round shares it.
+"""Averages weights instead of gradients: each rank's optimizer changes that rank's weights, and averaging
+steps bring them together.
 
-StepSchedule begin at *boundaries*: the forward pass after a backward pass, when nobody else uses the
-weights. StepSchedule count backward passes, so a rank whose scaler skips its optimizer keeps nobody
-waiting, and a rank whose pass fails has taken part all the same.
+Averaging steps start at *boundaries*: at the start of the forward pass after a backward pass, when nothing
+else uses the weights. A :class:`~trigram.training.schedule.StepSchedule` decides at which.
 """
 
 from __future__ import annotations
@@ -24,22 +24,24 @@ from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
 
 running: dict[WeightSync, nn.Module | None] = {}
-"""Carriers whose ranks are not in step, in the order in which they were made. They are kept until
-they have ended well, even where the script lets go of the model; in an elastic job the model too, for
-who is through may have to give its state to one who comes."""
+"""The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
+ended on all ranks, even if the script drops the model, because other ranks may wait for their messages. In an
+elastic job the model stays too: a rank that has ended its training may have to send its state to a joining
+rank."""
 
 
 class WeightSync(StepHooks):
-    """Carries the weights of one model.
+    """Averages the weights of one model.
 
     Args:
         model: The module.
-        groups: Where to talk.
-        make: From the parameters, by dtype, to rounds; called again when layers are thawed or frozen.
-        in_step: Whether all ranks make rounds at the same steps.
+        groups: The model's process groups.
+        make: Makes the schedule from the trained parameters, one list per dtype; called again when layers are
+            frozen or unfrozen.
+        in_step: Whether all ranks make an averaging step at the same training steps.
     """
 
-    replicas = True
+    weights_differ = True
 
     def __init__(
         self,
@@ -50,8 +52,8 @@ class WeightSync(StepHooks):
     ) -> None:
         self.make = make
         self.in_step = in_step
-        self.seen = 0
-        self.skip = -1
+        self.last_boundary = 0
+        self.skip_until = -1
         super().__init__(model, groups)
         if not groups.joining:
             self._prepare()
@@ -59,156 +61,165 @@ class WeightSync(StepHooks):
     def _prepare(self) -> None:
         trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
         with torch.no_grad():
-            self.rounds = self.make(list(coalesced.alike(p.detach() for p in trained)))
+            self.schedule = self.make(list(coalesced.alike(p.detach() for p in trained)))
 
     @torch.no_grad()
     def before_step(self, model: nn.Module, src: int) -> None:
-        """A boundary, if a backward pass has been since the last."""
+        """Calls the boundary if there was a backward pass since the last one."""
         if self.has_changed(model):
             if self in running:
                 raise UnsupportedError(
-                    "parameters were frozen, thawed or added under an asynchronous algorithm, whose ranks "
-                    "are not in step; call trigram.switch(model, ...) on all ranks"
+                    f"{self.groups.name}: parameters were frozen, unfrozen or added while an asynchronous "
+                    "algorithm trains the model; call trigram.switch(model, ...) on all ranks to apply the "
+                    "change"
                 )
-            self.average(model)  # what is remembered of them begins anew, where all are equal
+            self.average(model)  # the new schedule starts from equal weights
             self.find_parameters(model)
             self._prepare()
-        if self.steps > self.seen:
-            self.seen = self.steps
+        if self.steps > self.last_boundary:
+            self.last_boundary = self.steps
             self.elastic.boundary(self._boundary)
 
     def _boundary(self) -> bool:
-        """A boundary; whether all ranks are at the same."""
-        if isinstance(self.rounds, EverySteps) and self.steps <= self.skip:
+        """Makes a boundary; True if all ranks are at the same one."""
+        if isinstance(self.schedule, EverySteps) and self.steps <= self.skip_until:
             return False
-        self.rounds.boundary(self.steps)
-        return isinstance(self.rounds, EverySteps) and self.steps % self.rounds.every == 0
+        self.schedule.boundary(self.steps)
+        return isinstance(self.schedule, EverySteps) and self.steps % self.schedule.every == 0
 
     def begin(self) -> None:
-        """A step's samples count in the next round."""
+        """Adds this step's sample weight to the next averaging step."""
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.step()
+            self.groups.sample_weight.add_backward()
 
     @torch.no_grad()
     def end(self) -> None:
-        """Backward is over: what went on beside it is applied, before the optimizer acts."""
+        """Backward has ended: applies an overlapping averaging step before the optimizer step."""
         self.active = False
         with self.elastic.forgiving():
-            self.rounds.backward_over()
+            self.schedule.backward_over()
         self.steps += 1
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """Goes on in a new world, where all begin with the mean of the weights of those who have any.
+        """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
 
-        A boundary at which anybody was, in a round that was lost perhaps, is not made by who was not yet
-        there: the next round is one of all. Who enters is where the slowest is, so that no call of the script
-        lies behind it.
+        If one rank has made a boundary, perhaps with an averaging step that was lost, the other ranks skip
+        that boundary, so that the next averaging step has all ranks. A joining rank starts at the smallest
+        step of all ranks, so that it misses no collective of the script.
         """
-        stands = torch.tensor([-1, -(1 << 62)] if part.newcomer else [self.seen, -self.steps])
-        collectives.all_reduce(stands, "max", None, self.groups.control)
-        self.skip = int(stands[0])
+        position = torch.tensor([-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.steps])
+        collectives.all_reduce(position, "max", None, self.groups.control)
+        self.skip_until = int(position[0])
         if part.newcomer:
-            self.steps = self.seen = -int(stands[1])
+            self.steps = self.last_boundary = -int(position[1])
             part.receive()
         model = part.model()
         assert model is not None
-        old = self.groups.size - len(part.newcomers)
+        contributing = self.groups.size - len(part.newcomers)
         with torch.no_grad():
             for same in coalesced.alike(p.detach() for p in model.parameters() if p.is_floating_point()):
-                all_ = coalesced.Coalesced(same)
+                averaged = coalesced.Coalesced(same)
                 if not part.is_new:
-                    all_.pack()
-                collectives.all_reduce(all_.memory, "avg", None, self.groups.control)
-                all_.memory.mul_(self.groups.size / old)
-                all_.unpack()
+                    averaged.pack()
+                collectives.all_reduce(averaged.memory, "avg", None, self.groups.control)
+                averaged.memory.mul_(self.groups.size / contributing)
+                averaged.unpack()
         part.has_state()
         self._prepare()
 
     def abort_pass(self) -> None:
-        """A pass that failed counts as one that did not: the neighbours have had their round."""
+        """Counts a failed backward pass like any other, because the neighbours have made their averaging
+        step."""
         if self.active:
             with torch.no_grad():
                 self.end()
 
-    def shadow_step(self) -> None:
-        """A step without an optimizer."""
+    def step_without_inputs(self) -> None:
+        """A step of a rank without inputs: it takes part with the weights it has."""
         self.end()
 
     @torch.no_grad()
     def drain(self, timeout: float | None = None) -> None:
-        """Waits for all ranks, doing meanwhile what those still training need; then ends all rounds."""
+        """Waits for all ranks, then ends all averaging steps. Meanwhile it answers ranks that still train.
+
+        Raises:
+            TimeoutError: Not all ranks called it within ``timeout`` seconds.
+        """
         self.abort_pass()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
-                if self._meet(timeout, end):
-                    self.rounds.drain(timeout)
+                if self._wait_for_all(timeout, end):
+                    self.schedule.drain(timeout)
                     return
             except TrigramError as e:
                 if not self.elastic.is_loss(e):
                     raise
                 self.elastic.regroup()
 
-    def _meet(self, timeout: float | None, end: float | None) -> bool:
-        """Waits for all ranks; false if the world was made anew meanwhile."""
-        settle = getattr(self.rounds, "settle", None)
-        while settle is not None and not settle():
-            if self._regroups():
+    def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:
+        """Waits for all ranks; False if the ranks have regrouped meanwhile."""
+        finish = getattr(self.schedule, "finish_pending", None)
+        while finish is not None and not finish():
+            if self._regroup_if_needed():
                 return False
-            self._serve()
+            self._progress()
             if end is not None and time.monotonic() > end:
-                raise TimeoutError(f"{self.groups.name}: neighbours did not end their steps in {timeout} s")
+                raise TimeoutError(
+                    f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging steps; "
+                    "check that all ranks make this call, or pass a longer timeout"
+                )
             time.sleep(0.001)
-        side = self.groups.control
-        before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
+        control = self.groups.control
+        before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
         try:
-            here = collectives.barrier(side, async_op=True)
+            arrived = collectives.barrier(control, async_op=True)
         finally:
-            side.timeout = before
-        assert here is not None
-        while running and not here.is_completed():
-            if self._regroups(here):
+            control.timeout = before
+        assert arrived is not None
+        while running and not arrived.is_completed():
+            if self._regroup_if_needed(arrived):
                 return False
-            if not self._serve():
+            if not self._progress():
                 time.sleep(0.001)
-        here.wait()
+        arrived.wait()
         return True
 
-    def _regroups(self, here: collectives.Work | None = None) -> bool:
-        """Comes together with the others: to let a rank in, or to go on without one.
+    def _regroup_if_needed(self, arrived: collectives.Work | None = None) -> bool:
+        """Regroups with the others if a rank was lost or is joining; True if it did.
 
-        Not if all have come ``here`` before that one left.
+        It does not if the barrier ``arrived`` has completed: then all ranks were there before the loss.
         """
         if not self.elastic.is_called():
             return False
-        if here is not None and here.is_completed():
+        if arrived is not None and arrived.is_completed():
             return False
         self.elastic.regroup()
         return True
 
-    def _serve(self) -> bool:
-        """While this rank waits, nobody else shall wait for it: in any of its models."""
-        served = [hooks.rounds.serve() for hooks in running]  # type: ignore[attr-defined]
-        return any(served)
+    def _progress(self) -> bool:
+        """Makes progress for the other ranks in all models of this process while this rank waits."""
+        progressed = [hooks.schedule.progress() for hooks in running]  # type: ignore[attr-defined]
+        return any(progressed)
 
     def average(self, model: nn.Module, timeout: float | None = None) -> None:
-        """Gives all ranks the mean of the weights."""
+        """Replaces the weights by their mean over all ranks."""
         self.drain(timeout)
         with torch.no_grad():
             mean_of([p.detach() for p in model.parameters()], self.groups)
 
     def state(self) -> dict[str, Any]:
-        """Steps and rounds."""
-        return {**super().state(), "seen": self.seen, "rounds": self.rounds.state()}
+        """The number of steps, and the state of the schedule."""
+        return {**super().state(), "seen": self.last_boundary, "rounds": self.schedule.state()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
-        self.seen = state["seen"]
-        self.rounds.load(state["rounds"])
+        self.last_boundary = state["seen"]
+        self.schedule.load(state["rounds"])
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
-        self.bytes, self.waited = self.rounds.sent(), self.rounds.waited
-        return {**super().stats(), "rounds": self.rounds.rounds, "waits": self.rounds.waits}
+        self.bytes, self.waited = self.schedule.sent(), self.schedule.waited
+        return {**super().stats(), "rounds": self.schedule.steps_done, "waits": self.schedule.waits}

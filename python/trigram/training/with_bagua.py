@@ -37,9 +37,9 @@ class WrappedModel:
     """A model and its algorithm.
 
     Attributes:
-        chosen: The algorithm.
-        hooks: What hooks the model; None in a world of one.
-        behind: Steps that earlier algorithms made.
+        algorithm: The algorithm with its options.
+        hooks: The hooks on the model; None if one rank trains it alone.
+        earlier_steps: Steps made with earlier algorithms.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WrappedModel:
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
         self.group = group
-        self.behind = 0
+        self.earlier_steps = 0
         self.hooks: StepHooks | None = None
         self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
         self.states = states
@@ -70,7 +70,7 @@ class WrappedModel:
         return self.group.size
 
     def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
-        """The algorithm from now on, after its warm-up."""
+        """Starts an algorithm, first its warm-up if it has one."""
         check(chosen, optimizer)
         self.algorithm, self.optimizer = chosen, optimizer
         if self.groups is None:
@@ -103,17 +103,17 @@ class WrappedModel:
         return hooks
 
     def end(self) -> None:
-        """No algorithm any more; what is under way has been ended."""
+        """Removes the hooks; the caller has ended the averaging steps under way."""
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
-            self.behind += hooks.steps
+            self.earlier_steps += hooks.steps
             hooks.close()
             if isinstance(hooks, WeightSync):
-                hooks.rounds.close()
+                hooks.schedule.close()
                 running.pop(hooks, None)
 
     def proceed(self) -> StepHooks:
-        """The warm-up is over."""
+        """Starts the algorithm after its warm-up."""
         model = self.model()
         assert model is not None
         sync = self.hooks.sync if self.hooks else True
@@ -124,7 +124,7 @@ class WrappedModel:
 
     @property
     def warming(self) -> bool:
-        """Whether the warm-up is still on."""
+        """Whether the warm-up has not ended yet."""
         return self.hooks is not None and self.hooks.successor is not None
 
 
@@ -144,42 +144,51 @@ def with_bagua(
     elastic: bool | Sequence[Any] = False,
     **options: Any,
 ) -> Model:
-    """Trains ``model`` data-parallel: call it where ``DistributedDataParallel(model)`` stood.
+    """Trains ``model`` data-parallel: call it instead of ``DistributedDataParallel(model)``.
 
-    The same module comes back, hooked; the keys of its ``state_dict`` do not change. WeightSync and
-    buffers become those of rank 0. Copies and pickles of the model leave the hooks behind.
+    It installs hooks on the module and returns it; the keys of its ``state_dict`` do not change. All ranks
+    get the weights and buffers of the group's first rank. Copies and pickles of the model have no hooks. All
+    ranks of the group call it.
 
     Args:
-        model: Its parameters are on one device and the same on all ranks, but for their values.
+        model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
-        sample_weight: How much this rank counts in averages, as where batches are unequal: a number, or
-            what is called for one once per step, when backward begins. Averages are
-            ``sum(w_i g_i) / sum(w_i)``. A rank that weighs 0 adds nothing, whatever its gradients are.
-        check_finite: Each rank looks at its gradients before they leave, and where one has NaN or
-            infinity all raise a ``CorruptError`` that names it. Costs a pass over the gradients and a
-            small message per step; without it nobody looks, and the mean is NaN on all ranks.
-        check_replicas: Every so many steps all ranks compare a hash of their weights, and where one differs
-            all raise a ``CorruptError`` that names it. 0: never.
-        elastic: The training goes on when ranks are lost, and ranks may enter while it runs, see
-            docs/elastic.md. It needs ``optimizer``, whose state a newcomer gets. True, or what else a
-            newcomer needs: schedulers, scalers, anything with ``state_dict`` and ``load_state_dict``.
-        **options: The algorithm's own, see docs/algorithms.md.
+        sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
+            a callable that returns it and is called once per step, when backward begins. Averages are
+            ``sum(w_i g_i) / sum(w_i)``. A rank with weight 0 contributes nothing, even if its gradients are
+            NaN.
+        check_finite: Each rank checks its gradients for NaN and infinity before it sends them; if one rank
+            finds some, all ranks raise a ``CorruptError`` that names it. It costs one read of the gradients
+            and a small message per step. Without it the mean becomes NaN on all ranks.
+        check_replicas: Number of steps after which all ranks compare a hash of their weights; if one differs,
+            all ranks raise a ``CorruptError`` that names it. 0: never.
+        elastic: Training continues when ranks are lost, and ranks can join while it runs, see
+            docs/elastic.md. It needs ``optimizer``, whose state a joining rank receives. True, or a sequence
+            of other objects whose state it receives: schedulers, GradScalers, anything with ``state_dict``
+            and ``load_state_dict``.
+        **options: The options of the algorithm, see docs/algorithms.md.
+
+    Returns:
+        ``model``.
 
     Raises:
-        UnsupportedError: The algorithm, an option or their combination is not possible; the message
-            says why, and what there is.
+        UnsupportedError: The algorithm, an option or their combination is not supported; the message says
+        why,
+            and lists what is.
         MismatchError: The models differ between ranks; all ranks raise it.
-        MisuseError: The model is hooked already, or has nothing to train.
+        MisuseError: The model is hooked already, or has no parameter to train.
     """
     chosen = find(algorithm, options)
     if bucket_mb <= 0:
-        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} is not positive")
+        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
     if model in _models:
-        raise MisuseError("with_bagua: this model is hooked already; trigram.switch changes its algorithm")
+        raise MisuseError(
+            "with_bagua: this model is hooked already; call trigram.switch to change its algorithm"
+        )
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
@@ -194,20 +203,30 @@ def with_bagua(
 def _states(
     model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
 ) -> list[Any]:
-    """What a newcomer of an elastic wrapped gets beside the weights."""
+    """Checks the arguments of an elastic model; returns the objects whose state a joining rank receives."""
     if optimizer is None:
-        raise MisuseError("with_bagua: elastic=True needs optimizer=, whose state a rank that enters gets")
+        raise MisuseError(
+            "with_bagua: elastic=True also needs optimizer=, because a joining rank receives the "
+            "optimizer's state"
+        )
     if group is not None:
-        raise UnsupportedError("with_bagua: elastic models are trained by all ranks; leave group= out")
+        raise UnsupportedError("with_bagua: elastic=True trains on all ranks of the job; remove group=")
     if chosen.value.carry == "momentum" or chosen.options.get("warmup_steps"):
-        raise UnsupportedError(f"with_bagua: {chosen.name} cannot be elastic yet; choose one without warm-up")
+        raise UnsupportedError(
+            f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
+            "algorithm without warm-up"
+        )
     if list(sparse_parameters(model)):
-        raise UnsupportedError("with_bagua: modules that say sparse=True cannot be elastic yet")
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support modules with sparse=True; create them with "
+            "sparse=False"
+        )
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
     for s in states:
         if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
             raise MisuseError(
-                f"with_bagua: elastic: a {type(s).__name__} has no state_dict and load_state_dict"
+                f"with_bagua: elastic: {type(s).__name__} has no state_dict and load_state_dict; pass only "
+                "optimizers, schedulers and other objects that have both"
             )
     recovery.join_job()
     return states
@@ -221,16 +240,19 @@ def _wrapped(model: nn.Module, what: str) -> WrappedModel:
 
 
 def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:
-    """Goes on with another algorithm from the next step; all ranks call it, between steps.
+    """Trains with another algorithm from the next step on; all ranks call it, between steps.
 
-    Where ranks hold different weights they first get the average. What the old algorithm remembered
+    If ranks hold different weights, they are averaged first. The state of the old algorithm (residuals, ...)
     is dropped.
 
     Args:
         model: A model given to :func:`with_bagua`.
         algorithm: See :func:`with_bagua`.
         optimizer: See :func:`with_bagua`.
-        **options: The new algorithm's.
+        **options: The options of the new algorithm.
+
+    Raises:
+        UnsupportedError: See :func:`with_bagua`; the model then continues with the old algorithm.
     """
     wrapped = _wrapped(model, "switch")
     chosen = find(algorithm, options)
@@ -245,7 +267,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
 
 
 class Consensus:
-    """The average weights, for as long as a ``with`` block lasts, or for good."""
+    """The averaged weights: inside a ``with`` block, or permanently without one."""
 
     def __init__(self, model: nn.Module, replicas: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._model = model
@@ -264,15 +286,16 @@ class Consensus:
 def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     """Gives all ranks the average weights and the average of floating-point buffers.
 
-    All ranks call it. Used as ``with trigram.consensus(model):``, each rank's own come back at the
-    end; called plainly, they do not. Where weights are the same on all ranks only buffers change.
+    All ranks call it. With ``with trigram.consensus(model):``, the weights and buffers of each rank are
+    restored at the end of the block; without ``with``, the averages stay. If the weights are the same on all
+    ranks, only buffers change.
 
     Args:
         model: A model given to :func:`with_bagua`.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
-        TimeoutError: Ranks did not call it; the message names them.
+        TimeoutError: Some ranks did not call it in time; the message names them.
     """
     wrapped = _wrapped(model, "consensus")
     hooks = wrapped.hooks
@@ -280,39 +303,40 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
         return Consensus(model, [])
     if isinstance(hooks, WeightSync):
         hooks.drain(timeout)
-        own = [p.detach() for p in model.parameters()]
+        counters = [p.detach() for p in model.parameters()]
     else:
         hooks.abort_pass()
         _await_all(hooks, timeout)
         weights = [p.detach() for p in model.parameters()]
-        # An average of equals may differ from them in the last bit.
-        own = [] if same_everywhere(weights, hooks.groups.control) else weights
-    tensors = [*own, *(b for b in model.buffers() if b.numel())]
+        # The average of equal values may differ from them in the last bit.
+        counters = [] if same_everywhere(weights, hooks.groups.control) else weights
+    tensors = [*counters, *(b for b in model.buffers() if b.numel())]
     replicas = [(t, t.clone()) for t in tensors]
     mean_of(tensors, hooks.groups)
     return Consensus(model, replicas)
 
 
 def _await_all(hooks: StepHooks, timeout: float | None) -> None:
-    side = hooks.groups.control
-    before, side.timeout = side.timeout, timeout if timeout is not None else side.timeout
+    control = hooks.groups.control
+    before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
     try:
-        collectives.barrier(side)
+        collectives.barrier(control)
     finally:
-        side.timeout = before
+        control.timeout = before
 
 
 def algorithm_state(model: nn.Module) -> dict[str, Any]:
-    """Everything the algorithm remembers, for ``torch.save``; all ranks call it, between steps.
+    """The state of the algorithm (residuals, counters, ...), for ``torch.save``; all ranks call it, between
+    steps.
 
-    Each rank saves its own. StepSchedule under way are ended and applied first, so take
-    ``model.state_dict()`` after it.
+    Each rank saves its state separately. Averaging steps under way are ended and applied first, so call
+    ``model.state_dict()`` afterwards.
     """
     wrapped = _wrapped(model, "algorithm_state")
     state: dict[str, Any] = {
         "algorithm": wrapped.algorithm.title,
         "world_size": wrapped.size,
-        "behind": wrapped.behind,
+        "behind": wrapped.earlier_steps,
         "warming": wrapped.warming,
     }
     if wrapped.hooks is not None:
@@ -322,29 +346,31 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Goes on where :func:`algorithm_state` was called; after ``model.load_state_dict``.
+    """Restores the state that :func:`algorithm_state` returned; call it after ``model.load_state_dict``.
 
-    Every rank loads what the same rank saved.
+    Every rank loads the state that the same rank saved.
 
     Raises:
-        MisuseError: It is another algorithm's, or another number of ranks saved it.
+        MisuseError: A different algorithm or a different number of ranks saved the state.
     """
     wrapped = _wrapped(model, "load_algorithm_state")
     if (state["algorithm"], state["world_size"]) != (wrapped.algorithm.title, wrapped.size):
         raise MisuseError(
-            f"load_algorithm_state: the state is of {state['algorithm']} with {state['world_size']} ranks, "
-            f"this is {wrapped.algorithm.title} with {wrapped.size}; take trigram.consensus weights to go on with another"
+            f"load_algorithm_state: the state was saved by {state['algorithm']} on {state['world_size']} "
+            f"ranks, but this model uses {wrapped.algorithm.title} on {wrapped.size}; use the same "
+            "algorithm and number of ranks, or load only the weights, saved under trigram.consensus"
         )
     if wrapped.warming and not state["warming"]:
         wrapped.proceed()
-    wrapped.behind = state["behind"]
+    wrapped.earlier_steps = state["behind"]
     if wrapped.hooks is not None:
         wrapped.hooks.load(state["hooks"])
 
 
 @contextlib.contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """GradientSync accumulate locally inside; the next backward pass outside is a step again."""
+    """Inside the block gradients accumulate on this rank only; the next backward pass outside averages
+    them."""
     wrapped = _wrapped(model, "no_sync")
     if wrapped.hooks is None:
         yield
@@ -360,18 +386,23 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 def join(model: nn.Module) -> Iterator[None]:
     """Training with unequal numbers of inputs per rank.
 
-    A rank that leaves the block early goes on to take part in what the others need of it: with
-    gradients of zero, or with the weights it has; averages are over all ranks. Where gradients are
-    averaged, at the end all ranks get the weights and buffers of the rank that trained longest
-    (optimizers keep their own state), as ``DistributedDataParallel.join`` does. Asynchronous
-    algorithms need no help during the block; at its end all wait for all.
+    A rank that reaches the end of the block early takes part in the averages of the others until all ranks
+    are
+    there: with gradients of 0, or with the weights it has; averages are over all ranks. If the algorithm
+        averages
+    gradients, at the end all ranks get the weights and buffers of the rank that trained longest, as with
+    ``DistributedDataParallel.join``; optimizers are not changed. Asynchronous algorithms do not wait during
+    the block; at its end all ranks wait for all.
     """
     wrapped = _wrapped(model, "join")
     if wrapped.hooks is None:
         yield
         return
     if wrapped.states is not None:
-        raise UnsupportedError("join: an elastic wrapped has no uneven inputs; a rank that is through leaves")
+        raise UnsupportedError(
+            "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
+            "others continue without it"
+        )
     if wrapped.algorithm.every is None and not wrapped.warming:
         yield
         wrapped.hooks.drain()
@@ -379,32 +410,30 @@ def join(model: nn.Module) -> Iterator[None]:
     wrapped.hooks.joining, wrapped.hooks.forwards = True, 0
     try:
         yield
-        wrapped.hooks.shadow(model)
+        wrapped.hooks.run_without_inputs(model)
     finally:
         wrapped.hooks.joining = False
 
 
 def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
-    """What was communicated so far.
+    """Counters of the communication so far.
 
     Args:
         of: A model given to :func:`with_bagua`, a group, or None for this process.
 
     Returns:
-        For the process or a group: ``calls`` (collectives that ended well), ``direct_bytes``
-        (read or written in peers' memory), ``sent_bytes`` (payload sent, by world rank), ``engine_seconds``
-        (processor time of the engine's thread; synchronous calls take the caller's) and ``rates``
-        (what each rank's link carries in bytes per second, as the shares of large AllReduces between
-        hosts follow it; empty while nobody knows).
-        ``waited_for`` has the seconds that this rank's callers slept for each world rank: the largest is
-        the straggler.
-        For a model also ``algorithm``, ``world_size``, ``ranks`` (those that train it now), ``steps``,
-        ``bytes`` and ``bytes_per_step`` (what a rank has to send, by
-        the formulas of docs/algorithms.md), ``wait_seconds``; where
-        gradients are carried ``overlap`` (share of communication hidden behind backward) and
-        ``buckets``; where weights are, ``rounds`` and ``waits`` (rounds that staleness waited for);
-        ``suspects`` (by world rank, the rounds in which a robust average left out what the rank sent,
-        because it was not finite).
+        For the process or a group: ``calls`` (collectives that ended without error), ``direct_bytes`` (bytes
+        read or written in peers' memory), ``sent_bytes`` (payload bytes sent, by world rank),
+        ``engine_seconds`` (processor time of the engine's thread; blocking calls run on the caller's thread
+        instead), ``rates`` (bytes per second of each rank's link, which set the shard sizes of large
+        all-reduces between hosts; empty until they are measured) and ``waited_for`` (seconds that this rank's
+        callers waited for each world rank; the largest value shows the straggler).
+        For a model also ``algorithm``, ``world_size``, ``ranks`` (world ranks that train it now), ``steps``,
+        ``bytes`` and ``bytes_per_step`` (what a rank has to send, by the formulas of docs/algorithms.md) and
+        ``wait_seconds``. If gradients are averaged: ``overlap`` (fraction of the communication time hidden
+        behind backward) and ``buckets``. If weights are averaged: ``rounds`` (averaging steps) and ``waits``
+        (those that staleness waited for). ``suspects``: by world rank, the averaging steps in which a robust
+        average left out the rank, because it sent NaN, infinity or undecodable values.
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):
@@ -412,23 +441,29 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         return {**totals, "rates": group.core.rates() if group.rank >= 0 else []}
     wrapped = _wrapped(of, "stats")
     totals["rates"] = wrapped.groups.main.core.rates() if wrapped.groups else []
-    own: dict[str, Any] = {"steps": 0, "bytes_per_step": 0, "bytes": 0, "wait_seconds": 0.0, "overlap": 0.0}
-    own |= {"buckets": [], "rounds": 0, "waits": 0}
-    own["suspects"] = dict(wrapped.groups.non_finite_senders.counts) if wrapped.groups else {}
+    counters: dict[str, Any] = {
+        "steps": 0,
+        "bytes_per_step": 0,
+        "bytes": 0,
+        "wait_seconds": 0.0,
+        "overlap": 0.0,
+    }
+    counters |= {"buckets": [], "rounds": 0, "waits": 0}
+    counters["suspects"] = dict(wrapped.groups.non_finite_senders.counts) if wrapped.groups else {}
     if wrapped.hooks is not None:
-        own |= wrapped.hooks.stats()
-    own["steps"] += wrapped.behind
+        counters |= wrapped.hooks.stats()
+    counters["steps"] += wrapped.earlier_steps
     return {
         "algorithm": wrapped.algorithm.name,
         "world_size": wrapped.size,
         "ranks": list(wrapped.group.ranks),
-        **own,
+        **counters,
         **totals,
     }
 
 
 def _finish() -> None:
-    """The process leaves: asynchronous rounds end well on all ranks, unless this one has failed."""
+    """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
     failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
     for hooks in list(running):
         if failed is None:

@@ -7,6 +7,7 @@
 //! Arguments: the schedule (or `auto`), bytes of float32, seconds of latency, and bytes per second of
 //! each host's link. Several schedules and sizes may be given with commas; each line of the output is
 //! schedule, bytes and milliseconds.
+#![allow(clippy::print_stdout)] // an example shows what it does
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use std::sync::Arc;

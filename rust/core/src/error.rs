@@ -67,7 +67,7 @@ pub enum Error {
     /// A peer could not prove that it belongs to this job.
     #[error("{0}")]
     Auth(String),
-    /// The operation was given up on purpose, here or by another rank.
+    /// The operation was aborted on purpose, here or by another rank.
     #[error("{0}")]
     Aborted(String),
     /// The operating system refused something.

@@ -1,7 +1,7 @@
 //! Which schedule serves a call.
 //!
 //! The choice depends only on what all ranks know alike (the signature, the hosts), or on what the
-//! ranks of one host have told each other at the meeting (whether memory is registered), because
+//! ranks of one host have told each other at the first barrier (whether memory is registered), because
 //! ranks that chose differently would wait for each other for ever.
 
 use crate::dtype::DType;
@@ -9,14 +9,14 @@ use crate::error::{Error, Result};
 use crate::schedule::{Place, Schedule, even_shares};
 use crate::signature::{Collective, Via};
 use crate::topology::{
-    Shape, balance, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, staged, tree,
+    Shape, balance, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
 };
 
-/// Bytes of the slot of each rank: what fits travels without any other memory being touched.
-pub const SLOT_BYTES: usize = 16 << 10;
+/// Bytes of the inline buffer in each rank's operation slot: a payload that fits moves through it alone.
+pub const INLINE_BYTES: usize = 16 << 10;
 
-/// Bytes of a rank's stage, through which larger payloads pass that only their owner can see.
-pub const STAGE_BYTES: usize = 768 << 10;
+/// Bytes of a bounce buffer. Payloads that are not in registered memory and exceed [`INLINE_BYTES`] pass through it.
+pub const BOUNCE_BYTES: usize = 768 << 10;
 
 /// Largest message, in bytes: small enough to stay in a core's cache between arrival and sum.
 pub const PIECE_BYTES: usize = 256 << 10;
@@ -93,8 +93,8 @@ pub enum Lent {
     /// Nothing: messages go through pipes.
     #[default]
     Nothing,
-    /// A stage each.
-    Stages,
+    /// A bounce buffer each.
+    BounceBuffers,
     /// All contributions: they are registered memory.
     Inputs,
 }
@@ -112,11 +112,11 @@ pub struct Links<'a> {
 /// What a call needs before its schedule can be chosen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
-    /// The payload fits the slot: copy, meet, read.
+    /// The payload fits the inline buffer: copy, pass a barrier, read.
     OneShot,
-    /// Meet the ranks of this host first; they say whether their memory is registered.
-    Meet,
-    /// Nobody to meet: messages carry the signature.
+    /// A barrier of the ranks of this host comes first; there they say whether their memory is registered.
+    Barrier,
+    /// No other rank of this host shares memory: messages carry the signature.
     Messages,
 }
 
@@ -130,12 +130,12 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
     let fits = layout.is_one_host()
         && call.splits.is_none()
         && matches!(call.via, Via::Auto | Via::Shared)
-        && slot_len(call, layout) * call.dtype.size() <= SLOT_BYTES;
-    if fits { Opening::OneShot } else { Opening::Meet }
+        && inline_len(call, layout) * call.dtype.size() <= INLINE_BYTES;
+    if fits { Opening::OneShot } else { Opening::Barrier }
 }
 
-/// The most that any rank would put into its slot.
-fn slot_len(call: &Call, layout: &Layout) -> usize {
+/// The most elements that any rank would copy into its inline buffer.
+fn inline_len(call: &Call, layout: &Layout) -> usize {
     let blocks = match call.what {
         Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter => layout.world as usize,
         _ => 1,
@@ -152,9 +152,9 @@ fn shape(call: &Call, layout: &Layout, piece_bytes: usize) -> Shape {
     }
 }
 
-/// The schedule of a call whose payload fits the slot.
+/// The schedule of a call whose payload fits the inline buffer.
 pub fn one_shot(call: &Call, layout: &Layout) -> Schedule {
-    shared::one_shot(call.what, call.root, shape(call, layout, SLOT_BYTES))
+    shared::one_shot(call.what, call.root, shape(call, layout, INLINE_BYTES))
 }
 
 /// Elements of input that this rank gives to the collective, which its peers may read directly.
@@ -201,7 +201,7 @@ fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
 }
 
 /// Whether the ranks of a host may pass this call through their stages.
-pub fn is_staged(call: &Call, layout: &Layout) -> bool {
+pub fn uses_bounce_buffers(call: &Call, layout: &Layout) -> bool {
     layout.is_one_host()
         && layout.world > 1
         && layout.helpers == 0
@@ -236,11 +236,11 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     if call.len == 0 && call.splits.is_none() {
         return Ok(direct::barrier(s));
     }
-    if is_staged(call, layout) {
+    if uses_bounce_buffers(call, layout) {
         match lent {
             Lent::Inputs => return Ok(shared::direct(call.what, call.root, s)),
-            Lent::Stages => {
-                return Ok(staged::staged(call.what, call.root, s, STAGE_BYTES / call.dtype.size()));
+            Lent::BounceBuffers => {
+                return Ok(bounce::bounce(call.what, call.root, s, BOUNCE_BYTES / call.dtype.size()));
             }
             Lent::Nothing => {}
         }
@@ -305,7 +305,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
 fn aided(call: &Call, layout: &Layout, shape: Shape, rates: &[f64]) -> Result<Schedule> {
     if call.what != Collective::AllReduce || call.via != Via::Auto {
         return Err(Error::Unsupported(format!(
-            "{} via {}: a group with helpers offers all_reduce only, and its own way",
+            "{} via {}: a group with helpers offers all_reduce only, and chooses via itself",
             call.what.name(),
             call.via.name()
         )));
@@ -332,8 +332,8 @@ mod tests {
         let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0 };
         let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0 };
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &one), Opening::OneShot);
-        assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Meet);
-        assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Meet);
+        assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Barrier);
+        assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Barrier);
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &flat), Opening::Messages);
     }
 

@@ -1,7 +1,7 @@
 //! What ranks compare to find out that they disagree.
 //!
 //! Every collective call is summed up in 24 bytes. They travel in each message's header and lie in
-//! the shared slot of each rank, so a rank that called something else is found before a number is
+//! the operation slot of each rank, so a rank that called something else is found before a number is
 //! touched, and the error can name both sides.
 
 use std::fmt;
@@ -28,6 +28,12 @@ pub enum Collective {
 }
 
 impl Collective {
+    /// Every collective, in the order of the codes.
+    pub const ALL: [Collective; 10] = {
+        use Collective::*;
+        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
+    };
+
     /// The name users type.
     pub const fn name(self) -> &'static str {
         match self {
@@ -45,10 +51,7 @@ impl Collective {
     }
 
     fn from_code(code: u8) -> Option<Self> {
-        use Collective::*;
-        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
-            .into_iter()
-            .find(|c| *c as u8 == code)
+        Self::ALL.into_iter().find(|c| *c as u8 == code)
     }
 
     const fn reduces(self) -> bool {

@@ -216,9 +216,9 @@ pub fn run(
     for rank in ranks {
         let size = dtype.size();
         let garbage = |len: usize| vec![0xa5; len * size]; // uninitialised memory, made visible
-        let (scratch, slot) = (garbage(rank.schedule.scratch), garbage(rank.schedule.slot));
+        let (scratch, bounce) = (garbage(rank.schedule.scratch), garbage(rank.schedule.bounce));
         let in_place = rank.output.is_none();
-        let bufs = [rank.input, rank.output.unwrap_or_default(), scratch, slot];
+        let bufs = [rank.input, rank.output.unwrap_or_default(), scratch, bounce];
         memory.push(Memory { bufs, in_place });
         executors.push(Executor::new(rank.schedule));
     }
@@ -251,7 +251,9 @@ pub fn run(
     }
     if let Some(me) = executors.iter().position(|e| !e.is_done()) {
         let peers = executors[me].waiting_for();
-        return Err(Error::misuse(format!("sim: rank {me} waits for ever (for messages of {peers:?})")));
+        return Err(Error::misuse(format!(
+            "sim: rank {me} never finishes: it waits for messages of {peers:?}"
+        )));
     }
     if let Some((rank, from, tag)) = world.mailbox.keys().next() {
         return Err(Error::misuse(format!("sim: rank {rank} never receives message {tag} of {from}")));

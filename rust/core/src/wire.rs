@@ -33,19 +33,19 @@ pub enum Kind {
     /// The call failed; the payload is the error.
     Fail = 3,
     /// The sender leaves in good order.
-    Bye = 4,
+    Leave = 4,
     /// What the sender's link carries: bytes per second as an f64, 0 if it does not know.
     Rate = 5,
     /// The sender has given up the rank in `tag`, perhaps the receiver; the payload is why.
     Lost = 6,
     /// The sender is alive and has nothing else to say.
-    Beat = 7,
+    Heartbeat = 7,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         use Kind::*;
-        [Data, Ready, Fail, Bye, Rate, Lost, Beat].into_iter().find(|k| *k as u8 == code)
+        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat].into_iter().find(|k| *k as u8 == code)
     }
 }
 
@@ -140,16 +140,16 @@ impl Sum {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Bad {
     /// Not our protocol, or a stream out of step.
-    #[error("not a trigram frame (magic {0:#010x})")]
+    #[error("these bytes are no trigram frame (magic number {0:#010x})")]
     Magic(u32),
     /// A kind this version does not know.
     #[error("unknown kind of frame {0}")]
     Kind(u8),
     /// A payload above [`MAX_PAYLOAD`].
-    #[error("a frame of {0} bytes is above the limit")]
+    #[error("a frame of {0} bytes exceeds the limit")]
     Len(u32),
     /// A header whose bytes changed on the way.
-    #[error("a header does not have its checksum: bits flipped on the way")]
+    #[error("wrong checksum of a frame header: bits flipped between the two hosts")]
     Sum,
 }
 

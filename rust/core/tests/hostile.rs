@@ -49,8 +49,15 @@ fn headers() {
             let (dtype, op) =
                 (DType::ALL[rng.below(DType::ALL.len())], ReduceOp::ALL[rng.below(ReduceOp::ALL.len())]);
             let frame = Frame {
-                kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye, Kind::Rate, Kind::Lost, Kind::Beat]
-                    [rng.below(7)],
+                kind: [
+                    Kind::Data,
+                    Kind::Ready,
+                    Kind::Fail,
+                    Kind::Leave,
+                    Kind::Rate,
+                    Kind::Lost,
+                    Kind::Heartbeat,
+                ][rng.below(7)],
                 group: rng.next(),
                 call: CallId(rng.number()),
                 tag: rng.number() as u32,

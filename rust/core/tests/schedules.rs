@@ -10,7 +10,7 @@ use trigram_core::schedule::{Loc, Place, Schedule, Step, even_shares};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank, Report};
 use trigram_core::topology::{
-    Shape, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, staged, tree,
+    Shape, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
 };
 use trigram_core::{DType, ReduceOp};
 
@@ -91,7 +91,7 @@ fn all_reduces(world: u32, len: usize, piece: usize) -> Vec<(&'static str, Vec<S
         ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares))),
         ("shared", all(&shared::all_reduce)),
         ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s))),
-        ("staged shared", all(&|s| staged::staged(Collective::AllReduce, 0, s, 200.max(len)))),
+        ("bounce buffers", all(&|s| bounce::bounce(Collective::AllReduce, 0, s, 200.max(len)))),
     ]
 }
 
@@ -157,7 +157,7 @@ fn bytes_are_the_formula() {
                     let surplus = world - core;
                     assert_eq!(total, (core * u64::from(core.ilog2()) + 2 * surplus) * n);
                 }
-                "shared" | "one shot" | "staged shared" => assert_eq!(total, 0),
+                "shared" | "one shot" | "bounce buffers" => assert_eq!(total, 0),
                 _ => assert_eq!(total, 2 * (world - 1) * n, "{name} {world}"),
             }
         }
@@ -248,7 +248,7 @@ fn other_collectives_are_right_by_messages_and_by_shared_memory() {
                     go(of(&|s| direct_schedule(what, s, root)));
                     go(of(&|s| shared::one_shot(what, root, s)));
                     go(of(&|s| shared::direct(what, root, s)));
-                    go(of(&|s| staged::staged(what, root, s, 36)));
+                    go(of(&|s| bounce::bounce(what, root, s, 36)));
                 }
             }
         }
@@ -297,7 +297,7 @@ fn nobody_writes_what_another_reads() {
                 (0..world).map(|me| f(Shape { me, world, len, piece: 64 })).collect()
             };
             for what in [&OTHERS[..], &[Collective::AllReduce]].concat() {
-                assert_no_conflict(&of(&|s| staged::staged(what, world - 1, s, 600)));
+                assert_no_conflict(&of(&|s| bounce::bounce(what, world - 1, s, 600)));
                 assert_no_conflict(&of(&|s| shared::direct(what, world - 1, s)));
                 assert_no_conflict(&of(&|s| shared::one_shot(what, world - 1, s)));
             }
@@ -394,7 +394,7 @@ proptest! {
         via in proptest::sample::select(Via::ALL.to_vec()),
         hosts in 1usize..4,
         dealt in any::<bool>(),
-        lent in proptest::sample::select(vec![Lent::Nothing, Lent::Stages, Lent::Inputs]),
+        lent in proptest::sample::select(vec![Lent::Nothing, Lent::BounceBuffers, Lent::Inputs]),
         seed in 1u64..1_000_000,
     ) {
         let hosts = (hosts as u32).min(world) as usize;
@@ -407,7 +407,7 @@ proptest! {
             let layout = layout(me);
             match planner::opening(&call, &layout) {
                 Opening::OneShot => Ok(planner::one_shot(&call, &layout)),
-                Opening::Meet => planner::schedule(&call, &layout, lent, planner::Links::default()),
+                Opening::Barrier => planner::schedule(&call, &layout, lent, planner::Links::default()),
                 Opening::Messages => planner::schedule(&call, &layout, Lent::Nothing, planner::Links::default()),
             }
         }).collect();

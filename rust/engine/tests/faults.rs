@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::engine::Engine;
-use trigram_engine::group::{Group, call, in_place};
-use trigram_engine::job::{Message, Request};
-use trigram_engine::transport::{Read, Receiver, Sender};
+use trigram_engine::call::request::{Message, Request};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::runtime::group::{Group, call, in_place};
+use trigram_engine::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
@@ -138,21 +138,21 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 op: ReduceOp::Sum,
                 declared: None,
             };
-            // SAFETY: both tensors live until both tickets are resolved.
+            // SAFETY: both tensors live until both completion handles are resolved.
             let sent = unsafe { group.start(send, None)? };
             // SAFETY: as above.
             let taken = unsafe { group.start(take, None)? };
             let began = Instant::now();
             let mut failed = Ok(());
-            for ticket in [taken, sent] {
+            for completion in [taken, sent] {
                 // Messages concern two ranks only: who hears of a loss elsewhere stops waiting by itself.
                 loop {
                     let soon = Some(Instant::now() + Duration::from_millis(50));
-                    if let Some(end) = ticket.wait(soon, &mut || Ok(()))? {
+                    if let Some(end) = completion.wait(soon, &mut || Ok(()))? {
                         failed = failed.and(end);
                         break;
                     }
-                    let lost = group.engine().counters().news().losses();
+                    let lost = group.engine().counters().failures().losses();
                     let gone = lost.iter().find(|(rank, _)| group.members().ranks.contains(rank));
                     if let Some(&(rank, _)) = gone.filter(|_| began.elapsed() > Duration::from_millis(500)) {
                         std::mem::forget((mine, out)); // the calls may still be under way

@@ -11,10 +11,10 @@ use std::time::Duration;
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::engine::Engine;
-use trigram_engine::group::{Group, call, in_place};
-use trigram_engine::job::{Message, Request};
-use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
+use trigram_engine::call::request::{Message, Request};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::runtime::group::{Group, call, in_place};
 
 /// Engines of `n` ranks whose only connections are queues.
 fn over_mem(n: usize) -> Vec<Arc<Engine>> {
@@ -25,10 +25,10 @@ fn over_mem(n: usize) -> Vec<Arc<Engine>> {
 fn met(n: usize, transport: Transport) -> Vec<Arc<Engine>> {
     let mut ranks: Vec<Rendezvous> =
         (0..n).map(|r| Rendezvous::open(r as u32, n, Some("lo"), None, transport).unwrap()).collect();
-    let cards: Vec<Vec<u8>> = ranks.iter().map(|r| r.card().unwrap()).collect();
+    let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
     let verdicts: Vec<bool> = std::thread::scope(|s| {
         let all: Vec<_> =
-            ranks.iter_mut().map(|r| s.spawn(|| r.meet(&cards, &mut || Ok(())).unwrap())).collect();
+            ranks.iter_mut().map(|r| s.spawn(|| r.handshake(&records, &mut || Ok(())).unwrap())).collect();
         all.into_iter().map(|t| t.join().unwrap()).collect()
     });
     let limit = Duration::from_secs(20);

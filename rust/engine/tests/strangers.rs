@@ -9,13 +9,13 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
-use trigram_engine::channel::Channel;
-use trigram_engine::handshake::{Identity, connect};
-use trigram_engine::secret::{Secret, Security};
-use trigram_engine::session::Tls;
-use trigram_engine::transport::Read as Came;
+use trigram_engine::bootstrap::handshake::{Identity, connect};
+use trigram_engine::bootstrap::handshake_stream::HandshakeStream;
+use trigram_engine::security::secret::{Secret, Security};
+use trigram_engine::security::tls_keys::Tls;
+use trigram_engine::transport::stream::Read as Came;
 
-type Ends = Result<HashMap<u32, Channel>>;
+type Ends = Result<HashMap<u32, HandshakeStream>>;
 
 fn identity(rank: u32, secret: &str, tls: bool) -> Identity {
     let security = Security { secret: Some(Secret::new(secret.as_bytes()).unwrap()), tls };
@@ -190,7 +190,7 @@ fn a_man_in_the_middle_of_tls_is_refused() {
     // He did pass on all that both said.
     assert!(passed.lock().unwrap().starts_with(&[64, 32, 32, 33]), "{:?}", passed.lock().unwrap());
     let (low, high) = (low.err().unwrap(), high.err().unwrap());
-    assert!(matches!(&high, Error::Auth(e) if e.contains("rank 0 at") && e.contains("between")), "{high}");
+    assert!(matches!(&high, Error::Auth(e) if e.contains("rank 0 at") && e.contains("intercepts")), "{high}");
     assert!(matches!(&low, Error::Auth(e) if e.contains("rank 1")), "{low}");
 }
 

@@ -1,4 +1,5 @@
 //! A sum over all GPUs of this machine, a thread each.
+#![allow(clippy::print_stdout)] // an example shows what it does
 
 use std::time::Duration;
 

@@ -129,7 +129,7 @@ impl Communicator {
         if !inp.count().is_multiple_of(ranks) {
             let count = inp.count();
             return Err(Error::Misuse(format!(
-                "all_to_all: {count} values do not divide among {ranks} ranks"
+                "all_to_all: {count} values cannot be split equally among {ranks} ranks"
             )));
         }
         let part = inp.count() / ranks;
@@ -144,7 +144,7 @@ impl Communicator {
     fn peer(&self, what: &str, rank: u32) -> Result<c_int> {
         match c_int::try_from(rank) {
             Ok(peer) if rank < self.size() => Ok(peer),
-            _ => Err(Error::Misuse(format!("{what}: there is no rank {rank} among {}", self.size()))),
+            _ => Err(Error::Misuse(format!("{what}: there is no rank {rank} among {} ranks", self.size()))),
         }
     }
 
@@ -162,7 +162,7 @@ impl Communicator {
         let (a, b) = (inp.count() * inp_times, out.count() * out_times);
         if inp.data_type() != out.data_type() || a != b {
             return Err(Error::Misuse(format!(
-                "{what} among {} ranks: {} values of {:?} go in, {} of {:?} come out",
+                "{what} among {} ranks: an input of {} values of {:?} does not fit an output of {} of {:?}",
                 self.size(),
                 inp.count(),
                 inp.data_type(),

@@ -80,7 +80,9 @@ impl Inner {
             }
             state.grouped |= GROUP.with_borrow(Option::is_some);
             if !state.sound {
-                return Err(Error::Misuse(format!("{what}: the communicator has failed; abort it")));
+                return Err(Error::Misuse(format!(
+                    "{what}: the communicator has failed; abort it and make a new one"
+                )));
             }
             call(&self.nccl.table, state.comm)
         };
@@ -269,10 +271,10 @@ impl Communicator {
     ) -> Result<Pending> {
         const CALL: &str = "ncclCommInitRankConfig";
         let (Ok(nranks), Ok(place)) = (c_int::try_from(size), c_int::try_from(rank)) else {
-            return Err(Error::Misuse(format!("{size} ranks are more than NCCL counts")));
+            return Err(Error::Misuse(format!("{size} ranks are more than NCCL supports")));
         };
         if rank >= size {
-            return Err(Error::Misuse(format!("there is no rank {rank} among {size}")));
+            return Err(Error::Misuse(format!("there is no rank {rank} among {size} ranks")));
         }
         let config = Box::new(config);
         let mut raw = config.raw(nccl.version());

@@ -26,7 +26,9 @@ pub enum Error {
         advice: &'static str,
     },
     /// A library lacks a function that every supported version has.
-    #[error("{path} has no {symbol}: it is damaged, or another library of this name")]
+    #[error(
+        "{path} has no function {symbol}: the file is damaged, or it is another library of the same name"
+    )]
     MissingSymbol {
         /// The library.
         path: String,
@@ -34,7 +36,7 @@ pub enum Error {
         symbol: &'static str,
     },
     /// The library lacks a function that newer versions have.
-    #[error("{what} needs NCCL {least}; {path} is {found}")]
+    #[error("{what} needs NCCL {least} or newer; {path} is {found}")]
     TooOld {
         /// What was wanted.
         what: &'static str,
@@ -54,7 +56,7 @@ pub enum Error {
         reason: String,
     },
     /// NCCL refused a call, or a communicator has failed.
-    #[error("{call}: NCCL says {what} ({code}){}", because(.detail))]
+    #[error("{call} failed: NCCL reports {what} ({code}){}", because(.detail))]
     Nccl {
         /// The function, or what was under way.
         call: &'static str,
@@ -66,7 +68,7 @@ pub enum Error {
         detail: String,
     },
     /// The driver refused a call.
-    #[error("{call}: CUDA says {what} ({code})")]
+    #[error("{call} failed: CUDA reports {what} ({code})")]
     Cuda {
         /// The function.
         call: &'static str,
@@ -79,7 +81,7 @@ pub enum Error {
     #[error("{0}")]
     Misuse(String),
     /// NCCL has not got on with something in time. The communicator can only be aborted.
-    #[error("{call}: NCCL is not done after {after:?}; a rank is missing, or cannot be reached")]
+    #[error("{call}: NCCL did not finish within {after:?}; a rank is missing or cannot be reached")]
     Timeout {
         /// What was under way.
         call: &'static str,

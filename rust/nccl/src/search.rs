@@ -90,7 +90,11 @@ pub(crate) fn cuda() -> Result<(Handle, String)> {
 /// Opens one file, which somebody named.
 pub(crate) fn file(file: &Path, library: &'static str) -> Result<(Handle, String)> {
     let mut tried = Vec::new();
-    at(file, "", &mut tried).ok_or(Error::NotFound { library, tried, advice: "it was asked for by name" })
+    at(file, "", &mut tried).ok_or(Error::NotFound {
+        library,
+        tried,
+        advice: "it was asked for by this name",
+    })
 }
 
 fn attempt(place: impl Into<String>, reason: impl ToString) -> Attempt {

@@ -174,12 +174,12 @@ fn what_does_not_fit_is_refused_before_nccl_sees_it() {
         };
         refused(
             comm.all_reduce(Some(four.data()), three.data_mut(), Op::SUM),
-            "4 values of Float32 go in, 3",
+            "4 values of Float32 does not fit an output of 3",
         );
         refused(comm.all_reduce(Some(ints.data()), three.data_mut(), Op::SUM), "Int32");
         refused(comm.all_reduce(Some(foreign.data()), three.data_mut(), Op::SUM), "another stream");
         refused(comm.broadcast(three.data_mut(), 2), "no rank 2 among 2");
-        refused(comm.all_to_all(ints.data(), DataMut::from_raw_test()), "go in");
+        refused(comm.all_to_all(ints.data(), DataMut::from_raw_test()), "does not fit an output of 0");
         comm.all_reduce(None, three.data_mut(), Op::SUM).unwrap(); // nothing was disturbed
     });
 }

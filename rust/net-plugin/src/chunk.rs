@@ -37,7 +37,7 @@ impl Chunk {
 
     /// From a header: a chunk that lies inside of its message.
     pub(crate) fn read(bytes: &[u8; HEADER]) -> Result<Self> {
-        let corrupt = || Error::remote("a corrupt header");
+        let corrupt = || Error::remote("corrupt header from the peer");
         let size = |from| usize::try_from(u64::from_le_bytes(part(bytes, from))).map_err(|_| corrupt());
         let chunk = Self {
             number: u64::from_le_bytes(part(bytes, 8)),
@@ -117,14 +117,14 @@ impl Incoming {
     pub(crate) fn claim(&mut self, chunk: Chunk) -> Result<()> {
         if chunk.total > self.region.len() {
             return Err(Error::usage(format!(
-                "a message of {} bytes for a buffer of {}: do all ranks run the same collectives?",
+                "the peer sent {} bytes into a buffer of {}; do all ranks run the same collectives?",
                 chunk.total,
                 self.region.len()
             )));
         }
         let repeated = self.total.is_some_and(|total| total != chunk.total || total == 0);
         if repeated || chunk.len > chunk.total - self.claimed {
-            return Err(Error::remote("chunks that contradict each other"));
+            return Err(Error::remote("the peer's chunks overlap or exceed the message"));
         }
         self.total = Some(chunk.total);
         self.claimed += chunk.len;

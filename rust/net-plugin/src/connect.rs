@@ -1,7 +1,7 @@
 //! The connecting end.
 //!
 //! NCCL calls `connect` until it gives a connection, with the same handle buffer. What is under way meanwhile is
-//! kept here, under a ticket that is written to that buffer: a pointer there would be the peer's to forge.
+//! kept here, under an attempt id that is written to that buffer: a pointer there would be the peer's to forge.
 
 use std::collections::HashMap;
 use std::io;
@@ -41,29 +41,29 @@ struct Half {
 /// Begins a connection, or goes on with it; `None`: call again.
 pub(crate) fn connect(bytes: &mut [u8; handle::SIZE], settings: Settings) -> Result<Option<Sender>> {
     let to = Handle::read(bytes)?;
-    let named = handle::ticket(bytes);
+    let named = handle::attempt_id(bytes);
     let found = {
         let mut all = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
         // Those that NCCL gave up.
-        all.retain(|ticket, attempt| {
-            *ticket == named || attempt.since.elapsed() < attempt.settings.timeout * 2
+        all.retain(|attempt_id, attempt| {
+            *attempt_id == named || attempt.since.elapsed() < attempt.settings.timeout * 2
         });
         all.remove(&named).filter(|attempt| attempt.to == to)
     };
     let made = match found {
         Some(attempt) => Ok(attempt),
-        None if named != 0 => Err(Error::argument("connect: the handle's connection is not under way")),
+        None if named != 0 => Err(Error::argument("connect: this handle's connection attempt is over")),
         None => Attempt::new(to, settings),
     };
     match made.and_then(Attempt::go_on) {
         Ok(Ok(sender)) => {
-            handle::set_ticket(bytes, 0);
+            handle::set_attempt_id(bytes, 0);
             Ok(Some(sender))
         }
         Ok(Err(attempt)) => {
-            let ticket = if named == 0 { u64::from_le_bytes(token::random()?).max(1) } else { named };
-            handle::set_ticket(bytes, ticket);
-            UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner).insert(ticket, attempt);
+            let attempt_id = if named == 0 { u64::from_le_bytes(token::random()?).max(1) } else { named };
+            handle::set_attempt_id(bytes, attempt_id);
+            UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner).insert(attempt_id, attempt);
             Ok(None)
         }
         Err(e) => {

@@ -43,7 +43,10 @@ pub(crate) fn find() -> Result<&'static [Device]> {
         let setting = own.map(|value| format!(" for TRIGRAM_IFACE={value}"));
         let setting = setting.or_else(|| nccl.map(|value| format!(" for NCCL_SOCKET_IFNAME={value}")));
         let setting = setting.unwrap_or_default();
-        return Err(Error::system(format!("no network interface{setting}; there are {}", known.join(", "))));
+        return Err(Error::system(format!(
+            "no network interface{setting}; this host has {}",
+            known.join(", ")
+        )));
     }
     let devices = chosen.into_iter().map(|(name, ip)| Device {
         speed: speed(&name),
@@ -56,9 +59,11 @@ pub(crate) fn find() -> Result<&'static [Device]> {
 
 /// The device of that number.
 pub(crate) fn get(number: i32) -> Result<&'static Device> {
-    let devices = DEVICES.get().ok_or_else(|| Error::usage("init was not called"))?;
+    let devices = DEVICES.get().ok_or_else(|| Error::usage("NCCL did not call init first"))?;
     let device = usize::try_from(number).ok().and_then(|number| devices.get(number));
-    device.ok_or_else(|| Error::argument(format!("device {number}: there are {}", devices.len())))
+    device.ok_or_else(|| {
+        Error::argument(format!("NCCL asked for device {number}; there are {}", devices.len()))
+    })
 }
 
 /// One address per interface. `own` is a name or an address, `nccl` NCCL's list; with neither, loopback is for

@@ -1,7 +1,7 @@
 //! The 128 bytes that NCCL carries from who listens to who connects.
 //!
-//! `magic 8 | version 2 | family 1 | 0 | port 2 | 0 0 | address 16 | token 32 | ticket 8 | zeros`, numbers
-//! little-endian. The ticket is zero but in the hands of who connects: it names the attempt under way.
+//! `magic 8 | version 2 | family 1 | 0 | port 2 | 0 0 | address 16 | token 32 | attempt id 8 | zeros`, numbers
+//! little-endian. The attempt id is zero until the connecting side sets it: it identifies the attempt under way.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
@@ -13,7 +13,7 @@ pub(crate) const SIZE: usize = 128;
 /// Of handles and hellos; both sides must have the same.
 pub(crate) const VERSION: u16 = 1;
 const MAGIC: [u8; 8] = *b"TrigramH";
-const TICKET: std::ops::Range<usize> = 64..72;
+const ATTEMPT_ID: std::ops::Range<usize> = 64..72;
 
 /// Where to connect, and what to present there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,17 +49,23 @@ impl Handle {
     pub(crate) fn read(bytes: &[u8; SIZE]) -> Result<Self> {
         if bytes[..8] != MAGIC {
             return Err(Error::argument(
-                "this handle is not one of Trigram's: is NCCL_NET the same everywhere?",
+                "the peer's handle is not from this plugin; set NCCL_NET alike on all ranks",
             ));
         }
         let version = u16::from_le_bytes(part(bytes, 8));
         if version != VERSION {
-            return Err(Error::usage(format!("the peer's plugin has version {version}, this one {VERSION}")));
+            return Err(Error::usage(format!(
+                "the peer's plugin has version {version}, this one has {VERSION}; install the same on all hosts"
+            )));
         }
         let ip = match bytes[10] {
             4 => IpAddr::V4(Ipv4Addr::from(part::<4>(bytes, 16))),
             6 => IpAddr::V6(Ipv6Addr::from(part::<16>(bytes, 16))),
-            family => return Err(Error::argument(format!("a handle with addresses of family {family}"))),
+            family => {
+                return Err(Error::argument(format!(
+                    "the peer's handle has an address of unknown family {family}"
+                )));
+            }
         };
         let port = u16::from_le_bytes(part(bytes, 12));
         Ok(Self { address: SocketAddr::new(ip, port), token: part(bytes, 32) })
@@ -67,13 +73,13 @@ impl Handle {
 }
 
 /// The attempt that a handle's buffer names; zero: none yet.
-pub(crate) fn ticket(bytes: &[u8; SIZE]) -> u64 {
-    u64::from_le_bytes(part(bytes, TICKET.start))
+pub(crate) fn attempt_id(bytes: &[u8; SIZE]) -> u64 {
+    u64::from_le_bytes(part(bytes, ATTEMPT_ID.start))
 }
 
 /// Notes the attempt in the buffer.
-pub(crate) fn set_ticket(bytes: &mut [u8; SIZE], ticket: u64) {
-    bytes[TICKET].copy_from_slice(&ticket.to_le_bytes());
+pub(crate) fn set_attempt_id(bytes: &mut [u8; SIZE], attempt_id: u64) {
+    bytes[ATTEMPT_ID].copy_from_slice(&attempt_id.to_le_bytes());
 }
 
 /// `N` of the bytes; zeros behind the end.
@@ -91,9 +97,9 @@ mod tests {
             let handle =
                 Handle { address: address.parse().unwrap(), token: std::array::from_fn(|i| i as u8) };
             let mut bytes = handle.write();
-            assert_eq!(ticket(&bytes), 0);
-            set_ticket(&mut bytes, u64::MAX - 1);
-            assert_eq!(ticket(&bytes), u64::MAX - 1);
+            assert_eq!(attempt_id(&bytes), 0);
+            set_attempt_id(&mut bytes, u64::MAX - 1);
+            assert_eq!(attempt_id(&bytes), u64::MAX - 1);
             assert_eq!(Handle::read(&bytes).unwrap(), handle);
         }
     }

@@ -63,10 +63,10 @@ enum Standing {
 impl Listener {
     /// At a free port of this address, and the handle for who is to connect.
     pub(crate) fn new(ip: IpAddr, settings: Settings) -> Result<(Self, Handle)> {
-        let failed = |e: io::Error| Error::io(&format!("listening at {ip}"), &e);
+        let failed = |e: io::Error| Error::io(&format!("listening on {ip}"), &e);
         let socket = socket::listening(SocketAddr::new(ip, 0)).map_err(failed)?;
         let address = socket.local_addr().map_err(failed)?.as_socket();
-        let address = address.ok_or_else(|| Error::internal("a listener without an address"))?;
+        let address = address.ok_or_else(|| Error::internal("the listening socket has no address"))?;
         let token = token::random()?;
         let listener = Self { socket, token, settings, strangers: Vec::new(), partial: Vec::new() };
         Ok((listener, Handle { address, token }))
@@ -77,7 +77,7 @@ impl Listener {
         let now = Instant::now();
         loop {
             let more = self.take_in(now)?;
-            if let Some(streams) = self.hear(now) {
+            if let Some(streams) = self.poll_strangers(now) {
                 return self.receiver(streams).map(Some);
             }
             if !more {
@@ -90,7 +90,7 @@ impl Listener {
             let partial = self.partial.swap_remove(late);
             let there = partial.streams.iter().flatten().count();
             let e = Error::remote(format!(
-                "accept: a peer connected {there} of {} streams and no more",
+                "accept: a peer opened only {there} of {} streams",
                 partial.streams.len()
             ));
             log::warn(&e.message);
@@ -136,10 +136,10 @@ impl Listener {
     }
 
     /// Hears what strangers say: the streams of the first connection that becomes complete.
-    fn hear(&mut self, now: Instant) -> Option<Vec<Socket>> {
+    fn poll_strangers(&mut self, now: Instant) -> Option<Vec<Socket>> {
         let mut at = 0;
         while at < self.strangers.len() {
-            match self.strangers[at].hear(&self.token) {
+            match self.strangers[at].read_hello(&self.token) {
                 Standing::Unknown => at += 1,
                 Standing::Refused => {
                     self.strangers.swap_remove(at);
@@ -181,14 +181,14 @@ impl Listener {
 
     fn receiver(&self, streams: Vec<Socket>) -> Result<Receiver> {
         let peer = streams.first().and_then(|s| s.peer_addr().ok()).and_then(|a| a.as_socket());
-        let peer = peer.ok_or_else(|| Error::remote("accept: a peer has gone again"))?;
+        let peer = peer.ok_or_else(|| Error::remote("accept: the peer closed the connection at once"))?;
         log::info(&format!("accepted a connection of {} streams from {peer}", streams.len()));
         Ok(Receiver::new(peer, streams))
     }
 }
 
 impl Stranger {
-    fn hear(&mut self, token: &Token) -> Standing {
+    fn read_hello(&mut self, token: &Token) -> Standing {
         while self.have < hello::SIZE {
             match (&self.socket).read(&mut self.hello[self.have..]) {
                 Ok(0) => return Standing::Refused,

@@ -14,7 +14,7 @@ const EVERY: Duration = Duration::from_millis(250);
 
 /// Watches the streams of one connection.
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct SilenceDetector {
     timeout: Duration,
     checked: Instant,
     unanswered: Vec<Option<Instant>>,
@@ -28,7 +28,7 @@ struct Signs {
     silence: Duration,
 }
 
-impl Watch {
+impl SilenceDetector {
     /// Over so many streams.
     pub(crate) fn new(streams: usize, timeout: Duration) -> Self {
         Self { timeout, checked: Instant::now(), unanswered: vec![None; streams] }

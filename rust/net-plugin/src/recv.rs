@@ -41,7 +41,7 @@ impl Receiver {
     pub(crate) fn test(&mut self, slot: usize) -> Result<Option<usize>> {
         let size = |ring: &Ring<Incoming>| match ring.in_slot(slot) {
             Some(message) => Ok(message.size()),
-            None => Err(Error::argument("test of a request that is over")),
+            None => Err(Error::argument("NCCL tested a request that has ended")),
         };
         self.check()?;
         let mut done = size(&self.ring)?;
@@ -77,7 +77,7 @@ impl Receiver {
         // Streams carry messages in order: what waits for a later one brings nothing of this one.
         let is_missing = self.ring.in_slot(wanted).is_some_and(|message| message.size().is_none());
         if is_missing && self.streams.iter().all(InStream::is_past) {
-            return Err(Error::remote("the peer closed before a message was complete"));
+            return Err(Error::remote("the peer closed the connection before a message was complete"));
         }
         Ok(())
     }
@@ -99,7 +99,11 @@ impl Receiver {
             } else if let Some(chunk) = stream.next_header()? {
                 if chunk.number >= self.ring.next() {
                     let is_corrupt = chunk.number - self.ring.next() > FAR;
-                    return if is_corrupt { Err(Error::remote("a corrupt header")) } else { Ok(()) };
+                    return if is_corrupt {
+                        Err(Error::remote("corrupt header from the peer"))
+                    } else {
+                        Ok(())
+                    };
                 }
                 message(&mut self.ring, chunk)?.claim(chunk)?;
                 stream.begin(chunk);
@@ -118,5 +122,6 @@ impl Receiver {
 }
 
 fn message(ring: &mut Ring<Incoming>, chunk: Chunk) -> Result<&mut Incoming> {
-    ring.by_number(chunk.number).ok_or_else(|| Error::remote("a chunk of a message that is over"))
+    ring.by_number(chunk.number)
+        .ok_or_else(|| Error::remote("the peer sent a chunk of a message that has ended"))
 }

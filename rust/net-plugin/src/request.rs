@@ -60,7 +60,7 @@ impl Connection {
     pub(crate) unsafe fn at<'a>(pointer: *mut c_void) -> Result<&'a Self> {
         // SAFETY: as this function demands.
         unsafe { pointer.cast_const().cast::<Self>().as_ref() }
-            .ok_or_else(|| Error::argument("no connection was given"))
+            .ok_or_else(|| Error::argument("NCCL passed no connection"))
     }
 
     /// Begins to send or to receive, whichever this end does; `None`: not now.
@@ -68,14 +68,18 @@ impl Connection {
         let slot = match &mut *self.lock()? {
             End::Send(end) if sending => end.post(region)?,
             End::Recv(end) if !sending => end.post(region)?,
-            _ => return Err(Error::usage("this end of the connection does the other thing")),
+            _ => {
+                return Err(Error::usage(
+                    "NCCL sent on a receiving connection, or received on a sending one",
+                ));
+            }
         };
         let request = slot.and_then(|slot| self.requests.get(slot));
         Ok(request.map(|request| std::ptr::from_ref(request).cast_mut().cast()))
     }
 
     fn lock(&self) -> Result<std::sync::MutexGuard<'_, End>> {
-        self.end.lock().map_err(|_| Error::internal("an earlier call failed half-way"))
+        self.end.lock().map_err(|_| Error::internal("an earlier call panicked: this is a bug in the plugin"))
     }
 }
 
@@ -88,13 +92,14 @@ impl Request {
     pub(crate) unsafe fn at<'a>(pointer: *mut c_void) -> Result<&'a Self> {
         // SAFETY: as this function demands.
         unsafe { pointer.cast_const().cast::<Self>().as_ref() }
-            .ok_or_else(|| Error::argument("no request was given"))
+            .ok_or_else(|| Error::argument("NCCL passed no request"))
     }
 
     /// The message's size, once it is done; the request is free then.
     pub(crate) fn test(&self) -> Result<Option<usize>> {
         let connection = self.connection.upgrade();
-        let connection = connection.ok_or_else(|| Error::argument("test on a closed connection"))?;
+        let connection =
+            connection.ok_or_else(|| Error::argument("NCCL tested a request of a closed connection"))?;
         let mut end = connection.lock()?;
         match &mut *end {
             End::Send(end) => end.test(self.slot),

@@ -6,7 +6,7 @@ use socket2::Socket;
 
 use crate::chunk::{Chunk, Outgoing};
 use crate::error::{Error, Result};
-use crate::liveness::Watch;
+use crate::liveness::SilenceDetector;
 use crate::log;
 use crate::region::Region;
 use crate::ring::Ring;
@@ -22,7 +22,7 @@ pub(crate) struct Sender {
     ring: Ring<Outgoing>,
     /// The oldest message of which streams have not taken all.
     open: u64,
-    watch: Watch,
+    silence_detector: SilenceDetector,
     failure: Option<Error>,
 }
 
@@ -32,7 +32,7 @@ impl Sender {
         Self {
             peer,
             chunk: settings.chunk,
-            watch: Watch::new(sockets.len(), settings.timeout),
+            silence_detector: SilenceDetector::new(sockets.len(), settings.timeout),
             streams: sockets.into_iter().map(OutStream::new).collect(),
             ring: Ring::new(),
             open: 0,
@@ -53,7 +53,7 @@ impl Sender {
     pub(crate) fn test(&mut self, slot: usize) -> Result<Option<usize>> {
         let is_done = |ring: &Ring<Outgoing>| match ring.in_slot(slot) {
             Some(message) => Ok(message.is_done()),
-            None => Err(Error::argument("test of a request that is over")),
+            None => Err(Error::argument("NCCL tested a request that has ended")),
         };
         self.check()?;
         if !is_done(&self.ring)? {
@@ -87,9 +87,9 @@ impl Sender {
             moved |= self.push_one(at)?;
         }
         if moved {
-            self.watch.moved();
-        } else if let Some(silence) = self.watch.silence(self.streams.iter().map(|s| &s.socket)) {
-            return Err(Error::remote(format!("no sign of life for {} s", silence.as_secs())));
+            self.silence_detector.moved();
+        } else if let Some(silence) = self.silence_detector.silence(self.streams.iter().map(|s| &s.socket)) {
+            return Err(Error::remote(format!("no answer from the peer for {} s", silence.as_secs())));
         }
         Ok(())
     }
@@ -109,7 +109,7 @@ impl Sender {
                 },
             };
             let Some(message) = self.ring.by_number(chunk.number) else {
-                return Err(Error::internal("a chunk of no message"));
+                return Err(Error::internal("internal error: a chunk belongs to no message"));
             };
             let sent = self.streams[at].push(&message.region);
             let (bytes, finished) = sent.map_err(|e| Error::remote(format!("sending failed: {e}")))?;

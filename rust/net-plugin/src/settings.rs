@@ -40,19 +40,25 @@ impl Settings {
         if let Some(value) = get(STREAMS) {
             let number = value.trim().parse().ok().filter(|n| (1..=MAX_STREAMS).contains(n));
             settings.streams = number.ok_or_else(|| {
-                Error::usage(format!("{STREAMS}={value}: a number from 1 to {MAX_STREAMS} is needed"))
+                Error::usage(format!(
+                    "{STREAMS}={value} is not valid; set it to a number from 1 to {MAX_STREAMS}"
+                ))
             })?;
         }
         if let Some(value) = get(CHUNK) {
             let bytes = binary_size(&value).filter(|&bytes| bytes > 0).ok_or_else(|| {
-                Error::usage(format!("{CHUNK}={value}: a number of bytes is needed, like 512K or 1M"))
+                Error::usage(format!(
+                    "{CHUNK}={value} is not valid; set it to a number of bytes such as 512K or 1M"
+                ))
             })?;
             settings.chunk = bytes.clamp(CHUNKS.0, CHUNKS.1);
         }
         if let Some(value) = get(TIMEOUT) {
             let seconds = value.trim().parse().ok().filter(|s| (1..=3600).contains(s));
             settings.timeout = seconds.map(Duration::from_secs).ok_or_else(|| {
-                Error::usage(format!("{TIMEOUT}={value}: a number of seconds from 1 to 3600 is needed"))
+                Error::usage(format!(
+                    "{TIMEOUT}={value} is not valid; set it to a number of seconds from 1 to 3600"
+                ))
             })?;
         }
         Ok(settings)

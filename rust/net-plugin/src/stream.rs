@@ -142,7 +142,9 @@ impl InStream {
         let mut parts = [IoSliceMut::new(room), IoSliceMut::new(&mut self.ahead[..])];
         let got = match read(&self.socket, &mut parts)? {
             None => return Ok((0, Arrival::Short)),
-            Some(0) => return Err(Error::remote("the peer closed in the middle of a message")),
+            Some(0) => {
+                return Err(Error::remote("the peer closed the connection in the middle of a message"));
+            }
             Some(got) => got,
         };
         let paid = got.min(wanted);
@@ -160,7 +162,9 @@ impl InStream {
         (self.start, self.end) = (0, self.end - self.start);
         match read(&self.socket, &mut [IoSliceMut::new(&mut self.ahead[self.end..])])? {
             None => Ok(Arrival::Short),
-            Some(0) if self.end > 0 => Err(Error::remote("the peer closed in the middle of a header")),
+            Some(0) if self.end > 0 => {
+                Err(Error::remote("the peer closed the connection in the middle of a header"))
+            }
             Some(0) => {
                 self.ended = true;
                 Ok(Arrival::End)

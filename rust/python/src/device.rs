@@ -7,7 +7,9 @@ use nccl_rs::{Cuda, Search, UniqueId};
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 use trigram_core::DType;
-use trigram_engine::device::{DeviceCall as Call, DeviceGroup as Ranks, Parcel, told};
+use trigram_engine::device::call::DeviceCall as Call;
+use trigram_engine::device::failure::from_nccl;
+use trigram_engine::device::group::{DeviceGroup as Ranks, PeerMessage};
 
 use crate::errors::Raise;
 use crate::{Asked, Group, Memory, Splits, request, seconds, wait};
@@ -22,7 +24,7 @@ impl Nccl {
     #[new]
     fn new(py: Python<'_>, site_packages: Vec<String>) -> PyResult<Self> {
         let search = site_packages.into_iter().fold(Search::new(), Search::site_packages);
-        py.detach(|| nccl_rs::Nccl::load(&search)).map(Self).map_err(told).raise(py)
+        py.detach(|| nccl_rs::Nccl::load(&search)).map(Self).map_err(from_nccl).raise(py)
     }
 
     /// Such as "2.29.7".
@@ -39,7 +41,7 @@ impl Nccl {
 
     /// A new id, 128 bytes.
     fn unique_id<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let id = py.detach(|| self.0.unique_id()).map_err(told).raise(py)?;
+        let id = py.detach(|| self.0.unique_id()).map_err(from_nccl).raise(py)?;
         Ok(PyBytes::new(py, id.as_bytes()))
     }
 }
@@ -47,7 +49,7 @@ impl Nccl {
 /// How many GPUs the driver finds.
 #[pyfunction]
 pub(crate) fn gpus(py: Python<'_>) -> PyResult<i32> {
-    py.detach(|| Cuda::load()?.devices()).map_err(told).raise(py)
+    py.detach(|| Cuda::load()?.devices()).map_err(from_nccl).raise(py)
 }
 
 /// A group's ranks, each with a GPU.
@@ -56,7 +58,7 @@ pub(crate) struct DeviceGroup(Ranks);
 
 #[pymethods]
 impl DeviceGroup {
-    /// Meets the other ranks of `group` by `id`; failures are told in `alarm`.
+    /// Meets the other ranks of `group` by `id`; failures are from_nccl in `alarm`.
     #[new]
     #[allow(clippy::too_many_arguments)] // one call from one place
     #[pyo3(signature = (group, alarm, nccl, device, id, priority, timeout=None))]
@@ -72,7 +74,10 @@ impl DeviceGroup {
     ) -> PyResult<Self> {
         let (id, limit) = (UniqueId::from_bytes(id), seconds(timeout));
         let (group, alarm, nccl) = (&group.0, &alarm.0, &nccl.0);
-        wait(py, |glance| Ranks::join(group, alarm, nccl, device, id, priority, limit, glance)).map(Self)
+        wait(py, |check_interrupt| {
+            Ranks::join(group, alarm, nccl, device, id, priority, limit, check_interrupt)
+        })
+        .map(Self)
     }
 
     /// `CUstream` of its work.
@@ -82,7 +87,7 @@ impl DeviceGroup {
     }
 
     /// A collective, after what was given to the stream `caller`.
-    #[pyo3(signature = (asked, memory, caller, witnessed, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, caller, checked, timeout=None, splits=None))]
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn start(
         &self,
@@ -90,33 +95,33 @@ impl DeviceGroup {
         asked: Asked,
         memory: Memory,
         caller: usize,
-        witnessed: bool,
+        checked: bool,
         timeout: Option<f64>,
         splits: Splits,
     ) -> PyResult<DeviceCall> {
         let request = request(asked, memory, splits).raise(py)?;
         // SAFETY: `trigram/device.py` holds the tensors until the call is done, and the stream is
         // PyTorch's current one.
-        let made = py.detach(|| unsafe { self.0.start(request, seconds(timeout), caller, witnessed) });
+        let made = py.detach(|| unsafe { self.0.start(request, seconds(timeout), caller, checked) });
         made.map(|call| DeviceCall(Arc::new(call))).raise(py)
     }
 
     /// Messages that travel together: whether it is sent, the peer's place, address, values, dtype.
-    fn exchange(
+    fn send_and_receive(
         &self,
         py: Python<'_>,
         parcels: Vec<(bool, u32, usize, usize, u8)>,
         caller: usize,
     ) -> PyResult<DeviceCall> {
-        let parcels: trigram_core::Result<Vec<Parcel>> = parcels
+        let parcels: trigram_core::Result<Vec<PeerMessage>> = parcels
             .into_iter()
             .map(|(sends, peer, address, len, dtype)| {
-                Ok(Parcel { sends, peer, address, len, dtype: DType::from_code(dtype)? })
+                Ok(PeerMessage { sends, peer, address, len, dtype: DType::from_code(dtype)? })
             })
             .collect();
         let parcels = parcels.raise(py)?;
         // SAFETY: as in `start`.
-        let made = py.detach(|| unsafe { self.0.exchange(&parcels, caller) });
+        let made = py.detach(|| unsafe { self.0.send_recv(&parcels, caller) });
         made.map(|call| DeviceCall(Arc::new(call))).raise(py)
     }
 
@@ -147,6 +152,6 @@ impl DeviceCall {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        wait(py, |glance| self.0.wait(deadline, glance))
+        wait(py, |check_interrupt| self.0.wait(deadline, check_interrupt))
     }
 }

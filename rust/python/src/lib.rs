@@ -1,6 +1,6 @@
 //! `trigram._core`: conversions and error mapping, nothing else.
 //!
-//! Tensors arrive as addresses and lengths; `trigram/collectives.py` has checked what they are and
+//! Tensors arrive as addresses and lengths; `trigram/collectives` has checked what they are and
 //! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
 //! Ctrl-C (PY-3).
 
@@ -18,11 +18,13 @@ use pyo3::types::{PyBytes, PyDict};
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
-use trigram_engine::failing::How;
-use trigram_engine::job::{Message, Request, Tensors};
-use trigram_engine::secret::Security;
-use trigram_engine::ticket::Ticket;
-use trigram_engine::{address, engine, group, memory, rendezvous};
+use trigram_engine::bootstrap::rendezvous;
+use trigram_engine::call::request::{Message, Request, Tensors};
+use trigram_engine::health::losses::LossKind;
+use trigram_engine::runtime::{engine, group, log_sink};
+use trigram_engine::security::secret::Security;
+use trigram_engine::sys::completion::{self, Completion};
+use trigram_engine::sys::{address, memory};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);
@@ -36,14 +38,16 @@ static WAITING: AtomicUsize = AtomicUsize::new(0);
 /// and the process ends around them.
 fn wait<T: Send>(
     py: Python<'_>,
-    f: impl Send + FnOnce(engine::Glance<'_>) -> trigram_core::Result<T>,
+    f: impl Send + FnOnce(completion::InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     WAITING.fetch_add(1, Ordering::AcqRel);
     let outcome = py.detach(|| {
         let outcome = f(&mut || {
             if EXITING.load(Ordering::Acquire) {
-                return Err(Error::Aborted("the interpreter ends".into()));
+                return Err(Error::Aborted(
+                    "the call was aborted because the Python interpreter exits".into(),
+                ));
             }
             match Python::try_attach(|py| py.check_signals()) {
                 Some(Err(e)) => {
@@ -53,18 +57,23 @@ fn wait<T: Send>(
                 _ => Ok(()),
             }
         });
-        if EXITING.load(Ordering::Acquire) {
-            WAITING.fetch_sub(1, Ordering::AcqRel);
-            loop {
-                std::thread::park();
-            }
-        }
+        park_if_exiting();
         outcome
     });
     WAITING.fetch_sub(1, Ordering::AcqRel);
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
+    }
+}
+
+/// Keeps a thread that has waited from coming back to an interpreter that ends, see [`wait`].
+fn park_if_exiting() {
+    if EXITING.load(Ordering::Acquire) {
+        WAITING.fetch_sub(1, Ordering::AcqRel);
+        loop {
+            std::thread::park();
+        }
     }
 }
 
@@ -91,7 +100,9 @@ impl Rendezvous {
             "auto" => Ok(rendezvous::Transport::Auto),
             "shm" => Ok(rendezvous::Transport::Shm),
             "tcp" => Ok(rendezvous::Transport::Tcp),
-            other => Err(Error::Config(format!("TRIGRAM_TRANSPORT={other:?}: it is auto, shm or tcp"))),
+            other => Err(Error::Config(format!(
+                "TRIGRAM_TRANSPORT={other:?} is not valid; set it to auto, shm or tcp"
+            ))),
         };
         let transport = transport.raise(py)?;
         let security = Security::from_env().raise(py)?;
@@ -100,14 +111,14 @@ impl Rendezvous {
         Ok(Self(Some(py.detach(open).raise(py)?)))
     }
 
-    fn card<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
-        let card = self.0.as_ref().ok_or_else(used).raise(py)?.card().raise(py)?;
-        Ok(PyBytes::new(py, &card))
+    fn endpoint_record<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let record = self.0.as_ref().ok_or_else(used).raise(py)?.record().raise(py)?;
+        Ok(PyBytes::new(py, &record))
     }
 
-    fn meet(&mut self, py: Python<'_>, cards: Vec<Vec<u8>>) -> PyResult<bool> {
+    fn handshake(&mut self, py: Python<'_>, records: Vec<Vec<u8>>) -> PyResult<bool> {
         let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
-        wait(py, |glance| inner.meet(&cards, glance))
+        wait(py, |check_interrupt| inner.handshake(&records, check_interrupt))
     }
 
     /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.
@@ -124,12 +135,12 @@ impl Rendezvous {
             inner.inherit(engine.0.world());
         }
         let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
-        let losses = || beside.map_or(0, |e| e.0.counters().news().losses().len());
+        let losses = || beside.map_or(0, |e| e.0.counters().failures().losses().len());
         let before = losses();
-        let engine = wait(py, |glance| {
+        let engine = wait(py, |check_interrupt| {
             inner.connect(&verdicts, limit, &mut || match losses() == before {
-                true => glance(),
-                false => Err(Error::Aborted("another rank was lost meanwhile".into())),
+                true => check_interrupt(),
+                false => Err(Error::Aborted("another rank was lost while the ranks connected".into())),
             })
         })?;
         Ok(Engine(Arc::new(engine)))
@@ -137,7 +148,7 @@ impl Rendezvous {
 }
 
 fn used() -> Error {
-    Error::misuse("this rendezvous has been used")
+    Error::misuse("this rendezvous has been used already; make a new one")
 }
 
 /// Connections to all ranks, and the thread that drives them.
@@ -165,13 +176,14 @@ impl Engine {
     }
 
     /// Registered memory of at least `nbytes` bytes.
-    fn allocate(&self, py: Python<'_>, nbytes: usize) -> PyResult<Block> {
-        Ok(Block(self.0.world().allocate(nbytes).raise(py)?))
+    fn allocate(&self, py: Python<'_>, nbytes: usize) -> PyResult<RegisteredMemory> {
+        Ok(RegisteredMemory(self.0.world().allocate(nbytes).raise(py)?))
     }
 
     /// Ends everything. `exiting`: the interpreter ends too.
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
+        log_sink::wake();
         py.detach(|| {
             self.0.shutdown();
             // Those on their way back need the interpreter lock to get there: let them have it.
@@ -185,12 +197,12 @@ impl Engine {
     /// The ranks lost so far, and how: left, dead, silent or refused.
     fn losses(&self) -> Vec<(u32, &'static str)> {
         let name = |how| match how {
-            How::Left => "left",
-            How::Dead => "dead",
-            How::Silent => "silent",
-            How::Refused => "refused",
+            LossKind::Left => "left",
+            LossKind::Dead => "dead",
+            LossKind::Silent => "silent",
+            LossKind::Refused => "refused",
         };
-        let losses = self.0.counters().news().losses();
+        let losses = self.0.counters().failures().losses();
         losses.into_iter().map(|(rank, how)| (rank, name(how))).collect()
     }
 
@@ -211,10 +223,10 @@ impl Engine {
 
 /// Registered memory, given back when collected.
 #[pyclass(module = "trigram._core", frozen)]
-struct Block(memory::Block);
+struct RegisteredMemory(memory::RegisteredBuffer);
 
 #[pymethods]
-impl Block {
+impl RegisteredMemory {
     #[getter]
     fn address(&self) -> usize {
         self.0.as_ptr() as usize
@@ -230,7 +242,7 @@ impl Block {
 #[pyclass(module = "trigram._core", frozen)]
 struct Group(group::Group);
 
-/// What was asked, in the order in which `trigram/collectives.py` passes it.
+/// What was asked, in the order in which `trigram/collectives` passes it.
 type Asked = (u8, u8, usize, u8, u8, u32);
 /// Addresses and bytes of input and output.
 type Memory = (usize, usize, usize, usize);
@@ -302,9 +314,9 @@ impl Group {
     ) -> PyResult<()> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
-        // SAFETY: `trigram/collectives.py` holds the tensors, whose storage it has measured, until
+        // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
-        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })
+        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })
     }
 
     /// A collective in the background.
@@ -319,17 +331,17 @@ impl Group {
     ) -> PyResult<Work> {
         let request = request(asked, memory, splits).raise(py)?;
         let limit = seconds(timeout);
-        // SAFETY: `trigram/collectives.py` holds the tensors until the work is done.
-        let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
-        Ok(Work(ticket.raise(py)?))
+        // SAFETY: `trigram/collectives` holds the tensors until the work is done.
+        let completion = py.detach(|| unsafe { self.0.start(request, limit) });
+        Ok(Work(completion.raise(py)?))
     }
 
     /// An empty call that stands for one on GPU memory.
     #[pyo3(signature = (asked, timeout=None))]
-    fn witness(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
+    fn check_consistency(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
         let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
         let limit = seconds(timeout);
-        py.detach(|| self.0.witness(request, limit)).map(Work).raise(py)
+        py.detach(|| self.0.consistency_check(request, limit)).map(Work).raise(py)
     }
 
     /// A message to or from `peer`, in this thread or in the background.
@@ -358,11 +370,11 @@ impl Group {
         let limit = seconds(timeout);
         if background {
             // SAFETY: as in `start`.
-            let ticket = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok(Some(Work(ticket.raise(py)?)));
+            let completion = py.detach(|| unsafe { self.0.start(request, limit) });
+            return Ok(Some(Work(completion.raise(py)?)));
         }
         // SAFETY: as in `run`.
-        wait(py, |glance| unsafe { self.0.run(request, limit, glance) })?;
+        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
         Ok(None)
     }
 
@@ -394,7 +406,7 @@ impl Group {
 
 /// A call under way.
 #[pyclass(module = "trigram._core", frozen)]
-struct Work(Arc<Ticket>);
+struct Work(Arc<Completion>);
 
 #[pymethods]
 impl Work {
@@ -406,7 +418,7 @@ impl Work {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        match wait(py, |glance| self.0.wait(deadline, glance))? {
+        match wait(py, |check_interrupt| self.0.wait(deadline, check_interrupt))? {
             Some(outcome) => outcome.raise(py).map(|()| true),
             None => Ok(false),
         }
@@ -421,23 +433,74 @@ fn interfaces() -> Vec<(String, String)> {
 
 /// Whether this is a card of that rank, with the seal of this job's secret if there is one.
 #[pyfunction]
-fn is_card(py: Python<'_>, card: &[u8], rank: u32) -> PyResult<bool> {
-    Ok(rendezvous::is_card(&Security::from_env().raise(py)?, card, rank))
+fn is_endpoint_record(py: Python<'_>, record: &[u8], rank: u32) -> PyResult<bool> {
+    Ok(rendezvous::is_record(&Security::from_env().raise(py)?, record, rank))
+}
+
+/// Lines with their levels as Python's `logging` counts them.
+fn levelled(lines: Vec<(log::Level, String)>) -> Vec<(i32, String)> {
+    let number = |level| match level {
+        log::Level::Error => 40,
+        log::Level::Warn => 30,
+        log::Level::Info => 20,
+        log::Level::Debug | log::Level::Trace => 10,
+    };
+    lines.into_iter().map(|(level, text)| (number(level), text)).collect()
+}
+
+/// Queues a log line beside the engine's; `level` as `logging` counts levels. Returns at once.
+#[pyfunction]
+fn log_line(level: i32, text: &str) {
+    let level = match level {
+        40.. => log::Level::Error,
+        30.. => log::Level::Warn,
+        _ => log::Level::Info,
+    };
+    log::log!(target: "trigram", level, "{text}");
+}
+
+/// The engine's log lines since the last call, the oldest first, each with its level as `logging` counts them. Where
+/// there are none, waits up to `timeout_seconds` for one.
+#[pyfunction]
+fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
+    let now = Instant::now();
+    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
+    if limit.is_zero() {
+        return levelled(log_sink::next(now, || true)); // the queue's lock is held for a moment only
+    }
+    let is_over = || EXITING.load(Ordering::Acquire);
+    let deadline = now + limit.min(Duration::from_secs(3600));
+    WAITING.fetch_add(1, Ordering::AcqRel);
+    let lines = py.detach(|| {
+        let lines = levelled(log_sink::next(deadline, is_over));
+        park_if_exiting();
+        lines
+    });
+    WAITING.fetch_sub(1, Ordering::AcqRel);
+    lines
 }
 
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    log_sink::install();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    // The codes by which Python asks for calls, from the one place that defines them.
+    m.add("COLLECTIVES", Collective::ALL.map(|c| (c.name(), c as u8)).to_vec())?;
+    m.add("DTYPES", DType::ALL.map(|d| (d.name(), d as u8)).to_vec())?;
+    m.add("OPS", ReduceOp::ALL.map(|o| (o.name(), o as u8)).to_vec())?;
+    m.add("VIAS", Via::ALL.map(|v| (v.name(), v as u8)).to_vec())?;
     m.add_class::<Rendezvous>()?;
     m.add_class::<Engine>()?;
     m.add_class::<Group>()?;
-    m.add_class::<Block>()?;
+    m.add_class::<RegisteredMemory>()?;
     m.add_class::<Work>()?;
     m.add_class::<codec::Codec>()?;
     m.add_class::<device::Nccl>()?;
     m.add_class::<device::DeviceGroup>()?;
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
-    m.add_function(wrap_pyfunction!(is_card, m)?)?;
+    m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
+    m.add_function(wrap_pyfunction!(log_line, m)?)?;
+    m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

@@ -157,14 +157,14 @@ mod tests {
             let codec = find(name, None).unwrap();
             let x = wave(1000);
             let mut code = vec![0; codec.size(1000)];
-            let (mut residual, mut told) = (vec![0f32; 1000], vec![0f32; 1000]);
+            let (mut residual, mut decoded) = (vec![0f32; 1000], vec![0f32; 1000]);
             for round in 0..20u64 {
                 let keep = Keep::Feedback(&mut residual);
                 encode(&*codec, Values::F32(&x), keep, round, &mut code).unwrap();
-                decode(&*codec, &code, Target::Add(&mut told, 1.0), 0).unwrap();
+                decode(&*codec, &code, Target::Add(&mut decoded, 1.0), 0).unwrap();
             }
             for i in 0..1000 {
-                assert!((20.0 * x[i] - told[i] - residual[i]).abs() < 1e-3, "{name}: value {i}");
+                assert!((20.0 * x[i] - decoded[i] - residual[i]).abs() < 1e-3, "{name}: value {i}");
             }
         }
     }

@@ -124,10 +124,13 @@ pub fn encode(codec: &dyn Codec, src: Values<'_>, keep: Keep<'_>, seed: u64, out
     let n = src.len();
     if out.len() != codec.size(n) {
         let want = codec.size(n);
-        return Err(Error::misuse(format!("encode: {n} values take {want} bytes, out has {}", out.len())));
+        return Err(Error::misuse(format!(
+            "encode: the code of {n} values takes {want} bytes, the output has {}",
+            out.len()
+        )));
     }
     if keep.len().is_some_and(|r| r != n) {
-        return Err(Error::misuse("encode: the residual has another length than the values"));
+        return Err(Error::misuse("encode: the residual must have as many values as the input"));
     }
     codec.encode(src, keep, seed, out);
     Ok(())
@@ -156,7 +159,7 @@ pub fn find(name: &str, block: Option<usize>) -> Result<Box<dyn Codec>> {
     let (kind, parameter) = name.split_once(':').map_or((name, None), |(k, p)| (k, Some(p)));
     let refuse = |why: String| Err(Error::Unsupported(format!("codec {name:?}: {why}")));
     if block.is_some_and(|b| b == 0 || b > block::MAX || b % 8 != 0) {
-        return refuse(format!("a block is a multiple of 8 up to {}", block::MAX));
+        return refuse(format!("block must be a multiple of 8, at most {}", block::MAX));
     }
     if block.is_some() && !matches!(kind, "int8" | "int4" | "fp8" | "sign") {
         return refuse("it has no blocks".into());

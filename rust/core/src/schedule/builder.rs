@@ -103,7 +103,7 @@ pub struct Builder {
     fenced: usize,
     barriers: u32,
     scratch: usize,
-    slot: usize,
+    bounce: usize,
     traffic: BTreeMap<Place, (u32, Traffic)>,
 }
 
@@ -121,7 +121,7 @@ impl Builder {
             fenced: 0,
             barriers: 0,
             scratch: 0,
-            slot: 0,
+            bounce: 0,
             traffic: BTreeMap::new(),
         }
     }
@@ -148,8 +148,8 @@ impl Builder {
         };
         let deps = &mut self.deps;
         memory.touch(start, end, step, write, |before| deps.push((step, before)));
-        if span.buf == Buf::Slot && write {
-            self.slot = self.slot.max(span.start + span.len);
+        if span.buf == Buf::Bounce && write {
+            self.bounce = self.bounce.max(span.start + span.len);
         }
     }
 
@@ -254,7 +254,7 @@ impl Builder {
         Schedule {
             steps: self.steps,
             scratch: self.scratch,
-            slot: self.slot,
+            bounce: self.bounce,
             missing,
             next,
             next_at,

@@ -26,8 +26,10 @@ pub enum Buf {
     Out = 1,
     /// Private memory of [`Schedule::scratch`] elements, uninitialised.
     Scratch = 2,
-    /// A small area that every rank on the host can read, for payloads that fit ([`crate::planner::SLOT_BYTES`]).
-    Slot = 3,
+    /// A small area that every rank on the host can read: the inline buffer
+    /// ([`crate::planner::INLINE_BYTES`]), or a bounce buffer ([`crate::planner::BOUNCE_BYTES`]) that larger
+    /// payloads pass through in chunks.
+    Bounce = 3,
 }
 
 /// A stretch of one of this rank's memories, in elements.
@@ -124,8 +126,8 @@ pub struct Schedule {
     pub steps: Vec<Step>,
     /// Elements of scratch memory needed.
     pub scratch: usize,
-    /// Elements of the slot written.
-    pub slot: usize,
+    /// Elements of [`Buf::Bounce`] written.
+    pub bounce: usize,
     missing: Vec<u32>,
     next: Vec<u32>,
     next_at: Vec<u32>,

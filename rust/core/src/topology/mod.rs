@@ -6,13 +6,13 @@
 //! `rust/core/tests` hold this for every topology, worlds 1 to 17 and odd lengths.
 
 pub mod balance;
+pub mod bounce;
 pub mod direct;
 pub mod hierarchical;
 pub mod recursive_doubling;
 pub mod ring;
 pub mod scatter_gather;
 pub mod shared;
-pub mod staged;
 pub mod tree;
 
 /// What every topology is a function of.

@@ -1,12 +1,11 @@
 //! Collectives inside one host, on each other's memory.
 //!
-//! The first barrier of every shared schedule is the *meeting*: nobody passes it before everyone
-//! has entered the call, and there the engine compares signatures. After it a rank may read
-//! (`Pull`) and write (`Push`) its peers' memory as the schedule says; a closing barrier holds
-//! everybody until the last has finished.
+//! Every shared schedule opens with a barrier: no rank passes it before all have entered the call, and there the
+//! engine compares signatures. After it a rank may read (`Pull`) and write (`Push`) its peers' memory as the schedule
+//! says; a closing barrier holds every rank until the last has finished.
 //!
-//! Payloads that fit a slot need no closing barrier: they are copied into the slot before the
-//! meeting and read from it after, and a slot is not used again before all are done with it.
+//! Payloads that fit the inline buffer need no closing barrier: each rank copies its part into its buffer before the
+//! opening barrier and reads the others' after it, and a buffer is not used again before all ranks have left the call.
 
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
@@ -56,17 +55,17 @@ pub(super) const fn in_place(what: Collective) -> bool {
     matches!(what, Collective::AllReduce | Collective::Broadcast | Collective::Barrier)
 }
 
-/// A payload that fits the slot: copy it there, meet, read everybody's.
+/// A payload that fits the inline buffer: copy it there, pass a barrier, read every rank's buffer.
 pub fn one_shot(what: Collective, root: Place, shape: Shape) -> Schedule {
     let mut b = Builder::new(shape.me, in_place(what));
     let given = contribution(what, root, shape);
-    b.copy(Span::new(Buf::In, 0, given), Span::new(Buf::Slot, 0, given));
+    b.copy(Span::new(Buf::In, 0, given), Span::new(Buf::Bounce, 0, given));
     b.barrier();
-    pull_from(&mut b, Buf::Slot, pulls(what, root, shape), usize::MAX);
+    pull_from(&mut b, Buf::Bounce, pulls(what, root, shape), usize::MAX);
     b.finish()
 }
 
-/// Registered memory: meet, read straight from the peers' input, and part.
+/// Registered memory: pass a barrier, read straight from the peers' input, pass another.
 pub fn direct(what: Collective, root: Place, shape: Shape) -> Schedule {
     if what == Collective::AllReduce {
         return all_reduce(shape);

@@ -1,4 +1,4 @@
-//! One thread looks after all calls under way on GPUs: whether their ranks agree and are alive.
+//! One thread that watches all calls under way on GPUs: whether their ranks agree and are alive.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -7,39 +7,38 @@ use nccl_rs::{Communicator, Event};
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
-use super::{Failure, LOOK, blame, told};
-use crate::group::Group;
-use crate::ticket::Ticket;
+use crate::device::failure::{DYING, Failure, POLL_INTERVAL, blame, from_nccl};
+use crate::runtime::group::Group;
+use crate::sys::completion::Completion;
 
-/// A rank that has left may have done its part of a call that is under way still; one that has died, too.
+/// A rank that has left may have finished its part of a call that is still under way here.
 const LEAVING: Duration = Duration::from_secs(2);
-pub(super) const DYING: Duration = Duration::from_millis(30);
 
-/// What is under way on GPUs, and the thread that looks after it.
+/// The calls under way on GPUs, and the thread that watches them.
 #[derive(Default)]
-pub(super) struct Watch {
-    calls: Mutex<Vec<Watched>>,
+pub(crate) struct Watcher {
+    calls: Mutex<Vec<WatchedCall>>,
     more: Condvar,
 }
 
-pub(super) struct Watched {
-    pub(super) alarm: Group,
-    pub(super) comm: Communicator,
-    pub(super) failure: Arc<Failure>,
-    pub(super) signature: Signature,
-    pub(super) witness: Option<Arc<Ticket>>,
-    pub(super) done: Arc<OnceLock<Event>>,
-    /// Since when a peer is gone that had made the call: what it had to do with it may be done.
-    pub(super) gone: Option<Instant>,
+pub(crate) struct WatchedCall {
+    pub(crate) abort_group: Group,
+    pub(crate) comm: Communicator,
+    pub(crate) failure: Arc<Failure>,
+    pub(crate) signature: Signature,
+    pub(crate) check: Option<Arc<Completion>>,
+    pub(crate) done: Arc<OnceLock<Event>>,
+    /// Since when a peer is lost that had made the call: its part may be done.
+    pub(crate) gone: Option<Instant>,
 }
 
-impl Watched {
-    /// Whether it is over, well or not.
-    fn look(&mut self) -> bool {
+impl WatchedCall {
+    /// Whether the call has ended, successfully or not.
+    fn poll(&mut self) -> bool {
         match self.state() {
             Ok(over) => over,
             Err(error) => {
-                self.failure.tell(&error, &self.comm, &self.alarm);
+                self.failure.raise(&error, &self.comm, &self.abort_group);
                 true
             }
         }
@@ -47,48 +46,51 @@ impl Watched {
 
     fn state(&mut self) -> Result<bool> {
         self.failure.get()?;
-        if let Some(witness) = &self.witness
-            && let Some(outcome) = witness.outcome()
+        if let Some(check) = &self.check
+            && let Some(outcome) = check.outcome()
         {
             outcome?;
-            self.witness = None;
+            self.check = None;
         }
         let given = self.done.get();
-        let reached = given.map_or(Ok(false), Event::is_reached).map_err(told)?;
-        if reached && self.witness.is_none() {
+        let reached = given.map_or(Ok(false), Event::is_reached).map_err(from_nccl)?;
+        if reached && self.check.is_none() {
             return Ok(true);
         }
-        // Who is gone is told before what NCCL noticed of it.
-        if let Err(error) = self.alarm.engine().look(self.alarm.members(), &self.signature) {
+        // A lost rank comes before what NCCL noticed of it.
+        if let Err(error) = self.abort_group.engine().check_peers(self.abort_group.members(), &self.signature)
+        {
             let grace = match &error {
                 Error::PeerLost { why, .. } if why.contains("left") => LEAVING,
                 Error::PeerLost { .. } => DYING,
                 _ => return Err(error),
             };
-            let entered = self.witness.is_none();
+            let entered = self.check.is_none();
             let since = *self.gone.get_or_insert_with(Instant::now);
             return if entered && since.elapsed() < grace { Ok(false) } else { Err(error) };
         }
-        match self.comm.check().map_err(told) {
-            Err(error) => Err(blame(error, &self.alarm, &self.signature)),
+        match self.comm.check().map_err(from_nccl) {
+            Err(error) => Err(blame(error, &self.abort_group, &self.signature)),
             Ok(()) => Ok(false),
         }
     }
 }
 
-impl Watch {
-    /// Looks after a call from now on, in one thread for all.
-    pub(super) fn over(call: Watched) -> Result<()> {
-        // Made when it is first needed, and again where its thread could not be started.
-        static WATCH: Mutex<Option<Arc<Watch>>> = Mutex::new(None);
+impl Watcher {
+    /// Watches a call from now on, in one thread for all calls.
+    pub(crate) fn over(call: WatchedCall) -> Result<()> {
+        // Created at first use, and again if its thread could not be started.
+        static WATCH: Mutex<Option<Arc<Watcher>>> = Mutex::new(None);
         let mut made = WATCH.lock().unwrap_or_else(PoisonError::into_inner);
         let watch = match &*made {
             Some(watch) => watch.clone(),
             None => {
-                let watch = Arc::new(Watch::default());
+                let watch = Arc::new(Watcher::default());
                 let mine = watch.clone();
                 let thread = std::thread::Builder::new().name("trigram-gpu".into());
-                thread.spawn(move || mine.run()).map_err(|e| Error::io("starting a thread", e))?;
+                thread
+                    .spawn(move || mine.run())
+                    .map_err(|e| Error::io("starting a thread that watches GPU calls", e))?;
                 made.insert(watch).clone()
             }
         };
@@ -99,7 +101,7 @@ impl Watch {
     }
 
     fn run(&self) {
-        let mut calls: Vec<Watched> = Vec::new();
+        let mut calls: Vec<WatchedCall> = Vec::new();
         loop {
             let mut new = self.calls.lock().unwrap_or_else(PoisonError::into_inner);
             while calls.is_empty() && new.is_empty() {
@@ -108,13 +110,13 @@ impl Watch {
             calls.append(&mut new);
             drop(new);
             if let Some(call) = calls.first() {
-                // Or a graph that is captured meanwhile would forbid this thread to ask for events.
+                // Otherwise a graph that is captured meanwhile would forbid this thread to query events.
                 let _ = call.comm.stream().device().ignore_captures();
             }
-            // Not under the lock: an abort takes its time, and callers must not wait for it.
-            calls.retain_mut(|call| !call.look());
+            // Not under the lock: an abort takes time, and callers must not wait for it.
+            calls.retain_mut(|call| !call.poll());
             if !calls.is_empty() {
-                std::thread::sleep(LOOK);
+                std::thread::sleep(POLL_INTERVAL);
             }
         }
     }

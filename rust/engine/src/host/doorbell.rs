@@ -1,9 +1,8 @@
-//! How a rank that sleeps is woken, by a thread of its own or by another process.
+//! Wakes a rank that sleeps, from a thread of its own or from another process.
 //!
-//! Whoever has published something for a rank *rings* it. Ringing is a memory fence and a load
-//! unless the rank really sleeps: then it is one system call. A rank sleeps on a futex in shared
-//! memory when only ranks of its host can wake it soon, and in `epoll` (on an eventfd of its own
-//! among its sockets) otherwise.
+//! A rank that has published something for another *rings* its doorbell. That costs a memory fence and a load, and a
+//! system call only if the other rank really sleeps. A rank sleeps on a futex in shared memory when only ranks of its
+//! host can wake it soon, and otherwise in `epoll`, with an eventfd of its own among its sockets.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -12,29 +11,29 @@ use std::time::Duration;
 use rustix::event::EventfdFlags;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::host::words::Words;
-use crate::memory::Segment;
+use crate::host::doorbell_words::Words;
+use crate::sys::fork::GuardedFd;
+use crate::sys::memory::Segment;
 
 /// A rank's doorbell, as its owner and as its peers see it.
 #[derive(Clone, Debug)]
 pub struct Doorbell {
-    board: Arc<Segment>,
+    control: Arc<Segment>,
     offset: usize,
     event: Arc<Event>,
 }
 
 #[derive(Debug)]
 struct Event {
-    _watched: Watched,
+    _guard: GuardedFd,
     fd: OwnedFd,
 }
 
 impl Doorbell {
-    /// The doorbell whose words lie at `offset` of a board, with its owner's eventfd.
-    pub fn new(board: Arc<Segment>, offset: usize, event: OwnedFd) -> Self {
-        let event = Event { _watched: Watched::new(&event), fd: event };
-        Self { board, offset, event: Arc::new(event) }
+    /// The doorbell whose words lie at `offset` of a control segment, with its owner's eventfd.
+    pub fn new(control: Arc<Segment>, offset: usize, event: OwnedFd) -> Self {
+        let event = Event { _guard: GuardedFd::new(&event), fd: event };
+        Self { control, offset, event: Arc::new(event) }
     }
 
     /// A new eventfd for a doorbell.
@@ -45,9 +44,9 @@ impl Doorbell {
 
     fn words(&self) -> &Words {
         let len = size_of::<Words>();
-        let at = self.board.at(self.offset, len).map_or(std::ptr::dangling(), |p| p.as_ptr().cast());
-        // SAFETY: the board is mapped as long as `self` lives and is larger than the offset
-        // (checked when it was mapped, see `Board::map`); the words are atomics.
+        let at = self.control.at(self.offset, len).map_or(std::ptr::dangling(), |p| p.as_ptr().cast());
+        // SAFETY: the control segment is mapped as long as `self` lives and is larger than the offset
+        // (checked when it was mapped, see `ControlSegment::map`); the words are atomics.
         unsafe { &*at }
     }
 
@@ -56,20 +55,20 @@ impl Doorbell {
         self.event.fd.as_fd()
     }
 
-    /// Wakes the owner if it sleeps. Everything written before is visible to it when it wakes.
+    /// Wakes the owner if it sleeps. When it wakes, it sees everything written before.
     pub fn ring(&self) {
         self.words().ring(|| {
-            // Full or interrupted: the owner is being woken anyway.
+            // The eventfd is full or the write was interrupted: the owner is being woken anyway.
             let _ = rustix::io::write(&self.event.fd, &1u64.to_ne_bytes());
         });
     }
 
-    /// Says that the owner is about to sleep. It must look once more for work before it does.
+    /// Announces that the owner is about to sleep. It must check once more for work before it does.
     pub fn arm(&self, on_event: bool) -> u32 {
         self.words().arm(on_event)
     }
 
-    /// The owner found work after all, or has woken.
+    /// The owner has found work after all, or has woken.
     pub fn disarm(&self) {
         self.words().disarm();
     }
@@ -79,7 +78,7 @@ impl Doorbell {
         self.words().sleep(seen, limit);
     }
 
-    /// Forgets the rings that came through the eventfd.
+    /// Clears the rings that came through the eventfd.
     pub fn drain(&self) {
         let _ = rustix::io::read(&self.event.fd, &mut [0u8; 8]);
     }

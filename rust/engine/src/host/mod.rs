@@ -1,7 +1,10 @@
-//! What ranks on one host share: a board each, a doorbell on it, pipes between them.
+//! What the ranks of one host share: each rank's control segment, with an operation slot for each call in flight, a
+//! doorbell that wakes the rank, and a pipe from each neighbour.
+//!
+//! Uses [`crate::sys`].
 
-pub mod board;
+pub mod control_segment;
 pub mod doorbell;
-pub mod lane;
+pub mod doorbell_words;
+pub mod op_slot;
 pub mod pipe;
-pub mod words;

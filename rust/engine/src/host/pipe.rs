@@ -1,16 +1,16 @@
-//! A byte pipe between two processes: one writer, one reader, a ring in the reader's board.
+//! A byte pipe between two processes: one writer, one reader, and a ring in the reader's control segment.
 //!
-//! For messages inside a host: two copies through memory that stays in the cache, no system call
-//! unless the other side sleeps.
+//! It carries messages inside a host: two copies through memory that stays in the cache, and no system call unless
+//! the other side sleeps.
 
 use std::sync::atomic::Ordering;
 
-use crate::sync::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
+use crate::sys::atomics::{AtomicU32, AtomicU64, Byte, copy_in, copy_out, fence};
 
 /// Bytes of a ring. Chunks of this size stay in a core's second-level cache.
 #[cfg(not(trigram_loom))]
 pub const PIPE: usize = 256 << 10;
-/// So few that a message goes around.
+/// Small, so that a message wraps around.
 #[cfg(trigram_loom)]
 pub const PIPE: usize = 3;
 
@@ -20,7 +20,7 @@ pub const PIPE: usize = 3;
 #[repr(C, align(64))]
 pub struct Pipe {
     written: AtomicU64,
-    /// The writer waits for room.
+    /// The writer waits for free space.
     full: AtomicU32,
     #[cfg(not(trigram_loom))]
     apart: [u8; 48],
@@ -45,7 +45,7 @@ impl Pipe {
         let room = |read: u64| PIPE - (written.wrapping_sub(read) as usize).min(PIPE);
         let mut free = room(self.read.load(Ordering::Acquire));
         if free == 0 {
-            // Say so, and look again: the reader may have made room before it could see it.
+            // Announce it, and check again: the reader may have freed space before it could see the mark.
             self.full.store(1, Ordering::SeqCst);
             fence(Ordering::SeqCst);
             free = room(self.read.load(Ordering::Acquire));
@@ -57,7 +57,7 @@ impl Pipe {
         let n = bytes.len().min(free);
         let at = written as usize % PIPE;
         let first = n.min(PIPE - at);
-        // SAFETY: both parts lie inside the ring, in the stretch that the reader has given back.
+        // SAFETY: both parts lie inside the ring, in the stretch that the reader has released.
         unsafe {
             copy_in(bytes.as_ptr(), ring.add(at), first);
             copy_in(bytes.as_ptr().add(first), ring, n - first);
@@ -66,8 +66,8 @@ impl Pipe {
         n
     }
 
-    /// Copies as much as there is into `into`; returns how much, and whether the writer waits for
-    /// the room that this made.
+    /// Copies as much as there is into `into`; returns how many bytes, and whether the writer waits for the space
+    /// that this freed.
     ///
     /// # Safety
     ///
@@ -90,47 +90,5 @@ impl Pipe {
         fence(Ordering::SeqCst);
         let waits = self.full.load(Ordering::Relaxed) != 0 && self.full.swap(0, Ordering::AcqRel) != 0;
         (n, waits)
-    }
-}
-
-#[cfg(all(test, not(trigram_loom)))]
-mod tests {
-    use super::*;
-    use crate::host::board::Board;
-
-    #[test]
-    fn bytes_come_out_as_they_went_in() {
-        let board = Board::create().unwrap();
-        let total = 3 * PIPE + 12345;
-        let byte = |i: usize| (i * 31 % 251) as u8;
-        std::thread::scope(|s| {
-            s.spawn(|| {
-                let (pipe, ring) = board.pipe(1);
-                let data: Vec<u8> = (0..total).map(byte).collect();
-                let mut at = 0;
-                while at < total {
-                    let end = (at + 77_777).min(total);
-                    // SAFETY: this thread is the only writer.
-                    let n = unsafe { pipe.write(ring, &data[at..end]) };
-                    at += n;
-                    if n == 0 {
-                        std::thread::yield_now();
-                    }
-                }
-            });
-            let (pipe, ring) = board.pipe(1);
-            let mut at = 0;
-            let mut buf = vec![0; 100_001];
-            while at < total {
-                // SAFETY: this thread is the only reader.
-                let (n, _) = unsafe { pipe.read(ring, &mut buf) };
-                assert!(buf[..n].iter().enumerate().all(|(i, &b)| b == byte(at + i)));
-                at += n;
-                if n == 0 {
-                    std::thread::yield_now();
-                }
-            }
-            assert!(!pipe.has_input());
-        });
     }
 }

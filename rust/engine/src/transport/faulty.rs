@@ -1,8 +1,8 @@
-//! A connection that can be damaged on purpose: for `trigram chaos`, which drives it through a file.
+//! A connection that `trigram chaos` damages on purpose, through a shared file.
 //!
-//! Where `TRIGRAM_CHAOS` names a file of four bytes when a rank starts, that rank's TCP connections look at
-//! its first word: 1 flips one bit of what is sent next, 2 cuts the rank off: nothing leaves it any more and
-//! nothing arrives, and no connection is closed, as if its cable had been pulled.
+//! If `TRIGRAM_CHAOS` names a file of four bytes when a rank starts, the rank's TCP connections read its first word:
+//! 1 flips one bit of what the rank sends next; 2 cuts the rank off: nothing it sends leaves, nothing arrives, and no
+//! connection closes, as if its cable had been pulled.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -13,12 +13,12 @@ use rustix::fs::{Mode, OFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
-use crate::transport::{Read, Receiver, Sender};
+use crate::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
 
-/// The word that commands this rank's connections, if somebody may.
+/// The word that commands this rank's connections, if `TRIGRAM_CHAOS` is set.
 fn word() -> Result<Option<&'static AtomicU32>> {
     static WORD: OnceLock<Result<Option<Mapped>>> = OnceLock::new();
     let mapped = WORD.get_or_init(|| {
@@ -26,7 +26,7 @@ fn word() -> Result<Option<&'static AtomicU32>> {
         let io = |e: rustix::io::Errno| Error::io("opening the file that TRIGRAM_CHAOS names", e);
         let fd = rustix::fs::open(&path, OFlags::RDWR | OFlags::CLOEXEC, Mode::empty()).map_err(io)?;
         if rustix::fs::fstat(&fd).map_err(io)?.st_size < 4 {
-            return Err(Error::Config("TRIGRAM_CHAOS names a file of less than 4 bytes".into()));
+            return Err(Error::Config("TRIGRAM_CHAOS names a file of less than 4 bytes; `trigram chaos` makes one that is large enough".into()));
         }
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing; it is never unmapped.
@@ -48,10 +48,10 @@ unsafe impl Send for Mapped {}
 // SAFETY: as above.
 unsafe impl Sync for Mapped {}
 
-/// The two ways of a connection, damageable if somebody may.
-pub fn wrap(ways: (Box<dyn Sender>, Box<dyn Receiver>)) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let Some(word) = word()? else { return Ok(ways) };
-    Ok((Box::new(FaultySender { inner: ways.0, word }), Box::new(FaultyReceiver { inner: ways.1, word })))
+/// Both directions of a connection, which can be damaged if `TRIGRAM_CHAOS` is set.
+pub fn wrap(halves: (Box<dyn Sender>, Box<dyn Receiver>)) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+    let Some(word) = word()? else { return Ok(halves) };
+    Ok((Box::new(FaultySender { inner: halves.0, word }), Box::new(FaultyReceiver { inner: halves.1, word })))
 }
 
 struct FaultySender {

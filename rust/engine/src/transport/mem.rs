@@ -1,4 +1,4 @@
-//! Ranks as threads of one process: bytes through a queue. For tests of everything above it.
+//! Ranks as threads of one process, connected by queues: for tests of everything above the transports.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use trigram_core::Result;
 
 use crate::host::doorbell::Doorbell;
-use crate::transport::{Read, Receiver, Sender};
+use crate::transport::stream::{Read, Receiver, Sender};
 
-/// Bytes that a queue holds before its sender must wait, as a socket would make it.
+/// Bytes that a queue holds before its sender must wait, like a socket's send buffer.
 const ROOM: usize = 64 << 10;
 
 #[derive(Default)]
@@ -17,7 +17,7 @@ struct Queue {
     closed: bool,
 }
 
-/// One way from one rank to another; the doorbells are the receiver's and the sender's.
+/// One direction from one rank to another; the doorbells are the receiver's and the sender's.
 pub fn one_way(to: Doorbell, from: Doorbell) -> (Box<dyn Sender>, Box<dyn Receiver>) {
     let queue = Arc::new(Mutex::new(Queue::default()));
     (Box::new(MemSender { queue: queue.clone(), to }), Box::new(MemReceiver { queue, from }))

@@ -1,18 +1,23 @@
-//! Messages inside a host: a pipe in the receiver's board for each sender.
+//! Messages inside a host: for each sender, a pipe in the receiver's control segment.
 
 use trigram_core::Result;
 
-use crate::host::board::Board;
-use crate::transport::{Read, Receiver, Sender};
+use crate::host::control_segment::ControlSegment;
+use crate::transport::stream::{Read, Receiver, Sender};
 
-/// The two ways between this rank, at `me` of its host, and the rank at `peer`.
-pub fn pair(mine: &Board, me: usize, theirs: &Board, peer: usize) -> (Box<dyn Sender>, Box<dyn Receiver>) {
+/// Both directions between this rank, at index `me` of its host, and the rank at index `peer`.
+pub fn pair(
+    mine: &ControlSegment,
+    me: usize,
+    theirs: &ControlSegment,
+    peer: usize,
+) -> (Box<dyn Sender>, Box<dyn Receiver>) {
     let sender = ShmSender { to: theirs.clone(), index: me, wrote: false };
     (Box::new(sender), Box::new(ShmReceiver { on: mine.clone(), index: peer, from: theirs.clone() }))
 }
 
 struct ShmSender {
-    to: Board,
+    to: ControlSegment,
     index: usize,
     wrote: bool,
 }
@@ -38,9 +43,9 @@ impl Sender for ShmSender {
 }
 
 struct ShmReceiver {
-    on: Board,
+    on: ControlSegment,
     index: usize,
-    from: Board,
+    from: ControlSegment,
 }
 
 impl Receiver for ShmReceiver {

@@ -1,7 +1,7 @@
 //! TCP between hosts, over non-blocking sockets.
 //!
-//! Connections are made by [`crate::rendezvous`]; here they carry bytes. One `epoll` watches all
-//! of them, edge-triggered, so a socket costs a system call only when there is something to do.
+//! [`crate::bootstrap::rendezvous`] makes the connections; here they carry bytes. One `epoll` watches all of them,
+//! edge-triggered, so a socket costs a system call only when there is something to do.
 
 use std::io::{ErrorKind, IoSlice, Read as _};
 use std::net::{Shutdown, TcpStream};
@@ -11,21 +11,21 @@ use std::sync::{Arc, OnceLock};
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender};
+use crate::sys::fork::GuardedFd;
+use crate::transport::stream::{Read, Receiver, Sender};
 
-/// Splits a connected socket into its two ways.
+/// Splits a connected socket into its two directions.
 pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
+    let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
-    let socket = Arc::new(Socket { _watched: Watched::new(&socket), stream: socket });
+    let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
     let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
 struct Socket {
-    _watched: Watched,
+    _guard: GuardedFd,
     stream: TcpStream,
 }
 
@@ -35,11 +35,11 @@ struct TcpSender {
     limited: bool,
 }
 
-/// Until this rank's thread writes again, its socket must have something to send for so long.
+/// The socket must have data for this many seconds, until this rank's thread writes again.
 const LATE: f64 = 300e-6;
-/// From this round-trip time on the kernel knows best: too small a queue would starve the link.
+/// From this round-trip time on, the kernel sizes the buffer better: one that is too small would starve the link.
 const FAR: f64 = 2e-3;
-/// Every system lets a program ask for a send buffer of this size.
+/// Every system allows a send buffer of this size.
 const LARGEST: usize = 208 << 10;
 
 impl Sender for TcpSender {
@@ -47,7 +47,7 @@ impl Sender for TcpSender {
         let slices = [IoSlice::new(head), IoSlice::new(body)];
         let slices = if head.is_empty() { &slices[1..] } else { &slices[..] };
         loop {
-            // The end of a frame must not wait until what is before it has left this host (autocorking).
+            // MSG_EOR: the end of a frame must not wait for earlier data to leave this host (autocorking).
             let flags = libc::MSG_NOSIGNAL | libc::MSG_EOR;
             match SockRef::from(&self.socket.stream).send_vectored_with_flags(slices, flags) {
                 Ok(n) => {
@@ -113,18 +113,18 @@ impl Receiver for TcpReceiver {
     }
 }
 
-/// Why nothing more can be sent: [`Error::Aborted`] where the peer has closed its end, which tells of its death; any
-/// other answer, such as that it cannot be reached, does not.
+/// Why a write failed: [`Error::Aborted`] if the peer has closed its end, which means that it died; any other error,
+/// for example an unreachable host, does not say so.
 pub(super) fn failed(e: std::io::Error) -> Error {
     match e.kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => {
             Error::Aborted("its connection has closed".into())
         }
-        _ => Error::io("sending", e),
+        _ => Error::io("sending to a peer", e),
     }
 }
 
-/// Reads what there is; `readable` is cleared once that is nothing.
+/// Reads what there is; clears `readable` when there is nothing more.
 pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bool) -> Result<Read> {
     loop {
         match socket.read(into) {
@@ -136,23 +136,23 @@ pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bo
             }
             Err(e) if e.kind() == ErrorKind::Interrupted => {}
             Err(e) if e.kind() == ErrorKind::ConnectionReset => return Ok(Read::Closed),
-            Err(e) => return Err(Error::io("receiving", e)),
+            Err(e) => return Err(Error::io("receiving from a peer", e)),
         }
     }
 }
 
-/// Whether frames carry checksums, unless `TRIGRAM_CHECKSUM=off`. Receivers take both.
+/// Whether frames carry checksums, unless `TRIGRAM_CHECKSUM=off`. Receivers accept both kinds.
 pub fn sums() -> bool {
     static SUMS: OnceLock<bool> = OnceLock::new();
     *SUMS.get_or_init(|| std::env::var_os("TRIGRAM_CHECKSUM").is_none_or(|v| v != "off"))
 }
 
-/// Has a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
+/// Makes a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
 pub(super) fn pace(socket: &TcpStream, rate: f64, limited: &mut bool) {
     let Some(rtt) = min_rtt(socket).filter(|&rtt| rtt < FAR) else { return };
     let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
     if bytes <= LARGEST || *limited {
-        // Where it fails the kernel goes on choosing by itself.
+        // If this fails, the kernel goes on choosing the size by itself.
         let set = SockRef::from(socket).set_send_buffer_size(bytes.min(LARGEST));
         *limited |= set.is_ok();
     }
@@ -178,13 +178,13 @@ fn min_rtt(socket: &TcpStream) -> Option<f64> {
     (done == 0 && len as usize == info.len() && micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
 }
 
-/// Makes a dead host noticeable: the kernel gives an unacknowledged connection up after this.
+/// Makes a dead host noticeable: the kernel closes a connection that stays unacknowledged for this long.
 pub fn keep_alive(socket: &TcpStream) -> Result<()> {
     let keep = socket2::TcpKeepalive::new()
         .with_time(std::time::Duration::from_secs(5))
         .with_interval(std::time::Duration::from_secs(2))
         .with_retries(5);
-    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("preparing a TCP connection", e))
+    SockRef::from(socket).set_tcp_keepalive(&keep).map_err(|e| Error::io("setting up a TCP connection", e))
 }
 
 #[cfg(test)]

@@ -1,9 +1,9 @@
-//! TLS over TCP between hosts: what travels can be read and altered by nobody in between.
+//! TLS over TCP between hosts: nobody in between can read or alter what travels.
 //!
-//! Both ways of a connection share one session, as they share the socket; only the thread that holds the
-//! progress lock uses either. What the socket does not take stays in the session, and until it has left the
-//! last byte of what was written counts as not written. So at most one piece (128 KiB) waits there, the link
-//! comes back with the rest when there is room, and no frame counts as sent that has not left.
+//! Both directions of a connection share one session, as they share the socket; only the thread that holds the
+//! progress lock uses either. What the socket does not take stays in the session, and until it has left, the last
+//! byte written counts as not written. So at most one piece (128 KiB) waits in the session, the link retries with the
+//! rest when there is space, and no frame counts as sent before it has left.
 
 use std::io::{ErrorKind, IoSlice, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
@@ -14,29 +14,30 @@ use rustls::Connection;
 use socket2::SockRef;
 use trigram_core::{Error, Result};
 
-use crate::fork::Watched;
-use crate::transport::{Read, Receiver, Sender, tcp};
+use crate::sys::fork::GuardedFd;
+use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::tcp;
 
 /// Plaintext that is encrypted at a time, and that waits for the socket at most.
 const PIECE: usize = 128 << 10;
 /// Ciphertext that is read from the socket at a time: the session itself would read 4 KiB.
 const AHEAD: usize = 128 << 10;
 
-/// Splits a connected socket, on which a session has been set up, into its two ways.
+/// Splits a connected socket, on which a session has been set up, into its two directions.
 pub fn split(socket: TcpStream, mut session: Connection) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
-    let io = |e: std::io::Error| Error::io("preparing a TCP connection", e);
+    let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     session.set_buffer_limit(None); // the sender keeps to its own
     let state = State { session, writable: true, held: vec![0; AHEAD], at: 0, end: 0 };
-    let link = Arc::new(Link { _watched: Watched::new(&socket), socket, state: Mutex::new(state) });
+    let link = Arc::new(Link { _guard: GuardedFd::new(&socket), socket, state: Mutex::new(state) });
     let sender = TlsSender { link: link.clone(), owed: false, limited: false };
-    // Something may have come with the end of the handshake.
+    // Data may have arrived together with the end of the handshake.
     Ok((Box::new(sender), Box::new(TlsReceiver { link, readable: true })))
 }
 
 struct Link {
-    _watched: Watched,
+    _guard: GuardedFd,
     socket: TcpStream,
     state: Mutex<State>,
 }
@@ -83,7 +84,7 @@ impl std::io::Write for Raw<'_> {
     }
 
     fn write_vectored(&mut self, slices: &[IoSlice<'_>]) -> std::io::Result<usize> {
-        // The end of a frame does not wait, as in `tcp`.
+        // MSG_EOR, as in `tcp`.
         SockRef::from(self.0).send_vectored_with_flags(slices, libc::MSG_NOSIGNAL | libc::MSG_EOR)
     }
 
@@ -94,7 +95,7 @@ impl std::io::Write for Raw<'_> {
 
 struct TlsSender {
     link: Arc<Link>,
-    /// One byte has been encrypted that was not counted.
+    /// One byte has been encrypted that was not counted as written.
     owed: bool,
     limited: bool,
 }
@@ -114,7 +115,11 @@ impl Sender for TlsSender {
                     &body[done.saturating_sub(head.len())..][..PIECE.min(len - done.max(head.len()))],
                 ),
             ];
-            done += state.session.writer().write_vectored(&slices).map_err(|e| Error::io("sending", e))?;
+            done += state
+                .session
+                .writer()
+                .write_vectored(&slices)
+                .map_err(|e| Error::io("sending to a peer", e))?;
             if !self.link.push(&mut state)? {
                 self.owed = true;
                 return Ok(done - 1);
@@ -160,13 +165,14 @@ impl Receiver for TlsReceiver {
                 Ok(n) => return Ok(Read::Some(n)),
                 Err(e) if e.kind() == ErrorKind::WouldBlock => {}
                 Err(e) if e.kind() == ErrorKind::UnexpectedEof => return Ok(Read::Closed),
-                Err(e) => return Err(Error::io("receiving", e)),
+                Err(e) => return Err(Error::io("receiving from a peer", e)),
             }
             if state.at < state.end {
                 let held = &mut &state.held[state.at..state.end];
-                state.at += state.session.read_tls(held).map_err(|e| Error::io("receiving", e))?;
-                // What was altered on the way ends here: the connection is lost, not one byte of it passed on.
-                state.session.process_new_packets().map_err(|e| Error::io("receiving", e))?;
+                state.at +=
+                    state.session.read_tls(held).map_err(|e| Error::io("receiving from a peer", e))?;
+                // Altered data is detected here: the connection is lost, and none of it is passed on.
+                state.session.process_new_packets().map_err(|e| Error::io("receiving from a peer", e))?;
                 if state.session.wants_write() {
                     self.link.push(state)?;
                 }

@@ -2,38 +2,39 @@
 
 use std::sync::Arc;
 
-use trigram_engine::engine::Engine;
-use trigram_engine::host::board::Board;
-use trigram_engine::link::{Rx, Tx};
-use trigram_engine::transport::{Receiver, Sender, mem};
-use trigram_engine::world::World;
+use trigram_engine::group::world::World;
+use trigram_engine::host::control_segment::ControlSegment;
+use trigram_engine::link::frames::{Rx, Tx};
+use trigram_engine::runtime::engine::Engine;
+use trigram_engine::transport::mem;
+use trigram_engine::transport::stream::{Receiver, Sender};
 
 /// The two ends of a connection.
 pub(crate) type Ends = (Box<dyn Sender>, Box<dyn Receiver>);
 
 /// Engines of `n` ranks; `wrap` gets the ends of each connection, and the ranks it leads from and to.
 pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Vec<Arc<Engine>> {
-    let boards: Vec<Board> = (0..n).map(|_| Board::create().unwrap()).collect();
+    let controls: Vec<ControlSegment> = (0..n).map(|_| ControlSegment::create().unwrap()).collect();
     let mut tx: Vec<Vec<Option<Tx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
     let mut rx: Vec<Vec<Option<Rx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
     for a in 0..n {
         for b in (0..n).filter(|&b| b != a) {
-            let (out, inn) = wrap(mem::one_way(boards[b].bell().clone(), boards[a].bell().clone()), a, b);
+            let (out, inn) = wrap(mem::one_way(controls[b].bell().clone(), controls[a].bell().clone()), a, b);
             tx[a][b] = Some(Tx::new(out));
             rx[b][a] = Some(Rx::new(a as u32, inn));
         }
     }
-    let ways = boards.into_iter().zip(tx).zip(rx).enumerate();
-    let make = |(rank, ((board, tx), rx))| {
+    let ranks = controls.into_iter().zip(tx).zip(rx).enumerate();
+    let make = |(rank, ((control, tx), rx))| {
         let world = World {
             rank: rank as u32,
             host_of: (0..n).collect(),
-            board,
+            control,
             neighbours: Default::default(),
             arena: Arc::default(),
             retired: Arc::default(),
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };
-    ways.map(make).collect()
+    ranks.map(make).collect()
 }

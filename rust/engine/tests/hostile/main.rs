@@ -5,9 +5,9 @@
 //! gives each target so many, and those whose inputs each cost system calls a hundredth.
 #![allow(clippy::unwrap_used)]
 
-mod boards;
 #[path = "../../../core/tests/common/mod.rs"]
 mod common;
+mod control_segments;
 mod strangers;
 mod streams;
 
@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use common::{Account, Rng, inputs, report};
 use trigram_core::Error;
-use trigram_engine::rendezvous::{Rendezvous, Transport};
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
 
 #[global_allocator]
 static ACCOUNT: Account = Account::new();
@@ -62,27 +62,27 @@ fn errors() {
 }
 
 #[test]
-fn cards() {
+fn records() {
     let _turn = turn();
     let (count, began, mut rng) = (inputs(50_000), Instant::now(), Rng::new(12));
     let mut alone = Rendezvous::open(0, 1, Some("lo"), None, Transport::Auto).unwrap();
-    let (card, mut good) = (alone.card().unwrap(), 0);
+    let (record, mut good) = (alone.record().unwrap(), 0);
     let before = ACCOUNT.begin();
     for _ in 0..count {
-        let mut bytes = card.clone();
+        let mut bytes = record.clone();
         if !rng.one_in(8) {
             rng.spoil(&mut bytes); // what is left whole is taken; any other is not what this rank wrote
         }
         if rng.one_in(8) {
             rng.fill(&mut bytes);
         }
-        match alone.meet(&[bytes], &mut || Ok(())) {
+        match alone.handshake(&[bytes], &mut || Ok(())) {
             Ok(met) => good += usize::from(met),
             Err(Error::Corrupt { rank: 0, .. } | Error::Config(_) | Error::Auth(_)) => {}
             Err(other) => panic!("{other}"),
         }
     }
     assert!(good > count / 20 && good < count, "{good} of {count}: the inputs say little");
-    assert!(ACCOUNT.peak() - before < 64 << 10, "{} bytes for a card", ACCOUNT.peak() - before);
-    report("cards", count, began, &format!("{good} taken"));
+    assert!(ACCOUNT.peak() - before < 64 << 10, "{} bytes for a record", ACCOUNT.peak() - before);
+    report("records", count, began, &format!("{good} taken"));
 }

@@ -5,18 +5,18 @@ use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
 use serde::Deserialize;
-use trigram_engine::contact::{Binding, Contact, HELLO, NONCE};
-use trigram_engine::memory::Segment;
-use trigram_engine::rendezvous::{Rendezvous, Transport};
-use trigram_engine::secret::{Keys, PROOF, Security};
-use trigram_engine::unix;
+use trigram_engine::bootstrap::rendezvous::{Rendezvous, Transport};
+use trigram_engine::security::proofs::{Binding, HELLO, Handshake, NONCE};
+use trigram_engine::security::secret::{Keys, PROOF, Security};
+use trigram_engine::sys::memory::Segment;
+use trigram_engine::sys::unix;
 
 use crate::common::{Rng, inputs, report};
 use crate::turn;
 
-/// What a card says, see `rendezvous.rs`.
+/// What a endpoint record says, see `rendezvous.rs`.
 #[derive(Deserialize)]
-struct Card {
+struct EndpointRecord {
     _version: u32,
     _rank: u32,
     address: SocketAddr,
@@ -26,44 +26,47 @@ struct Card {
 }
 
 /// Ranks 0 and 1, met while strangers talk to rank 0.
-fn meet_among(transport: Transport, strangers: impl FnOnce(&Card)) {
+fn meet_among(transport: Transport, strangers: impl FnOnce(&EndpointRecord)) {
     let open = |rank| Rendezvous::open(rank, 2, Some("lo"), None, transport).unwrap();
     let (mut zero, mut one) = (open(0), open(1));
-    let cards = [zero.card().unwrap(), one.card().unwrap()];
-    let card: Card = postcard::from_bytes(&cards[0]).unwrap();
+    let records = [zero.record().unwrap(), one.record().unwrap()];
+    let record: EndpointRecord = postcard::from_bytes(&records[0]).unwrap();
     let limit = Duration::from_secs(30);
     std::thread::scope(|s| {
-        let cards = &cards;
+        let records = &records;
         let finish = |mut rank: Rendezvous| {
             move || {
-                let met = rank.meet(cards, &mut || Ok(())).unwrap();
+                let met = rank.handshake(records, &mut || Ok(())).unwrap();
                 assert!(met);
                 rank.connect(&[true, true], limit, &mut || Ok(())).unwrap()
             }
         };
         if transport == Transport::Shm {
             let first = s.spawn(finish(zero));
-            strangers(&card);
+            strangers(&record);
             let second = s.spawn(finish(one));
             drop((first.join().unwrap(), second.join().unwrap()));
             return;
         }
-        assert!(zero.meet(cards, &mut || Ok(())).unwrap() && one.meet(cards, &mut || Ok(())).unwrap());
+        assert!(
+            zero.handshake(records, &mut || Ok(())).unwrap()
+                && one.handshake(records, &mut || Ok(())).unwrap()
+        );
         let first = s.spawn(move || zero.connect(&[true, true], limit, &mut || Ok(())).unwrap());
-        strangers(&card);
+        strangers(&record);
         let second = s.spawn(move || one.connect(&[true, true], limit, &mut || Ok(())).unwrap());
         drop((first.join().unwrap(), second.join().unwrap()));
     });
 }
 
-/// The keys that all who have read the card come to: no secret is set here.
-fn keys(card: &Card) -> Keys {
-    Security::from_env().unwrap().keys(&card.token)
+/// The keys that all who have read the endpoint record come to: no secret is set here.
+fn keys(record: &EndpointRecord) -> Keys {
+    Security::from_env().unwrap().keys(&record.token)
 }
 
 /// A first message as rank 1 sends it; whole in half of all cases, so that the proof that follows is what is wrong.
 fn hello(rng: &mut Rng, keys: &Keys, binding: Binding) -> Vec<u8> {
-    let mut bytes = Contact::begin(1, 0, binding).unwrap().hello(keys).to_vec();
+    let mut bytes = Handshake::begin(1, 0, binding).unwrap().hello(keys).to_vec();
     if rng.one_in(2) {
         rng.spoil(&mut bytes);
     }
@@ -79,11 +82,11 @@ fn introductions() {
     let mut answered = 0;
     // Ranks of one host wait ten seconds for each other; a busy machine is given a thousand strangers in that time.
     let mut meeting = |most: usize| {
-        meet_among(Transport::Shm, |card| {
-            let keys = keys(card);
+        meet_among(Transport::Shm, |record| {
+            let keys = keys(record);
             let mut open = Vec::new();
             while heard < most {
-                let stream = match unix::connect(&card.socket).unwrap() {
+                let stream = match unix::connect(&record.socket).unwrap() {
                     unix::Connected::To(stream) => stream,
                     unix::Connected::Busy => {
                         std::thread::sleep(Duration::from_millis(1)); // more than its backlog wait
@@ -124,11 +127,11 @@ fn greetings() {
     let (count, began, mut rng) = ((inputs(20_000) / 100).min(5_000), Instant::now(), Rng::new(42));
     let mut heard = 0;
     let mut answered = 0;
-    meet_among(Transport::Tcp, |card| {
-        let keys = keys(card);
+    meet_among(Transport::Tcp, |record| {
+        let keys = keys(record);
         let mut open = Vec::new();
         while heard < count {
-            let Ok(mut stream) = TcpStream::connect(card.address) else { continue };
+            let Ok(mut stream) = TcpStream::connect(record.address) else { continue };
             heard += 1;
             let mut bytes = hello(&mut rng, &keys, Binding::Plain);
             bytes.resize(HELLO, 0); // else it waits for the rest

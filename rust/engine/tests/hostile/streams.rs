@@ -8,15 +8,15 @@ use trigram_core::schedule::Step;
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{DType, Error, ReduceOp, Result};
-use trigram_engine::group::{call, in_place};
-use trigram_engine::host::board::Board;
-use trigram_engine::hub::{Hub, Submission};
-use trigram_engine::job::{Message, Request};
-use trigram_engine::link::{AHEAD, Rx, Tx};
-use trigram_engine::members::Members;
-use trigram_engine::progress::Progress;
-use trigram_engine::transport::{Read, Receiver, Sender};
-use trigram_engine::world::World;
+use trigram_engine::call::calls::Calls;
+use trigram_engine::call::request::{Message, Request, Submission};
+use trigram_engine::drive::progress::Progress;
+use trigram_engine::group::members::Members;
+use trigram_engine::group::world::World;
+use trigram_engine::host::control_segment::ControlSegment;
+use trigram_engine::link::frames::{AHEAD, Rx, Tx};
+use trigram_engine::runtime::group::{call, in_place};
+use trigram_engine::transport::stream::{Read, Receiver, Sender};
 
 use crate::common::{Rng, inputs, report};
 use crate::{ACCOUNT, turn};
@@ -107,9 +107,9 @@ pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -
 }
 
 /// A frame that has something to do with what is under way, and its payload. Of some more is said than comes.
-pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>) {
+pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec<u8>) {
     let mut frame = Frame {
-        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Bye, Kind::Rate, Kind::Lost, Kind::Beat]
+        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Leave, Kind::Rate, Kind::Lost, Kind::Heartbeat]
             [rng.below(7)],
         group: [ALL, ALL, HELPED, UNKNOWN][rng.below(4)],
         call: CallId(rng.below(4) as u64),
@@ -124,12 +124,12 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
             rng.below(9000) as u64,
         ),
     };
-    if let (false, false) = (hub.jobs.is_empty(), rng.one_in(8)) {
-        let job = &hub.jobs[rng.below(hub.jobs.len())];
-        let place = job.body.members.place_of(from).unwrap_or_default();
-        (frame.group, frame.call) = (job.body.members.id, job.body.call_id);
-        frame.signature = job.body.expected(place, frame.kind);
-        let steps = &job.exec.schedule().steps;
+    if let (false, false) = (calls.active.is_empty(), rng.one_in(8)) {
+        let active = &calls.active[rng.below(calls.active.len())];
+        let place = active.body.members.place_of(from).unwrap_or_default();
+        (frame.group, frame.call) = (active.body.members.id, active.body.call_id);
+        frame.signature = active.body.expected(place, frame.kind);
+        let steps = &active.exec.schedule().steps;
         if !steps.is_empty() && !rng.one_in(4) {
             let at = rng.below(steps.len());
             let recv = steps[at..].iter().chain(&steps[..at]).find_map(|step| match step {
@@ -142,7 +142,7 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
         }
     }
     match frame.kind {
-        Kind::Ready | Kind::Bye | Kind::Beat => frame.len = 0,
+        Kind::Ready | Kind::Leave | Kind::Heartbeat => frame.len = 0,
         Kind::Rate => frame.len = 8,
         Kind::Fail | Kind::Lost => frame.len = frame.len.min(100),
         Kind::Data => {}
@@ -180,7 +180,7 @@ pub(crate) fn some_frame(rng: &mut Rng, hub: &Hub, from: u32, into: &mut Vec<u8>
 pub(crate) fn round(progress: &mut Progress) {
     while progress.poll() {}
     // Calls that failed wait for those who may still write to their memory; here nobody does.
-    progress.hub.reap(Instant::now() + Duration::from_secs(60));
+    progress.reap(Instant::now() + Duration::from_secs(60));
 }
 
 #[test]
@@ -190,7 +190,7 @@ fn streams() {
     let world = Arc::new(World {
         rank: 0,
         host_of: vec![0, 1, 2],
-        board: Board::create().unwrap(),
+        control: ControlSegment::create().unwrap(),
         neighbours: Default::default(),
         arena: Arc::default(),
         retired: Arc::default(),
@@ -205,39 +205,36 @@ fn streams() {
             .map(|_| [1, 30, 3000, 9000][rng.below(4)] * 3)
             .map(|len| (Fenced::new(len * 4), len))
             .collect();
-        let mut hub = Hub::new(
-            world.clone(),
-            (0..3).map(|r| (r > 0).then(|| Tx::new(Box::new(Away(rng.clone()))))).collect(),
-        );
+        let tx = (0..3).map(|r| (r > 0).then(|| Tx::new(Box::new(Away(rng.clone()))))).collect();
         let feeds: Vec<Arc<Mutex<Feed>>> = (0..3).map(|_| Arc::default()).collect();
         let way = |r: u32| (r > 0).then(|| Rx::new(r, Box::new(Fed(feeds[r as usize].clone()))));
+        let mut progress = Progress::new(world.clone(), tx, (0..3).map(way).collect());
         if helps {
-            hub.helped = Some(helped.clone());
+            progress.help(helped.clone());
         }
-        let mut progress = Progress::new(hub, (0..3).map(way).collect());
-        let (mut tickets, mut fed, mut jobs) = (Vec::new(), 0, 0);
+        let (mut completions, mut fed, mut jobs) = (Vec::new(), 0, 0);
         for i in 0..48 {
             if jobs < memory.len() && (i == 0 || rng.one_in(6)) {
                 let (memory, len) = &mut memory[jobs];
                 let (at, len) = (memory.at(), *len);
                 let request = some_request(&mut rng, at, len, 3);
-                let ticket = Arc::default();
-                tickets.push(Arc::clone(&ticket));
-                progress.hub.admit(Submission { members: all.clone(), request, ticket, deadline: None });
+                let completion = Arc::default();
+                completions.push(Arc::clone(&completion));
+                progress.admit(Submission { members: all.clone(), request, completion, deadline: None });
                 jobs += 1;
             }
             let from = 1 + rng.below(2);
             {
                 let mut feed = feeds[from].lock().unwrap();
                 let start = feed.bytes.len();
-                some_frame(&mut rng, &progress.hub, from as u32, &mut feed.bytes);
+                some_frame(&mut rng, &progress.calls, from as u32, &mut feed.bytes);
                 feed.chunk = 1 + rng.below(8000);
                 fed += feed.bytes.len() - start;
             }
             done += 1;
             round(&mut progress);
             if rng.one_in(16) {
-                progress.hub.tick(Instant::now() + Duration::from_secs(1));
+                progress.check_time(Instant::now() + Duration::from_secs(1));
             }
             if progress.rx.iter().flatten().count() == 0 {
                 break;
@@ -251,9 +248,9 @@ fn streams() {
         assert!(helps || took < most, "{took} bytes for {fed} that came, at most {most}");
         worst = if helps { worst } else { worst.max(took as f64 / most as f64) };
         lost += 2 - progress.rx.iter().flatten().count();
-        ended += progress.hub.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
-        failed += tickets.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
-        progress.hub.fail_all(&Error::Aborted("the end".into()), false);
+        ended += progress.counters.calls.load(std::sync::atomic::Ordering::Relaxed);
+        failed += completions.iter().filter(|t| matches!(t.outcome(), Some(Err(_)))).count();
+        progress.fail_all(&Error::Aborted("the end".into()), false);
         drop(progress);
         memory.iter().for_each(|m| m.0.check());
     }

@@ -1,26 +1,27 @@
-//! Two ranks in calls of one group, as `Hub::step`, `Hub::reap` (`hub.rs`) and `Hub::fail` (`failing.rs`) go through them.
+//! Two ranks in calls of one group, as `Scheduling::step`, `Scheduling::reap` and `Calls::fail` go through them.
 
 use loom::sync::Arc;
 use loom::thread;
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::{DType, ReduceOp};
 
-use crate::host::lane::{LANES, Lane};
-use crate::host::words::Words;
-use crate::memory::Place;
-use crate::sync::{Byte, copy_in, copy_out};
+use crate::host::doorbell_words::Words;
+use crate::host::op_slot::{OP_SLOTS, OpSlot};
+use crate::sys::atomics::{Byte, copy_in, copy_out};
+use crate::sys::memory::SegmentOffset;
 use crate::{check, sleep_until};
 
-/// A rank's board: one lane, and a byte that stands for its slot, or for the memory that it lends.
-struct Board {
+/// A rank's control segment: one operation slot, and a byte that stands for its slot, or for the memory that it lends.
+struct ControlSegment {
     bell: Words,
-    lane: Lane,
+    op_slot: OpSlot,
     memory: Byte,
 }
 
-impl Board {
-    fn pair() -> Arc<[Board; 2]> {
-        let new = || Board { bell: Words::default(), lane: Lane::default(), memory: Byte::new(0) };
+impl ControlSegment {
+    fn pair() -> Arc<[ControlSegment; 2]> {
+        let new =
+            || ControlSegment { bell: Words::default(), op_slot: OpSlot::default(), memory: Byte::new(0) };
         Arc::new([new(), new()])
     }
 
@@ -42,63 +43,63 @@ fn signature(call: u64) -> Signature {
 }
 
 /// Calls of one group one after another, whose payload fits the slot.
-fn run(boards: &[Board; 2], me: usize, calls: u64) {
-    let (mine, theirs) = (&boards[me], &boards[1 - me]);
+fn run(controls: &[ControlSegment; 2], me: usize, calls: u64) {
+    let (mine, theirs) = (&controls[me], &controls[1 - me]);
     for call in 0..calls {
-        sleep_until(&mine.bell, || mine.lane.is_free_for(call) && theirs.lane.is_free_for(call));
-        mine.lane.describe(&signature(call), Some(Place { segment: call, offset: 8 * me }), None);
+        sleep_until(&mine.bell, || mine.op_slot.is_free_for(call) && theirs.op_slot.is_free_for(call));
+        mine.op_slot.describe(&signature(call), Some(SegmentOffset { segment: call, offset: 8 * me }), None);
         mine.write(call as u8 + 10 * me as u8);
-        mine.lane.arrive(call, 0);
+        mine.op_slot.arrive(call, 0);
         theirs.bell.ring(|| unreachable!());
-        sleep_until(&mine.bell, || theirs.lane.has_arrived(call, 0));
-        assert_eq!(theirs.lane.signature(), signature(call));
-        assert_eq!(theirs.lane.input(), Some(Place { segment: call, offset: 8 * (1 - me) }));
+        sleep_until(&mine.bell, || theirs.op_slot.has_arrived(call, 0));
+        assert_eq!(theirs.op_slot.signature(), signature(call));
+        assert_eq!(theirs.op_slot.input(), Some(SegmentOffset { segment: call, offset: 8 * (1 - me) }));
         assert_eq!(theirs.read(), call as u8 + 10 * (1 - me) as u8);
-        mine.lane.leave(call);
+        mine.op_slot.leave(call);
         theirs.bell.ring(|| unreachable!());
     }
 }
 
 #[test]
 fn a_lane_is_reused_when_all_have_left_it() {
-    assert_eq!(LANES, 1);
+    assert_eq!(OP_SLOTS, 1);
     check(Some(2), || {
-        let boards = Board::pair();
-        let other = boards.clone();
+        let controls = ControlSegment::pair();
+        let other = controls.clone();
         let one = thread::spawn(move || run(&other, 1, 2));
-        run(&boards, 0, 2);
+        run(&controls, 0, 2);
         one.join().unwrap();
     });
 }
 
 /// Rank 1 gives a call up that it has entered, and takes its memory back as soon as nobody is inside who may read it.
-fn give_up(boards: &[Board; 2]) {
-    let (mine, theirs) = (&boards[1], &boards[0]);
-    mine.lane.describe(&signature(0), None, None);
-    mine.lane.arrive(0, 0);
+fn abort(controls: &[ControlSegment; 2]) {
+    let (mine, theirs) = (&controls[1], &controls[0]);
+    mine.op_slot.describe(&signature(0), None, None);
+    mine.op_slot.arrive(0, 0);
     theirs.bell.ring(|| unreachable!());
-    mine.lane.fail(0);
-    mine.lane.leave(0);
+    mine.op_slot.fail(0);
+    mine.op_slot.leave(0);
     theirs.bell.ring(|| unreachable!());
-    sleep_until(&mine.bell, || !theirs.lane.is_inside(0));
+    sleep_until(&mine.bell, || !theirs.op_slot.is_inside(0));
     mine.write(99);
 }
 
 #[test]
 fn memory_of_a_failed_call_is_not_read_any_more() {
     check(Some(4), || {
-        let boards = Board::pair();
-        let other = boards.clone();
-        let one = thread::spawn(move || give_up(&other));
-        let (mine, theirs) = (&boards[0], &boards[1]);
-        mine.lane.describe(&signature(0), None, None);
-        mine.lane.arrive(0, 0);
+        let controls = ControlSegment::pair();
+        let other = controls.clone();
+        let one = thread::spawn(move || abort(&other));
+        let (mine, theirs) = (&controls[0], &controls[1]);
+        mine.op_slot.describe(&signature(0), None, None);
+        mine.op_slot.arrive(0, 0);
         theirs.bell.ring(|| unreachable!());
-        sleep_until(&mine.bell, || theirs.lane.has_arrived(0, 0));
-        if !theirs.lane.has_failed(0) {
+        sleep_until(&mine.bell, || theirs.op_slot.has_arrived(0, 0));
+        if !theirs.op_slot.has_failed(0) {
             assert_eq!(theirs.read(), 0);
         }
-        mine.lane.leave(0);
+        mine.op_slot.leave(0);
         theirs.bell.ring(|| unreachable!());
         one.join().unwrap();
     });

@@ -1,5 +1,5 @@
 //! How callers hand work to the thread that drives it: a model of `Engine::{run, command, wake_background}` and
-//! `Driver::{background, drive, take_inbox}` (`driver.rs`). The bell and the tickets are real.
+//! `Driver::{background, drive, take_inbox}` (`driver.rs`). The bell and the completion handles are real.
 
 use std::time::Duration;
 
@@ -8,12 +8,12 @@ use loom::sync::{Arc, Condvar, Mutex};
 use loom::thread;
 
 use crate::check;
-use crate::host::words::Words;
-use crate::ticket::Ticket;
+use crate::host::doorbell_words::Words;
+use crate::sys::completion::Completion;
 
 struct Shared {
-    progress: Mutex<Vec<Arc<Ticket>>>,
-    inbox: Mutex<Vec<Arc<Ticket>>>,
+    progress: Mutex<Vec<Arc<Completion>>>,
+    inbox: Mutex<Vec<Arc<Completion>>>,
     waiting: AtomicUsize,
     closed: AtomicBool,
     idle: Mutex<bool>,
@@ -22,9 +22,9 @@ struct Shared {
 }
 
 impl Shared {
-    fn command(&self, ticket: Arc<Ticket>) {
+    fn command(&self, completion: Arc<Completion>) {
         let mut inbox = self.inbox.lock().unwrap();
-        inbox.push(ticket);
+        inbox.push(completion);
         self.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
         self.bell.ring(|| unreachable!());
@@ -39,7 +39,7 @@ impl Shared {
         }
     }
 
-    fn take_inbox(&self, jobs: &mut Vec<Arc<Ticket>>) {
+    fn take_inbox(&self, jobs: &mut Vec<Arc<Completion>>) {
         if self.waiting.load(Ordering::Acquire) == 0 {
             return;
         }
@@ -49,13 +49,13 @@ impl Shared {
     }
 
     /// Every job is done as soon as it is seen.
-    fn poll(jobs: &mut Vec<Arc<Ticket>>) -> bool {
+    fn poll(jobs: &mut Vec<Arc<Completion>>) -> bool {
         let moved = !jobs.is_empty();
-        jobs.drain(..).for_each(|job| job.resolve(Ok(())));
+        jobs.drain(..).for_each(|active| active.resolve(Ok(())));
         moved
     }
 
-    fn drive(&self, jobs: &mut Vec<Arc<Ticket>>) {
+    fn drive(&self, jobs: &mut Vec<Arc<Completion>>) {
         loop {
             self.take_inbox(jobs);
             let moved = Self::poll(jobs);
@@ -116,9 +116,9 @@ fn what_is_asked_for_is_done_and_the_end_is_heard() {
         let background = shared.clone();
         let background = thread::spawn(move || background.background());
         for _ in 0..2 {
-            let ticket = Arc::new(Ticket::default());
-            shared.command(ticket.clone());
-            assert_eq!(ticket.wait(None, &mut || Ok(())), Ok(Some(Ok(()))));
+            let completion = Arc::new(Completion::default());
+            shared.command(completion.clone());
+            assert_eq!(completion.wait(None, &mut || Ok(())), Ok(Some(Ok(()))));
         }
         shared.shutdown();
         background.join().unwrap();

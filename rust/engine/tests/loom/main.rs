@@ -1,28 +1,32 @@
 //! The protocols of shared memory, in every order that the processor and the compiler may show.
 //!
-//! `src/host/{pipe,lane,words}.rs` and `src/ticket.rs` are compiled here as they are, over loom's atomics (see
-//! `src/sync.rs`). What uses them is written down anew, as small as it gets: the order in which `hub.rs` calls a lane,
-//! and how `driver.rs` passes on what it is asked for. `make test-loom` runs it.
+//! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's
+//! atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
+//! `drive/scheduling.rs` calls an operation slot, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
+//! runs it.
 #![cfg(trigram_loom)]
 #![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
-mod sync;
-mod memory {
-    /// As in `src/memory.rs`.
-    #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-    pub struct Place {
-        pub segment: u64,
-        pub offset: usize,
+#[path = "../../src/sys"]
+mod sys {
+    #[path = "../../tests/loom/atomics.rs"]
+    pub(crate) mod atomics;
+    pub mod completion;
+    pub mod memory {
+        /// As in `src/sys/memory.rs`.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        pub struct SegmentOffset {
+            pub segment: u64,
+            pub offset: usize,
+        }
     }
 }
 #[path = "../../src/host"]
 mod host {
-    pub mod lane;
+    pub mod doorbell_words;
+    pub mod op_slot;
     pub mod pipe;
-    pub mod words;
 }
-#[path = "../../src/ticket.rs"]
-mod ticket;
 
 mod calls;
 mod commands;
@@ -33,10 +37,10 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::thread;
 
+use host::doorbell_words::Words;
 use host::pipe::{PIPE, Pipe};
-use host::words::Words;
-use sync::Byte;
-use ticket::Ticket;
+use sys::atomics::Byte;
+use sys::completion::Completion;
 
 /// Runs a model; `preemptions`: how often at most a thread is stopped where it would go on, `None`: ever so often.
 fn check(preemptions: Option<usize>, model: impl Fn() + Sync + Send + 'static) {
@@ -93,7 +97,7 @@ fn a_ring_is_never_missed() {
 }
 
 /// Bytes through a ring of [`PIPE`], each side sleeping when it can do nothing.
-struct Way {
+struct Link {
     pipe: Pipe,
     ring: [Byte; PIPE],
     reader: Words,
@@ -103,7 +107,7 @@ struct Way {
 #[test]
 fn a_pipe_loses_nothing_and_both_sides_sleep() {
     check(Some(3), || {
-        let way = Arc::new(Way {
+        let link = Arc::new(Link {
             pipe: Pipe::default(),
             ring: std::array::from_fn(|_| Byte::new(0)),
             reader: Words::default(),
@@ -111,15 +115,15 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
         });
         let sent = [1, 2, 3, 4, 5];
         let writer = {
-            let way = way.clone();
+            let link = link.clone();
             thread::spawn(move || {
                 let at = std::cell::Cell::new(0);
-                drive(&way.writer, || {
+                drive(&link.writer, || {
                     // SAFETY: this thread is the only writer, and the ring is the pipe's.
-                    let n = unsafe { way.pipe.write(way.ring.as_ptr().cast_mut(), &sent[at.get()..]) };
+                    let n = unsafe { link.pipe.write(link.ring.as_ptr().cast_mut(), &sent[at.get()..]) };
                     at.set(at.get() + n);
                     if n > 0 {
-                        way.reader.ring(|| unreachable!());
+                        link.reader.ring(|| unreachable!());
                     }
                     match n {
                         _ if at.get() == sent.len() => Polled::Over,
@@ -130,12 +134,12 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
             })
         };
         let got = std::cell::RefCell::new(Vec::<u8>::new());
-        drive(&way.reader, || {
+        drive(&link.reader, || {
             let mut into = [0; 2];
             // SAFETY: this thread is the only reader, and the ring is the pipe's.
-            let (n, waits) = unsafe { way.pipe.read(way.ring.as_ptr(), &mut into) };
+            let (n, waits) = unsafe { link.pipe.read(link.ring.as_ptr(), &mut into) };
             if waits {
-                way.writer.ring(|| unreachable!());
+                link.writer.ring(|| unreachable!());
             }
             got.borrow_mut().extend(&into[..n]);
             match n {
@@ -150,13 +154,13 @@ fn a_pipe_loses_nothing_and_both_sides_sleep() {
 }
 
 #[test]
-fn who_waits_for_a_ticket_is_told() {
+fn a_waiting_caller_is_woken() {
     check(None, || {
-        let ticket = Arc::new(Ticket::default());
-        let other = ticket.clone();
+        let completion = Arc::new(Completion::default());
+        let other = completion.clone();
         let waiter = thread::spawn(move || other.wait(None, &mut || Ok(())));
-        ticket.resolve(Ok(()));
-        assert!(ticket.is_done());
+        completion.resolve(Ok(()));
+        assert!(completion.is_done());
         assert_eq!(waiter.join().unwrap(), Ok(Some(Ok(()))));
     });
 }

@@ -69,7 +69,11 @@ impl<T: Element> Buffer<T> {
     /// [`Error::Misuse`] for another number of values, [`Error::Cuda`]
     pub fn write(&mut self, values: &[T]) -> Result<()> {
         if values.len() != self.len {
-            return Err(Error::Misuse(format!("a buffer of {} values, given {}", self.len, values.len())));
+            return Err(Error::Misuse(format!(
+                "a buffer of {} values cannot take {}",
+                self.len,
+                values.len()
+            )));
         }
         if !values.is_empty() {
             let _entered = self.stream.device().enter()?;

@@ -30,7 +30,8 @@ pub(super) fn guard(what: &str, call: impl FnOnce() -> Result<()>) -> c_int {
         Ok(Ok(())) => SUCCESS,
         Ok(Err(e)) => e.code,
         Err(_) => {
-            let e = Error::internal(format!("{what} failed half-way: this is a fault of the plugin"));
+            let e =
+                Error::internal(format!("{what} panicked: this is a bug in the plugin; please report it"));
             log::warn(&e.message);
             e.code
         }
@@ -44,7 +45,7 @@ pub(super) fn guard(what: &str, call: impl FnOnce() -> Result<()>) -> c_int {
 /// `to` is null or can be written.
 pub(super) unsafe fn answer<T>(to: *mut T, value: T) -> Result<()> {
     if to.is_null() {
-        return Err(Error::argument("nowhere to write the answer"));
+        return Err(Error::argument("NCCL passed no memory for the result"));
     }
     // SAFETY: not null, so as this function demands. It need not hold a value before.
     unsafe { to.write(value) };
@@ -74,7 +75,7 @@ pub(super) fn init(logger: Logger) -> Result<()> {
 
 fn settings() -> Result<Settings> {
     let settings = *SETTINGS.read().unwrap_or_else(PoisonError::into_inner);
-    settings.ok_or_else(|| Error::usage("init was not called"))
+    settings.ok_or_else(|| Error::usage("NCCL did not call init first"))
 }
 
 pub(super) unsafe extern "C" fn devices(count: *mut c_int) -> c_int {
@@ -119,7 +120,7 @@ pub(super) fn connect(dev: c_int, from: Ptr, comm: *mut Ptr, device_handle: *mut
         device::get(dev)?;
         // SAFETY: NCCL gives a handle's bytes, which are ours during the call.
         let bytes = unsafe { from.cast::<[u8; handle::SIZE]>().as_mut() };
-        let bytes = bytes.ok_or_else(|| Error::argument("no handle was given"))?;
+        let bytes = bytes.ok_or_else(|| Error::argument("NCCL passed no handle"))?;
         match connect::connect(bytes, settings()?)? {
             // SAFETY: NCCL gives room for a pointer.
             Some(sender) => unsafe { answer(comm, Connection::give(End::Send(sender))) },
@@ -135,7 +136,7 @@ pub(super) unsafe extern "C" fn accept(listener: Ptr, comm: *mut Ptr, device_han
         no_device_handle(device_handle);
         // SAFETY: NCCL gives what `listen` gave, and closes it after the call.
         let listener = unsafe { listener.cast::<Mutex<Listener>>().as_ref() };
-        let listener = listener.ok_or_else(|| Error::argument("no listener was given"))?;
+        let listener = listener.ok_or_else(|| Error::argument("NCCL passed no listener"))?;
         let mut listener = listener.lock().unwrap_or_else(PoisonError::into_inner);
         match listener.accept()? {
             // SAFETY: NCCL gives room for a pointer.
@@ -157,11 +158,7 @@ pub(super) fn reg_mr(kind: c_int, handle: *mut Ptr) -> c_int {
         // SAFETY: NCCL gives room for a pointer.
         unsafe { answer(handle, null_mut())? };
         // Sockets need no registration.
-        if kind == PTR_HOST {
-            Ok(())
-        } else {
-            Err(Error::argument("only the host's memory can be registered"))
-        }
+        if kind == PTR_HOST { Ok(()) } else { Err(Error::argument("only host memory can be registered")) }
     })
 }
 
@@ -181,7 +178,9 @@ pub(super) fn irecv(comm: Ptr, n: c_int, first: Option<(Ptr, Option<usize>)>, re
         unsafe { answer(request, null_mut())? };
         match first {
             Some((data, size)) if n == 1 => post(comm, data, size, request, false),
-            _ => Err(Error::argument(format!("receiving into {n} buffers at once: 1 is the limit"))),
+            _ => Err(Error::argument(format!(
+                "NCCL asked to receive into {n} buffers at once; the plugin supports 1"
+            ))),
         }
     })
 }
@@ -208,9 +207,9 @@ fn post(comm: Ptr, data: Ptr, size: Option<usize>, request: *mut Ptr, sending: b
     unsafe { answer(request, null_mut())? };
     // SAFETY: NCCL gives what connect or accept gave, and closes it after the call.
     let connection = unsafe { Connection::at(comm)? };
-    let size = size.ok_or_else(|| Error::argument("a message of less than no bytes"))?;
+    let size = size.ok_or_else(|| Error::argument("NCCL passed a negative message size"))?;
     if data.is_null() && size > 0 {
-        return Err(Error::argument("no buffer was given"));
+        return Err(Error::argument("NCCL passed no buffer"));
     }
     // SAFETY: NCCL leaves the buffer alone until the request is done or the connection is closed.
     let region = unsafe { Region::new(data.cast(), size) };

@@ -1,0 +1,246 @@
+//! Connects ranks of different hosts: the higher rank connects, the lower one listens, and both prove that they
+//! belong to the job.
+//!
+//! The connecting side proves first, so that a stranger who connects learns nothing to try secrets on. A stranger is
+//! dropped and never fails the job, whatever it sends. All ranks that get here have the same secret (their endpoint
+//! records were sealed with it), so if a rank is rejected again and again, something intercepts its connections.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, SocketAddr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use trigram_core::error::name_ranks;
+use trigram_core::{Error, Result};
+
+use crate::bootstrap::handshake_stream::HandshakeStream;
+use crate::security::proofs::{HELLO, Handshake, NONCE, Side};
+use crate::security::secret::{Keys, PROOF};
+use crate::security::tls_keys::Tls;
+use crate::sys::completion::INTERRUPT_INTERVAL;
+use crate::sys::completion::InterruptCheck;
+
+/// The longest time that a connection may take to prove who it is.
+const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
+/// The least time that it gets when other connections wait.
+const LEAST_LIMIT: Duration = Duration::from_millis(500);
+/// The most connections that prove themselves at the same time.
+const MOST_HANDSHAKES: usize = 256;
+/// A rank stops after this many rejections in a row: one may be a stray answer.
+const MOST_REJECTIONS: u32 = 3;
+
+const ACCEPTED: u8 = 1;
+const REJECTED: u8 = 2;
+
+/// How this rank identifies itself to the others.
+#[derive(Clone)]
+pub struct Identity {
+    /// Its rank.
+    pub rank: u32,
+    /// The keys of its proofs.
+    pub keys: Keys,
+    /// Its TLS configuration, if it encrypts.
+    pub tls: Option<Tls>,
+}
+
+/// Ranks that a caller claimed to be but could not prove, and the caller's address.
+type Rejected = Arc<Mutex<HashMap<u32, IpAddr>>>;
+
+enum Arrival {
+    /// A lower rank has proved itself and accepted this rank.
+    Connected(u32, HandshakeStream),
+    /// A higher rank has proved itself, and waits for this answer.
+    Accepted(u32, HandshakeStream, [u8; 1 + PROOF]),
+    /// A lower rank rejects this rank.
+    Rejected(Error),
+}
+
+/// Connects this rank with `peers`, by rank and address, within `limit`.
+pub fn connect(
+    me: &Identity,
+    peers: &[(u32, SocketAddr)],
+    listener: &std::net::TcpListener,
+    limit: Duration,
+    check_interrupt: InterruptCheck<'_>,
+) -> Result<HashMap<u32, HandshakeStream>> {
+    let io = |e: std::io::Error| Error::io("setting up TCP", e);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
+    runtime.block_on(async {
+        let own = listener.local_addr().map_err(io)?;
+        let listener = listener.try_clone().map_err(io)?;
+        listener.set_nonblocking(true).map_err(io)?;
+        let listener = TcpListener::from_std(listener).map_err(io)?;
+        let (send, mut arrivals) = mpsc::channel::<Arrival>(16);
+        let rejected = Rejected::default();
+        let mut tasks = tokio::task::JoinSet::new();
+        for &(rank, address) in peers.iter().filter(|p| p.0 < me.rank) {
+            tasks.spawn(connect_to(rank, address, me.clone(), send.clone()));
+        }
+        let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
+        tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send));
+        let mut streams = HashMap::new();
+        let began = Instant::now();
+        while streams.len() < peers.len() {
+            match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
+                Ok(Some(Arrival::Connected(rank, stream))) => drop(streams.insert(rank, stream)),
+                Ok(Some(Arrival::Accepted(rank, mut stream, word))) => {
+                    // Answer here, where the connection can no longer be dropped in favour of others.
+                    if let Ok(Ok(())) = tokio::time::timeout(HANDSHAKE_LIMIT, stream.write(&word)).await {
+                        streams.insert(rank, stream);
+                    }
+                }
+                Ok(Some(Arrival::Rejected(error))) => return Err(error),
+                Ok(None) | Err(_) => {}
+            }
+            check_interrupt()?;
+            if began.elapsed() > limit && streams.len() < peers.len() {
+                let missing = peers.iter().map(|p| p.0).filter(|rank| !streams.contains_key(rank)).collect();
+                return Err(timed_out(me.rank, own, missing, &rejected, limit));
+            }
+        }
+        Ok(streams)
+    })
+}
+
+fn timed_out(me: u32, own: SocketAddr, missing: Vec<u32>, rejected: &Rejected, limit: Duration) -> Error {
+    let rejected = rejected.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some((rank, ip)) = missing.iter().find_map(|rank| Some((rank, rejected.get(rank)?))) {
+        return Error::Auth(format!(
+            "init: rank {me} waited {:.1} s for {}. A process at {ip} claimed to be rank {rank} but could not prove it: \
+             it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
+            limit.as_secs_f64(),
+            name_ranks(&missing)
+        ));
+    }
+    Error::Timeout {
+        what: format!("init: connecting rank {me} ({own}) over TCP"),
+        millis: limit.as_millis() as u64,
+        waiting_for: name_ranks(&missing),
+    }
+}
+
+/// The outcome of connecting to a lower rank.
+enum Reached {
+    Proved(HandshakeStream),
+    Rejected,
+}
+
+async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<Reached> {
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    let session = me.tls.as_ref().map(Tls::connecting).transpose()?;
+    let mut stream = HandshakeStream::open(stream, session).await?;
+    let begun = Handshake::begin(me.rank, rank, stream.binding()?);
+    let mut handshake = begun.map_err(std::io::Error::other)?;
+    stream.write(&handshake.hello(&me.keys)).await?;
+    let mut answer = [0; NONCE];
+    stream.read(&mut answer).await?;
+    handshake.accepting_nonce = answer;
+    stream.write(&handshake.prove(Side::Connecting, &me.keys)).await?;
+    let mut word = [0; 1 + PROOF];
+    stream.read(&mut word).await?;
+    let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
+    Ok(if proved { Reached::Proved(stream) } else { Reached::Rejected })
+}
+
+/// Connects to a lower rank, again and again until it accepts.
+async fn connect_to(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Sender<Arrival>) {
+    let mut rejections = 0;
+    loop {
+        match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(rank, address, &me)).await {
+            Ok(Ok(Reached::Proved(stream))) => {
+                // The receiver is gone only if the caller has stopped waiting.
+                let _ = arrived.send(Arrival::Connected(rank, stream)).await;
+                return;
+            }
+            Ok(Ok(Reached::Rejected)) => rejections += 1,
+            // The rank does not listen yet, or has too many callers: neither says anything about the secret.
+            Ok(Err(_)) | Err(_) => {}
+        }
+        if rejections >= MOST_REJECTIONS {
+            let me = me.rank;
+            let _ = arrived
+                .send(Arrival::Rejected(Error::Auth(format!(
+                    "init: rank {me} and rank {rank} at {address} could not authenticate each other: give both the \
+                     same TRIGRAM_SECRET; if they have it, something intercepts the connection"
+                ))))
+                .await;
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Accepts higher ranks. Drops strangers when they send something wrong, or nothing.
+async fn accept_all(
+    listener: TcpListener,
+    me: Identity,
+    higher: Arc<[u32]>,
+    rejected: Rejected,
+    arrived: mpsc::Sender<Arrival>,
+) {
+    let mut tasks = tokio::task::JoinSet::new();
+    let mut pending: VecDeque<(Instant, tokio::task::AbortHandle)> = VecDeque::new();
+    let mut short = false;
+    loop {
+        while tasks.try_join_next().is_some() {}
+        pending.retain(|(_, task)| !task.is_finished());
+        // Out of room or of descriptors: drop the connection that has had the most time.
+        if (short || pending.len() >= MOST_HANDSHAKES)
+            && pending.front().is_some_and(|(since, _)| since.elapsed() >= LEAST_LIMIT)
+            && let Some((_, task)) = pending.pop_front()
+        {
+            task.abort();
+        }
+        if pending.len() >= MOST_HANDSHAKES {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+            continue;
+        }
+        let accepted = listener.accept().await;
+        short = accepted.is_err();
+        let Ok((stream, from)) = accepted else {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            continue;
+        };
+        let (me, higher, rejected, arrived) = (me.clone(), higher.clone(), rejected.clone(), arrived.clone());
+        let task = tasks.spawn(async move {
+            let accepted = accept_one(stream, from.ip(), &me, &higher, &rejected);
+            if let Ok(Ok(Some(arrival))) = tokio::time::timeout(HANDSHAKE_LIMIT, accepted).await {
+                let _ = arrived.send(arrival).await;
+            }
+        });
+        pending.push_back((Instant::now(), task));
+    }
+}
+
+/// Talks to one caller; `None` if it is a stranger.
+async fn accept_one(
+    stream: TcpStream,
+    from: IpAddr,
+    me: &Identity,
+    higher: &[u32],
+    rejected: &Rejected,
+) -> std::io::Result<Option<Arrival>> {
+    stream.set_nodelay(true)?;
+    let session = me.tls.as_ref().map(Tls::accepting).transpose()?;
+    let mut stream = HandshakeStream::open(stream, session).await?;
+    let mut hello = [0; HELLO];
+    stream.read(&mut hello).await?;
+    let handshake = Handshake::accept(&hello, me.rank, &me.keys, stream.binding()?);
+    let Some(handshake) = handshake.filter(|c| higher.contains(&c.from)) else { return Ok(None) };
+    stream.write(&handshake.accepting_nonce).await?;
+    let mut proof = [0; PROOF];
+    stream.read(&mut proof).await?;
+    let mut word = [0; 1 + PROOF];
+    if !handshake.is_proof(Side::Connecting, &me.keys, &proof) {
+        rejected.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
+        word[0] = REJECTED;
+        stream.write(&word).await?;
+        return Ok(None);
+    }
+    word[0] = ACCEPTED;
+    word[1..].copy_from_slice(&handshake.prove(Side::Accepting, &me.keys));
+    Ok(Some(Arrival::Accepted(handshake.from, stream, word)))
+}

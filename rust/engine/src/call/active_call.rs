@@ -1,0 +1,184 @@
+//! One call under way on this rank.
+//!
+//! A call waits for its operation slot, passes the opening barrier of the ranks of its host, runs its schedule, and
+//! ends.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use trigram_core::executor::{Executor, Started};
+use trigram_core::planner::{self, Opening};
+use trigram_core::schedule::{Place, Schedule};
+use trigram_core::signature::Signature;
+use trigram_core::wire::{CallId, Kind};
+use trigram_core::{Error, Result};
+
+use crate::call::body::{Body, EAGER};
+use crate::call::request::Request;
+use crate::call::steps::StepRunner;
+use crate::group::members::Members;
+use crate::link::outbox::Outbox;
+use crate::sys::completion::Completion;
+use crate::sys::memory::Scratch;
+
+/// The state of a call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CallState {
+    /// An earlier call still uses its operation slot.
+    Waiting,
+    /// Not all ranks of this host have entered the call.
+    Opening,
+    /// Its schedule runs.
+    Running,
+    /// It has failed; peers may still access its memory.
+    Closing,
+}
+
+/// One call under way.
+pub struct ActiveCall {
+    /// Its state.
+    pub state: CallState,
+    /// Its memory and messages: everything but the executor.
+    pub body: Body,
+    /// The executor of its schedule.
+    pub exec: Executor,
+    /// How it begins.
+    pub opening: Opening,
+    /// The handle on which its caller waits.
+    pub completion: Arc<Completion>,
+    /// Whether it has entered its operation slot, where peers can see it.
+    pub entered: bool,
+    /// Why it failed, in [`CallState::Closing`].
+    pub error: Option<Error>,
+    /// When it was started.
+    pub began: Instant,
+    /// Whether it has progressed since the last look at the clock.
+    pub stirred: bool,
+    /// When it last progressed, as of that look.
+    pub moved: Instant,
+    /// Whether this rank has told the others what it called, after a stall.
+    pub announced: bool,
+    /// Whether a log line has named the ranks that it waits for.
+    pub named: bool,
+}
+
+// SAFETY: addresses of callers' and peers' memory are used only while the progress lock is held.
+unsafe impl Send for ActiveCall {}
+
+impl ActiveCall {
+    /// A call that has not begun.
+    pub fn new(
+        id: u64,
+        members: Arc<Members>,
+        call_id: CallId,
+        request: Request,
+        signature: Signature,
+        scratch: Scratch,
+    ) -> Self {
+        let opening = match request.message {
+            Some(_) => Opening::Messages,
+            None => planner::opening(&request.call, &members.layout),
+        };
+        let now = Instant::now();
+        Self {
+            state: CallState::Waiting,
+            exec: Executor::new(Arc::default()),
+            opening,
+            completion: Arc::default(),
+            entered: false,
+            error: None,
+            began: now,
+            moved: now,
+            stirred: false,
+            announced: false,
+            named: false,
+            body: Body::new(id, members, call_id, request, signature, scratch),
+        }
+    }
+
+    /// Begins to run a schedule.
+    pub fn run(&mut self, schedule: Arc<Schedule>, out: &mut Outbox) -> Result<()> {
+        let size = self.body.request.call.dtype.size();
+        self.body.set_schedule(schedule.clone())?;
+        // Peers that will send much wait until they know that this rank is in the call.
+        for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {
+            let frame = self.body.frame(Kind::Ready, 0, 0);
+            out.give(self.body.members.ranks[t.peer as usize], &frame, Vec::new());
+        }
+        self.exec.reset(schedule);
+        self.exec.start(&mut StepRunner { body: &mut self.body, out })
+    }
+
+    /// A step has finished.
+    pub fn complete(&mut self, step: u32, out: &mut Outbox) -> Result<()> {
+        self.stirred = true;
+        self.exec.complete(step, &mut StepRunner { body: &mut self.body, out })
+    }
+
+    /// A peer is in this call too: sends the messages that were held back for it.
+    pub fn release(&mut self, place: Place, out: &mut Outbox) -> Result<()> {
+        if self.body.inside.contains(&place) {
+            return Ok(());
+        }
+        self.body.inside.push(place);
+        let mut finished = Vec::new();
+        let held = std::mem::take(&mut self.body.held);
+        for (step, to, tag, span) in held {
+            if to != place {
+                self.body.held.push((step, to, tag, span));
+            } else if self.body.transmit(step, to, tag, span, out)? == Started::Done {
+                finished.push(step);
+            }
+        }
+        finished.into_iter().try_for_each(|step| self.complete(step, out))
+    }
+
+    /// The places that this call waits for.
+    pub fn waiting_for(&self) -> Vec<Place> {
+        let body = &self.body;
+        let mut places = match self.state {
+            CallState::Waiting => body.members.busy(body.call_id).collect(),
+            CallState::Opening => body.members.absent(body.call_id, 0),
+            CallState::Running => {
+                let mut places = self.exec.waiting_for();
+                // Do not wait for a message that came before its step: its sender may have left since.
+                for (from, ..) in &body.arrived {
+                    if let Some(i) = places.iter().position(|p| p == from) {
+                        places.swap_remove(i);
+                    }
+                }
+                if let Some((_, ordinal)) = body.barrier {
+                    places.extend(body.members.absent(body.call_id, ordinal));
+                }
+                places.extend(body.held.iter().map(|h| h.1));
+                places
+            }
+            CallState::Closing => Vec::new(),
+        };
+        places.retain(|&p| p != body.members.me);
+        places.sort_unstable();
+        places.dedup();
+        places
+    }
+
+    /// The ranks to name when a call waits: members that have not entered the call as far as this rank knows (ranks
+    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for.
+    pub fn absent(&self) -> Vec<Place> {
+        let body = &self.body;
+        let members = &body.members;
+        let here = members.absent(body.call_id, 0);
+        let entered = |p: Place| match members.op_slot(p, body.call_id) {
+            Some(_) => !here.contains(&p),
+            None => body.inside.contains(&p),
+        };
+        let absent: Vec<Place> = (0..members.ranks.len() as Place)
+            .filter(|&p| p != members.me && body.request.message.is_none() && !entered(p))
+            .collect();
+        if absent.is_empty() { self.waiting_for() } else { absent }
+    }
+
+    /// Returns the scratch memory for another call.
+    pub fn into_scratch(self) -> Scratch {
+        self.body.into_scratch()
+    }
+}

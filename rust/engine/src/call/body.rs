@@ -1,0 +1,243 @@
+//! A call's memory and messages: everything of a call under way but its executor.
+//!
+//! The schedule names memory, and this file resolves the names to addresses. This file, [`crate::call::steps`] and
+//! [`crate::link::frames`] hold all accesses to callers' memory.
+
+use std::sync::Arc;
+
+use trigram_core::executor::Started;
+use trigram_core::planner::{self, Lent};
+use trigram_core::schedule::{Buf, Loc, Place, Schedule, Span};
+use trigram_core::signature::Signature;
+use trigram_core::wire::{CallId, Frame, Kind};
+use trigram_core::{Error, Result};
+
+use crate::call::request::Request;
+use crate::group::members::Members;
+use crate::group::world::World;
+use crate::host::control_segment::OpSlot;
+use crate::link::frames::Token;
+use crate::link::outbox::Outbox;
+use crate::sys::memory::Scratch;
+
+/// A call sends messages of up to this many bytes per peer at once. For more, it waits until the peer is known to be
+/// in the call too, so that no peer is flooded.
+pub const EAGER: usize = 1 << 20;
+
+/// Memory that a peer on this host shares for this call: its input or its bounce buffer.
+#[derive(Clone, Copy, Debug)]
+pub struct Loan {
+    /// The peer's place.
+    pub place: Place,
+    /// First byte of the memory.
+    pub base: *mut u8,
+    /// Bytes of it.
+    pub len: usize,
+}
+
+/// Everything of a call but its executor.
+pub struct Body {
+    /// Its number in this process.
+    pub id: u64,
+    /// The group.
+    pub members: Arc<Members>,
+    /// The number of the call in its group.
+    pub call_id: CallId,
+    /// What was asked.
+    pub request: Request,
+    /// What the ranks compare.
+    pub signature: Signature,
+    /// The barrier at which it waits: step and ordinal.
+    pub barrier: Option<(u32, u32)>,
+    /// Places known to be in this call.
+    pub inside: Vec<Place>,
+    /// Messages held back until their receiver is known to be in this call.
+    pub held: Vec<(u32, Place, u32, Span)>,
+    /// Messages that came before their step: place, tag, payload.
+    pub arrived: Vec<(Place, u32, Vec<u8>)>,
+    /// Which memory the ranks of this host share for this call.
+    pub lent: Lent,
+    /// Peers' memory that the call may access.
+    pub loans: Vec<Loan>,
+    /// Bytes moved directly through peers' memory.
+    pub direct_bytes: u64,
+    /// This rank's own bounce buffer.
+    pub bounce: (*mut u8, usize),
+    /// The schedule that it runs.
+    pub(crate) schedule: Arc<Schedule>,
+    scratch: Scratch,
+    scratch_base: *mut u8,
+    scratch_len: usize,
+}
+
+impl Body {
+    pub(crate) fn new(
+        id: u64,
+        members: Arc<Members>,
+        call_id: CallId,
+        request: Request,
+        signature: Signature,
+        scratch: Scratch,
+    ) -> Self {
+        Self {
+            id,
+            members,
+            call_id,
+            request,
+            signature,
+            barrier: None,
+            inside: Vec::new(),
+            held: Vec::new(),
+            arrived: Vec::new(),
+            lent: Lent::Nothing,
+            loans: Vec::new(),
+            direct_bytes: 0,
+            bounce: (std::ptr::null_mut(), 0),
+            schedule: Arc::default(),
+            scratch,
+            scratch_base: std::ptr::null_mut(),
+            scratch_len: 0,
+        }
+    }
+
+    /// Sets the schedule, and allocates its scratch memory.
+    pub(crate) fn set_schedule(&mut self, schedule: Arc<Schedule>) -> Result<()> {
+        self.scratch_len = schedule.scratch * self.request.call.dtype.size();
+        self.scratch_base = self.scratch.reserve(self.scratch_len)?;
+        self.schedule = schedule;
+        Ok(())
+    }
+
+    pub(crate) fn into_scratch(self) -> Scratch {
+        self.scratch
+    }
+
+    /// A frame of this call.
+    pub fn frame(&self, kind: Kind, tag: u32, len: u32) -> Frame {
+        Frame { kind, group: self.members.id, call: self.call_id, tag, len, signature: self.signature }
+    }
+
+    /// The signature that a frame from a peer in the same call must have. Messages of an all-to-all with unequal
+    /// lengths carry the length that the two ranks agree on, because no other rank knows it.
+    pub fn expected(&self, peer: Place, kind: Kind) -> Signature {
+        let mut expected = self.signature;
+        if let (Some((_, lengths)), Kind::Data) = (&self.request.call.splits, kind) {
+            expected.count = lengths.get(peer as usize).copied().unwrap_or_default() as u64;
+        }
+        expected
+    }
+
+    /// Finds the memory that the ranks of this host share for a call: their inputs if all are registered memory,
+    /// otherwise their bounce buffers if all have one.
+    pub(crate) fn lend(&mut self, world: &World) -> Result<Lent> {
+        let members = self.members.clone();
+        let size = self.request.call.dtype.size();
+        for kind in [Lent::Inputs, Lent::BounceBuffers] {
+            self.loans.clear();
+            let mut all = true;
+            for place in members.local_places() {
+                let mut layout = members.layout.clone();
+                layout.me = place;
+                let len = planner::contribution(&self.request.call, &layout) * size;
+                if len == 0 && kind == Lent::Inputs {
+                    continue;
+                }
+                let op_slot = members.op_slot(place, self.call_id);
+                let (at, len) = match kind {
+                    Lent::Inputs => (op_slot.and_then(OpSlot::input), len),
+                    _ => (op_slot.and_then(OpSlot::bounce_buffer), planner::BOUNCE_BYTES),
+                };
+                let Some(at) = at else {
+                    all = false;
+                    break;
+                };
+                if place != members.me {
+                    let rank = members.ranks[place as usize];
+                    let Some(neighbour) = world.neighbours.get(&rank) else { return Ok(Lent::Nothing) };
+                    self.loans.push(Loan { place, base: neighbour.lent(at, len)?, len });
+                }
+            }
+            if all {
+                if kind == Lent::BounceBuffers {
+                    members.use_bounce_buffer(self.call_id);
+                }
+                return Ok(kind);
+            }
+        }
+        Ok(Lent::Nothing)
+    }
+
+    /// The address of a span of this rank's own memory, checked.
+    pub fn own(&self, span: Span) -> Result<*mut u8> {
+        let size = self.request.call.dtype.size();
+        let tensors = &self.request.tensors;
+        let (base, have) = match span.buf {
+            Buf::In => (tensors.input.cast_mut(), tensors.input_len),
+            Buf::Out => (tensors.output, tensors.output_len),
+            Buf::Scratch => (self.scratch_base, self.scratch_len),
+            Buf::Bounce if self.lent == Lent::BounceBuffers => (self.bounce.0, self.bounce.1),
+            Buf::Bounce => match self.members.op_slot(self.members.me, self.call_id) {
+                Some(op_slot) => (op_slot.inline(), planner::INLINE_BYTES),
+                None => (std::ptr::null_mut(), 0),
+            },
+        };
+        inside(base, have, span, size)
+    }
+
+    /// The address of a span of any rank's memory on this host, checked.
+    pub(crate) fn at(&self, loc: Loc) -> Result<*mut u8> {
+        if loc.place == self.members.me {
+            return self.own(loc.span);
+        }
+        let size = self.request.call.dtype.size();
+        if loc.span.buf == Buf::Bounce && self.lent != Lent::BounceBuffers {
+            let op_slot = self.members.op_slot(loc.place, self.call_id);
+            let inline = op_slot.map_or(std::ptr::null_mut(), |op_slot| op_slot.inline());
+            let have = if inline.is_null() { 0 } else { planner::INLINE_BYTES };
+            return inside(inline, have, loc.span, size);
+        }
+        let loan = self.loans.iter().find(|l| l.place == loc.place);
+        inside(loan.map_or(std::ptr::null_mut(), |l| l.base), loan.map_or(0, |l| l.len), loc.span, size)
+    }
+
+    /// Passes a message to the peer's connection.
+    pub(crate) fn transmit(
+        &mut self,
+        step: u32,
+        to: Place,
+        tag: u32,
+        span: Span,
+        out: &mut Outbox,
+    ) -> Result<Started> {
+        let len = span.len * self.request.call.dtype.size();
+        let at = if len == 0 { std::ptr::dangling() } else { self.own(span)?.cast_const() };
+        let mut frame = self.frame(Kind::Data, tag, len as u32);
+        if let Some((lengths, _)) = &self.request.call.splits {
+            frame.signature.count = lengths.get(to as usize).copied().unwrap_or_default() as u64;
+        }
+        let rank = self.members.ranks[to as usize];
+        let what = || self.signature.to_string();
+        let token = Token { call: self.id, step };
+        // SAFETY: the span is checked; a call takes its frames back before its memory goes.
+        match unsafe { out.lend(rank, &frame, at, len, token) } {
+            Some(Ok(true)) => Ok(Started::Done),
+            Some(Ok(false)) => Ok(Started::Later),
+            Some(Err(e)) => Err(Error::PeerLost { rank, what: what(), why: e.to_string() }),
+            None => {
+                Err(Error::PeerLost { rank, what: what(), why: "there is no connection to it".to_string() })
+            }
+        }
+    }
+}
+
+/// The address of `span` in `have` bytes from `base`.
+fn inside(base: *mut u8, have: usize, span: Span, size: usize) -> Result<*mut u8> {
+    let (from, len) = (span.start * size, span.len * size);
+    match from.checked_add(len) {
+        // SAFETY: the offset is inside the memory.
+        Some(end) if end <= have => Ok(unsafe { base.add(from) }),
+        _ => Err(Error::misuse(format!(
+            "internal error: a call touches {span:?}, outside of its {have} bytes of memory; please report it"
+        ))),
+    }
+}

@@ -1,0 +1,269 @@
+//! The calls under way on this rank, and the numbers by which ranks know which call a message belongs to.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Instant;
+
+use trigram_core::Error;
+use trigram_core::schedule::Place;
+use trigram_core::signature::Signature;
+use trigram_core::wire::{CallId, Frame, Kind};
+
+use crate::call::active_call::{ActiveCall, CallState};
+use crate::call::agreed_rates::AgreedRates;
+use crate::call::request::{Message, Request};
+use crate::call::unexpected::{MOST_GROUPS, Unexpected};
+use crate::group::members::Members;
+use crate::link::outbox::Outbox;
+use crate::sys::completion::Completion;
+use crate::sys::memory::Scratch;
+
+/// The state of a group.
+#[derive(Default)]
+struct GroupState {
+    /// The number of the next collective.
+    next: u64,
+    /// Messages so far, by world rank of the peer, user's tag, and whether we send.
+    messages: HashMap<(u32, u32, bool), u64>,
+    rates: AgreedRates,
+}
+
+/// The calls under way, under the progress lock.
+#[derive(Default)]
+pub struct Calls {
+    /// The calls, in no particular order.
+    pub active: Vec<ActiveCall>,
+    /// What came before its call.
+    pub(crate) unexpected: Unexpected,
+    groups: HashMap<u64, GroupState>,
+    deadlines: HashMap<u64, Instant>,
+    /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
+    failed: Vec<u64>,
+    scratch: Vec<Scratch>,
+    last_id: u64,
+}
+
+impl Calls {
+    /// The number of a call that is made now, and the other rank if it is a message. Each group numbers its
+    /// collectives in the order in which they are made.
+    pub(crate) fn number(&mut self, members: &Members, message: Option<Message>) -> (CallId, Option<u32>) {
+        let group = self.groups.entry(members.id).or_default();
+        match message {
+            None => {
+                group.next += 1;
+                (CallId::collective(group.next - 1), None)
+            }
+            Some(Message { peer, tag, sends }) => {
+                let rank = members.ranks.get(peer as usize).copied().unwrap_or(u32::MAX);
+                let n = group.messages.entry((rank, tag, sends)).or_default();
+                *n += 1;
+                (CallId::message(tag, *n - 1), Some(rank))
+            }
+        }
+    }
+
+    /// The number of the next collective of a group.
+    pub(crate) fn next(&mut self, group: u64) -> CallId {
+        CallId::collective(self.groups.entry(group).or_default().next)
+    }
+
+    /// What the ranks of a group have agreed on about their links.
+    pub(crate) fn rates(&mut self, group: u64) -> &mut AgreedRates {
+        &mut self.groups.entry(group).or_default().rates
+    }
+
+    /// See [`Calls::rates`]; `None` for an unknown group.
+    pub(crate) fn known_rates(&self, group: u64) -> Option<&AgreedRates> {
+        self.groups.get(&group).map(|g| &g.rates)
+    }
+
+    /// A peer declares its rate, perhaps in a group that this rank has not created yet.
+    pub(crate) fn receive_rate(&mut self, group: u64, call: CallId, peer: u32, rate: f64) {
+        if self.groups.len() < MOST_GROUPS || self.groups.contains_key(&group) {
+            self.rates(group).receive(call.0, peer, Some(rate));
+        }
+    }
+
+    /// A collective has failed on some rank: voids the rates that were declared up to it.
+    pub(crate) fn void_rates(&mut self, group: u64, call: CallId) {
+        if let Some(group) = self.groups.get_mut(&group).filter(|_| !call.is_message()) {
+            group.rates.void(call.0);
+        }
+    }
+
+    /// Adds a call that has a number, and returns its index.
+    pub(crate) fn enter(
+        &mut self,
+        members: Arc<Members>,
+        call: CallId,
+        request: Request,
+        completion: Arc<Completion>,
+    ) -> usize {
+        let scratch = self.scratch.pop().unwrap_or_default();
+        let signature = request.signature();
+        self.last_id += 1;
+        let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch);
+        active.completion = completion;
+        self.active.push(active);
+        self.active.len() - 1
+    }
+
+    /// Sets the time at which a call times out.
+    pub(crate) fn set_deadline(&mut self, i: usize, deadline: Instant) {
+        self.deadlines.insert(self.active[i].body.id, deadline);
+    }
+
+    /// Whether a call has timed out.
+    pub(crate) fn is_late(&self, i: usize, now: Instant) -> bool {
+        self.deadlines.get(&self.active[i].body.id).is_some_and(|d| now >= *d)
+    }
+
+    /// The index of the call with this id.
+    pub(crate) fn position(&self, id: u64) -> Option<usize> {
+        self.active.iter().position(|j| j.body.id == id)
+    }
+
+    /// The index of the call that a frame from a peer belongs to.
+    pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
+        find(&self.active, peer, frame)
+    }
+
+    /// Whether this rank has already finished or skipped the call of a frame that belongs to no call under way.
+    pub(crate) fn is_over(&self, peer: u32, frame: &Frame) -> bool {
+        let Some(group) = self.groups.get(&frame.group) else { return false };
+        match frame.call.as_message() {
+            None => frame.call.0 < group.next,
+            Some((tag, n)) => {
+                let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
+                group.messages.get(&(peer, tag, sends)).is_some_and(|&next| n < next)
+            }
+        }
+    }
+
+    /// Takes out a message that came before call `i` was made. `from` is where to look, and where to go on looking.
+    pub(crate) fn take_unexpected(&mut self, i: usize, from: &mut usize) -> Option<(u32, Frame, Vec<u8>)> {
+        let active = &self.active;
+        let (at, message) = self.unexpected.take(*from, |e| find(active, e.peer, &e.frame) == Some(i))?;
+        *from = at;
+        Some((message.peer, message.frame, message.payload))
+    }
+
+    /// Fails a call; with `tell`, also tells the other members.
+    pub(crate) fn fail(&mut self, i: usize, error: Error, tell: bool, out: &mut Outbox) {
+        let active = &mut self.active[i];
+        if active.state == CallState::Closing {
+            return;
+        }
+        active.state = CallState::Closing;
+        active.error = Some(error.clone());
+        active.moved = Instant::now();
+        let (id, call, signature) = (active.body.id, active.body.call_id, active.body.signature);
+        let members = active.body.members.clone();
+        let message = active.body.request.message;
+        let entered = active.entered;
+        self.void_rates(members.id, call);
+        if let Some(op_slot) = members.op_slot(members.me, call).filter(|_| entered) {
+            op_slot.fail(call.0);
+            // From here on, this rank accesses no peer's memory for this call.
+            op_slot.leave(call.0);
+            members.ring();
+        }
+        out.take_back(id);
+        self.failed.push(id);
+        self.unexpected.drop_messages(members.id, call);
+        if tell {
+            announce(&members, call, message, signature, &error, out);
+        }
+    }
+
+    /// Fails all calls.
+    pub(crate) fn fail_all(&mut self, error: &Error, tell: bool, out: &mut Outbox) {
+        (0..self.active.len()).for_each(|i| self.fail(i, error.clone(), tell, out));
+    }
+
+    /// Aborts the collectives of a group before the `through`-th, on all ranks: those under way fail, the others are
+    /// skipped.
+    pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error, out: &mut Outbox) {
+        for i in 0..self.active.len() {
+            let body = &self.active[i].body;
+            if body.members.id == members.id && !body.call_id.is_message() && body.call_id.0 < through {
+                self.fail(i, error.clone(), true, out);
+            }
+        }
+        let group = self.groups.entry(members.id).or_default();
+        let skipped = group.next..through;
+        group.next = group.next.max(through);
+        for call in skipped.map(CallId::collective) {
+            self.unexpected.drop_failures(members.id, call);
+            // A skipped call is entered and fails at once, so that its operation slot is passed on to the next call.
+            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
+            self.fail(i, error.clone(), true, out);
+        }
+    }
+
+    /// Whether frames may still arrive into the memory of a failed call.
+    pub(crate) fn is_written(&self, id: u64) -> bool {
+        self.failed.contains(&id)
+    }
+
+    /// The calls that have failed since this was asked last.
+    pub(crate) fn take_failed(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.failed)
+    }
+
+    /// Takes out a call that has ended.
+    pub(crate) fn remove(&mut self, i: usize) -> ActiveCall {
+        let active = self.active.swap_remove(i);
+        self.deadlines.remove(&active.body.id);
+        active
+    }
+
+    /// Keeps a call's scratch memory for the next call.
+    pub(crate) fn recycle(&mut self, active: ActiveCall) {
+        self.scratch.push(active.into_scratch());
+    }
+}
+
+fn find(active: &[ActiveCall], peer: u32, frame: &Frame) -> Option<usize> {
+    active.iter().position(|j| {
+        j.body.members.id == frame.group && j.body.call_id == frame.call && {
+            match j.body.request.message {
+                None => true,
+                Some(m) => {
+                    let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
+                    let sends = match frame.kind {
+                        Kind::Data => false,
+                        Kind::Ready => true,
+                        _ => frame.tag == 0, // the peer received, so we send
+                    };
+                    from && m.sends == sends
+                }
+            }
+        }
+    })
+}
+
+/// Tells the members of a group that a call has failed.
+fn announce(
+    members: &Members,
+    call: CallId,
+    message: Option<Message>,
+    signature: Signature,
+    error: &Error,
+    out: &mut Outbox,
+) {
+    let Ok(payload) = postcard::to_stdvec(error) else { return };
+    let places: Vec<Place> = match message {
+        Some(message) => vec![message.peer],
+        None => (0..members.ranks.len() as u32).collect(),
+    };
+    // For messages the tag tells which of the two directions failed: 1 if we were the sender.
+    let tag = u32::from(message.is_some_and(|m| m.sends));
+    let len = payload.len() as u32;
+    let frame = Frame { kind: Kind::Fail, group: members.id, call, tag, len, signature };
+    for place in places.into_iter().filter(|&p| p != members.me) {
+        if let Some(&rank) = members.ranks.get(place as usize) {
+            out.give(rank, &frame, payload.clone());
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! Carries out the steps of a schedule on real memory and connections.
+//!
+//! This file, [`crate::call::body`] (which resolves addresses) and [`crate::link::frames`] hold all accesses to
+//! callers' memory.
+
+use trigram_core::executor::{Io, Started};
+use trigram_core::schedule::{Loc, Place, Span};
+use trigram_core::{Error, ReduceOp, Result, reduce};
+
+use crate::call::body::{Body, EAGER};
+use crate::link::outbox::Outbox;
+
+/// Carries out the steps of one call.
+pub(crate) struct StepRunner<'a> {
+    pub(crate) body: &'a mut Body,
+    pub(crate) out: &'a mut Outbox,
+}
+
+/// Bytes reduced at a time: all tiles of one reduction stay in the first-level cache.
+const TILE: usize = 8 << 10;
+
+#[repr(align(64))]
+struct Tile([u8; TILE]);
+
+impl Io for StepRunner<'_> {
+    fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
+        let body = &mut *self.body;
+        let size = body.request.call.dtype.size();
+        if body.schedule.sent_to(to) * size > EAGER && !body.inside.contains(&to) {
+            body.held.push((step, to, tag, span));
+            return Ok(Started::Later);
+        }
+        body.transmit(step, to, tag, span, self.out)
+    }
+
+    fn recv(&mut self, _step: u32, from: Place, tag: u32, span: Span) -> Result<Started> {
+        let body = &mut *self.body;
+        let Some(i) = body.arrived.iter().position(|m| m.0 == from && m.1 == tag) else {
+            return Ok(Started::Later);
+        };
+        let (_, _, bytes) = body.arrived.swap_remove(i);
+        if bytes.len() != span.len * body.request.call.dtype.size() {
+            let rank = body.members.ranks[from as usize];
+            return Err(Error::Corrupt {
+                rank,
+                what: format!("it sent {} bytes in a message of {} elements", bytes.len(), span.len),
+            });
+        }
+        if !bytes.is_empty() {
+            let to = body.own(span)?;
+            // SAFETY: `own` has checked that the span lies in our memory.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        }
+        Ok(Started::Done)
+    }
+
+    fn reduce(&mut self, from: &[Loc], to: &[Loc], finish: bool) -> Result<()> {
+        let body = &mut *self.body;
+        let (dtype, op) = (body.request.call.dtype, body.request.op);
+        let len = from.first().map_or(0, |l| l.span.len) * dtype.size();
+        let divide_by = finish.then_some(body.members.layout.workers());
+        let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
+        // Most reductions have few operands; more than eight take a vector.
+        let mut many;
+        let count = from.len().max(to.len());
+        let ends = if count <= ends.len() {
+            &mut ends[..count]
+        } else {
+            many = vec![(std::ptr::null_mut(), std::ptr::null_mut()); count];
+            &mut many[..]
+        };
+        for (end, loc) in ends.iter_mut().zip(from) {
+            end.0 = body.at(*loc)?;
+        }
+        for (end, loc) in ends.iter_mut().zip(to) {
+            end.1 = body.at(*loc)?;
+        }
+        let me = body.members.me;
+        let away = from.iter().chain(to).filter(|l| l.place != me).count();
+        body.direct_bytes += (away * len) as u64;
+        if let ([_], None) = (from, divide_by.filter(|_| op == ReduceOp::Avg)) {
+            for (_, to) in ends[..to.len()].iter().filter(|(_, to)| *to != ends[0].0) {
+                // SAFETY: both spans are checked and, being different, do not overlap.
+                unsafe { std::ptr::copy_nonoverlapping(ends[0].0, *to, len) };
+            }
+            return Ok(());
+        }
+        if from == to && count <= 8 {
+            let mut all: [&mut [u8]; 8] = Default::default();
+            for (all, (at, _)) in all.iter_mut().zip(&*ends) {
+                // SAFETY: `at` has checked the spans, which are of different ranks and so do not overlap;
+                // between the barriers of its schedule nobody else reads or writes them.
+                *all = unsafe { std::slice::from_raw_parts_mut(*at, len) };
+            }
+            return reduce::fold_into_all(dtype, op, divide_by, &mut all[..count]);
+        }
+        // A single destination that is no source is written directly.
+        let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
+        let mut sources: [&[u8]; 8] = [&[]; 8];
+        let mut many_sources: Vec<&[u8]> = Vec::new();
+        // Zeroed only if used: most reductions write directly to their destination.
+        let mut zeroed;
+        let block: &mut [u8] = if apart {
+            &mut []
+        } else {
+            zeroed = Tile([0; TILE]);
+            &mut zeroed.0
+        };
+        let mut at = 0;
+        while at < len {
+            let n = TILE.min(len - at);
+            // SAFETY: `at` has checked every span against its memory. Between the barriers of its
+            // schedule nobody else writes to these spans, and no slice outlives the block.
+            let source = |p: *mut u8| unsafe { std::slice::from_raw_parts(p.add(at).cast_const(), n) };
+            let sources: &[&[u8]] = if from.len() <= sources.len() {
+                sources.iter_mut().zip(&ends[..from.len()]).for_each(|(s, e)| *s = source(e.0));
+                &sources[..from.len()]
+            } else {
+                many_sources.clear();
+                many_sources.extend(ends[..from.len()].iter().map(|e| source(e.0)));
+                &many_sources
+            };
+            if apart {
+                // SAFETY: as above, and it is none of the sources.
+                let out = unsafe { std::slice::from_raw_parts_mut(ends[0].1.add(at), n) };
+                reduce::fold(dtype, op, divide_by, sources, out)?;
+            } else {
+                let out = &mut block[..n];
+                reduce::fold(dtype, op, divide_by, sources, out)?;
+                for (_, to) in &ends[..to.len()] {
+                    // SAFETY: as above; the block is private.
+                    unsafe { std::ptr::copy_nonoverlapping(out.as_ptr(), to.add(at), n) };
+                }
+            }
+            at += n;
+        }
+        Ok(())
+    }
+
+    fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {
+        let body = &mut *self.body;
+        if ordinal == 0 && body.members.all_arrived(body.call_id, 0) {
+            return Ok(Started::Done); // the opening barrier, passed already
+        }
+        body.members.arrive(body.call_id, ordinal);
+        body.barrier = Some((step, ordinal));
+        Ok(Started::Later)
+    }
+}

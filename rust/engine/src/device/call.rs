@@ -1,0 +1,96 @@
+//! A collective or message under way on a GPU.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nccl_rs::{Event, Stream};
+use trigram_core::Result;
+
+use crate::device::failure::{Failure, POLL_INTERVAL, from_nccl};
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
+
+/// How long an aborted call may take to end on the GPU before its error is returned all the same.
+const CLOSE: Duration = Duration::from_secs(5);
+
+/// A call under way on a GPU.
+pub struct DeviceCall {
+    pub(crate) done: Event,
+    pub(crate) check: Option<Arc<Completion>>,
+    pub(crate) failure: Arc<Failure>,
+}
+
+impl DeviceCall {
+    /// Whether it has ended, successfully or not.
+    ///
+    /// # Errors
+    ///
+    /// [`trigram_core::Error::Io`] if the GPU has failed.
+    pub fn is_done(&self) -> Result<bool> {
+        Ok(self.failure.get().is_err() || self.is_agreed()? && self.done.is_reached().map_err(from_nccl)?)
+    }
+
+    /// Whether all ranks are known to have made the same call. If they have not, NCCL may have ended it with wrong
+    /// numbers all the same.
+    fn is_agreed(&self) -> Result<bool> {
+        match self.check.as_ref().map(|w| w.outcome()) {
+            Some(Some(outcome)) => outcome.map(|()| true),
+            Some(None) => Ok(false),
+            None => Ok(true),
+        }
+    }
+
+    /// Orders work given to the stream `caller` from now on after this call.
+    ///
+    /// # Errors
+    ///
+    /// The call's error, if it is known to have failed.
+    ///
+    /// # Safety
+    ///
+    /// `caller` is a stream of its device.
+    pub unsafe fn order(&self, caller: usize) -> Result<()> {
+        self.failure.get().inspect_err(|_| self.wait_released())?;
+        // SAFETY: passed on to the caller.
+        let theirs = unsafe { Stream::from_raw(self.done.device(), caller) };
+        theirs.wait_for(&self.done).map_err(from_nccl)
+    }
+
+    /// Waits until it has ended; false if `deadline` came first.
+    ///
+    /// # Errors
+    ///
+    /// The call's error.
+    pub fn wait(&self, deadline: Option<Instant>, check_interrupt: InterruptCheck<'_>) -> Result<bool> {
+        let (mut checked, mut looks) = (Instant::now(), 0u32);
+        loop {
+            let reached = self.done.is_reached().map_err(from_nccl)?;
+            // An aborted call counts as reached too.
+            let state = self.failure.get().and_then(|()| self.is_agreed());
+            match state {
+                Ok(agreed) if agreed && reached => return Ok(true),
+                Ok(_) => {}
+                Err(error) => {
+                    self.wait_released();
+                    return Err(error);
+                }
+            }
+            if deadline.is_some_and(|d| Instant::now() >= d) {
+                return Ok(false);
+            }
+            if checked.elapsed() > INTERRUPT_INTERVAL {
+                check_interrupt()?;
+                checked = Instant::now();
+            }
+            looks += 1;
+            if looks < 200 { std::thread::yield_now() } else { std::thread::sleep(POLL_INTERVAL / 20) }
+        }
+    }
+
+    /// Waits until the GPU no longer accesses the memory of an aborted call.
+    fn wait_released(&self) {
+        let since = Instant::now();
+        while since.elapsed() < CLOSE && matches!(self.done.is_reached(), Ok(false)) {
+            std::thread::sleep(POLL_INTERVAL);
+        }
+    }
+}

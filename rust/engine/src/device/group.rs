@@ -1,0 +1,254 @@
+//! Collectives on GPU memory: NCCL moves the data, the engine watches the ranks.
+//!
+//! NCCL neither compares what ranks call nor reports a lost rank: ranks that disagree hang, and so do the survivors
+//! of a death. So every call has a *consistency check* in the engine, an empty call of the same group with the same
+//! signature: if ranks disagree, all get an error, and calls on both kinds of memory have one order. While a call is
+//! under way on the GPU, a thread checks whether all ranks are alive. On any failure the communicator is aborted,
+//! which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
+use trigram_core::signature::{Collective, Signature};
+use trigram_core::{DType, Error, ReduceOp, Result};
+
+use crate::call::request::Request;
+use crate::device::call::DeviceCall;
+use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
+use crate::device::nccl_call::{NcclCall, data_type, raw_mut};
+use crate::device::watch::{WatchedCall, Watcher};
+use crate::runtime::group::Group;
+use crate::sys::completion::InterruptCheck;
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::fork;
+
+/// A group's ranks, each with a GPU.
+pub struct DeviceGroup {
+    group: Group,
+    abort_group: Group,
+    nccl: Nccl,
+    comm: Communicator,
+    failure: Arc<Failure>,
+}
+
+/// One of several messages that are sent and received together.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerMessage {
+    /// Whether this rank sends it.
+    pub sends: bool,
+    /// The other rank's place.
+    pub peer: u32,
+    /// Its address in device memory.
+    pub address: usize,
+    /// How many values it has.
+    pub len: usize,
+    /// Their type.
+    pub dtype: DType,
+}
+
+impl DeviceGroup {
+    /// Connects to the other ranks, each of which calls this with the same `id`. `abort_group` is a group of the same
+    /// ranks in which no calls are made: a rank that fails aborts it to tell the others. Lower numbers of `priority`
+    /// go first on the GPU.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] without the device; [`Error::Timeout`]; [`Error::PeerLost`].
+    #[allow(clippy::too_many_arguments)] // one call from one place
+    pub fn join(
+        group: &Group,
+        abort_group: &Group,
+        nccl: &Nccl,
+        device: i32,
+        id: UniqueId,
+        priority: i32,
+        limit: Option<Duration>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Self> {
+        let joined = Self::meet(group, abort_group, nccl, device, id, priority, limit, check_interrupt);
+        joined.inspect_err(|error| abort_others(error, abort_group)) // the others wait for this rank
+    }
+
+    #[allow(clippy::too_many_arguments)] // see above
+    fn meet(
+        group: &Group,
+        abort_group: &Group,
+        nccl: &Nccl,
+        device: i32,
+        id: UniqueId,
+        priority: i32,
+        limit: Option<Duration>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Self> {
+        let members = group.members();
+        let size = members.ranks.len() as u32;
+        let device = Cuda::load().and_then(|cuda| cuda.device(device)).map_err(from_nccl)?;
+        let stream = Stream::new(&device, priority).map_err(from_nccl)?;
+        // Leaked: PyTorch's allocator records events on the stream when tensors used on it are freed, however late.
+        std::mem::forget(stream.clone());
+        let patience = limit.unwrap_or(Duration::MAX);
+        let mut pending = Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience)
+            .map_err(from_nccl)?;
+        let (since, mut checked) = (Instant::now(), Instant::now());
+        let what = Request::nothing().signature();
+        let comm = loop {
+            match pending.poll().map_err(from_nccl)? {
+                Ok(comm) => break comm,
+                Err(still) => pending = still,
+            }
+            // Returning drops the communicator, which aborts it.
+            group.engine().check_peers(abort_group.members(), &what)?;
+            if limit.is_some_and(|l| since.elapsed() > l) {
+                let millis = since.elapsed().as_millis() as u64;
+                let waiting_for = "NCCL to connect all ranks".into();
+                return Err(Error::Timeout {
+                    what: format!("connecting group {} over NCCL", members.name),
+                    millis,
+                    waiting_for,
+                });
+            }
+            if checked.elapsed() > INTERRUPT_INTERVAL {
+                check_interrupt()?;
+                checked = Instant::now();
+            }
+            std::thread::sleep(POLL_INTERVAL);
+        };
+        let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), nccl.clone());
+        Ok(Self { group, abort_group, nccl, comm, failure: Arc::default() })
+    }
+
+    /// The `CUstream` of its work.
+    pub fn stream(&self) -> usize {
+        self.comm.stream().raw() as usize
+    }
+
+    /// Starts a collective after the work given to the stream `caller` so far. `checked` is false while a CUDA graph
+    /// is captured, because the engine takes no part in its replays.
+    ///
+    /// # Errors
+    ///
+    /// The error of an earlier call; [`Error::Unsupported`] for what NCCL cannot do.
+    ///
+    /// # Safety
+    ///
+    /// The request's addresses are valid on the device, and used by nobody else until the call is
+    /// done; `caller` is a stream of the device.
+    pub unsafe fn start(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        caller: usize,
+        checked: bool,
+    ) -> Result<DeviceCall> {
+        fork::check()?;
+        self.failure.get()?;
+        self.group.check(&request)?;
+        let nccl_call = NcclCall::of(&request, self.comm.rank(), self.comm.size())?;
+        let mut signature = request.signature();
+        signature.extra |= Signature::DEVICE;
+        let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
+        let run = || nccl_call.run(&self.comm, &self.nccl);
+        // SAFETY: passed on to the caller.
+        unsafe { self.submit(signature, check, caller, checked, run) }
+    }
+
+    /// Starts several messages that are sent and received together. Only the ranks that they are between take part,
+    /// so there is no consistency check; lost ranks are noticed all the same.
+    ///
+    /// # Errors
+    ///
+    /// As for [`DeviceGroup::start`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`DeviceGroup::start`].
+    pub unsafe fn send_recv(&self, messages: &[PeerMessage], caller: usize) -> Result<DeviceCall> {
+        fork::check()?;
+        self.failure.get()?;
+        let mut calls = Vec::with_capacity(messages.len());
+        for p in messages {
+            // SAFETY: passed on to the caller.
+            calls.push((p, unsafe { Data::from_raw(p.address as u64, p.len, data_type(p.dtype)?) }));
+        }
+        let (dtype, count) = messages.first().map_or((DType::U8, 0), |p| (p.dtype, p.len as u64));
+        let mut signature =
+            Signature::new(Collective::SendRecv, dtype, ReduceOp::Sum, Default::default(), 0, count);
+        signature.extra = Signature::DEVICE;
+        let run = || {
+            self.nccl.group(|| {
+                calls.iter().try_for_each(|(p, data)| match p.sends {
+                    true => self.comm.send(*data, p.peer),
+                    // SAFETY: passed on to the caller.
+                    false => self.comm.recv(unsafe { raw_mut(data) }, p.peer),
+                })
+            })
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { self.submit(signature, None, caller, true, run) }
+    }
+
+    /// # Safety
+    ///
+    /// `caller` is a stream of the device.
+    unsafe fn submit(
+        &self,
+        signature: Signature,
+        check: Option<Arc<Completion>>,
+        caller: usize,
+        watched: bool,
+        run: impl FnOnce() -> nccl_rs::Result<()>,
+    ) -> Result<DeviceCall> {
+        let stream = self.comm.stream();
+        let given = || -> nccl_rs::Result<Event> {
+            // SAFETY: passed on to the caller.
+            let theirs = unsafe { Stream::from_raw(stream.device(), caller) };
+            stream.wait_for(&Event::record(&theirs)?)?;
+            run()?;
+            Event::record(stream)
+        };
+        // Watch it before it is given to NCCL, whose first call of a kind waits for all ranks.
+        let end: Arc<OnceLock<Event>> = Arc::default();
+        if watched {
+            let (abort_group, comm, failure) =
+                (self.abort_group.clone(), self.comm.clone(), self.failure.clone());
+            let (done, check) = (end.clone(), check.clone());
+            Watcher::over(WatchedCall { abort_group, comm, failure, signature, check, done, gone: None })?;
+        }
+        let done = given().and_then(|done| {
+            if watched {
+                let _ = end.set(Event::record(stream)?);
+            }
+            Ok(done)
+        });
+        let done = done.map_err(|e| match self.failure.get() {
+            Err(known) => known,
+            Ok(()) => {
+                let error = blame(from_nccl(e), &self.abort_group, &signature);
+                self.fail(&error);
+                error
+            }
+        })?;
+        Ok(DeviceCall { done, check, failure: self.failure.clone() })
+    }
+
+    /// Records that this rank cannot go on, and aborts the others.
+    fn fail(&self, error: &Error) {
+        self.failure.raise(error, &self.comm, &self.abort_group);
+    }
+
+    /// Aborts the group now, on all ranks.
+    pub fn abort(&self, why: &str) {
+        self.fail(&Error::Aborted(why.to_owned()));
+    }
+}
+
+impl Drop for DeviceGroup {
+    fn drop(&mut self) {
+        // A regular end needs all ranks.
+        let what = Request::nothing().signature();
+        if self.abort_group.engine().check_peers(self.abort_group.members(), &what).is_err() {
+            self.comm.abort();
+        }
+    }
+}

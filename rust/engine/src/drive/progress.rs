@@ -1,0 +1,333 @@
+//! One round of progress: reads what has arrived, advances the calls under way, and writes what waits to be sent.
+//!
+//! Whichever thread holds the progress lock (`crate::runtime::driver`) calls `Progress::poll` until nothing moves.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use trigram_core::Error;
+use trigram_core::wire::Kind;
+
+use crate::call::calls::Calls;
+use crate::call::pacing::Pacing;
+use crate::call::request::Submission;
+use crate::call::schedule_cache::ScheduleCache;
+use crate::drive::failures::{check_losses, check_time};
+use crate::drive::heartbeat::Heartbeat;
+use crate::drive::helper::{Helped, Helper};
+use crate::drive::losses::{evict, lose};
+use crate::drive::matching::Matching;
+use crate::drive::scheduling::Scheduling;
+use crate::group::members::Members;
+use crate::group::world::World;
+use crate::health::counters::Counters;
+use crate::health::losses::{LossEvent, LossKind};
+use crate::health::peers::Peers;
+use crate::health::wait_window::WaitWindow;
+use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
+use crate::link::outbox::{Outbox, control_frame};
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+
+/// On shutdown, how long to keep delivering LOST notices to evicted peers.
+const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
+
+/// Everything that the progress lock protects.
+pub struct Progress {
+    /// The job as this rank sees it.
+    pub(crate) world: Arc<World>,
+    /// Counters for callers.
+    pub counters: Arc<Counters>,
+    /// Which peers are alive.
+    peers: Peers,
+    /// The calls under way.
+    pub calls: Calls,
+    /// What waits to be sent.
+    out: Outbox,
+    /// Schedules of calls that were made before.
+    schedules: ScheduleCache,
+    pacing: Pacing,
+    helper: Helper,
+    /// The inward connections, by rank; `None` for this rank and for lost ones.
+    pub rx: Vec<Option<Rx>>,
+    /// Ranks of this host whose socket has closed.
+    gone: Vec<u32>,
+    closing: Vec<ClosingConnection>,
+    heartbeat: Heartbeat,
+    window: WaitWindow,
+    ticked: Instant,
+}
+
+impl Progress {
+    /// For the start of a job.
+    pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Self {
+        let counters = Arc::new(Counters::new(world.size()));
+        Self {
+            world,
+            peers: Peers::new(counters.clone()),
+            counters,
+            calls: Calls::default(),
+            out: Outbox::new(tx),
+            schedules: ScheduleCache::default(),
+            pacing: Pacing::default(),
+            helper: Helper::default(),
+            heartbeat: Heartbeat::new(rx.len()),
+            rx,
+            gone: Vec::new(),
+            closing: Vec::new(),
+            window: WaitWindow::default(),
+            ticked: Instant::now(),
+        }
+    }
+
+    fn scheduling(&mut self) -> Scheduling<'_> {
+        Scheduling {
+            world: &self.world,
+            counters: &self.counters,
+            peers: &mut self.peers,
+            calls: &mut self.calls,
+            out: &mut self.out,
+            schedules: &mut self.schedules,
+            pacing: &mut self.pacing,
+        }
+    }
+
+    /// Takes up a call.
+    pub fn admit(&mut self, submission: Submission) {
+        self.scheduling().admit(submission);
+    }
+
+    /// Aborts the collectives of a group before the `through`-th, on all ranks.
+    pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
+        self.calls.abort(members, through, error, &mut self.out);
+    }
+
+    /// Fails one call on all ranks, if it is still under way.
+    pub(crate) fn stop(&mut self, completion: &Arc<Completion>, error: Error) {
+        if let Some(i) = self.calls.active.iter().position(|j| Arc::ptr_eq(&j.completion, completion)) {
+            self.calls.fail(i, error, true, &mut self.out);
+        }
+    }
+
+    /// Fails all calls under way; with `tell`, also tells the other members.
+    pub fn fail_all(&mut self, error: &Error, tell: bool) {
+        self.calls.fail_all(error, tell, &mut self.out);
+    }
+
+    /// Helps a group from now on.
+    pub fn help(&mut self, members: Arc<Members>) {
+        self.helper.begin(members);
+    }
+
+    /// Whether this rank helps a group, for other threads.
+    pub(crate) fn helping(&self) -> Arc<AtomicBool> {
+        self.helper.active()
+    }
+
+    /// Whether no call is under way, and none can come without a caller.
+    pub fn is_idle(&self) -> bool {
+        self.calls.active.is_empty() && self.helper.is_idle()
+    }
+
+    /// Whether anything waits to be sent.
+    pub(crate) fn is_sending(&self) -> bool {
+        !self.out.is_idle()
+    }
+
+    /// The socket of a peer has become readable or writable.
+    pub(crate) fn wake(&mut self, rank: u32) {
+        if let Some(rx) = self.rx.get_mut(rank as usize).and_then(Option::as_mut) {
+            rx.wake();
+        }
+        if let Some(tx) = self.out.to(rank) {
+            tx.wake();
+        }
+    }
+
+    /// The socket of a rank of this host has closed, or failed with `error`.
+    pub(crate) fn end_socket(&mut self, rank: u32, error: Option<Error>) {
+        match error {
+            // The rank lives, but the memory that it shares cannot be used.
+            Some(why) => self.report(rank, why, LossKind::Silent),
+            None => self.gone.push(rank),
+        }
+    }
+
+    fn report(&mut self, rank: u32, why: Error, kind: LossKind) {
+        self.peers.report(LossEvent { rank, why, kind, reported_by: None });
+    }
+
+    /// The ranks that the oldest call with a waiting caller waits for.
+    pub(crate) fn awaited(&self) -> Vec<u32> {
+        let active = self.calls.active.iter().find(|active| active.completion.is_awaited());
+        active.map_or_else(Vec::new, |active| active.body.members.ranks_of(&active.absent()))
+    }
+
+    /// Moves everything once; true if anything moved.
+    pub fn poll(&mut self) -> bool {
+        let mut moved = self.read();
+        // Only now: frames that a peer sent before its connection closed come first.
+        for event in self.peers.take_events() {
+            self.act_on(event);
+            moved = true;
+        }
+        if moved {
+            self.pacing.sample(&self.rx, &self.out);
+        }
+        check_losses(&mut self.calls, &mut self.out, &self.peers, self.world.rank);
+        match self.helper.look(&mut self.calls, &mut self.out, &self.peers) {
+            Helped::Nothing => {}
+            Helped::Ended => moved = true,
+            Helped::Call(submission) => {
+                self.admit(submission);
+                moved = true;
+            }
+        }
+        let mut scheduling = self.scheduling();
+        moved |= scheduling.finish_sends();
+        for i in 0..scheduling.calls.active.len() {
+            moved |= scheduling.advance(i);
+        }
+        moved |= scheduling.pump_out();
+        self.redirect_failed();
+        let now = self.ticked;
+        moved |= self.reap(now);
+        if !moved {
+            let now = Instant::now();
+            if now - self.ticked > INTERRUPT_INTERVAL / 2 {
+                self.ticked = now;
+                self.check_time(now);
+            }
+        }
+        moved
+    }
+
+    /// Ends the calls that are done, successfully or not; true if there were any.
+    pub fn reap(&mut self, now: Instant) -> bool {
+        self.scheduling().reap(now)
+    }
+
+    /// Fails calls that have timed out, announces stalled calls, and queues log lines about long waits.
+    pub fn check_time(&mut self, now: Instant) {
+        check_time(&mut self.calls, &mut self.out, &self.peers, self.world.rank, now);
+    }
+
+    /// Sends heartbeats and checks those of the peers. What has arrived has just been read.
+    pub(crate) fn heartbeat(&mut self) {
+        self.closing.retain_mut(ClosingConnection::pump);
+        let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
+        self.window.name_straggler(&self.counters, self.world.rank);
+        for (rank, silent) in silent {
+            let why = Error::Aborted(format!("no heartbeat from it for {:.1} s", silent.as_secs_f64()));
+            self.act_on(LossEvent { rank, why, kind: LossKind::Silent, reported_by: None });
+        }
+    }
+
+    /// Reads what has arrived, and reports peers that are lost; true if anything arrived.
+    fn read(&mut self) -> bool {
+        let mut moved = false;
+        let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
+        let mut sink = Matching { world: &self.world, peers, calls, out };
+        for (rank, slot) in (0..).zip(&mut self.rx) {
+            let Some(rx) = slot else { continue };
+            let (kind, why) = match rx.has_input().then(|| rx.pump(&mut sink)) {
+                None if rx.is_leaving => closed(rx, ""),
+                None | Some(Ok(Pumped::Nothing)) => continue,
+                Some(Ok(Pumped::Moved)) => {
+                    moved = true;
+                    continue;
+                }
+                Some(Ok(Pumped::Closed)) => closed(rx, "its connection has closed"),
+                Some(Err(e)) => (LossKind::Silent, e),
+            };
+            sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
+        }
+        for (rank, error) in sink.out.take_unwritable() {
+            // What it sent before it closed is still to be read, and may be the reason.
+            let Some(rx) = self.rx[rank as usize].as_mut() else { continue };
+            rx.wake();
+            let end = loop {
+                match rx.pump(&mut sink) {
+                    Ok(Pumped::Moved) => {}
+                    end => break end,
+                }
+            };
+            let (kind, why) = match end {
+                Err(e) => (LossKind::Silent, e),
+                Ok(_) if matches!(error, Error::Aborted(_)) => closed(rx, "its connection has closed"),
+                Ok(_) => (LossKind::Silent, error),
+            };
+            sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
+        }
+        for rank in std::mem::take(&mut self.gone) {
+            let Some(rx) = self.rx[rank as usize].as_ref() else { continue };
+            let (kind, why) = closed(rx, "its process has ended");
+            sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
+        }
+        moved
+    }
+
+    /// Handles the loss of a peer.
+    fn act_on(&mut self, event: LossEvent) {
+        let LossEvent { rank, why, kind, reported_by } = event;
+        // Two ranks that are cut off from each other blame each other: the second report is ignored.
+        let kind_of = |rank| self.peers.kind(rank);
+        if reported_by.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
+            return;
+        }
+        let (calls, out, peers) = (&mut self.calls, &mut self.out, &mut self.peers);
+        let unsent = match kind {
+            LossKind::Silent if reported_by.is_none() => evict(calls, out, peers, &self.world, rank, why),
+            kind => lose(calls, out, peers, &self.world, rank, why, kind),
+        };
+        let rx = self.rx[rank as usize].take();
+        if let Some((tx, rx)) = unsent.zip(rx) {
+            self.closing.push(ClosingConnection::new(tx, rx));
+        }
+    }
+
+    /// Tells the peers that this rank leaves, and waits until what it has sent is delivered.
+    pub(crate) fn announce_leave(&mut self) {
+        let leave = control_frame(Kind::Leave, 0, 0);
+        self.out.all().for_each(|(_, tx)| tx.give(&leave, Vec::new()));
+        let deadline = Instant::now() + Duration::from_secs(1);
+        while self.is_sending() && Instant::now() < deadline {
+            self.out.all().for_each(|(_, tx)| tx.wake());
+            if !self.scheduling().pump_out() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        let patience = Instant::now() + LEAVE_PATIENCE;
+        while self.closing.iter_mut().filter_map(|p| p.pump().then_some(&*p)).any(ClosingConnection::is_due)
+            && Instant::now() < patience
+        {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.closing.clear();
+        self.out.all().for_each(|(_, tx)| tx.close());
+        // Read what is there: closing over unread bytes would discard what was just sent.
+        let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
+        let mut sink = Matching { world: &self.world, peers, calls, out };
+        for rx in self.rx.iter_mut().flatten() {
+            rx.wake();
+            while matches!(rx.pump(&mut sink), Ok(Pumped::Moved)) {}
+        }
+        self.redirect_failed();
+        self.reap(Instant::now() + Duration::from_secs(60));
+    }
+
+    /// Redirects what still arrives for failed calls, because their memory is about to be returned to the callers.
+    fn redirect_failed(&mut self) {
+        for active in self.calls.take_failed() {
+            self.rx.iter_mut().flatten().for_each(|rx| rx.redirect(active));
+        }
+    }
+}
+
+/// How a peer was lost whose connection has closed.
+fn closed(rx: &Rx, why: &str) -> (LossKind, Error) {
+    match rx.is_leaving {
+        true => (LossKind::Left, Error::Aborted("it has left the job".into())),
+        false => (LossKind::Dead, Error::Aborted(why.into())),
+    }
+}

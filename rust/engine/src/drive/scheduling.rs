@@ -1,0 +1,295 @@
+//! Moves the calls under way: takes them up, runs their schedules, ends them.
+//!
+//! Everything here happens under the progress lock, in one thread at a time.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use trigram_core::Result;
+use trigram_core::planner::{self, Opening};
+use trigram_core::schedule::Schedule;
+use trigram_core::wire::{Frame, Kind};
+
+use crate::call::active_call::{ActiveCall, CallState};
+use crate::call::body::Body;
+use crate::call::calls::Calls;
+use crate::call::mismatch::agree;
+use crate::call::pacing::Pacing;
+use crate::call::request::Submission;
+use crate::call::schedule_cache::ScheduleCache;
+use crate::drive::failures::{self, stop};
+use crate::drive::matching::Matching;
+use crate::group::world::World;
+use crate::health::counters::Counters;
+use crate::health::peers::Peers;
+use crate::link::frames::Token;
+use crate::link::outbox::Outbox;
+
+/// How long a failed call waits for peers to release its memory, in addition to the tolerated silence.
+const CLOSE: Duration = Duration::from_secs(2);
+
+/// What moving a call may change.
+pub(crate) struct Scheduling<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) counters: &'a Counters,
+    pub(crate) peers: &'a mut Peers,
+    pub(crate) calls: &'a mut Calls,
+    pub(crate) out: &'a mut Outbox,
+    pub(crate) schedules: &'a mut ScheduleCache,
+    pub(crate) pacing: &'a mut Pacing,
+}
+
+impl Scheduling<'_> {
+    /// Takes up a call.
+    pub(crate) fn admit(&mut self, submission: Submission) {
+        let Submission { members, request, completion, deadline } = submission;
+        let calls = &mut *self.calls;
+        let (call_id, peer) = calls.number(&members, request.message);
+        let failed = calls.unexpected.take_failure(members.id, call_id, peer);
+        // A sender whose message has arrived may have left since.
+        let has_come = calls.unexpected.frames().any(|(from, frame)| {
+            Some(from) == peer
+                && frame.group == members.id
+                && frame.call == call_id
+                && frame.kind == Kind::Data
+        });
+        let gone = match peer {
+            None => self.peers.first_lost(&members.ranks),
+            Some(_) if has_come => None,
+            Some(rank) => self.peers.first_lost(&[rank]),
+        };
+        // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
+        let error = match (failed, gone) {
+            (Some(error), _) => {
+                self.peers.remove_failed_call(members.id);
+                Some((error, false))
+            }
+            (None, Some(rank)) => Some((
+                failures::reason(calls, self.peers, self.world.rank, rank, members.id, &request.signature()),
+                true,
+            )),
+            _ => None,
+        };
+        let i = calls.enter(members, call_id, request, completion);
+        if let Some((error, tell)) = error {
+            return calls.fail(i, error, tell, self.out);
+        }
+        if let Some(deadline) = deadline {
+            calls.set_deadline(i, deadline);
+        }
+        let (peers, out) = (&mut *self.peers, &mut *self.out);
+        Matching { world: self.world, peers, calls: self.calls, out }.take_unexpected(i);
+        self.advance(i);
+    }
+
+    /// Advances one call as far as possible; true if it moved.
+    pub(crate) fn advance(&mut self, i: usize) -> bool {
+        let mut moved = false;
+        loop {
+            let active = &self.calls.active[i];
+            let before = (active.state, active.body.barrier);
+            if let Err(error) = self.step(i) {
+                stop(self.calls, i, error, self.out, self.peers, self.world.rank);
+                return true;
+            }
+            let active = &mut self.calls.active[i];
+            if before == (active.state, active.body.barrier) {
+                return moved;
+            }
+            active.stirred = true;
+            moved = true;
+        }
+    }
+
+    fn step(&mut self, i: usize) -> Result<()> {
+        let active = &mut self.calls.active[i];
+        let call = active.body.call_id;
+        let members = active.body.members.clone();
+        match active.state {
+            CallState::Waiting if active.opening == Opening::Messages => {
+                if planner::goes_by_rates(&active.body.request.call, &members.layout) && !self.settle(i) {
+                    return Ok(());
+                }
+                self.calls.active[i].state = CallState::Running;
+                let schedule = self.schedule(i)?;
+                let active = &mut self.calls.active[i];
+                self.pacing.pace(&active.body, &schedule, self.out);
+                active.run(schedule, self.out)
+            }
+            CallState::Waiting => {
+                if members.busy(call).next().is_some() {
+                    return Ok(());
+                }
+                active.entered = true;
+                let Some(op_slot) = members.op_slot(members.me, call) else { return Ok(()) };
+                let tensors = &active.body.request.tensors;
+                let lent = planner::contribution(&active.body.request.call, &members.layout)
+                    * active.body.request.call.dtype.size();
+                let lent = lent.min(tensors.input_len);
+                if active.opening == Opening::OneShot {
+                    op_slot.describe(&active.body.signature, None, None);
+                    active.state = CallState::Opening;
+                    let schedule = self.schedule(i)?;
+                    return self.calls.active[i].run(schedule, self.out);
+                }
+                let input = self.world.arena.locate(tensors.input, lent);
+                let mut bounce_buffer = None;
+                if planner::uses_bounce_buffers(&active.body.request.call, &members.layout)
+                    && let Some(buffer) = members.bounce_buffer(call, self.world)
+                {
+                    active.body.bounce = (buffer.as_ptr(), buffer.len());
+                    bounce_buffer = self.world.arena.locate(buffer.as_ptr(), buffer.len());
+                }
+                op_slot.describe(&active.body.signature, input, bounce_buffer);
+                members.arrive(call, 0);
+                active.state = CallState::Opening;
+                Ok(())
+            }
+            CallState::Opening => {
+                // A rank that has aborted the call has sent the reason, which is on its way.
+                if !members.all_arrived(call, 0) || members.has_failed(call) {
+                    return Ok(());
+                }
+                agree(&members, call, &active.body.signature)?;
+                active.state = CallState::Running;
+                if active.opening == Opening::OneShot {
+                    return Ok(());
+                }
+                active.body.lent = active.body.lend(self.world)?;
+                let schedule = self.schedule(i)?;
+                self.calls.active[i].run(schedule, self.out)
+            }
+            CallState::Running => {
+                if let Some((step, ordinal)) = active.body.barrier
+                    && members.all_arrived(call, ordinal)
+                {
+                    active.body.barrier = None;
+                    return active.complete(step, self.out);
+                }
+                Ok(())
+            }
+            CallState::Closing => Ok(()),
+        }
+    }
+
+    /// The schedule of a call whose shared memory is known.
+    fn schedule(&mut self, i: usize) -> Result<Arc<Schedule>> {
+        let active = &self.calls.active[i];
+        let members = &active.body.members;
+        let by_rates = planner::goes_by_rates(&active.body.request.call, &members.layout);
+        let rates = if by_rates { self.calls.known_rates(members.id) } else { None };
+        self.schedules.schedule(&active.body, active.opening, rates)
+    }
+
+    /// Brings the rates that a call uses up to date; false if the call must wait for its turn, or for a peer's
+    /// declaration. Rates change with a call, so no call before or after it may overtake it.
+    fn settle(&mut self, i: usize) -> bool {
+        let Body { members, call_id, .. } = &self.calls.active[i].body;
+        let (members, call) = (members.clone(), *call_id);
+        let before = |j: &ActiveCall| {
+            j.state == CallState::Waiting
+                && j.body.members.id == members.id
+                && j.body.call_id < call
+                && planner::goes_by_rates(&j.body.request.call, &members.layout)
+        };
+        if self.calls.active.iter().any(before) {
+            return false;
+        }
+        let body = &self.calls.active[i].body;
+        if !planner::is_balanced(&body.request.call, &members.layout) {
+            return true;
+        }
+        let frame = Frame { len: 8, ..body.frame(Kind::Rate, 0, 0) };
+        let rates = self.calls.rates(members.id);
+        if rates.is_first(call.0) {
+            let measured = self.pacing.rate(rates.since());
+            let rate = rates.declare(call.0, self.world.rank, measured, members.layout.helpers > 0);
+            for &rank in members.ranks.iter().filter(|&&rank| rank != self.world.rank) {
+                self.out.give(rank, &frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());
+            }
+        }
+        let Some(changed) = rates.settle(&members.ranks, members.layout.helpers as usize) else {
+            return false;
+        };
+        if changed {
+            members.set_rates(rates.measured());
+        }
+        true
+    }
+
+    /// Completes steps whose frames have left; true if there were any.
+    pub(crate) fn finish_sends(&mut self) -> bool {
+        let mut moved = false;
+        while let Some(token) = self.out.next_finished() {
+            moved = true;
+            self.complete(token);
+        }
+        moved
+    }
+
+    fn complete(&mut self, token: Token) {
+        let (peers, out) = (&mut *self.peers, &mut *self.out);
+        Matching { world: self.world, peers, calls: self.calls, out }.complete(token);
+    }
+
+    /// Writes what waits to be sent; true if anything moved.
+    pub(crate) fn pump_out(&mut self) -> bool {
+        let moved = self.out.pump();
+        self.finish_sends() | moved
+    }
+
+    /// Ends the calls that are done, successfully or not; true if there were any.
+    pub(crate) fn reap(&mut self, now: Instant) -> bool {
+        let mut moved = false;
+        let mut i = 0;
+        while i < self.calls.active.len() {
+            let active = &self.calls.active[i];
+            let call = active.body.call_id;
+            let members = &active.body.members;
+            let over = match active.state {
+                CallState::Running => active.exec.is_done(),
+                // It has not got its operation slot yet: an earlier call of this rank still uses it.
+                CallState::Closing if !active.entered => !members.busy(call).any(|p| p == members.me),
+                CallState::Closing => {
+                    let held = members.inside(call).into_iter();
+                    let held = held.filter(|&p| !self.peers.is_lost(members.ranks[p as usize])).count();
+                    // A rank that holds the memory may be stopped: that is tolerated up to the limit, and ends in its
+                    // loss.
+                    held == 0 || now - active.moved > CLOSE + self.peers.limit()
+                }
+                _ => false,
+            };
+            if !over || self.calls.is_written(active.body.id) {
+                i += 1;
+                continue;
+            }
+            moved = true;
+            self.end(i);
+        }
+        moved
+    }
+
+    fn end(&mut self, i: usize) {
+        let mut active = self.calls.remove(i);
+        let body = &active.body;
+        if let Some(op_slot) = body.members.op_slot(body.members.me, body.call_id) {
+            op_slot.leave(body.call_id.0);
+            body.members.ring();
+        }
+        let outcome = match active.error.take() {
+            Some(error) => Err(error),
+            None => {
+                self.counters.calls.fetch_add(1, Ordering::Relaxed);
+                Ok(())
+            }
+        };
+        self.counters.direct_bytes.fetch_add(body.direct_bytes, Ordering::Relaxed);
+        for (counter, tx) in self.counters.sent.iter().zip(self.out.connections()) {
+            counter.store(tx.as_ref().map_or(0, |tx| tx.bytes), Ordering::Relaxed);
+        }
+        let completion = active.completion.clone();
+        self.calls.recycle(active);
+        completion.resolve(outcome);
+    }
+}

@@ -1,0 +1,48 @@
+//! What an engine has done and what has failed, for threads that do not hold the progress lock.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::health::log_lines::LogQueue;
+use crate::health::losses::Failures;
+
+/// Counters that may be read at any time.
+#[derive(Debug, Default)]
+pub struct Counters {
+    /// Calls that ended well.
+    pub calls: AtomicU64,
+    /// Bytes moved directly through peers' memory.
+    pub direct_bytes: AtomicU64,
+    /// Payload bytes sent, by world rank.
+    pub sent: Vec<AtomicU64>,
+    /// Nanoseconds slept while a caller waited, by the world rank that was waited for.
+    pub waited: Vec<AtomicU64>,
+    /// Processor time of the background thread in nanoseconds, as of its last look at the clock.
+    pub background: AtomicU64,
+    failures: Mutex<Failures>,
+    /// Log lines that wait until the progress lock is free.
+    pub(crate) log: LogQueue,
+}
+
+impl Counters {
+    /// All zero, for a world of this many ranks.
+    pub(crate) fn new(ranks: usize) -> Self {
+        let zeros = || (0..ranks).map(|_| AtomicU64::new(0)).collect();
+        Self { sent: zeros(), waited: zeros(), ..Self::default() }
+    }
+
+    /// Records that this rank slept while it waited for these ranks.
+    pub(crate) fn note_wait(&self, ranks: &[u32], slept: Duration) {
+        for &rank in ranks {
+            if let Some(counter) = self.waited.get(rank as usize) {
+                counter.fetch_add(slept.as_nanos() as u64, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// What has failed so far.
+    pub fn failures(&self) -> MutexGuard<'_, Failures> {
+        self.failures.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

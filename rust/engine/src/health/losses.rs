@@ -1,0 +1,117 @@
+//! How peers get lost, and the record of failures that any thread may read.
+
+use std::collections::{BTreeMap, HashMap};
+
+use trigram_core::signature::Signature;
+use trigram_core::{Error, Result};
+
+use crate::group::members::Members;
+
+/// How a peer was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LossKind {
+    /// It announced that it leaves the job.
+    Left,
+    /// Its connection closed because the process ended, or it sent data that no correct peer sends.
+    Dead,
+    /// It sends no heartbeats or cannot be reached, but its process may still run.
+    Silent,
+    /// It has evicted this rank.
+    Refused,
+}
+
+/// The loss of a peer, noticed or reported, but not acted on yet.
+#[derive(Debug)]
+pub struct LossEvent {
+    /// The lost peer.
+    pub rank: u32,
+    /// Why.
+    pub why: Error,
+    /// How.
+    pub kind: LossKind,
+    /// The rank that reported the loss of a third rank; `None` if this rank noticed it.
+    pub reported_by: Option<u32>,
+}
+
+/// What has failed so far, for threads that do not hold the progress lock.
+#[derive(Debug, Default)]
+pub struct Failures {
+    /// Why each lost peer is lost.
+    lost: BTreeMap<u32, Error>,
+    /// And how.
+    kinds: BTreeMap<u32, LossKind>,
+    /// In which order. Ranks that left come last: they left because of the others.
+    order: Vec<u32>,
+    /// By group, the last failure of a call that this rank has not made yet.
+    calls: HashMap<u64, Error>,
+}
+
+impl Failures {
+    /// The peers lost so far, and how.
+    pub fn losses(&self) -> Vec<(u32, LossKind)> {
+        self.kinds.iter().map(|(&rank, &kind)| (rank, kind)).collect()
+    }
+
+    /// How a peer was lost, if it was.
+    pub fn kind(&self, rank: u32) -> Option<LossKind> {
+        self.kinds.get(&rank).copied()
+    }
+
+    /// Which of these ranks was lost first.
+    pub fn first(&self, ranks: &[u32]) -> Option<u32> {
+        self.order.iter().copied().find(|rank| ranks.contains(rank))
+    }
+
+    /// Whether a peer has evicted this rank.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.kinds.values().any(|&kind| kind == LossKind::Refused)
+    }
+
+    /// Records the loss of a peer.
+    pub(crate) fn add(&mut self, rank: u32, why: Error, kind: LossKind) {
+        self.lost.insert(rank, why);
+        self.kinds.insert(rank, kind);
+        let is_later = |r: &u32| kind != LossKind::Left && self.kinds.get(r) == Some(&LossKind::Left);
+        let at = self.order.iter().take_while(|r| !is_later(r)).count();
+        self.order.insert(at, rank);
+    }
+
+    /// The process of a lost peer has ended by now.
+    pub(crate) fn set_dead(&mut self, rank: u32) {
+        self.kinds.insert(rank, LossKind::Dead);
+    }
+
+    /// A call has failed elsewhere before this rank has made it.
+    pub(crate) fn add_call(&mut self, group: u64, error: Error) {
+        self.calls.insert(group, error);
+    }
+
+    /// This rank has now made that call.
+    pub(crate) fn remove_call(&mut self, group: u64) {
+        self.calls.remove(&group);
+    }
+
+    /// Whether a group can go on.
+    ///
+    /// # Errors
+    ///
+    /// If it cannot: a member is lost, or has aborted a call that this rank has not made yet.
+    pub fn check(&self, members: &Members, what: &Signature) -> Result<()> {
+        if let Some(rank) = self.first(&members.ranks) {
+            return Err(peer_lost(rank, self.lost.get(&rank), what));
+        }
+        self.calls.get(&members.id).map_or(Ok(()), |error| Err(error.clone()))
+    }
+}
+
+/// The error of a call that needs a lost peer.
+pub(crate) fn peer_lost(rank: u32, why: Option<&Error>, signature: &Signature) -> Error {
+    match why {
+        Some(Error::Corrupt { rank, what }) => Error::Corrupt { rank: *rank, what: what.clone() },
+        why => Error::PeerLost {
+            rank,
+            what: signature.to_string(),
+            why: why.map_or_else(String::new, ToString::to_string),
+        },
+    }
+}

@@ -1,0 +1,184 @@
+//! Which peers are alive and which are lost, under the progress lock.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, OnceLock};
+use std::time::{Duration, Instant};
+
+use trigram_core::Error;
+use trigram_core::signature::Signature;
+
+use crate::health::counters::Counters;
+use crate::health::log_lines::LogLine;
+use crate::health::losses::{LossEvent, LossKind, peer_lost};
+
+/// The time between two heartbeats.
+pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
+/// Silence that is always tolerated, unless `TRIGRAM_SILENCE` is set.
+const LEAST: Duration = Duration::from_millis(1200);
+/// For this long after it woke, a rank takes closed connections for evictions.
+const DROWSY: Duration = Duration::from_secs(10);
+/// After a loss, a call that does not need the lost rank has this long to make progress.
+const GRACE: Duration = Duration::from_millis(500);
+
+/// Silence that is always tolerated: `TRIGRAM_SILENCE` seconds, for jobs that must survive longer pauses, such as the
+/// migration of a virtual machine or a debugger.
+pub(crate) fn least_silence() -> Duration {
+    static LEAST_NOW: OnceLock<Duration> = OnceLock::new();
+    *LEAST_NOW.get_or_init(|| {
+        let asked = std::env::var("TRIGRAM_SILENCE").ok().and_then(|s| s.parse().ok());
+        asked.and_then(|s: f64| Duration::try_from_secs_f64(s).ok()).map_or(LEAST, |s| s.max(HEARTBEAT * 5))
+    })
+}
+
+/// Lost peers, and losses that were reported but not acted on yet.
+#[derive(Debug)]
+pub struct Peers {
+    counters: Arc<Counters>,
+    /// Peers that are gone, and why.
+    lost: BTreeMap<u32, Error>,
+    /// Lost peers that did not leave in good order, and when they were lost.
+    broken: BTreeMap<u32, Instant>,
+    events: Vec<LossEvent>,
+    /// The silence after which a rank is evicted, as of the last heartbeat.
+    limit: Duration,
+    /// When this rank last sent a heartbeat; when it last woke after sending none, and how long that had lasted.
+    last_heartbeat: Instant,
+    woke: Option<(Instant, Duration)>,
+}
+
+impl Peers {
+    /// All peers alive. Losses are also recorded in `counters`, for other threads.
+    pub fn new(counters: Arc<Counters>) -> Self {
+        Self {
+            counters,
+            lost: BTreeMap::new(),
+            broken: BTreeMap::new(),
+            events: Vec::new(),
+            limit: Duration::ZERO,
+            last_heartbeat: Instant::now(),
+            woke: None,
+        }
+    }
+
+    /// Whether no peer is lost.
+    pub fn are_all_alive(&self) -> bool {
+        self.lost.is_empty()
+    }
+
+    /// Whether a peer is lost.
+    pub fn is_lost(&self, rank: u32) -> bool {
+        self.lost.contains_key(&rank)
+    }
+
+    /// Why a peer is lost, if it is.
+    pub fn reason(&self, rank: u32) -> Option<&Error> {
+        self.lost.get(&rank)
+    }
+
+    /// Which of these ranks was lost first.
+    pub fn first_lost(&self, ranks: &[u32]) -> Option<u32> {
+        if self.lost.is_empty() { None } else { self.counters.failures().first(ranks) }
+    }
+
+    /// How a peer was lost, if it was.
+    pub fn kind(&self, rank: u32) -> Option<LossKind> {
+        self.counters.failures().kind(rank)
+    }
+
+    /// A rank among these that was lost more than [`GRACE`] ago without leaving in good order, if the call has not
+    /// progressed since.
+    pub(crate) fn broken(&self, ranks: &[u32], moved: Instant, now: Instant) -> Option<u32> {
+        let is_broken = |r: &u32| self.broken.get(r).is_some_and(|&at| now - at > GRACE);
+        ranks.iter().copied().find(is_broken).filter(|_| now - moved > GRACE)
+    }
+
+    /// The error of a call that needs this lost peer.
+    pub(crate) fn error(&self, rank: u32, signature: &Signature) -> Error {
+        peer_lost(rank, self.lost.get(&rank), signature)
+    }
+
+    /// Records the loss of a peer. Returns why and how it was lost, corrected by what else is known.
+    pub(crate) fn lose(&mut self, rank: u32, why: Error, kind: LossKind) -> (Error, LossKind) {
+        let slept = if kind == LossKind::Dead { self.has_slept() } else { None };
+        let why = match slept {
+            Some(slept) => Error::Aborted(format!(
+                "it evicted this rank, which had sent no heartbeat for {:.1} s",
+                slept.as_secs_f64()
+            )),
+            None => why,
+        };
+        let mut failures = self.counters.failures();
+        // A rank that one peer has evicted is evicted by all, so a connection that closes then means no death.
+        let refused = slept.is_some() || kind == LossKind::Dead && failures.is_refused();
+        let kind = if refused { LossKind::Refused } else { kind };
+        failures.add(rank, why.clone(), kind);
+        drop(failures);
+        if kind != LossKind::Left {
+            self.broken.insert(rank, Instant::now());
+        }
+        self.lost.insert(rank, why.clone());
+        (why, kind)
+    }
+
+    /// The process of a lost peer has been killed.
+    pub(crate) fn set_dead(&mut self, rank: u32) {
+        self.counters.failures().set_dead(rank);
+    }
+
+    /// A call has failed elsewhere before this rank has made it.
+    pub(crate) fn add_failed_call(&mut self, group: u64, error: Error) {
+        self.counters.failures().add_call(group, error);
+    }
+
+    /// This rank has now made that call.
+    pub(crate) fn remove_failed_call(&mut self, group: u64) {
+        self.counters.failures().remove_call(group);
+    }
+
+    /// Queues a log line.
+    pub(crate) fn log(&self, line: LogLine) {
+        self.counters.log.push(line);
+    }
+
+    /// Records a loss that was noticed or reported, to be acted on later.
+    pub(crate) fn report(&mut self, event: LossEvent) {
+        self.events.push(event);
+    }
+
+    /// The losses reported since this was asked last.
+    pub(crate) fn take_events(&mut self) -> Vec<LossEvent> {
+        std::mem::take(&mut self.events)
+    }
+
+    /// The silence after which a rank is evicted, as of the last heartbeat.
+    pub(crate) fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    /// See [`Peers::limit`].
+    pub(crate) fn set_limit(&mut self, limit: Duration) {
+        self.limit = limit;
+    }
+
+    /// This rank sends a heartbeat, or has just done something other than sleep.
+    pub(crate) fn note_heartbeat(&mut self, now: Instant) {
+        self.last_heartbeat = now;
+    }
+
+    /// Records it if this rank did not run for so long that others have evicted it.
+    pub(crate) fn note_sleep(&mut self, now: Instant) {
+        let slept = now - self.last_heartbeat;
+        if slept > least_silence().max(self.limit) {
+            self.woke = Some((now, slept));
+            self.last_heartbeat = now;
+        }
+    }
+
+    /// How long this rank slept, if it has woken just now. Connections that close soon after were closed by peers
+    /// that evicted it, not by their deaths.
+    fn has_slept(&mut self) -> Option<Duration> {
+        let now = Instant::now();
+        self.note_sleep(now);
+        self.woke.filter(|(woke, _)| now - *woke < DROWSY).map(|(_, slept)| slept)
+    }
+}

@@ -1,0 +1,246 @@
+//! The control segment: what each rank shows to the other ranks of its host.
+//!
+//! There is one segment per rank. Only its owner writes to it, except for the pipes (each has one writer, a peer) and
+//! the doorbell (whoever rings it clears the sleeper's mark). It holds
+//!
+//! * the doorbell, and a count of heartbeats,
+//! * a pipe from each other rank of the host,
+//! * for each group and each call in flight an *operation slot*: how far the owner has come, what it called,
+//!   where its memory is, and an inline buffer for small payloads.
+//!
+//! An operation slot is reused every [`OP_SLOTS`] calls, once all ranks have left the earlier call.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use trigram_core::{Error, Result};
+
+use crate::host::doorbell::Doorbell;
+use crate::host::doorbell_words::Words;
+pub use crate::host::op_slot::{OP_SLOTS, OpSlot};
+use crate::host::pipe::{PIPE, Pipe};
+use crate::sys::memory::Segment;
+
+/// The most ranks of one host.
+pub const MAX_LOCAL: usize = 64;
+/// The most groups of one process with members on one host.
+pub const MAX_GROUPS: usize = 512;
+
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x03\0");
+
+/// Directory entries that are no group's id.
+const NO_GROUP: u64 = 0;
+const CLAIMED: u64 = u64::MAX;
+
+#[repr(C)]
+struct Layout {
+    magic: AtomicU64,
+    bell: Words,
+    heartbeats: AtomicU64,
+    pipes: [Pipe; MAX_LOCAL],
+    groups: [AtomicU64; MAX_GROUPS],
+    op_slots: [[OpSlot; OP_SLOTS]; MAX_GROUPS],
+    rings: [[u8; PIPE]; MAX_LOCAL],
+}
+
+/// A control segment, this rank's own or a peer's.
+#[derive(Clone, Debug)]
+pub struct ControlSegment {
+    segment: Arc<Segment>,
+    bell: Doorbell,
+    /// Directory entries of groups that the owner has deleted, the oldest first.
+    left: Arc<Mutex<VecDeque<usize>>>,
+}
+
+impl ControlSegment {
+    /// A new control segment for this rank.
+    pub fn create() -> Result<Self> {
+        let segment = Arc::new(Segment::create(size_of::<Layout>())?);
+        let control = Self::on(segment, Doorbell::event()?)?;
+        control.layout().magic.store(MAGIC, Ordering::Release);
+        Ok(control)
+    }
+
+    /// A peer's control segment, from the descriptors that it passed.
+    pub fn map(control: OwnedFd, event: OwnedFd) -> Result<Self> {
+        let control = Self::on(Arc::new(Segment::map(control)?), event)?;
+        if control.layout().magic.load(Ordering::Acquire) != MAGIC {
+            return Err(Error::Auth(
+                "a peer's control segment has another layout; do all ranks run the same version of trigram?"
+                    .into(),
+            ));
+        }
+        Ok(control)
+    }
+
+    fn on(segment: Arc<Segment>, event: OwnedFd) -> Result<Self> {
+        if segment.at(0, size_of::<Layout>()).is_none() {
+            return Err(Error::Auth(
+                "a peer's control segment has the wrong size; do all ranks run the same version of trigram?"
+                    .into(),
+            ));
+        }
+        let bell = Doorbell::new(segment.clone(), std::mem::offset_of!(Layout, bell), event);
+        Ok(Self { segment, bell, left: Arc::default() })
+    }
+
+    fn layout(&self) -> &Layout {
+        let at = self.segment.at(0, size_of::<Layout>()).map_or(NonNull::dangling(), NonNull::cast);
+        // SAFETY: `on` has checked the size; the mapping is page-aligned and lives as long as `self`; every shared
+        // field is an atomic, inline buffers and rings are reached by raw pointers only.
+        unsafe { at.as_ref() }
+    }
+
+    /// The segment's descriptor, to pass it to a peer.
+    pub fn segment(&self) -> &Segment {
+        &self.segment
+    }
+
+    /// The owner's doorbell.
+    pub fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
+    /// Counts one more heartbeat of the owner.
+    pub fn count_heartbeat(&self) {
+        self.layout().heartbeats.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How many heartbeats the owner has sent.
+    pub fn heartbeats(&self) -> u64 {
+        self.layout().heartbeats.load(Ordering::Relaxed)
+    }
+
+    /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.
+    pub fn pipe(&self, index: usize) -> (&Pipe, *mut u8) {
+        let ring = std::mem::offset_of!(Layout, rings) + index % MAX_LOCAL * PIPE;
+        let ring = self.segment.at(ring, PIPE).map_or(std::ptr::dangling_mut(), |p| p.as_ptr());
+        (&self.layout().pipes[index % MAX_LOCAL], ring)
+    }
+
+    /// Enters a group into the owner's directory and returns its index there. Entries of deleted groups are reused
+    /// when there is no free one, the oldest first.
+    pub fn enter_group(&self, id: u64) -> Result<usize> {
+        let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
+        let layout = self.layout();
+        let free = layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
+        let place = free.or_else(|| left.pop_front()).ok_or_else(|| {
+            Error::Unsupported(format!(
+                "more than {MAX_GROUPS} groups at once on one host; delete those no longer used, or set TRIGRAM_TRANSPORT=tcp"
+            ))
+        })?;
+        layout.groups[place].store(CLAIMED, Ordering::Release);
+        for op_slot in &layout.op_slots[place] {
+            op_slot.begin_anew();
+        }
+        layout.groups[place].store(id, Ordering::Release);
+        Ok(place)
+    }
+
+    /// The index of a group in the owner's directory, if the owner has created it already.
+    pub fn find_group(&self, id: u64) -> Option<usize> {
+        self.layout().groups.iter().position(|g| g.load(Ordering::Acquire) == id)
+    }
+
+    /// Whether the owner still has the group that was found at `place`. It deletes a group only after its last call,
+    /// so a peer that finds the group gone may take the owner to have finished all calls.
+    pub fn has_group(&self, place: usize, id: u64) -> bool {
+        self.layout().groups[place % MAX_GROUPS].load(Ordering::Acquire) == id
+    }
+
+    /// The owner deletes a group. The directory keeps the entry until another group needs it: a peer that is leaving
+    /// the last call may not have looked the group up yet.
+    pub fn leave_group(&self, place: usize) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
+    }
+
+    /// The operation slot for a call of the group at index `place`.
+    pub fn op_slot(&self, place: usize, call: u64) -> &OpSlot {
+        &self.layout().op_slots[place % MAX_GROUPS][call as usize % OP_SLOTS]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::{Collective, Signature, Via};
+    use trigram_core::{DType, ReduceOp};
+
+    use super::*;
+    use crate::sys::memory::SegmentOffset;
+
+    #[test]
+    fn a_peer_reads_what_the_owner_shows() {
+        let mine = ControlSegment::create().unwrap();
+        let fd = |f: std::os::fd::BorrowedFd<'_>| f.try_clone_to_owned().unwrap();
+        let seen = ControlSegment::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
+        let place = mine.enter_group(42).unwrap();
+        assert_eq!(seen.find_group(42), Some(place));
+        let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
+        let op_slot = mine.op_slot(place, 3);
+        assert!(!seen.op_slot(place, 3).has_arrived(3, 0));
+        op_slot.describe(&s, Some(SegmentOffset { segment: 0, offset: 4096 }), None);
+        op_slot.arrive(3, 0);
+        let theirs = seen.op_slot(place, 3);
+        assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
+        assert_eq!(theirs.signature(), s);
+        assert_eq!(theirs.input(), Some(SegmentOffset { segment: 0, offset: 4096 }));
+        assert_eq!(theirs.bounce_buffer(), None);
+        op_slot.leave(3);
+        assert!(theirs.is_free_for(3 + OP_SLOTS as u64) && !theirs.is_free_for(3 + 2 * OP_SLOTS as u64));
+        assert!(seen.has_group(place, 42));
+        mine.leave_group(place);
+        assert_eq!(seen.find_group(42), Some(place), "a late peer still finds it");
+        let others = (0..MAX_GROUPS as u64 - 1).map(|i| mine.enter_group(100 + i).unwrap());
+        assert!(others.into_iter().all(|p| p != place));
+        assert_eq!(mine.enter_group(43), Ok(place), "the last place left");
+        assert!(!seen.has_group(place, 42));
+        assert!(!theirs.has_arrived(0, 0), "a place taken again starts anew");
+        assert!(mine.enter_group(44).is_err());
+    }
+
+    #[test]
+    fn another_kind_of_segment_is_refused() {
+        let small = Segment::create(4096).unwrap();
+        let fd = small.fd().try_clone_to_owned().unwrap();
+        assert!(matches!(ControlSegment::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
+    }
+
+    #[test]
+    fn bytes_come_out_as_they_went_in() {
+        let control = ControlSegment::create().unwrap();
+        let total = 3 * PIPE + 12345;
+        let byte = |i: usize| (i * 31 % 251) as u8;
+        std::thread::scope(|s| {
+            s.spawn(|| {
+                let (pipe, ring) = control.pipe(1);
+                let data: Vec<u8> = (0..total).map(byte).collect();
+                let mut at = 0;
+                while at < total {
+                    let end = (at + 77_777).min(total);
+                    // SAFETY: this thread is the only writer.
+                    let n = unsafe { pipe.write(ring, &data[at..end]) };
+                    at += n;
+                    if n == 0 {
+                        std::thread::yield_now();
+                    }
+                }
+            });
+            let (pipe, ring) = control.pipe(1);
+            let mut at = 0;
+            let mut buf = vec![0; 100_001];
+            while at < total {
+                // SAFETY: this thread is the only reader.
+                let (n, _) = unsafe { pipe.read(ring, &mut buf) };
+                assert!(buf[..n].iter().enumerate().all(|(i, &b)| b == byte(at + i)));
+                at += n;
+                if n == 0 {
+                    std::thread::yield_now();
+                }
+            }
+            assert!(!pipe.has_input());
+        });
+    }
+}

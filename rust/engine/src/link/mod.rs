@@ -1,0 +1,7 @@
+//! Frames over a byte stream, in both directions, what waits to be sent, and a meter of what this rank's link carries.
+//!
+//! Uses [`crate::transport`].
+
+pub mod frames;
+pub mod outbox;
+pub mod rate_meter;

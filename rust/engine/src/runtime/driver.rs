@@ -1,0 +1,355 @@
+//! Which thread drives the work, and how it sleeps.
+//!
+//! One thread at a time holds the progress lock and moves *all* calls. A synchronous caller that finds the lock free
+//! drives in its own thread: on few cores, waking another thread costs more than a small collective. Otherwise, and
+//! for asynchronous calls, the background thread drives; it starts with the first asynchronous call, and sleeps when
+//! no call is under way. No thread sleeps without a doorbell that wakes it.
+
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use trigram_core::{Error, Result};
+
+use crate::call::request::Submission;
+use crate::drive::progress::Progress;
+use crate::group::members::Members;
+use crate::group::world::World;
+use crate::health::counters::Counters;
+use crate::health::peers::HEARTBEAT;
+use crate::link::frames::{Rx, Tx};
+use crate::sys::completion::InterruptCheck;
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::fork::GuardedFd;
+
+/// Rounds of progress at full speed, if every rank of the host has a core.
+const SPINS: u32 = 16;
+/// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
+/// work gets it. On an idle core a yield costs next to nothing.
+const YIELDS: u32 = 40;
+/// The same between hosts, where each round costs a system call, and waits are longer.
+const SOCKET_YIELDS: u32 = 4;
+/// Sleeps on the futex for this long; then in `epoll`, which reports deaths too.
+const FUTEX_SLEEP: Duration = Duration::from_millis(2);
+
+const BELL: u64 = u64::MAX;
+const SOCKET: u64 = 1 << 32;
+
+/// Why every call fails once a thread has panicked while it held the progress lock.
+pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
+
+/// What callers ask of the thread that drives.
+pub(crate) enum Command {
+    Submit(Submission),
+    Abort(Arc<Members>, u64, Error),
+    Help(Arc<Members>),
+    /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
+    Stop(Arc<Completion>),
+}
+
+/// What the threads of an engine share.
+pub(crate) struct Driver {
+    pub(crate) world: Arc<World>,
+    pub(crate) progress: Mutex<Progress>,
+    pub(crate) inbox: Mutex<Vec<Command>>,
+    pub(crate) waiting: AtomicUsize,
+    pub(crate) closed: AtomicBool,
+    pub(crate) helping: Arc<AtomicBool>,
+    /// It is time for a heartbeat.
+    due: AtomicBool,
+    /// The heartbeat thread holds the progress lock, for a moment.
+    pub(crate) in_heartbeat: AtomicBool,
+    pub(crate) epoll: OwnedFd,
+    has_sockets: bool,
+    pub(crate) spins: u32,
+    pub(crate) idle: Mutex<bool>,
+    pub(crate) work: Condvar,
+    pub(crate) counters: Arc<Counters>,
+    _guard: GuardedFd,
+}
+
+impl Driver {
+    /// With one inward and one outward connection per world rank.
+    pub(crate) fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
+        let io = |e: rustix::io::Errno| Error::io("creating an epoll instance", e);
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
+        let add = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
+            epoll::add(&epoll, fd, epoll::EventData::new_u64(data), flags).map_err(io)
+        };
+        let edge =
+            epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+        let mut has_sockets = false;
+        for rx in rx.iter().flatten() {
+            if let Some(fd) = rx.fd() {
+                add(fd, u64::from(rx.peer), edge)?;
+                has_sockets = true;
+            }
+        }
+        for (&rank, neighbour) in &world.neighbours {
+            if let Some(fd) = neighbour.socket() {
+                add(fd, SOCKET | u64::from(rank), epoll::EventFlags::IN)?;
+            }
+        }
+        add(world.control.bell().fd(), BELL, epoll::EventFlags::IN)?;
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
+        let progress = Progress::new(world.clone(), tx, rx);
+        let (counters, helping) = (progress.counters.clone(), progress.helping());
+        Ok(Self {
+            world,
+            progress: Mutex::new(progress),
+            inbox: Mutex::default(),
+            waiting: AtomicUsize::new(0),
+            closed: AtomicBool::new(false),
+            helping,
+            due: AtomicBool::new(false),
+            in_heartbeat: AtomicBool::new(false),
+            _guard: GuardedFd::new(&epoll),
+            epoll,
+            has_sockets,
+            spins,
+            idle: Mutex::new(true),
+            work: Condvar::new(),
+            counters,
+        })
+    }
+
+    /// The background thread: drives whenever there is work and no caller does, until the engine is closed.
+    pub(crate) fn background(&self) {
+        loop {
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            while *idle && !self.closed.load(Ordering::Acquire) {
+                idle = self.work.wait(idle).unwrap_or_else(PoisonError::into_inner);
+            }
+            drop(idle);
+            if self.closed.load(Ordering::Acquire) {
+                return;
+            }
+            let Ok(progress) = self.progress.lock() else { return };
+            // This thread checks for no interrupts: only the end of the work or of the engine stops it.
+            let Ok(Some(progress)) = self.drive(progress, None, 0, &mut || Ok(())) else { return };
+            self.note_time();
+            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            *idle = progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
+        }
+    }
+
+    /// The heartbeat thread, see [`crate::drive::heartbeat`].
+    pub(crate) fn heartbeat(&self) {
+        while !self.closed.load(Ordering::Acquire) {
+            self.world.control.count_heartbeat();
+            self.due.store(true, Ordering::Release);
+            // The thread that holds the lock checks `due`.
+            self.in_heartbeat.store(true, Ordering::Release);
+            match self.progress.try_lock() {
+                Ok(mut progress) => {
+                    self.events(&mut progress, Duration::ZERO);
+                    progress.poll();
+                    self.send_heartbeat(&mut progress);
+                }
+                Err(TryLockError::WouldBlock) => {}
+                // A rank that cannot go on must not claim to be alive.
+                Err(TryLockError::Poisoned(_)) => return,
+            }
+            self.in_heartbeat.store(false, Ordering::Release);
+            self.counters.log.write_out();
+            std::thread::park_timeout(HEARTBEAT);
+        }
+    }
+
+    fn send_heartbeat(&self, progress: &mut Progress) {
+        if self.due.swap(false, Ordering::AcqRel) {
+            progress.heartbeat();
+        }
+    }
+
+    /// Records the processor time of the background thread; to be called in it.
+    fn note_time(&self) {
+        let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
+        self.counters.background.store(spent, Ordering::Relaxed);
+    }
+
+    /// The progress lock, unless another thread drives.
+    pub(crate) fn try_lock(&self) -> Result<Option<MutexGuard<'_, Progress>>> {
+        loop {
+            match self.progress.try_lock() {
+                Ok(progress) => return Ok(Some(progress)),
+                // The heartbeat thread releases it in a moment.
+                Err(TryLockError::WouldBlock) if self.in_heartbeat.load(Ordering::Acquire) => {
+                    std::thread::yield_now()
+                }
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Poisoned(_)) => {
+                    return Err(Error::Aborted(ENGINE_FAILED.into()));
+                }
+            }
+        }
+    }
+
+    /// Moves everything until `until` has its outcome, or all work is done. `None` if another thread has taken over.
+    ///
+    /// # Errors
+    ///
+    /// That of `check_interrupt`; the call stays under way.
+    pub(crate) fn drive<'a>(
+        &'a self,
+        mut progress: MutexGuard<'a, Progress>,
+        until: Option<&Arc<Completion>>,
+        spins: u32,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<MutexGuard<'a, Progress>>> {
+        let mut idle = 0;
+        let mut idle_since: Option<Instant> = None;
+        let mut checked = None;
+        loop {
+            self.take_inbox(&mut progress);
+            let moved = progress.poll();
+            if self.due.load(Ordering::Relaxed) {
+                self.events(&mut progress, Duration::ZERO);
+                progress.poll();
+                self.send_heartbeat(&mut progress);
+            }
+            let over = match until {
+                Some(completion) => completion.is_done(),
+                None => progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
+            };
+            if over {
+                return Ok(Some(progress));
+            }
+            if self.closed.load(Ordering::Acquire) {
+                if let Some(completion) = until {
+                    self.abort_call(&mut progress, completion, "shut down while this call was under way");
+                    self.finish(&mut progress, completion);
+                }
+                return Ok(Some(progress));
+            }
+            if moved {
+                idle = 0;
+                idle_since = None;
+                // While one direction is busy, check whether the other has become writable: both must stay busy.
+                if self.has_sockets && progress.is_sending() {
+                    self.events(&mut progress, Duration::ZERO);
+                }
+                continue;
+            }
+            idle += 1;
+            if self.has_sockets && idle % 8 == 1 {
+                self.events(&mut progress, Duration::ZERO);
+            }
+            if idle < spins {
+                std::hint::spin_loop();
+                continue;
+            }
+            if idle < spins + if self.has_sockets { SOCKET_YIELDS } else { YIELDS } {
+                std::thread::yield_now();
+                continue;
+            }
+            let now = Instant::now();
+            let since = *idle_since.get_or_insert(now);
+            self.sleep(&mut progress, now - since);
+            let now = Instant::now();
+            if now - *checked.get_or_insert(since) >= INTERRUPT_INTERVAL {
+                checked = Some(now);
+                if until.is_none() {
+                    self.note_time();
+                    continue;
+                }
+                // Not under the lock: it waits for the interpreter's lock, and may run a signal handler of the
+                // user's, while this rank must go on sending heartbeats.
+                drop(progress);
+                check_interrupt()?;
+                match self.try_lock()? {
+                    Some(lock) => progress = lock,
+                    None => return Ok(None),
+                }
+            }
+        }
+    }
+
+    /// Fails the call of a completion handle on all ranks.
+    fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
+        progress.stop(completion, Error::Aborted(format!("rank {} {why}", self.world.rank)));
+    }
+
+    /// Moves everything until a failed call has ended.
+    fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
+        while !completion.is_done() {
+            if !progress.poll() {
+                self.events(progress, Duration::from_millis(1));
+            }
+        }
+    }
+
+    pub(crate) fn take_inbox(&self, progress: &mut Progress) {
+        if self.waiting.load(Ordering::Acquire) == 0 {
+            return;
+        }
+        let commands = {
+            let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+            self.waiting.store(0, Ordering::Release);
+            std::mem::take(&mut *inbox)
+        };
+        for command in commands {
+            match command {
+                Command::Submit(submission) => progress.admit(submission),
+                Command::Abort(members, through, error) => progress.abort(&members, through, &error),
+                Command::Help(members) => progress.help(members),
+                Command::Stop(completion) => {
+                    self.abort_call(progress, &completion, "was interrupted while it waited for this call")
+                }
+            }
+        }
+    }
+
+    /// Sleeps until something happens, or it is time for a check.
+    fn sleep(&self, progress: &mut Progress, idle: Duration) {
+        let bell = self.world.control.bell();
+        let on_event = self.has_sockets || idle > FUTEX_SLEEP;
+        let seen = bell.arm(on_event);
+        let found = progress.poll() || self.waiting.load(Ordering::Acquire) > 0;
+        if found || self.closed.load(Ordering::Acquire) {
+            return bell.disarm();
+        }
+        let (awaited, before) = (progress.awaited(), Instant::now());
+        if on_event {
+            self.events(progress, INTERRUPT_INTERVAL);
+            bell.disarm();
+        } else {
+            bell.sleep(seen, FUTEX_SLEEP);
+        }
+        self.counters.note_wait(&awaited, before.elapsed());
+    }
+
+    /// Takes note of events on sockets and doorbells, waiting up to `limit` for one.
+    pub(crate) fn events(&self, progress: &mut Progress, limit: Duration) {
+        let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; 64];
+        let limit = rustix::time::Timespec {
+            tv_sec: limit.as_secs() as i64,
+            tv_nsec: i64::from(limit.subsec_nanos()),
+        };
+        // Interrupted by a signal: the caller checks for it, and comes back.
+        let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&limit)) else { return };
+        for event in events {
+            match event.data.u64() {
+                BELL => self.world.control.bell().drain(),
+                data if data & SOCKET != 0 => {
+                    let rank = data as u32;
+                    let Some(neighbour) = self.world.neighbours.get(&rank) else { continue };
+                    let found = neighbour.collect();
+                    if matches!(found, Ok(true)) {
+                        continue;
+                    }
+                    if let Some(fd) = neighbour.socket() {
+                        // A closed socket would be readable for ever. An error means that it is removed already.
+                        let _ = epoll::delete(&self.epoll, fd);
+                    }
+                    progress.end_socket(rank, found.err());
+                }
+                data => progress.wake(data as u32),
+            }
+        }
+    }
+}

@@ -1,0 +1,225 @@
+//! The engine: takes calls of any thread, and runs the background and heartbeat threads.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use trigram_core::signature::Signature;
+use trigram_core::{Error, Result};
+
+use crate::call::request::Submission;
+use crate::group::members::Members;
+use crate::group::world::World;
+use crate::health::counters::Counters;
+use crate::link::frames::{Rx, Tx};
+use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
+use crate::sys::completion::InterruptCheck;
+use crate::sys::fork;
+
+/// Runs the calls of one job. A process has one per job.
+pub struct Engine {
+    driver: Arc<Driver>,
+    background: Mutex<Option<JoinHandle<()>>>,
+    heartbeat: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl Engine {
+    /// With one inward and one outward connection per world rank.
+    pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
+        let driver = Arc::new(Driver::new(world, tx, rx)?);
+        let alone = driver.world.size() == 1;
+        let heartbeat = (!alone).then(|| {
+            let driver = driver.clone();
+            let thread = std::thread::Builder::new().name("trigram-live".into());
+            thread
+                .spawn(move || driver.heartbeat())
+                .map_err(|e| Error::io("starting a thread of the engine", e))
+        });
+        let heartbeat = Mutex::new(heartbeat.transpose()?);
+        Ok(Self { driver, background: Mutex::default(), heartbeat })
+    }
+
+    /// The job as this rank sees it.
+    pub fn world(&self) -> &Arc<World> {
+        &self.driver.world
+    }
+
+    /// What has been done so far.
+    pub fn counters(&self) -> &Counters {
+        &self.driver.counters
+    }
+
+    fn check_open(&self) -> Result<()> {
+        fork::check()?;
+        if self.driver.closed.load(Ordering::Acquire) {
+            return Err(Error::misuse("trigram has been shut down; call trigram.init again"));
+        }
+        Ok(())
+    }
+
+    /// Makes a call and waits for its end, driving the work in this thread if nobody else does.
+    ///
+    /// # Errors
+    ///
+    /// The call's, or that of `check_interrupt`, which ends the call.
+    pub fn run(&self, submission: Submission, check_interrupt: InterruptCheck<'_>) -> Result<()> {
+        self.check_open()?;
+        let completion = submission.completion.clone();
+        completion.set_awaited();
+        let driver = &self.driver;
+        let check_engine = || match driver.progress.is_poisoned() {
+            true => Err(Error::Aborted(ENGINE_FAILED.into())),
+            false => Ok(()),
+        };
+        let mut check_interrupt = || check_engine().and_then(|()| check_interrupt());
+        let waited = match self.driver.try_lock()? {
+            Some(mut progress) => {
+                // Calls are numbered in the order of submission: those that wait in the inbox come first.
+                self.driver.take_inbox(&mut progress);
+                progress.admit(submission);
+                match self.driver.drive(progress, Some(&completion), self.driver.spins, &mut check_interrupt)
+                {
+                    Ok(Some(progress)) => {
+                        let more = !progress.calls.active.is_empty()
+                            || self.driver.waiting.load(Ordering::Acquire) > 0;
+                        drop(progress);
+                        self.driver.counters.log.write_out();
+                        if more {
+                            self.wake_background()?;
+                        }
+                        Ok(completion.outcome())
+                    }
+                    Ok(None) => completion.wait(None, &mut check_interrupt),
+                    Err(stop) => Err(stop),
+                }
+            }
+            None => {
+                self.start(submission)?;
+                completion.wait(None, &mut check_interrupt)
+            }
+        };
+        match waited {
+            Ok(outcome) => outcome.unwrap_or(Ok(())),
+            Err(stop) => {
+                // Return only when nobody uses the caller's memory any more.
+                self.command(Command::Stop(completion.clone()))?;
+                let _ = completion.wait(None, &mut || check_engine());
+                Err(stop)
+            }
+        }
+    }
+
+    /// Reads what has arrived, and checks whether the group can go on: for calls whose data travels over NCCL, where
+    /// nothing here would notice that they have stopped.
+    pub fn check_peers(&self, members: &Members, what: &Signature) -> Result<()> {
+        self.check_open()?;
+        // If another thread drives, it reads what arrives.
+        if let Ok(mut progress) = self.driver.progress.try_lock() {
+            self.driver.take_inbox(&mut progress);
+            self.driver.events(&mut progress, Duration::ZERO);
+            progress.poll();
+            let more = !progress.calls.active.is_empty();
+            drop(progress);
+            self.driver.counters.log.write_out();
+            if more {
+                self.wake_background()?;
+            }
+        }
+        self.driver.counters.failures().check(members, what)
+    }
+
+    /// Submits a call to the background thread.
+    pub fn start(&self, submission: Submission) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::Submit(submission))
+    }
+
+    /// Aborts the collectives of a group before the `through`-th, on all ranks.
+    pub fn abort(&self, members: Arc<Members>, through: u64, error: Error) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::Abort(members, through, error))
+    }
+
+    /// Takes part in all calls of a group that this rank helps.
+    pub fn help(&self, members: Arc<Members>) -> Result<()> {
+        self.check_open()?;
+        self.driver.helping.store(true, Ordering::Release);
+        self.command(Command::Help(members))
+    }
+
+    /// Whether this rank still helps; not after a member is lost or the engine has failed.
+    pub fn is_helping(&self) -> bool {
+        let over = self.driver.closed.load(Ordering::Acquire) || self.driver.progress.is_poisoned();
+        self.driver.helping.load(Ordering::Acquire) && !over
+    }
+
+    fn command(&self, command: Command) -> Result<()> {
+        let mut inbox = self.driver.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        inbox.push(command);
+        self.driver.waiting.store(inbox.len(), Ordering::Release);
+        drop(inbox);
+        self.driver.world.control.bell().ring();
+        self.wake_background()
+    }
+
+    fn wake_background(&self) -> Result<()> {
+        let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
+        if background.is_none() {
+            let driver = self.driver.clone();
+            let thread = std::thread::Builder::new().name("trigram".into());
+            let thread = thread
+                .spawn(move || driver.background())
+                .map_err(|e| Error::io("starting a thread of the engine", e))?;
+            *background = Some(thread);
+        }
+        drop(background);
+        let mut idle = self.driver.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if *idle {
+            *idle = false;
+            self.driver.work.notify_one();
+        }
+        Ok(())
+    }
+
+    /// Shuts down: calls under way fail, and the peers are told that this rank leaves.
+    pub fn shutdown(&self) {
+        if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        let rank = self.driver.world.rank;
+        self.driver.world.control.bell().ring();
+        if let Ok(mut idle) = self.driver.idle.lock() {
+            *idle = false;
+            self.driver.work.notify_all();
+        }
+        if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            // It releases the progress lock at its next check.
+            let _ = thread.join();
+        }
+        if let Some(thread) = self.heartbeat.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            thread.thread().unpark();
+            let _ = thread.join();
+        }
+        if let Ok(mut progress) = self.driver.progress.lock() {
+            self.driver.take_inbox(&mut progress);
+            let error = Error::Aborted(format!("rank {rank} shut down while this call was under way"));
+            progress.fail_all(&error, true);
+            progress.announce_leave();
+        }
+        self.driver.counters.log.write_out();
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        self.shutdown();
+    }
+}
+
+impl AsFd for Engine {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.driver.epoll.as_fd()
+    }
+}

@@ -1,0 +1,54 @@
+//! Which host a rank runs on, and the address at which other ranks reach it.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+
+use trigram_core::{Error, Result};
+
+/// Identifies the memory that ranks could share: the kernel's boot id, the network namespace (so that each namespace
+/// counts as a host) and the user.
+pub(crate) fn host_name() -> Result<String> {
+    let io = |e: std::io::Error| Error::io("reading this host's identity", e);
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(io)?;
+    let net = std::fs::read_link("/proc/self/ns/net").map_err(io)?;
+    Ok(format!("{}/{}/{}", boot.trim(), net.display(), rustix::process::geteuid().as_raw()))
+}
+
+/// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`
+/// (no packet is sent to find it); otherwise the first that is not loopback.
+pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
+    let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
+    if let Some(wanted) = iface {
+        let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
+        let mut ips: Vec<IpAddr> = named.map(if_addrs::Interface::ip).collect();
+        ips.sort_by_key(|ip| (ip.is_ipv6(), matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())));
+        return ips.first().copied().ok_or_else(|| {
+            let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
+            known.sort();
+            Error::Config(format!(
+                "TRIGRAM_IFACE={wanted:?} is no network interface or address of this host; it has {}",
+                known.join(", ")
+            ))
+        });
+    }
+    if let Some(toward) = toward {
+        let found = (toward, 1u16).to_socket_addrs().ok().into_iter().flatten().find_map(|to| {
+            let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse().ok()?;
+            let socket = UdpSocket::bind(any).ok()?;
+            socket.connect(to).ok()?;
+            socket.local_addr().ok().map(|a| a.ip())
+        });
+        if let Some(ip) = found {
+            return Ok(ip);
+        }
+    }
+    let mut ips: Vec<IpAddr> =
+        all.iter().map(if_addrs::Interface::ip).filter(|ip| !ip.is_loopback()).collect();
+    ips.sort_by_key(IpAddr::is_ipv6);
+    Ok(ips.first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
+}
+
+/// Names and addresses of this machine's interfaces.
+pub fn interfaces() -> Vec<(String, String)> {
+    let all = if_addrs::get_if_addrs().unwrap_or_default();
+    all.into_iter().map(|i| (i.name.clone(), i.ip().to_string())).collect()
+}

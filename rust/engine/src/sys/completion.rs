@@ -1,0 +1,85 @@
+//! The completion handle of a call: its caller holds it while the call is under way.
+
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use trigram_core::Result;
+
+use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
+
+/// How often a waiting caller checks for an interrupt such as Ctrl-C (invariant PY-3).
+pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Called from time to time while a caller waits; an error, such as Ctrl-C, ends the wait.
+pub type InterruptCheck<'a> = &'a mut dyn FnMut() -> Result<()>;
+
+/// The outcome of a call, once there is one.
+#[derive(Debug, Default)]
+pub struct Completion {
+    done: AtomicBool,
+    awaited: AtomicBool,
+    /// Whether a thread sleeps on `arrived`: a wake-up is a system call, even if no thread sleeps.
+    asleep: AtomicBool,
+    outcome: Mutex<Option<Result<()>>>,
+    arrived: Condvar,
+}
+
+impl Completion {
+    /// Whether the call has ended, successfully or not.
+    pub fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// Records that a caller waits, or has waited, for the end. Only then log lines name the ranks it waits for.
+    pub fn set_awaited(&self) {
+        self.awaited.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a caller waits. A receive that runs in the background may take as long as it likes.
+    pub fn is_awaited(&self) -> bool {
+        self.awaited.load(Ordering::Relaxed)
+    }
+
+    /// The outcome, if the call has ended.
+    pub fn outcome(&self) -> Option<Result<()>> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Ends the call.
+    pub fn resolve(&self, outcome: Result<()>) {
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.done.store(true, Ordering::Release);
+        if self.asleep.load(Ordering::Relaxed) {
+            self.arrived.notify_all(); // set before the lock was let go that we have held above
+        }
+    }
+
+    /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `check_interrupt` is called
+    /// every [`INTERRUPT_INTERVAL`]; its error ends the wait, not the call.
+    pub fn wait(
+        &self,
+        deadline: Option<Instant>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<Result<()>>> {
+        self.set_awaited();
+        let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(outcome) = &*outcome {
+                return Ok(Some(outcome.clone()));
+            }
+            let now = Instant::now();
+            if deadline.is_some_and(|d| now >= d) {
+                return Ok(None);
+            }
+            let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| INTERRUPT_INTERVAL.min(d - now));
+            self.asleep.store(true, Ordering::Relaxed);
+            (outcome, _) = self.arrived.wait_timeout(outcome, limit).unwrap_or_else(PoisonError::into_inner);
+            if outcome.is_none() {
+                drop(outcome);
+                check_interrupt()?;
+                outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
+//! host's name and addresses, what a forked child may do, and completion handles.
+//!
+//! Uses nothing else of the engine.
+
+pub mod address;
+pub(crate) mod atomics;
+pub mod completion;
+pub mod fork;
+pub mod memory;
+pub mod unix;

@@ -1,0 +1,69 @@
+//! What a transport is: a [`Sender`] and a [`Receiver`] of a byte stream, which never block.
+
+use std::os::fd::BorrowedFd;
+
+use trigram_core::Result;
+
+/// The outcome of an attempt to read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Read {
+    /// This many bytes.
+    Some(usize),
+    /// No bytes yet.
+    Nothing,
+    /// End of the stream: the peer has closed its end.
+    Closed,
+}
+
+/// The outward direction to one peer.
+pub trait Sender: Send {
+    /// Writes as much of `head` and then `body` as fits now; 0 if nothing does.
+    fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize>;
+
+    /// Whether a write may succeed now. A wrong yes is allowed.
+    fn has_room(&self) -> bool {
+        true
+    }
+
+    /// The descriptor has become writable.
+    fn wake(&mut self) {}
+
+    /// Called after a burst of writes: wakes the peer if the transport does not do so by itself.
+    fn flush(&mut self) {}
+
+    /// The link carries `rate` bytes per second: queue no more than keeps it busy.
+    ///
+    /// Flows that share a receiver's link get shares in the ratio of what they have queued. With bounded queues the
+    /// shares are equal, so that pieces of one sum arrive together.
+    fn pace(&mut self, _rate: f64) {}
+
+    /// Whether bytes may be damaged in transit, so that frames carry checksums.
+    fn is_summed(&self) -> bool {
+        false
+    }
+
+    /// Closes this direction; what was written still arrives.
+    fn close(&mut self) {}
+}
+
+/// The inward direction from one peer.
+pub trait Receiver: Send {
+    /// Reads what there is, at most the size of `into`.
+    fn read(&mut self, into: &mut [u8]) -> Result<Read>;
+
+    /// Whether a read may succeed now. A wrong yes is allowed.
+    fn has_input(&self) -> bool;
+
+    /// The descriptor to wait on for input; `None` if the sender rings the receiver's doorbell instead.
+    fn fd(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    /// The descriptor has become readable.
+    fn wake(&mut self) {}
+
+    /// How many bytes to read ahead of a header: reading more than was asked for saves system calls.
+    fn read_ahead(&self) -> usize {
+        0
+    }
+}

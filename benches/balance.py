@@ -1,11 +1,13 @@
-"""AllReduce between hosts whose cables differ, beside the bound that nothing beats, a ring and gloo.
+"""Measures AllReduce between hosts with links of different rates, compared with the lower bound, a ring and
+gloo.
 
     python benches/balance.py --rates 1gbit,1gbit,1gbit,500mbit --out balance-out
     python benches/balance.py --rates 1gbit,1gbit,1gbit,1gbit --change 3:500mbit --out balance-out
 
-Hosts are network namespaces (root, iproute2). Nothing tells the library the rates: it measures them.
-`--change` gives a host another rate in mid-run, and the series shows how many operations it takes to follow.
-Every result is checked. The bound is S max(max 1/B, 2 (p - 1) / sum B), B a cable's payload per second.
+Hosts are network namespaces (needs root and iproute2). The library is not told the rates: it measures them.
+`--change` changes the rate of a host during the run; the series shows how many operations the library needs
+to adapt. Every result is checked. The lower bound is S max(max 1/B, 2 (p - 1) / sum B), with B the payload of
+a cable per second.
 """
 
 from __future__ import annotations
@@ -25,40 +27,40 @@ import torch.distributed as dist
 
 import trigram
 
-# Of a cable's rate, what is left for payload at an MTU of 1500.
+# The fraction of the rate of a cable that is payload, with an MTU of 1500.
 PAYLOAD = 0.948
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
 def bytes_per_second(rate: str) -> float:
-    """What `tc` calls a rate, as payload per second."""
+    """The payload per second of a rate as `tc` writes it."""
     for unit, scale in UNITS.items():
         if rate.endswith(unit):
             return float(rate[: -len(unit)]) * scale / 8 * PAYLOAD
-    raise ValueError(f"{rate}: no rate")
+    raise ValueError(f"{rate} is no rate; write for example 1gbit or 500mbit")
 
 
 def bound(size: int, rates: list[str]) -> float:
-    """Seconds that an AllReduce of so many bytes takes at least."""
+    """The lower bound for an AllReduce of `size` bytes, in seconds."""
     carried = [bytes_per_second(rate) for rate in rates]
     return size * max(1 / min(carried), 2 * (len(carried) - 1) / sum(carried))
 
 
 def methods(names: list[str]) -> dict[str, Callable[[torch.Tensor], object]]:
-    """What is measured, by name."""
-    ways: dict[str, Callable[[torch.Tensor], object]] = {
+    """The functions to measure, by name."""
+    known: dict[str, Callable[[torch.Tensor], object]] = {
         "trigram": trigram.all_reduce,
         "trigram via ring": lambda x: trigram.all_reduce(x, via="ring"),
         "trigram via tree": lambda x: trigram.all_reduce(x, via="tree"),
         "gloo": dist.all_reduce,
     }
-    return {name: ways[name] for name in names}
+    return {name: known[name] for name in names}
 
 
 def series(
     call: Callable[[torch.Tensor], object], n: int, count: int, before: Callable[[int], None]
 ) -> list[float]:
-    """Seconds of each operation, of its slowest rank; checks every result."""
+    """The seconds of each operation on its slowest rank; checks every result."""
     world, rank = trigram.world_size(), trigram.rank()
     base = torch.arange(n, dtype=torch.float32) % 1000
     expected = base * world + world * (world - 1) / 2
@@ -78,7 +80,7 @@ def series(
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank's part; rank 0 writes."""
+    """Measures on one rank; rank 0 writes the results."""
     torch.set_num_threads(1)
     trigram.init()
     dist.init_process_group("gloo")
@@ -152,7 +154,7 @@ def report(args: argparse.Namespace, rows: list[dict], after: list[str]) -> str:
 
 
 def main() -> int:
-    """Makes the hosts and starts a rank on each, or is one."""
+    """Creates the hosts and starts a rank on each; in a rank, measures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,9 +1,10 @@
-"""How long a fault goes unnoticed: 4 ranks in a loop of 16 MiB AllReduces, one is killed, stopped or cut off.
+"""Measures how soon ranks detect a fault: of 4 ranks in a loop of 16 MiB AllReduces, one is killed, stopped
+or cut off.
 
     python benches/faults.py [--repeats 20] [--slow 5]
 
-A time is from the signal to the moment at which the last survivor has raised its error. The error is checked:
-every survivor must name the victim, and every result before it must be right. Hosts are network namespaces
+Times are from the signal until the last survivor has raised its error. The script checks the errors: every
+survivor must name the victim, and all results before must be right. Hosts are network namespaces
 (needs root and `ip`).
 """
 
@@ -29,7 +30,7 @@ WORLD = 4
 
 
 def once(fault: Callable[[Ranks, int], None], victim: int, transport: str, hosts: list[int] | None) -> float:
-    """Seconds until the last survivor knew."""
+    """Seconds until the last survivor has raised its error."""
     with Ranks(WORLD, loop, transport=transport, hosts=hosts) as ranks:
         for rank in range(WORLD):
             ranks.await_said(rank, "in the loop")
@@ -43,10 +44,12 @@ def once(fault: Callable[[Ranks, int], None], victim: int, transport: str, hosts
         for r in others:
             answer = ranks.ranks[r].answer
             if answer is None or answer[0] != "returned":
-                raise SystemExit(f"rank {r} did not notice: {answer}\n{ranks.report()}")
+                raise SystemExit(f"rank {r} did not detect the fault: {answer}\n{ranks.report()}")
             who, _, when, wrong = answer[1]
             if who != victim or wrong:
-                raise SystemExit(f"rank {r} named rank {who} for rank {victim}, largest wrong number {wrong}")
+                raise SystemExit(
+                    f"rank {r} named rank {who}, not rank {victim}; largest wrong number {wrong}"
+                )
             worst = max(worst, when - began)
         return worst
 
@@ -73,14 +76,14 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=5, help="stops and cuts of each kind")
     args = parser.parse_args()
     print(f"{'fault':8} {'transport':10} {'n':>3} {'min ms':>8} {'median':>8} {'max':>8}", flush=True)
-    plan: list[tuple[Callable[[Ranks, int], None], str, int]] = [
+    cases: list[tuple[Callable[[Ranks, int], None], str, int]] = [
         (kill, "shm", args.repeats),
         (kill, "tcp", args.repeats),
         (stop, "shm", args.slow),
         (stop, "tcp", args.slow),
         (cut, "hosts", args.slow),
     ]
-    for fault, transport, repeats in plan:
+    for fault, transport, repeats in cases:
         times = []
         for i in range(repeats):
             victim = i % WORLD

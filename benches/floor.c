@@ -1,9 +1,9 @@
-// The floor of an all_reduce inside one host: every rank's buffer lies in shared memory; rank r sums slice r of
-// all of them and writes the sum back into all, between two barriers. Nothing is copied, queued or checked.
+// The floor of an all_reduce on one host: all buffers are in shared memory; rank r sums slice r of all of them
+// and writes the sum to all of them, between two barriers. Nothing is copied, queued or checked.
 //
 //   cc -O3 -march=native floor.c -o floor && ./floor RANKS BYTES...     prints bytes and microseconds
 //
-// Microseconds are the slowest rank's, the median of some iterations, as `trigram bench` counts them.
+// Microseconds are those of the slowest rank, the median of the iterations, as in `trigram bench`.
 #define _GNU_SOURCE
 #include <linux/futex.h>
 #include <sched.h>
@@ -32,7 +32,7 @@ static double now(void) {
     return t.tv_sec + t.tv_nsec * 1e-9;
 }
 
-static void *share(size_t bytes) {
+static void *map_shared(size_t bytes) {
     void *at = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at == MAP_FAILED) exit(1);
     return at;
@@ -77,16 +77,16 @@ int main(int count, char **argument) {
     world = count > 2 ? atoi(argument[1]) : 0;
     if (world < 2 || world > MOST) return fprintf(stderr, "usage: floor RANKS BYTES...\n"), 2;
     spins = world <= sysconf(_SC_NPROCESSORS_ONLN) ? 20000 : 0;
-    Shared *s = share(sizeof *s);
+    Shared *s = map_shared(sizeof *s);
     int rank = 0;
     for (int a = 2; a < count; a++) {
         size_t bytes = strtoull(argument[a], 0, 10), n = bytes / sizeof(float);
         float *x[MOST];
-        for (int k = 0; k < world; k++) x[k] = share(bytes + 64);
+        for (int k = 0; k < world; k++) x[k] = map_shared(bytes + 64);
         for (rank = 0; rank < world - 1; rank++)
             if (fork() == 0) break;
         for (int k = -WARM; k < ITERATIONS; k++) {
-            // Filled once, as `trigram bench` does: zeros stay zeros, and do not overflow.
+            // Filled with ones once, for the check, and then with zeros, so that sums do not overflow.
             if (k < 2 - WARM)
                 for (size_t i = 0; i < n; i++) x[rank][i] = k == -WARM;
             barrier(s);

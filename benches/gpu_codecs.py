@@ -1,10 +1,10 @@
-"""GPU codecs beside the GPU's own copy: the share of its bandwidth that each reaches.
+"""Measures GPU codecs, compared with a copy on the GPU: the fraction of its bandwidth that each reaches.
 
     python benches/gpu_codecs.py [--codecs int8,sign] [--sizes 1,4,25,100] [--out FILE]
 
-Rates count what must be read and written once: the values, the code, and residuals where they are fed back,
-in GB/s (10^9), over the rate of a copy of a tensor of 256 MiB in the same run. Codes are compared with the
-CPU's first. Times are of CUDA events around 20 calls, the median of 7.
+Rates in GB/s (10^9) count what must be read and written once: the values, the encoded bytes and, with
+feedback, the residuals. They are relative to a copy of 256 MiB in the same run. First the script checks that
+the encoded bytes equal the CPU's. Times are from CUDA events around 20 calls, the median of 7.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CALLS, REPEATS = 20, 7
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Of one call."""
+    """Seconds of one call."""
     for _ in range(3):
         call()
     times = []
@@ -40,24 +40,24 @@ def seconds(call: Callable[[], object]) -> float:
 
 
 def copy_rate() -> float:
-    """Bytes read and written per second by a large copy."""
+    """Bytes that a large copy reads and writes per second."""
     a = torch.randn(1 << 26, device="cuda")
     b = torch.empty_like(a)
     return 2 * a.nbytes / seconds(lambda: b.copy_(a))
 
 
 def rows(name: str, n: int, copy: float) -> list[tuple[str, str, float, float]]:
-    """Each operation on ``n`` float32 values: codec, operation, GB/s, share of the copy's rate."""
+    """Each operation on ``n`` float32 values: codec, operation, GB/s, fraction of the copy's rate."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(n))
     kernel, codec = find_kernel(name), codecs.find(name)
     here, residual = x.cuda(), torch.zeros(n, device="cuda")
     code = torch.empty(codec.size(n), dtype=torch.uint8, device="cuda")
     out = torch.zeros(n, device="cuda")
     kernel.encode(here, code, seed=1)
-    assert torch.equal(code.cpu(), codec.encode(x, seed=1)), f"{name}: not the CPU's code"
+    assert torch.equal(code.cpu(), codec.encode(x, seed=1)), f"{name}: bytes differ from the CPU's"
     operations: list[tuple[str, Callable[[], object], int]] = [
         ("encode", lambda: kernel.encode(here, code), x.nbytes + code.nbytes),
-        ("encode, fed back", lambda: kernel.encode(here, code, residual), 3 * x.nbytes + code.nbytes),
+        ("encode with feedback", lambda: kernel.encode(here, code, residual), 3 * x.nbytes + code.nbytes),
         ("decode", lambda: kernel.decode(code, out), x.nbytes + code.nbytes),
         ("decode and add", lambda: kernel.decode(code, out, 1.0), 2 * x.nbytes + code.nbytes),
     ]
@@ -78,8 +78,8 @@ def main() -> None:
     lines += ["| codec | operation | MiB | GB/s | of the copy |", "|---|---|---|---|---|"]
     for name in options.codecs.split(","):
         for size in options.sizes.split(","):
-            for codec, what, rate, share in rows(name, int(float(size) * (1 << 18)), copy):
-                lines.append(f"| {codec} | {what} | {size} | {rate:.0f} | {share:.2f} |")
+            for codec, what, rate, fraction in rows(name, int(float(size) * (1 << 18)), copy):
+                lines.append(f"| {codec} | {what} | {size} | {rate:.0f} | {fraction:.2f} |")
     text = "\n".join(lines) + "\n"
     print(text)
     if options.out:

@@ -1,10 +1,10 @@
-"""AllReduce of workers between hosts with and without helpers: ranks that have no data and only reduce.
+"""Measures AllReduce between hosts with and without helpers: ranks that have no data and only reduce.
 
     python benches/helpers.py --workers 3 --rate 1gbit --helper-rates 1gbit,4gbit --out helpers-out
 
-Beside what the formula says (`rust/core/src/topology/balance.rs`): 10/9 times as fast as without helpers with
-three workers and one helper of their rate, 4/3 at most. Nothing tells the library the rates. Hosts are
-network namespaces (root, iproute2); every result is checked.
+The table has the speed that the formula of `rust/core/src/topology/balance.rs` predicts: with three workers
+and one helper of the same rate 10/9 of that without helpers, 4/3 at most. The library is not told the rates.
+Hosts are network namespaces (needs root and iproute2). Every result is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import trigram
 
 
 def rank(workers: int, mib: float, count: int, out: Path) -> None:
-    """What each rank runs: a series of sums among the workers, helped by the others."""
+    """What each rank runs: a series of all_reduce among the workers; the other ranks help."""
     trigram.init()
     helpers = range(workers, trigram.world_size())
     group, alone = trigram.new_group(range(workers), helpers), trigram.new_group(range(workers))
@@ -40,13 +40,13 @@ def rank(workers: int, mib: float, count: int, out: Path) -> None:
         trigram.all_reduce(x, group=group)
         times.append(time.perf_counter() - began)
         if not bool((x == right).all()):
-            raise SystemExit(f"rank {trigram.rank()}: a wrong sum")
+            raise SystemExit(f"rank {trigram.rank()}: the sum is wrong")
     if trigram.rank() == 0:
         out.write_text(json.dumps([t * 1e3 for t in times]))
 
 
 def series(workers: int, rates: list[str], args: argparse.Namespace) -> float:
-    """Milliseconds: the median of the last half of a series."""
+    """The median of the second half of a series, in milliseconds."""
     out = args.out / "series.json"
     argv = [__file__, "--rank", "--workers", str(workers), "--mib", str(args.mib)]
     argv += ["--count", str(args.count), "--out", str(out)]
@@ -59,7 +59,7 @@ def series(workers: int, rates: list[str], args: argparse.Namespace) -> float:
 
 
 def predicted(workers: int, helper: float) -> float:
-    """How many times faster than the workers alone, by the formula; `helper` is its rate over a worker's."""
+    """The speedup that the formula predicts; `helper` is the helper's rate, relative to a worker's."""
     alone = 2 * (workers - 1) / workers
     helped = max(1.0, 2 * (workers - 1) / (workers + (workers - 2) / workers * helper))
     return alone / helped
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def _number(rate: str) -> float:
-    """Mbit/s of what `tc` calls a rate."""
+    """Mbit/s of a rate as `tc` writes it."""
     return float(rate.rstrip("gmbit")) * (1000 if "gbit" in rate else 1)
 
 

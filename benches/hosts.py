@@ -1,11 +1,12 @@
-"""Several hosts on one machine: network namespaces on shaped cables to a switch; and ranks started on them.
+"""Creates several hosts on one machine, network namespaces with shaped cables to a switch, and starts ranks
+on them.
 
-Used by the other scripts of this folder, and a command of its own:
+The other scripts of this folder use it; it is also a command:
 
     python benches/hosts.py --hosts 4 --rate 1gbit -- -m trigram bench all_reduce --against gloo
 
-Namespaces need root and iproute2; everything made here has this process's id in its name, and is gone when
-the `with` block ends, however it ends (but for SIGKILL).
+Namespaces need root and iproute2. The names of everything created here contain the process id; all of it is
+removed when the `with` block ends, also by an exception or SIGTERM, but not by SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from trigram.cli.launch import end, free_port
 
 NETWORK = "10.79.0."
 INTERFACE = "eth0"
-# Some kernels' default is BBR, whose pacing halves what an unshaped cable between namespaces carries.
+# The default of some kernels is BBR, whose pacing halves the rate of an unshaped cable between namespaces.
 CONGESTION_CONTROL = "cubic"
-# A small bucket and small segments, so that nothing passes faster than the rate. Faster cables have a larger
-# one: the kernel wakes up too seldom to fill them from this.
+# A small bucket and small segments, so that no burst exceeds the rate. Faster cables need a larger bucket,
+# because the kernel's timer is too coarse to fill them from this one.
 BURST_KB, SEGMENT = 32, "16384"
 GRACE_SECONDS = 5.0
 
 
 class Hosts:
-    """A context manager: so many hosts, one address each, whose cables carry `rate` in both directions.
+    """A context manager that creates hosts with one address each, and cables with a rate in both directions.
 
     Args:
-        count: How many hosts.
-        rate: What `tc` calls a rate ("1gbit", "100mbit"), or one for each host with commas between
-            them; None leaves the cables unshaped.
+        count: The number of hosts.
+        rate: A rate as `tc` writes it ("1gbit", "100mbit"), or one for each host, separated by commas; None:
+            the cables are not shaped.
     """
 
     def __init__(self, count: int, rate: str | None = None) -> None:
@@ -68,12 +69,12 @@ class Hosts:
         self.remove()
 
     def remove(self) -> None:
-        """Takes everything away; cables and switch go with their namespaces."""
+        """Removes the namespaces, and with them the cables and the switch."""
         for name in (*self.names, self.switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def _make(self) -> None:
-        # The switch has a namespace of its own: the machine's network stays as it is.
+        # The switch is in its own namespace, so that the network of the machine does not change.
         _run("ip", "netns", "add", self.switch)
         _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
         _run("ip", "-n", self.switch, "link", "set", "br0", "up")
@@ -86,7 +87,7 @@ class Hosts:
             _run(*outside, "link", "set", port, "master", "br0", "up")
             _run(*inside, "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "up")
-            # By route: not every kernel lets a namespace change its default.
+            # Set for the route, because not every kernel allows a namespace to change its default.
             route = (f"{NETWORK}0/24", "dev", INTERFACE, "src", address, "congctl", CONGESTION_CONTROL)
             _run(*inside, "route", "replace", *route)
             if self.rates:
@@ -94,12 +95,12 @@ class Hosts:
 
 
 def shape(prefix: str, host: int, rate: str) -> None:
-    """Gives a host's cable a rate, both ways, also while it is in use.
+    """Sets the rate of a host's cable in both directions, also while it is in use.
 
     Args:
-        prefix: Of the hosts' names: `Hosts.prefix`, or `TRIGRAM_BENCH_HOSTS` in a rank.
-        host: Which.
-        rate: As `tc` writes it.
+        prefix: The prefix of the hosts' names: `Hosts.prefix`, or `TRIGRAM_BENCH_HOSTS` in a rank.
+        host: The index of the host.
+        rate: A rate as `tc` writes it.
     """
     for namespace, device in ((f"{prefix}h{host}", INTERFACE), (f"{prefix}sw", f"port{host}")):
         _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", SEGMENT)
@@ -119,14 +120,14 @@ def start(
     """Runs `python ARGV` once per rank, with torchrun's variables and one thread, and waits for all.
 
     Args:
-        argv: The command line behind `python`.
-        ranks: How many processes.
-        hosts: Where: rank i on host i modulo the number of hosts; None: all on this machine.
-        extra: Further environment variables.
-        quiet: Rank 0 prints nothing either.
+        argv: The arguments of `python`.
+        ranks: The number of processes.
+        hosts: Rank i runs on host i modulo the number of hosts; None: all ranks run on this machine.
+        extra: Additional environment variables.
+        quiet: Discard the output of rank 0 too; that of other ranks is always discarded.
 
     Returns:
-        0, or the exit code of the first rank that failed; the others are ended then.
+        0, or the exit code of the first rank that failed; then the other ranks are ended.
     """
     count = hosts.count if hosts else 1
     shared = {
@@ -145,20 +146,20 @@ def start(
         stack.callback(end, processes)
         for rank in range(ranks):
             where = ["ip", "netns", "exec", hosts.names[rank % count]] if hosts else []
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank // count)}
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank // count)}
             if hosts:
-                own["TRIGRAM_BENCH_ADDRESS"] = hosts.addresses[rank % count]
+                of_rank["TRIGRAM_BENCH_ADDRESS"] = hosts.addresses[rank % count]
             processes.append(
                 subprocess.Popen(
                     [*where, sys.executable, *argv],
-                    env={**os.environ, **shared, **own, **(extra or {})},
+                    env={**os.environ, **shared, **of_rank, **(extra or {})},
                     stdin=subprocess.DEVNULL,
                     stdout=None if rank == 0 and not quiet else subprocess.DEVNULL,
                 )
             )
         while any(process.poll() is None for process in processes):
             if any(process.poll() for process in processes):
-                # The others find out by themselves and say what they know; then they are ended.
+                # Give the other ranks time to detect the failure and report it, before they are ended.
                 deadline = time.monotonic() + GRACE_SECONDS
                 while time.monotonic() < deadline and any(each.poll() is None for each in processes):
                     time.sleep(0.05)
@@ -169,7 +170,8 @@ def start(
 
 
 def sent_bytes() -> int:
-    """Bytes that this host has sent over its cable, headers and acknowledgements included; 0 without one."""
+    """Bytes that this host has sent over its cable, including headers and acknowledgements; 0 if it has no
+    cable."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE and "TRIGRAM_BENCH_ADDRESS" in os.environ:
@@ -178,12 +180,12 @@ def sent_bytes() -> int:
 
 
 def address() -> str:
-    """In a rank: its host's address."""
+    """The address of this rank's host."""
     return os.environ.get("TRIGRAM_BENCH_ADDRESS", "127.0.0.1")
 
 
 def leave(number: int, _frame: FrameType | None) -> None:
-    """A signal handler that ends this process as an exception does, so that `with` blocks are left."""
+    """A signal handler that ends the process with an exception, so that `with` blocks clean up."""
     raise SystemExit(128 + number)
 
 
@@ -196,7 +198,7 @@ def _run(*words: str) -> None:
 def run_ranks(
     parser: argparse.ArgumentParser, rank_main: Callable[[argparse.Namespace], None], out: str, ranks: int
 ) -> int:
-    """Starts the ranks of a measurement on this machine, or is one; `--ranks` and `--out` are added."""
+    """Starts the ranks of a measurement on this machine; in a rank, measures. Adds `--ranks` and `--out`."""
     parser.add_argument("--ranks", type=int, default=ranks)
     parser.add_argument("--out", type=Path, default=Path(out))
     args = parser.parse_args()

@@ -1,11 +1,10 @@
-"""What each algorithm learns: held-out loss on real data after as many samples as DistributedDataParallel.
+"""Measures the held-out loss on real data that each algorithm reaches with as many samples as DDP.
 
     python benches/losses.py --out losses-out [--ranks 4] [--seeds 0,1,2] [--algorithms ...] [--workloads ...]
 
-Every run of a seed starts at the same weights, sees the same batches and has the same schedule (linear
-warm-up over 5 % of the steps, then half a cosine); only what its card in `CARDS` says differs. The loss is
-that of the averaged weights; asynchronous rounds are at most one step old. Writes results.json, curves.png
-and table.md.
+All runs of a seed have the same initial weights, batches and schedule (linear warm-up over 5 % of the steps,
+then half a cosine); they differ only in the settings of `CARDS`. The loss is that of the averaged weights;
+asynchronous averaging steps are at most one step old. Writes results.json, curves.png and table.md.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ SMOOTH = 20
 
 @dataclass(frozen=True)
 class Card:
-    """How an algorithm is used where that is not as DDP.
+    """The settings of an algorithm that differ from DDP's.
 
     Attributes:
-        lr: By workload: its learning rate beside that of DDP, where it is another.
-        options: What `with_bagua` is told.
-        warmup: The share of all steps that average full gradients first (`warmup_steps`).
-        optimizer: Whether `with_bagua` is given the optimizer.
+        lr: By workload: the factor of DDP's learning rate; absent: 1.
+        options: Options for `with_bagua`.
+        warmup: The fraction of all steps that average full gradients first (`warmup_steps`).
+        optimizer: Whether to pass the optimizer to `with_bagua`.
     """
 
     lr: dict[str, float] = field(default_factory=dict)
@@ -55,8 +54,8 @@ class Card:
     optimizer: bool = False
 
 
-# A gradient that only one rank has, as those of rare words, makes Adam's step on that rank as large as DDP's
-# on all, and averaging the weights divides it by the number of ranks.
+# For a gradient that only one rank has, such as that of a rare word, Adam's step on that rank is as large as
+# DDP's on all ranks; averaging the weights then divides it by the number of ranks. A larger rate compensates.
 LOCAL_ADAM = {"gpt": 1.5, "characters": 2.0}
 
 CARDS: dict[str, Card] = {
@@ -68,13 +67,14 @@ CARDS: dict[str, Card] = {
     "async_low_precision": Card({"characters": 1.5}),
     "async_decentralized": Card({"characters": 1.5}),
     "async_low_precision_decentralized": Card({"characters": 1.5}),
-    # Its variance is frozen after the warm-up: what was rare until then, and is not later, steps too far.
+    # The variance is frozen after the warm-up: steps are too large for parameters whose gradients were rare
+    # until then.
     "qadam": Card({"characters": 0.25}, warmup=0.2, optimizer=True),
     "local_sgd": Card({"characters": 2.0}, optimizer=True),
-    # A momentum of 0.9 outside needs some hundred rounds; these trainings have a few dozen.
+    # An outer momentum of 0.9 needs about a hundred averaging steps; these trainings have a few dozen.
     "diloco": Card({"characters": 1.5}, {"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3}),
     "powersgd": Card(warmup=0.2),
-    # An element travels every hundred steps or so: until there is something to wait for, all of them do.
+    # Each element is sent about every hundred steps, which is too seldom at the start: first all are sent.
     "topk": Card(warmup=0.25),
     "signsgd": Card({"digits": 0.5, "gpt": 0.7, "characters": 0.7}, warmup=0.2),
     "push_sum": Card(LOCAL_ADAM),
@@ -82,7 +82,8 @@ CARDS: dict[str, Card] = {
 
 
 class Task(NamedTuple):
-    """A workload: samples that a rank takes in a step, steps, learning rates with SGD and with Adam."""
+    """A workload: samples per rank and step, steps, learning rates of SGD and Adam, and which of them DDP
+    uses."""
 
     batch: int
     steps: int
@@ -91,7 +92,8 @@ class Task(NamedTuple):
     uses: str
 
 
-# DDP's best learning rates to a factor of two, so that no other one gains by a rate that suits all.
+# The best learning rates of DDP, to a factor of two, so that no algorithm gains only because DDP's rate is
+# bad.
 TASKS = {
     "digits": Task(16, 500, 0.05, 3e-3, "sgd"),
     "gpt": Task(2, 500, 0.0, 3e-3, "adam"),
@@ -110,7 +112,7 @@ class Characters(nn.Module):
         self.head = nn.Sequential(hidden, nn.ReLU(), nn.Linear(64, categories))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Takes ids: a column per single feature, then the words."""
+        """Scores for ids of shape (batch, features): a column per single feature, then the words."""
         singles = [embedding(x[:, column]) for column, embedding in enumerate(self.single)]
         return self.head(torch.cat([*singles, self.words(x[:, len(self.single) :])], 1))
 
@@ -159,7 +161,7 @@ def make_model(workload: str) -> nn.Module:
 
 
 def batches(split: workloads.Split, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, without end: each epoch a new permutation, of which the ranks take turns."""
+    """This rank's batches, endless: each epoch has a new permutation, divided among the ranks."""
     generator, rank, world = torch.Generator().manual_seed(seed), dist.get_rank(), dist.get_world_size()
     while True:
         order = torch.randperm(len(split.x), generator=generator)[rank::world]
@@ -184,13 +186,14 @@ def wrap(
     """The module made data-parallel by an algorithm, or by DDP, and its optimizer.
 
     Args:
-        algorithm: Its name, or `DDP`.
+        algorithm: The name of an algorithm, or `DDP`.
         module: The model.
-        lr: What DDP trains with.
+        lr: The learning rate of DDP.
         kind: "sgd" or "adam".
-        steps: How many there will be.
-        workload: Whose learning rate and options the card tells; None: defaults, and a warm-up of two steps.
-        **more: Further options.
+        steps: The number of training steps.
+        workload: The workload whose learning rate and options in `CARDS` to use; None: the defaults, and a
+            warm-up of two steps.
+        **more: Additional options of `with_bagua`.
     """
     card = CARDS.get(algorithm, Card())
     lr *= card.lr.get(workload, 1.0) if workload else 1.0
@@ -215,7 +218,8 @@ def train(workload: str, algorithm: str, seed: int, steps: int) -> dict[str, Any
     """One training; its result is the same on all ranks."""
     task, split = TASKS[workload], data(workload)
     kind = "adam" if algorithm in ("qadam", DDP_ADAM) else task.uses
-    # Where ranks share processors an exchange lasts several of such small steps; between hosts it need not.
+    # Ranks that share processors need several of these small steps for one averaging step; bound the
+    # staleness.
     more = {"staleness": 1} if algorithm.startswith("async") else {}
     torch.manual_seed(seed)
     module, lr = make_model(workload), getattr(task, kind)
@@ -224,9 +228,9 @@ def train(workload: str, algorithm: str, seed: int, steps: int) -> dict[str, Any
     peaks = [group["lr"] for group in optimizer.param_groups]
     started = time.perf_counter()
     for step in range(steps):
-        share = min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        factor = min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * share
+            group["lr"] = peak * factor
         x, y = next(stream)
         optimizer.zero_grad()
         loss = workloads.loss_of(model, x, y)
@@ -250,7 +254,8 @@ def train(workload: str, algorithm: str, seed: int, steps: int) -> dict[str, Any
 
 
 def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row per workload and algorithm: its mean held-out loss over seeds, beside its reference's."""
+    """A row per workload and algorithm: the mean held-out loss over seeds, and the difference to the
+    reference."""
     held: dict[tuple[str, str], list[float]] = {}
     for run in runs:
         held.setdefault((run["workload"], run["algorithm"]), []).append(run["held_out"])
@@ -327,7 +332,7 @@ def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank: trains everything; rank 0 tells and writes what came out, after each training."""
+    """Trains everything on one rank; rank 0 prints and writes the results after each training."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trigram.init()
@@ -361,7 +366,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Starts the ranks, or is one."""
+    """Starts the ranks; in a rank, trains."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -370,7 +375,7 @@ def main() -> int:
         "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2]
     )
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(TASKS))
-    parser.add_argument("--steps", type=int, help="in place of each workload's own number of steps")
+    parser.add_argument("--steps", type=int, help="replaces the number of steps of each workload")
     return hosts.run_ranks(parser, rank_main, "losses-out", 4)
 
 

@@ -1,11 +1,12 @@
-"""How fast is one connection through NCCL's network plugin, beside iperf3 and one plain TCP stream?
+"""Measures one connection through NCCL's network plugin, compared with iperf3 and one plain TCP stream.
 
     python benches/net_plugin.py --rate 1gbit
     python benches/net_plugin.py --streams 1,2,4,8 --out net-plugin-out
 
-Two network namespaces (`hosts.py`), one process in each. Messages of 4 MiB, eight under way. The clock starts
-when the sender begins, on an idle connection, and stops when the receiver has the last message. Data are
-checked before and after. Candidates take turns. Both ends spin, as NCCL's threads do: let nothing else run.
+There are two network namespaces (`hosts.py`) with one process each. Messages have 4 MiB, and eight are in
+flight. Time runs from the first send on an idle connection until the receiver has the last message. The data
+are checked before and after. The candidates take turns. Both ends poll, as NCCL's threads do: run nothing
+else meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ if TYPE_CHECKING:
 MIB = 2**20
 UNDER_WAY = 8
 PORT = 5201
-CHECKED = 16  # messages, before the clock starts
+CHECKED = 16  # messages before the measurement starts
 LIMIT = 120.0
-IDLE_SECONDS = 0.3  # after the check: nothing is left in the kernels' buffers when the clock starts
+IDLE_SECONDS = 0.3  # after the check, so that the kernels' buffers are empty when the measurement starts
 
 
 class Buffers:
-    """As many messages as are under way, each with contents of its own."""
+    """The buffers of the messages in flight, with different contents."""
 
     def __init__(self, size: int, filled: bool) -> None:
         self.size = size
@@ -51,14 +52,14 @@ class Buffers:
         self.addresses = [ctypes.addressof((ctypes.c_char * size).from_buffer(m)) for m in self.memory]
 
     def check(self) -> None:
-        """All arrived, as they were sent."""
+        """Raises if the contents are not what the sender sent."""
         for memory, pattern in zip(self.memory, self.patterns, strict=True):
             if memory != pattern[: self.size]:
-                raise ValueError("data are not what was sent")
+                raise ValueError("the received data differ from the data sent")
 
 
 def pump(post: Callable[[int], Request | None], count: int) -> None:
-    """Posts that many messages, so many under way, until all are done."""
+    """Posts `count` messages, eight at a time, and waits until all have finished."""
     pending: deque[Request] = deque()
     posted, done, end = 0, 0, time.monotonic() + LIMIT
     while done < count:
@@ -74,7 +75,7 @@ def pump(post: Callable[[int], Request | None], count: int) -> None:
         else:
             os.sched_yield()
             if time.monotonic() > end:
-                raise TimeoutError(f"{done} of {count} messages after {LIMIT} s")
+                raise TimeoutError(f"only {done} of {count} messages have finished after {LIMIT} s")
 
 
 def receive_plugin(size: int, count: int) -> float:
@@ -148,7 +149,7 @@ def send_plain(size: int, count: int) -> float:
 
 
 def pair(hosts: Hosts, kind: str, size: int, count: int, extra: dict[str, str]) -> float:
-    """One run of `kind` from host 0 to host 1: bits per second."""
+    """Bits per second of one run of `kind` from host 0 to host 1."""
 
     def begin(host: int, role: str, **pipes: Any) -> subprocess.Popen[str]:
         script = [sys.executable, __file__, "--role", role, "--kind", kind]
@@ -178,7 +179,7 @@ def pair(hosts: Hosts, kind: str, size: int, count: int, extra: dict[str, str]) 
 
 
 def iperf(hosts: Hosts, seconds: float) -> float:
-    """iperf3's goodput, its first second left out."""
+    """The goodput of iperf3 without its first second, in bits per second."""
     server_words = ["ip", "netns", "exec", hosts.names[1], "iperf3", "-s", "-1", "-p", str(PORT)]
     with subprocess.Popen(server_words, stdout=subprocess.DEVNULL) as server:
         try:
@@ -199,7 +200,7 @@ def candidates(args: argparse.Namespace, hosts: Hosts) -> dict[str, Callable[[],
     if shutil.which("iperf3"):
         found["iperf3"] = lambda: iperf(hosts, args.seconds)
     else:
-        print("iperf3 is not here: apt-get install iperf3", file=sys.stderr)
+        print("iperf3 is not installed (apt-get install iperf3); it is left out", file=sys.stderr)
     found["plain TCP stream"] = lambda: pair(hosts, "plain", args.size, count, {})
     for chunk in args.chunks.split(","):
         for streams in args.streams.split(","):
@@ -210,8 +211,8 @@ def candidates(args: argparse.Namespace, hosts: Hosts) -> dict[str, Callable[[],
 
 
 def compare(args: argparse.Namespace) -> None:
-    """All candidates in turns, and the table."""
-    from benches.hosts import Hosts  # not in each sender and receiver: it takes seconds
+    """Measures all candidates in turns, and prints the table."""
+    from benches.hosts import Hosts  # only here: the import takes seconds, and senders do not need it
 
     with Hosts(2, args.rate) as hosts:
         all_ = candidates(args, hosts)

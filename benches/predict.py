@@ -1,10 +1,10 @@
-"""What the simulator predicts for each schedule of all_reduce, beside what the shaped lab measures.
+"""Compares the simulator's prediction for each schedule of all_reduce with measurements on shaped links.
 
     python benches/predict.py --rate 1gbit --hosts 2,3,4,8 --sizes 1M,4M,25M,100M
 
-The simulator (`rust/core/src/sim.rs`) is given two numbers: a cable's payload rate, and a latency, measured
-in the same run as what a hop of 4 bytes takes. Hosts are network namespaces (root, iproute2); results are
-checked.
+The simulator (`rust/core/src/sim.rs`) gets two numbers: the payload rate of a cable, and the latency, which
+is measured in the same run as the time of one hop with 4 bytes. Hosts are network namespaces (needs root and
+iproute2). Results are checked.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def measured(namespaces: hosts.Hosts, via: str, sizes: list[int], iters: int) -> dict[int, float]:
-    """Milliseconds by size: the slowest rank's, the median of some iterations."""
+    """Milliseconds of the slowest rank, by size: the median of the iterations."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
         argv = ["-m", "trigram", "bench", "all_reduce", "--via", via, "--json", str(file)]
@@ -38,7 +38,7 @@ def measured(namespaces: hosts.Hosts, via: str, sizes: list[int], iters: int) ->
 
 
 def predicted(via: str, sizes: list[int], latency: float, rates: list[float]) -> dict[int, float]:
-    """Milliseconds by size, in the simulator."""
+    """Simulated milliseconds, by size."""
     command = [
         "cargo",
         "run",

@@ -1,11 +1,11 @@
-"""What checksums and TLS 1.3 cost: all_reduce between two ranks over TCP, bare and with either.
+"""Measures the cost of checksums and TLS 1.3: all_reduce between two ranks over TCP, without and with either.
 
     python benches/protection.py [--sizes 1,25] [--rounds 21] [--rate 10gbit]
 
-The jobs run by turns, one round of each after the other, so that whatever else the machine does meets all
-alike; a ratio is taken in each turn, and the median of those is shown with its quartiles. Every result is
-checked. Without `--rate` the ranks talk over loopback, where there is no wire to wait for: that is the most
-that protection can cost. With it, they are on two hosts (network namespaces, as root) with such a cable.
+The jobs take turns, so that other load on the machine affects all alike. Each turn gives a ratio; the table
+has the median of the ratios, with quartiles. Every result is checked. Without `--rate` the ranks use
+loopback, where no time is spent on the wire: this is the upper bound of the cost. With `--rate`, they are on
+two hosts (network namespaces, needs root) with a cable of that rate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ KINDS = {
 
 
 def rank_main() -> None:
-    """A rank: for each number of mebibytes on rank 0's input a round of calls; says milliseconds per call."""
+    """One rank: reads sizes in MiB from rank 0's standard input, and prints milliseconds per call for
+    each."""
     torch.set_num_threads(1)
     trigram.init()
     rank = trigram.rank()
@@ -54,7 +55,7 @@ def rank_main() -> None:
             trigram.all_reduce(t)
             spent, calls = spent + time.perf_counter() - began, calls + 1
             if not torch.equal(t, right):
-                raise SystemExit(f"rank {rank}: a wrong sum")
+                raise SystemExit(f"rank {rank}: the sum is wrong")
             over = torch.tensor([float(rank == 0 and spent > SECONDS)])
             trigram.broadcast(over, 0)
         if rank == 0:
@@ -62,9 +63,9 @@ def rank_main() -> None:
 
 
 class Job:
-    """Two ranks that wait to be asked for a round."""
+    """Two ranks that measure on request."""
 
-    def __init__(self, stack: ExitStack, own: dict[str, str], cable: hosts.Hosts | None) -> None:
+    def __init__(self, stack: ExitStack, settings: dict[str, str], cable: hosts.Hosts | None) -> None:
         shared = {
             "WORLD_SIZE": str(WORLD),
             "MASTER_ADDR": cable.addresses[0] if cable else "127.0.0.1",
@@ -73,7 +74,7 @@ class Job:
             "TRIGRAM_SECRET": "of this measurement",
             "OMP_NUM_THREADS": "1",
             **({"TRIGRAM_IFACE": hosts.INTERFACE} if cable else {}),
-            **own,
+            **settings,
         }
         where = [["ip", "netns", "exec", name] for name in cable.names] if cable else [[]] * WORLD
         self.ranks = [
@@ -90,17 +91,17 @@ class Job:
             stack.callback(rank.wait)
             stack.callback(rank.kill)
 
-    def round(self, mebibytes: float) -> float:
-        """Milliseconds of one all_reduce, the mean of a round."""
+    def measure(self, mebibytes: float) -> float:
+        """Milliseconds of one all_reduce: the mean over 0.4 seconds of calls."""
         zero = self.ranks[0]
         assert zero.stdin is not None
         assert zero.stdout is not None
         zero.stdin.write(f"{mebibytes}\n")
         zero.stdin.flush()
-        said = zero.stdout.readline()
-        if not said:
-            raise SystemExit("a rank has failed; see above")
-        return float(said)
+        line = zero.stdout.readline()
+        if not line:
+            raise SystemExit("a rank has failed; its error is printed above")
+        return float(line)
 
 
 def main() -> None:
@@ -114,15 +115,15 @@ def main() -> None:
     asked = parser.parse_args()
     with ExitStack() as stack:
         cable = stack.enter_context(hosts.Hosts(WORLD, asked.rate)) if asked.rate else None
-        jobs = {name: Job(stack, own, cable) for name, own in KINDS.items()}
+        jobs = {name: Job(stack, settings, cable) for name, settings in KINDS.items()}
         print(f"{'MiB':>6} {'':10} {'ms':>8} {'times bare':>11} {'quartiles':>15}")
         for size in map(float, asked.sizes.split(",")):
             for job in jobs.values():
-                job.round(size)  # sockets and rates find their places
+                job.measure(size)  # warm-up: congestion windows, link rates
             seen: dict[str, list[float]] = {name: [] for name in jobs}
             for _ in range(asked.rounds):
                 for name, job in jobs.items():
-                    seen[name].append(job.round(size))
+                    seen[name].append(job.measure(size))
             for name, all_ in seen.items():
                 ratios = [ms / bare for ms, bare in zip(all_, seen["bare"], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)

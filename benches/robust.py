@@ -1,10 +1,10 @@
-"""One rank of several sends noise, or NaN: held-out loss and accuracy with the mean and with robust rules.
+"""Measures loss and accuracy when one rank sends noise or NaN, with the mean and with robust aggregation.
 
     python benches/robust.py --out robust-out [--ranks 5] [--steps 200] [--seeds 0,1] [--noise 10]
 
-The last rank's gradients are replaced by Gaussian noise of a standard deviation of `--noise` from the first
-step on, or by NaN from the middle of the training on. Everything else of a seed is the same in every run:
-weights at the start, batches, learning rate. The training is that of scikit-learn's digits.
+The last rank's gradients are replaced by Gaussian noise with standard deviation `--noise` from the first step
+on, or by NaN from the middle of the training on. All runs of a seed have the same initial weights, batches
+and learning rate. The workload is scikit-learn's digits.
 Writes results.json and table.md.
 """
 
@@ -36,11 +36,11 @@ TROUBLES = ("none", "noise", "nan")
 
 
 def train(algorithm: str, trouble: str, seed: int, args: argparse.Namespace) -> tuple[float, float]:
-    """Held-out loss and accuracy of the weights that the ranks agree on."""
+    """Held-out loss and accuracy of the averaged weights."""
     rank, world = trigram.rank(), trigram.world_size()
     torch.manual_seed(seed)
     module = workloads.make_model("digits")
-    ill = rank == world - 1
+    broken = rank == world - 1
     done = 0
 
     def spoil(gradient: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def train(algorithm: str, trouble: str, seed: int, args: argparse.Namespace) -> 
             return args.noise * torch.randn_like(gradient)
         return gradient * torch.nan if trouble == "nan" and done >= args.steps // 2 else gradient
 
-    if ill:
+    if broken:
         for p in module.parameters():
             p.register_hook(spoil)
     model = trigram.with_bagua(module, algorithm)
@@ -70,7 +70,7 @@ def train(algorithm: str, trouble: str, seed: int, args: argparse.Namespace) -> 
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
-    """A line for each algorithm: loss and accuracy in each trouble, means over seeds."""
+    """A row for each algorithm: loss and accuracy with each fault, means over seeds."""
     lines = ["| algorithm | undisturbed | one rank sends noise | one rank sends NaN |", "|---|---|---|---|"]
     for algorithm in dict.fromkeys(row["algorithm"] for row in rows):
         cells = []
@@ -85,7 +85,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank; the last is the broken one."""
+    """Trains on one rank; the last rank is the broken one."""
     torch.set_num_threads(1)
     trigram.init()
     rows: list[dict[str, Any]] = []
@@ -113,7 +113,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Starts the ranks, or is one."""
+    """Starts the ranks; in a rank, trains."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

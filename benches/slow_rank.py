@@ -1,10 +1,11 @@
-"""One rank at half speed: samples per second of the others and of the slow one, with each algorithm.
+"""Measures the samples per second of fast ranks and of one slow rank, with each algorithm.
 
     python benches/slow_rank.py --out slow-rank-out [--ranks 4] [--algorithms ...] [--seconds 4]
 
-The slow rank sleeps in each of its steps so long that, alone, it takes twice the others' time; the length is
-found at the start. "nobody communicates" is what these ranks can do at all. Synchronous algorithms make the
-same number of steps on all ranks; with asynchronous ones every rank trains until the time is over.
+The last rank sleeps in each step so that, alone, it takes twice the time of the others; the script calibrates
+the sleep at the start. "nobody communicates" is the rate without communication. With synchronous
+algorithms all ranks make the same number of steps; with asynchronous ones each rank trains until the time is
+over.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ UNTIMED = 5
 
 
 class Pace:
-    """Makes steps on this rank, one of them slowed."""
+    """Makes training steps on this rank, which sleep for `pause` seconds."""
 
     def __init__(self, batch: int, pause: float) -> None:
         self.batch, self.pause = batch, pause
         self.stream = losses.batches(workloads.data("gpt"), batch, 0)
 
     def step(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        """One step; its seconds."""
+        """Makes one step; returns its seconds."""
         started = time.perf_counter()
         x, y = next(self.stream)
         optimizer.zero_grad()
         loss = workloads.loss_of(model, x, y)
-        # Where a slower processor would lose half of it: before the gradients are there.
+        # Before the gradients, where a slower processor would lose about half of its time.
         time.sleep(self.pause)
         loss.backward()
         optimizer.step()
@@ -67,7 +68,7 @@ def calibrate(pace: Pace, slow: bool) -> float:
 
 
 def gathered(mine: float) -> list[float]:
-    """Every rank's number."""
+    """The numbers of all ranks."""
     everyone = torch.zeros(dist.get_world_size(), dtype=torch.float64)
     everyone[dist.get_rank()] = mine
     dist.all_reduce(everyone)
@@ -99,7 +100,7 @@ def measure(algorithm: str, pace: Pace, seconds: float, compute: float) -> list[
 
 
 def markdown(rows: list[dict[str, Any]], slow: int) -> str:
-    """A row per algorithm: samples/s, and as a share of what the ranks do alone."""
+    """A row per algorithm: samples/s, and the fraction of the rate without communication."""
     lines = [
         "| algorithm | others, samples/s | of alone | slow rank | of alone |",
         "|---|---:|---:|---:|---:|",
@@ -121,7 +122,7 @@ def markdown(rows: list[dict[str, Any]], slow: int) -> str:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank; the last is the slow one."""
+    """Measures on one rank; the last rank is the slow one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trigram.init()
@@ -154,7 +155,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Starts the ranks, or is one."""
+    """Starts the ranks; in a rank, measures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,13 @@
-"""A training step's time between hosts, beside DistributedDataParallel's and other peers'.
+"""Measures the time of a training step between hosts, compared with DistributedDataParallel and other peers.
 
     python benches/steptime.py --hosts 2 --rate 1gbit --out steptime-out
     python benches/steptime.py --hosts 4 --rate 100mbit --to-loss --width 192 --layers 4 --out steptime-out
 
-A byte-level GPT on the standard library's text (10.9 million parameters unless told), Adam, a rank with one
-thread per host, hosts made of network namespaces (root). With `--to-loss`: the time until the held-out loss
-of DDP after `--steps` steps is reached, at the learning rates and options of `losses.CARDS`; snapshots of the
-weights are averaged and evaluated outside of the measured time.
+The model is a byte-level GPT on the text of the standard library (10.9 million parameters by default),
+trained with Adam, with one rank of one thread per host. Hosts are network namespaces (needs root). With
+`--to-loss` the script measures the time until a method reaches the held-out loss of DDP after `--steps`
+steps, with the learning rates and options of `losses.CARDS`; it averages and evaluates snapshots of the
+weights outside the measured time.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LIGHTHOUSE_PORT = 29510
 
 
 class Training(NamedTuple):
-    """What a step needs: the model as it is called, the bare module, its optimizer; and how to end it."""
+    """A training: the model to call, the bare module, the optimizer, and a function that ends it."""
 
     model: nn.Module
     module: nn.Module
@@ -105,7 +106,7 @@ def build(method: str, args: argparse.Namespace, steps: int) -> Training:
 
 
 def torchft_diloco(module: nn.Module, adam: torch.optim.Optimizer, args: argparse.Namespace) -> Training:
-    """torchft's DiLoCo, a replica group of its own per rank; rank 0 has the lighthouse."""
+    """torchft's DiLoCo, with one replica group per rank; rank 0 runs the lighthouse."""
     if importlib.util.find_spec("torchft") is None:
         raise ModuleNotFoundError("torchft is not installed")
     from torchft.coordination import LighthouseServer
@@ -141,7 +142,7 @@ def torchft_diloco(module: nn.Module, adam: torch.optim.Optimizer, args: argpars
     )
     diloco = DiLoCo(manager, [module], adam, outer, every(TORCHFT, args.to_loss), pin_memory=False)
     diloco.__enter__()
-    kept = [store]  # The store's server ends with it.
+    kept = [store]  # keeps the server of the store alive
 
     def end() -> None:
         diloco.__exit__(None, None, None)
@@ -155,7 +156,7 @@ def torchft_diloco(module: nn.Module, adam: torch.optim.Optimizer, args: argpars
 
 
 def step(training: Training, x: Tensor, y: Tensor) -> float:
-    """One training step; the seconds it took."""
+    """Makes one training step; returns its seconds."""
     started = time.perf_counter()
     training.optimizer.zero_grad()
     workloads.loss_of(training.model, x, y).backward()
@@ -164,21 +165,21 @@ def step(training: Training, x: Tensor, y: Tensor) -> float:
 
 
 def aside() -> float:
-    """Processor seconds of all threads but this one, which computes: those that communicate."""
+    """Processor seconds of all threads except this one, which computes: those of communication."""
     return time.process_time() - time.thread_time()
 
 
 def gathered(value: Any) -> list[Any]:
-    """Every rank's value, on every rank."""
+    """The values of all ranks."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Step times and bytes: of `args.steps` steps, or as many more as make whole rounds."""
-    rounds = every(method, tuned=False)
-    steps, untimed = -(-args.steps // rounds) * rounds, max(args.untimed, rounds + 1 if rounds > 1 else 0)
+    """Step times and bytes of `args.steps` steps, rounded up to whole periods of averaging."""
+    period = every(method, tuned=False)
+    steps, untimed = -(-args.steps // period) * period, max(args.untimed, period + 1 if period > 1 else 0)
     training = build(method, args, args.untimed * 10)
     stream = losses.batches(workloads.data("gpt"), args.batch, SEED)
     for _ in range(untimed):
@@ -194,8 +195,8 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     mean = float(everyone.mean(1).max())
     return {
         "method": method,
-        "every": rounds,
-        "ms": 1000 * (float(slowest.median()) if rounds == 1 else mean),
+        "every": period,
+        "ms": 1000 * (float(slowest.median()) if period == 1 else mean),
         "mean_ms": 1000 * mean,
         "bytes": statistics.fmean(bytes_sent) / steps,
         "aside_ms": 1000 * statistics.fmean(spent) / steps,
@@ -204,7 +205,8 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def reach(method: str, args: argparse.Namespace, target: float | None, scratch: Path) -> dict[str, Any]:
-    """Trains until the target; without one, `args.steps` steps, whose loss is the target then."""
+    """Trains until the loss reaches the target; without a target for `args.steps` steps, whose loss is the
+    target."""
     training = build(method, args, args.steps)
     split = workloads.data("gpt")
     stream = losses.batches(split, args.batch, SEED)
@@ -221,10 +223,11 @@ def reach(method: str, args: argparse.Namespace, target: float | None, scratch: 
             if len(seconds) % args.evaluate == 0 or len(seconds) == limit:
                 kept[len(seconds)] = nn.utils.parameters_to_vector(training.module.parameters()).detach()
         if len(seconds) <= args.steps // 2:
-            # The first two allocate and, with DDP, arrange the buckets anew: they count as others do.
+            # The first two steps allocate memory and, with DDP, rebuild the buckets: count them as the
+            # median.
             seconds[:2] = [statistics.median(seconds)] * 2
         elapsed = torch.tensor(gathered(seconds)).cumsum(1).max(0).values
-        # Through files, not the network: averaging here is no part of what is measured.
+        # Through files, not the network, because this averaging must not be measured.
         torch.save(kept, scratch / f"{dist.get_rank()}.pt")
         dist.barrier()
         if dist.get_rank() == 0:
@@ -240,20 +243,21 @@ def reach(method: str, args: argparse.Namespace, target: float | None, scratch: 
 
 
 def crossing(curve: list[tuple[int, float, float]], target: float | None) -> tuple[float, float] | None:
-    """Steps and seconds at which the curve first is at the target, between its points on a line."""
+    """Steps and seconds at which the curve first reaches the target, interpolated linearly."""
     if target is None:
         return None
     for (at, when, loss), (later_at, later, after) in zip(
         [(0, 0.0, math.log(256)), *curve], curve, strict=False
     ):
         if after <= target:
-            share = (loss - target) / (loss - after)
-            return at + share * (later_at - at), when + share * (later - when)
+            fraction = (loss - target) / (loss - after)
+            return at + fraction * (later_at - at), when + fraction * (later - when)
     return None
 
 
 def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[str]], None]) -> None:
-    """Step times of all methods, DDP's first; in turns, so that a drift of the machine meets all."""
+    """Measures the step times of all methods, DDP first, in turns, so that drift of the machine affects all
+    alike."""
     results: dict[str, list[dict[str, Any]]] = {}
     notes: dict[str, str] = {}
     for _ in range(args.repeats):
@@ -277,7 +281,7 @@ def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], lis
 
 
 def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[str]], None]) -> None:
-    """Time to DDP's loss, for all methods."""
+    """Measures the time to DDP's loss, for all methods."""
     rows: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
     target = None
@@ -302,20 +306,20 @@ def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[s
 
 
 def each_method(args: argparse.Namespace, notes: dict[str, str]) -> Iterator[str]:
-    """DDP, then the others that were asked for and did not fail before."""
+    """DDP, then the other selected methods that have not failed before."""
     for method in (DDP, *(each for each in args.methods if each != DDP)):
         if method not in notes:
             yield method
 
 
 def clean() -> None:
-    """Lets go of the last model on all ranks, before the next is made."""
+    """Frees the last model on all ranks before the next one is created."""
     gc.collect()
     dist.barrier()
 
 
 def markdown(rows: list[dict[str, Any]], to_loss: bool) -> str:
-    """The table of either mode."""
+    """The Markdown table, for step times or for times to a loss."""
     if not to_loss:
         head = "method | ms per step | of DDP | of DDP's fp16 | MB sent per step and rank"
         lines = [f"| {head} | processor ms of other threads |", "|---|---:|---:|---:|---:|---:|"]
@@ -338,7 +342,7 @@ def markdown(rows: list[dict[str, Any]], to_loss: bool) -> str:
 
 
 def rank_main(args: argparse.Namespace) -> None:
-    """One rank; rank 0 writes what is known after each method."""
+    """Measures on one rank; rank 0 writes the results after each method."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     trigram.init()
@@ -364,7 +368,7 @@ def rank_main(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Makes the hosts and starts a rank on each, or is one."""
+    """Creates the hosts and starts a rank on each; in a rank, measures."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,7 @@
-"""An algorithm of your own in Python: elastic averaging SGD (Zhang, Choromanska, LeCun; arXiv 1412.6651).
+"""Registers a new algorithm: elastic averaging SGD (Zhang, Choromanska, LeCun; arXiv 1412.6651).
 
-Every h steps each rank's weights move a little towards a centre, and the centre towards the mean of
-all: ranks explore, and a spring holds them together.
+Every h steps each rank's weights move a little towards a centre, and the centre moves towards the mean of all
+ranks' weights.
 
     torchrun --nproc-per-node 4 examples/easgd.py
 """
@@ -16,7 +16,7 @@ from trigram.mixing import Mean
 class Elastic(Mean):
     """``x <- x - alpha (x - centre)`` and ``centre <- centre + alpha n (mean x - centre)``."""
 
-    exact = False  # ranks keep weights of their own
+    exact = False  # the ranks' weights differ after the step
 
     def __init__(self, tensors, groups, alpha):
         super().__init__(tensors, groups)
@@ -25,18 +25,18 @@ class Elastic(Mean):
         self.centre = self.inp.clone()
 
     def wait(self):
-        """The mean is here: moves the centre, and says where this rank's weights should be."""
+        """Waits for the mean, computes this rank's new weights in `out`, and moves the centre."""
         super().wait()  # `out` is the mean of all `inp`
         step = self.beta * (self.out - self.centre)
         torch.lerp(self.inp, self.centre, self.pull, out=self.out)
         self.centre += step
 
     def state(self):
-        """What must survive a restart."""
+        """The state that a checkpoint must contain."""
         return {"centre": self.centre.clone()}
 
     def load(self, state):
-        """What :meth:`state` gave."""
+        """Restores what :meth:`state` returned."""
         self.centre.copy_(state["centre"])
 
 
@@ -44,7 +44,7 @@ trigram.register("easgd", trigram.Trigram("central", "full", "every:4", "weights
 
 
 def main() -> None:
-    """Fits a random linear map, and shows the loss of the average weights."""
+    """Fits a random linear map, and prints the loss of the averaged weights."""
     torch.manual_seed(0)
     model = trigram.with_bagua(nn.Linear(8, 2), "easgd", alpha=0.3)
     target = torch.randn(8, 2)

@@ -1,9 +1,9 @@
-"""Training that goes on when ranks are killed, and lets them in again: handwritten digits, an MLP.
+"""Elastic training: it continues when ranks are killed, and admits them again. Handwritten digits, an MLP.
 
     trigram chaos --ready "has made step" --settle 1 --seconds 50 -- examples/elastic.py --pause 0.02
 
-Every step's batch depends on the step and on this rank's place among the living, so whoever lives covers the
-data. The last line of each rank has the loss over all training data.
+The batch of a step depends on the step and on this rank's index among the present ranks, so the present ranks
+cover the data. The last line of each rank has the loss over all training data.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import trigram
 
 
 def main() -> None:
-    """One rank."""
+    """Trains on one rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=3000)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds of other work in a step")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds to sleep in each step")
     args = parser.parse_args()
 
     torch.set_num_threads(1)

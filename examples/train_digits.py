@@ -1,4 +1,4 @@
-"""Handwritten digits on several ranks.
+"""Trains a small CNN on handwritten digits, on several ranks.
 
 torchrun --nproc-per-node 2 examples/train_digits.py          with trigram
 torchrun --nproc-per-node 2 examples/train_digits.py --ddp    with DistributedDataParallel, on gloo
@@ -45,14 +45,14 @@ model = DDP(model) if args.ddp else trigram.with_bagua(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(args.epochs):
-    # All ranks draw the same order and each takes its share of it, the same number of batches.
-    share = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(epoch))][rank::world]
-    for batch in share[: len(kept) // world].split(args.batch):
+    # All ranks draw the same permutation; each takes its shard of it, with the same number of batches.
+    shard = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(epoch))][rank::world]
+    for batch in shard[: len(kept) // world].split(args.batch):
         loss = F.cross_entropy(model(x[batch]), y[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    # With gossip or an asynchronous algorithm: inside `with trigram.consensus(model):`, on all ranks.
+    # With gossip or an asynchronous algorithm, evaluate inside `with trigram.consensus(model):` on all ranks.
     with torch.no_grad():
         logits = model(x[held])
     right = (logits.argmax(1) == y[held]).float().mean()

@@ -1,4 +1,4 @@
-"""A small GPT over bytes, trained on the text of Python's standard library.
+"""Trains a small byte-level GPT on the text of Python's standard library, on several ranks.
 
 torchrun --nproc-per-node 2 examples/train_gpt.py          with trigram
 torchrun --nproc-per-node 2 examples/train_gpt.py --ddp    with DistributedDataParallel, on gloo
@@ -78,7 +78,7 @@ for step in range(1, args.steps + 1):
     if rank == 0 and step % 50 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
 
-# With gossip or an asynchronous algorithm: inside `with trigram.consensus(model):`, on all ranks.
+# With gossip or an asynchronous algorithm, evaluate inside `with trigram.consensus(model):` on all ranks.
 with torch.no_grad():
     held_out = loss_on(held, 256, torch.Generator().manual_seed(0))
 if rank == 0:

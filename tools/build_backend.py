@@ -1,7 +1,7 @@
-"""Builds the package: NCCL's network plugin first, then what maturin builds.
+"""The build backend (PEP 517): builds NCCL's network plugin, then calls maturin.
 
-The wheel holds two libraries, and maturin makes one: the extension module. The plugin is loaded by NCCL,
-in processes that need not be Python's, so it is a library of its own beside it.
+The wheel contains two libraries. maturin builds only the extension module; the plugin is a separate library
+because NCCL loads it, also in processes without Python.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def build_editable(directory: str, settings: Any = None, metadata: str | None = 
 
 
 def _build_plugin() -> None:
-    """Beside the Python sources, by the name that NCCL expects."""
+    """Builds the plugin into python/trigram, under the name that NCCL expects."""
     command = ["cargo", "rustc", "--release", "--locked", "--package", "trigram-net-plugin", "--lib"]
     command += ["--crate-type", "cdylib", "--message-format", "json-render-diagnostics"]
     made = subprocess.run(
@@ -61,7 +61,7 @@ def _build_plugin() -> None:
     )
     messages = [json.loads(line) for line in made.stdout.splitlines()]
     files = [f for m in messages for f in m.get("filenames", []) if f.endswith("nccl_net_trigram.so")]
-    # Renamed into place: a process that has the old one open keeps it.
+    # Renaming leaves the old file intact for processes that have it open.
     fresh = PLUGIN.with_suffix(".new")
     shutil.copyfile(files[-1], fresh)
     fresh.chmod(0o755)

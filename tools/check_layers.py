@@ -1,8 +1,8 @@
-"""Holds the layers: which crate knows which, and the rooms of the engine and of the Python package.
+"""Checks the layers: which crate may depend on which, and the rooms of the engine and of the Python package.
 
-Python uses the engine, the engine uses core and nccl-rs; core knows neither tokio nor pyo3, and what
-NCCL loads knows nothing of the rest. Run by ``make test``; it reads sources and ``cargo metadata`` and
-needs nothing installed.
+Python uses the engine, the engine uses core and nccl-rs; core depends on neither tokio nor pyo3, and the
+network plugin on no other crate of the workspace. Run by ``make test``; it reads sources and ``cargo
+metadata``, and needs nothing installed.
 """
 
 import json
@@ -33,7 +33,7 @@ def reachable(graph: dict[str, list[str]], start: str) -> set[str]:
 
 
 def main() -> int:
-    """0 if no crate depends on what it must not know."""
+    """Prints what breaks the layers; returns 1 if anything does."""
     text = subprocess.run(
         ["cargo", "metadata", "--format-version", "1", "--locked"], check=True, capture_output=True, text=True
     ).stdout

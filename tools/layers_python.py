@@ -1,4 +1,5 @@
-"""Holds the rooms of python/trigram: a room uses only rooms below it, and nothing imports in a circle.
+"""Checks the imports of python/trigram: a room uses only rooms above it in ``ROOMS``, and there are no
+cycles.
 
 Rooms are the folders, in the order of ``ROOMS``; the modules beside them are named there too. Imports inside
 functions count, and each needs a comment that says why it is not at the top of its file.
@@ -94,8 +95,8 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
                 todo.append(following)
         return seen
 
-    ways = {module: reach(module) for module in graph}
-    groups = {frozenset({m, *(o for o in ways[m] if m in ways[o])}) for m in graph if m in ways[m]}
+    reached = {module: reach(module) for module in graph}
+    groups = {frozenset({m, *(o for o in reached[m] if m in reached[o])}) for m in graph if m in reached[m]}
     return sorted(sorted(group) for group in groups)
 
 

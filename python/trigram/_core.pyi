@@ -1,4 +1,4 @@
-"""The Rust engine, as ``rust/python/src/lib.rs`` exports it."""
+"""Types of the extension module, the Rust engine (``rust/python/src/lib.rs``)."""
 
 __version__: str
 

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -47,10 +47,13 @@ test-rust:  ## Rust tests
 
 test-python: build  ## types and Python tests
 	$(BIN)/mypy
-	$(MAKE) -j2 test-waiting test-computing
+	$(MAKE) -j3 test-elastic test-waiting test-computing  # the first two wait more than they compute
+
+test-elastic: build
+	$(BIN)/python -m pytest tests/elastic tests/cli -m "waits and not long"
 
 test-waiting: build
-	$(BIN)/python -m pytest tests -m "waits and not long"
+	$(BIN)/python -m pytest tests --ignore=tests/elastic --ignore=tests/cli -m "waits and not long"
 
 test-computing: build
 	$(BIN)/python -m pytest tests -m "not waits and not long"

@@ -24,13 +24,13 @@ def client(port: int) -> Any:
 
 
 def key(rank: int) -> str:
-    """Where a rank's card lies in the first init of a store that was handed to ``init``."""
-    return f"trigram/1/card/{rank}"
+    """Where a rank's endpoint record lies in the first init of a store that was handed to ``init``."""
+    return f"trigram/1/endpoint/{rank}"
 
 
 def card(store: Any, rank: int) -> bytes:
-    """A rank's card, as soon as it is there."""
-    until(lambda: store.check([key(rank)]), 30, f"the card of rank {rank}")
+    """A rank's endpoint record, as soon as it is there."""
+    until(lambda: store.check([key(rank)]), 30, f"the endpoint record of rank {rank}")
     return bytes(store.get(key(rank)))
 
 

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 

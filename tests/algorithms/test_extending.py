@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import runpy
+import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,3 +75,38 @@ def _register(rank: int, world: int) -> None:
 
 def test_register() -> None:
     run(2, _register)
+
+
+def _old_names(rank: int, world: int) -> None:
+    """What docs/extending.md said of 0.1, with its names: a subclass, its groups, and `register`."""
+    old = importlib.import_module("trigram.exchange")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+
+        class Halfway(old.Mean):  # type: ignore[name-defined, misc]
+            def __init__(self, tensors: Any, channels: Any) -> None:
+                super().__init__(tensors, channels)
+                assert self.channels.first is channels.main
+
+        assert issubclass(Halfway, old.Exchange)
+        trigram.register(
+            "halfway", trigram.Trigram("central", "full", "every:2", "weights"), exchange=Halfway
+        )
+        torch.manual_seed(rank)
+        model = trigram.with_bagua(nn.Linear(3, 1), "halfway")
+        for _ in range(5):
+            model(torch.randn(4, 3)).square().mean().backward()
+    assert trigram.stats(model)["rounds"] == 2
+    told = {str(w.message) for w in caught if w.category is DeprecationWarning}
+    for word in (
+        "trigram.mixing.Mean",
+        "trigram.mixing.AveragingStep",
+        "ModelGroups.main",
+        "step=",
+        "now groups",
+    ):
+        assert any(word in text for text in told), (word, told)
+
+
+def test_old_names_still_work() -> None:
+    run(2, _old_names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import trigram
 from tests.support.checks import close, equal
 from tests.support.harness import await_flag, flag, run, scratch
+from trigram.cli.launch import free_port
 
 WAITS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),
@@ -190,3 +192,38 @@ def _with_workers(rank: int, world: int) -> None:
 
 def test_loader_workers(transport: str) -> None:
     run(2, _with_workers, transport=transport, timeout=60)
+
+
+_FORKS = """
+import os, sys, time
+import trigram, torch
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="2")
+children = []
+for rank in range(2):
+    pid = os.fork()
+    if pid == 0:
+        os.environ["RANK"] = str(rank)
+        x = torch.ones(3)
+        trigram.all_reduce(x)
+        assert x.tolist() == [2.0] * 3
+        before = time.process_time()
+        time.sleep(0.5)
+        assert time.process_time() - before < 0.3, "a thread spins"
+        trigram.barrier()
+        sys.exit(0)
+    children.append(pid)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
+sys.exit(max(codes))
+"""
+
+
+def test_ranks_forked_by_who_has_only_imported_trigram() -> None:
+    """Nothing of the parent is in their way: it had no engine."""
+    done = subprocess.run(
+        [sys.executable, "-c", _FORKS, str(free_port())],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr

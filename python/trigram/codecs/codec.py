@@ -34,28 +34,33 @@ class GpuKernel(Protocol):
         """As :meth:`Codec.decode`, but invalid bytes decode to NaN."""
 
 
+_make_kernel: Callable[[Codec], GpuKernel] | None = None
+
+
+def use_kernels(make: Callable[[Codec], GpuKernel]) -> None:
+    """Sets what creates the GPU kernel of a codec, when a GPU tensor is first encoded or decoded."""
+    global _make_kernel
+    _make_kernel = make
+
+
 class Codec:
     """Encodes n floats as exactly ``size(n)`` bytes, and decodes them.
 
     Args:
         name: A name of :func:`trigram.codecs.find`, such as ``topk:0.01``.
         block: Values per block; None: the codec's default.
-        kernel: Creates the GPU kernel of this codec; called when a GPU tensor is first encoded or decoded.
 
     Attributes:
         name: As given.
         block: As given.
     """
 
-    __slots__ = ("_core", "_kernel", "_make_kernel", "block", "name")
+    __slots__ = ("_core", "_kernel", "block", "name")
 
-    def __init__(
-        self, name: str, block: int | None = None, kernel: Callable[[Codec], GpuKernel] | None = None
-    ) -> None:
+    def __init__(self, name: str, block: int | None = None) -> None:
         self.name = name
         self.block = block
         self._core = _core.Codec(name, block)
-        self._make_kernel = kernel
         self._kernel: GpuKernel | None = None
 
     def __repr__(self) -> str:
@@ -143,9 +148,9 @@ class Codec:
     def _on_gpu(self) -> GpuKernel:
         """The codec's GPU kernel, created at the first use."""
         if self._kernel is None:
-            if self._make_kernel is None:
+            if _make_kernel is None:
                 raise UnsupportedError(f"codec {self.name!r} has no GPU kernel; move the tensor to the CPU")
-            self._kernel = self._make_kernel(self)
+            self._kernel = _make_kernel(self)
         return self._kernel
 
 

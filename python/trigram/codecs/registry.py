@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trigram.codecs.codec import Codec, GpuKernel
+from trigram.codecs.codec import Codec, GpuKernel, use_kernels
 from trigram.errors import UnsupportedError
 
 
@@ -18,7 +18,7 @@ def find(name: str, block: int | None = None) -> Codec:
     """
     if block is not None and block <= 0:
         raise UnsupportedError(f"codec {name!r}: block={block} is invalid; it must be positive")
-    return Codec(name, block, _kernel)
+    return Codec(name, block)
 
 
 def find_kernel(name: str, block: int | None = None) -> GpuKernel:
@@ -34,3 +34,6 @@ def _kernel(codec: Codec) -> GpuKernel:
     from trigram.codecs import triton  # only when a GPU needs it: importing Triton takes seconds
 
     return triton.kernel_of(codec)
+
+
+use_kernels(_kernel)

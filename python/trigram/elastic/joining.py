@@ -118,6 +118,9 @@ class MissingEngine:
             "with_bagua(elastic=True), or trigram.recover() in a script without a model"
         )
 
+    def write_out_log(self) -> None:
+        """Does nothing: there are no log lines of an engine."""
+
     def shutdown(self, linger: bool) -> None:
         """Does nothing: there are no connections."""
 

@@ -8,6 +8,7 @@ changed since.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,12 @@ class AveragingStep:
         self.inp = self.given.memory
         self.out = self.taken.memory
         self.sent = 0
+
+    @property
+    def channels(self) -> ModelGroups:
+        """The old name of ``groups``."""
+        warnings.warn("channels of an averaging step is now groups", DeprecationWarning, stacklevel=2)
+        return self.groups
 
     # The weights.
 

@@ -7,6 +7,7 @@ them to the logger. So a closed or full stderr stops that thread and nothing els
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -59,7 +60,9 @@ def _serve() -> None:
             if text == _FLUSH:
                 _flushed.set()
             else:
-                _emit(level, text)
+                # A filter or a handler of the user's that raises must not end the log.
+                with contextlib.suppress(Exception):
+                    _emit(level, text)
 
 
 def _emit(level: int, text: str) -> None:

@@ -391,10 +391,14 @@ def shutdown() -> None:
 
 @atexit.register
 def _exit() -> None:
-    if _world is not None:
-        for finish in at_exit:
-            finish()
-        if _world.elastic is not None:
-            _world.elastic.leave()
+    try:
+        if _world is not None:
+            for finish in at_exit:
+                finish()
+            if _world.elastic is not None:
+                _world.elastic.leave()
+            _world.engine.write_out_log()
         logs.flush()  # before the threads that serve the interpreter stop
-        _world.engine.shutdown(True)
+    finally:
+        if _world is not None:
+            _world.engine.shutdown(True)

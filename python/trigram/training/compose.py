@@ -68,7 +68,7 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
         has_momentum = [k for g in optimizer.param_groups for k in ("momentum", "betas") if g.get(k)]
         if has_momentum:
             raise UnsupportedError(
-                f"{algorithm.name}: momentum= all_tensors with an optimizer that has {has_momentum[0]} "
+                f"{algorithm.name}: momentum= together with an optimizer that has {has_momentum[0]} "
                 "applies momentum twice and diverges; remove one of the two"
             )
     elif optimizer is not None and not _averages_state(algorithm):

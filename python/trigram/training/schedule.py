@@ -100,14 +100,14 @@ class _CountedSchedule:
         """The number of averaging steps, and the state of each."""
         weight = self.groups.sample_weight
         kept = {"weight": weight.pending} if weight is not None else {}
-        return {**kept, "rounds": self.steps_done, "steps": [e.state() for e in self.steps]}
+        return {**kept, "rounds": self.steps_done, "exchanges": [e.state() for e in self.steps]}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done = self.steps_started = state["rounds"]
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.pending = state["weight"]
-        for step, kept in zip(self.steps, state["steps"], strict=True):
+        for step, kept in zip(self.steps, state["exchanges"], strict=True):
             step.load(kept)
 
 

@@ -341,7 +341,7 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
     }
     if wrapped.hooks is not None:
         wrapped.hooks.drain()
-        state["hooks"] = copy.deepcopy(wrapped.hooks.state())
+        state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     return state
 
 
@@ -364,7 +364,7 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
         wrapped.proceed()
     wrapped.earlier_steps = state["behind"]
     if wrapped.hooks is not None:
-        wrapped.hooks.load(state["hooks"])
+        wrapped.hooks.load(state["carrier"])
 
 
 @contextlib.contextmanager

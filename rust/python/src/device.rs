@@ -58,7 +58,7 @@ pub(crate) struct DeviceGroup(Ranks);
 
 #[pymethods]
 impl DeviceGroup {
-    /// Meets the other ranks of `group` by `id`; failures are from_nccl in `alarm`.
+    /// Meets the other ranks of `group` by `id`; failures are reported in `alarm`.
     #[new]
     #[allow(clippy::too_many_arguments)] // one call from one place
     #[pyo3(signature = (group, alarm, nccl, device, id, priority, timeout=None))]

@@ -24,12 +24,17 @@ use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
 use trigram_engine::sys::completion::{self, Completion};
-use trigram_engine::sys::{address, memory};
+use trigram_engine::sys::{address, fork, memory};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);
 /// Threads that wait here and may come back to the interpreter.
-static WAITING: AtomicUsize = AtomicUsize::new(0);
+/// One count for each depth of forks: a child has none of its parent's threads.
+static WAITING: [AtomicUsize; 8] = [const { AtomicUsize::new(0) }; 8];
+
+fn waiting() -> &'static AtomicUsize {
+    &WAITING[fork::depth() % WAITING.len()]
+}
 
 /// Waits without the interpreter lock. Ctrl-C ends the wait with its own exception.
 ///
@@ -41,7 +46,7 @@ fn wait<T: Send>(
     f: impl Send + FnOnce(completion::InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
-    WAITING.fetch_add(1, Ordering::AcqRel);
+    waiting().fetch_add(1, Ordering::AcqRel);
     let outcome = py.detach(|| {
         let outcome = f(&mut || {
             if EXITING.load(Ordering::Acquire) {
@@ -60,7 +65,7 @@ fn wait<T: Send>(
         park_if_exiting();
         outcome
     });
-    WAITING.fetch_sub(1, Ordering::AcqRel);
+    waiting().fetch_sub(1, Ordering::AcqRel);
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
@@ -70,7 +75,7 @@ fn wait<T: Send>(
 /// Keeps a thread that has waited from coming back to an interpreter that ends, see [`wait`].
 fn park_if_exiting() {
     if EXITING.load(Ordering::Acquire) {
-        WAITING.fetch_sub(1, Ordering::AcqRel);
+        waiting().fetch_sub(1, Ordering::AcqRel);
         loop {
             std::thread::park();
         }
@@ -180,6 +185,11 @@ impl Engine {
         Ok(RegisteredMemory(self.0.world().allocate(nbytes).raise(py)?))
     }
 
+    /// Hands what the engine has noted for the log to the queue that [`next_log_lines`] reads.
+    fn write_out_log(&self, py: Python<'_>) {
+        py.detach(|| self.0.write_out_log());
+    }
+
     /// Ends everything. `exiting`: the interpreter ends too.
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
@@ -188,7 +198,7 @@ impl Engine {
             self.0.shutdown();
             // Those on their way back need the interpreter lock to get there: let them have it.
             let deadline = Instant::now() + Duration::from_secs(1);
-            while exiting && WAITING.load(Ordering::Acquire) > 0 && Instant::now() < deadline {
+            while exiting && waiting().load(Ordering::Acquire) > 0 && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
             }
         });
@@ -466,17 +476,17 @@ fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
     let now = Instant::now();
     let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
     if limit.is_zero() {
-        return levelled(log_sink::next(now, || true)); // the queue's lock is held for a moment only
+        return levelled(log_sink::next(now, || false)); // the queue's lock is held for a moment only
     }
     let is_over = || EXITING.load(Ordering::Acquire);
     let deadline = now + limit.min(Duration::from_secs(3600));
-    WAITING.fetch_add(1, Ordering::AcqRel);
+    waiting().fetch_add(1, Ordering::AcqRel);
     let lines = py.detach(|| {
         let lines = levelled(log_sink::next(deadline, is_over));
         park_if_exiting();
         lines
     });
-    WAITING.fetch_sub(1, Ordering::AcqRel);
+    waiting().fetch_sub(1, Ordering::AcqRel);
     lines
 }
 

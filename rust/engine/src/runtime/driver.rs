@@ -133,6 +133,8 @@ impl Driver {
             self.note_time();
             let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
             *idle = progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
+            drop((progress, idle));
+            self.counters.log.write_out();
         }
     }
 

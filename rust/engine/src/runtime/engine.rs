@@ -183,6 +183,11 @@ impl Engine {
         Ok(())
     }
 
+    /// Hands what is noted for the log to the logger, which the threads that drive do a moment later.
+    pub fn write_out_log(&self) {
+        self.driver.counters.log.write_out();
+    }
+
     /// Shuts down: calls under way fail, and the peers are told that this rank leaves.
     pub fn shutdown(&self) {
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {

@@ -26,8 +26,21 @@ struct Queue {
     arrived: Condvar,
 }
 
-static QUEUE: Queue =
-    Queue { lines: Mutex::new(Lines { lines: VecDeque::new(), dropped: 0 }), arrived: Condvar::new() };
+impl Queue {
+    const fn new() -> Self {
+        Self { lines: Mutex::new(Lines { lines: VecDeque::new(), dropped: 0 }), arrived: Condvar::new() }
+    }
+}
+
+/// One for each depth of forks: in a child, a thread that the child does not have may hold the parent's lock.
+static QUEUES: [Queue; 8] = [const { Queue::new() }; 8];
+
+fn queue() -> &'static Queue {
+    &QUEUES[fork::depth() % QUEUES.len()]
+}
+
+/// The logger: puts lines into this process's queue.
+struct Sink;
 
 impl Queue {
     fn lock(&self) -> MutexGuard<'_, Lines> {
@@ -35,9 +48,9 @@ impl Queue {
     }
 }
 
-impl log::Log for Queue {
+impl log::Log for Sink {
     fn enabled(&self, metadata: &log::Metadata<'_>) -> bool {
-        metadata.target() == "trigram" && !fork::is_child()
+        metadata.target() == "trigram"
     }
 
     fn log(&self, record: &log::Record<'_>) {
@@ -45,14 +58,15 @@ impl log::Log for Queue {
             return;
         }
         let line = (record.level(), record.args().to_string());
-        let mut lines = self.lock();
+        let queue = queue();
+        let mut lines = queue.lock();
         if lines.lines.len() == MOST {
             lines.lines.pop_front();
             lines.dropped += 1;
         }
         lines.lines.push_back(line);
         drop(lines);
-        self.arrived.notify_one();
+        queue.arrived.notify_one();
     }
 
     fn flush(&self) {}
@@ -60,10 +74,9 @@ impl log::Log for Queue {
 
 /// Queues the engine's log lines from now on.
 pub fn install() {
-    // In a forked child the queue's lock may be held by a thread that the child does not have.
-    fork::watch();
+    fork::watch(); // counts the depth of forks
     // If the process's own Rust code has installed another logger, that one gets the lines.
-    if log::set_logger(&QUEUE).is_ok() {
+    if log::set_logger(&Sink).is_ok() {
         log::set_max_level(LevelFilter::Info);
     }
 }
@@ -71,16 +84,17 @@ pub fn install() {
 /// The lines that wait, the oldest first. If there are none, waits for one until `deadline`, or until `is_over` and
 /// [`wake`].
 pub fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<(Level, String)> {
-    if fork::is_child() {
-        return Vec::new();
-    }
-    let mut lines = QUEUE.lock();
+    let queue = queue();
+    let mut lines = queue.lock();
     while lines.lines.is_empty() && !is_over() {
         let Some(left) = deadline.checked_duration_since(Instant::now()).filter(|d| *d > Duration::ZERO)
         else {
             break;
         };
-        (lines, _) = QUEUE.arrived.wait_timeout(lines, left).unwrap_or_else(PoisonError::into_inner);
+        (lines, _) = queue.arrived.wait_timeout(lines, left).unwrap_or_else(PoisonError::into_inner);
+    }
+    if is_over() {
+        return Vec::new();
     }
     let dropped = std::mem::take(&mut lines.dropped);
     let mut taken = Vec::new();
@@ -95,10 +109,9 @@ pub fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<(Level, String
 
 /// Wakes a thread that waits in [`next()`], so that it checks `is_over`.
 pub fn wake() {
-    if !fork::is_child() {
-        drop(QUEUE.lock());
-        QUEUE.arrived.notify_all();
-    }
+    let queue = queue();
+    drop(queue.lock());
+    queue.arrived.notify_all();
 }
 
 #[cfg(test)]
@@ -108,7 +121,7 @@ mod tests {
     fn log(text: &str) {
         let args = format_args!("{text}");
         let record = log::Record::builder().level(Level::Warn).target("trigram").args(args).build();
-        log::Log::log(&QUEUE, &record);
+        log::Log::log(&Sink, &record);
     }
 
     #[test]

@@ -7,16 +7,19 @@
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Once;
-use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 
 use trigram_core::{Error, Result};
 
 const ROOM: usize = 16 << 10;
 static FDS: [AtomicI32; ROOM] = [const { AtomicI32::new(-1) }; ROOM];
+/// Whether this process has ever held a descriptor of the engine.
+static HELD: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
+static DEPTH: AtomicUsize = AtomicUsize::new(0);
 static WATCH: Once = Once::new();
 
-/// Registers the fork handler: from now on [`is_child`] recognizes forked children of this process.
+/// Registers the fork handler: from now on forked children of this process are recognized.
 pub fn watch() {
     WATCH.call_once(|| {
         // SAFETY: the handler makes only async-signal-safe calls. If it cannot be registered for lack of memory,
@@ -33,6 +36,7 @@ impl GuardedFd {
     /// Registers a descriptor. Beyond 16,384 of them, a child keeps the rest.
     pub fn new(fd: &impl AsRawFd) -> Self {
         watch();
+        HELD.store(true, Ordering::Relaxed);
         let fd = fd.as_raw_fd();
         for cell in &FDS {
             if cell.compare_exchange(-1, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
@@ -69,8 +73,18 @@ pub fn is_child() -> bool {
     FORKED.load(Ordering::Relaxed)
 }
 
+/// How many forks lie between this process and the one in which [`watch`] was called first. What a thread of the
+/// parent may have locked, or counted itself in, is kept once for each depth.
+pub fn depth() -> usize {
+    DEPTH.load(Ordering::Relaxed)
+}
+
 extern "C" fn in_child() {
-    FORKED.store(true, Ordering::Relaxed);
+    DEPTH.fetch_add(1, Ordering::Relaxed);
+    // A child of a process that had no engine may make one of its own.
+    if HELD.load(Ordering::Relaxed) {
+        FORKED.store(true, Ordering::Relaxed);
+    }
     // SAFETY: open, dup2 and close may be called between fork and exec.
     unsafe {
         let null = libc::open(c"/dev/null".as_ptr(), libc::O_RDWR | libc::O_CLOEXEC);

@@ -1,0 +1,37 @@
+"""The Python code of README.md and docs/extending.md runs, with public names only and without warnings."""
+
+from __future__ import annotations
+
+import re
+import warnings
+
+import pytest
+
+from tests.support.harness import ROOT, run
+
+PAGES = ("README.md", "docs/extending.md")
+BLOCKS = {
+    f"{page}:{number}": code
+    for page in PAGES
+    for number, code in enumerate(
+        re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+    )
+}
+PUBLIC = {"trigram", "trigram.codecs", "trigram.errors", "trigram.graphs", "trigram.mixing"}
+
+
+def test_there_is_code() -> None:
+    assert len(BLOCKS) >= 4
+
+
+def _runs(rank: int, world: int, code: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        exec(compile(code, "documented", "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", list(BLOCKS))
+def test_it_runs(block: str) -> None:
+    used = set(re.findall(r"^\s*(?:from|import) (trigram[\w.]*)", BLOCKS[block], re.MULTILINE))
+    assert used <= PUBLIC, used - PUBLIC
+    run(2, _runs, BLOCKS[block])

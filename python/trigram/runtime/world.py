@@ -193,7 +193,11 @@ def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
 def _listed(ranks: Sequence[int]) -> str:
     if isinstance(ranks, range):
         return f"ranks 0 to {len(ranks) - 1}"
-    return f"ranks {list(ranks)}" if ranks else "no ranks yet: this rank has not joined the running job"
+    return (
+        f"ranks {list(ranks)}"
+        if ranks
+        else "no ranks yet: this rank started late and has not joined the running job"
+    )
 
 
 def internal_group(group: Group, name: str) -> Group:

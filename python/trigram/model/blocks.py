@@ -9,6 +9,7 @@ from torch import nn
 
 from trigram.errors import UnsupportedError
 from trigram.model.wrapped import lookup
+from trigram.training.uneven_inputs import UnevenInputs
 
 
 @contextlib.contextmanager
@@ -51,9 +52,10 @@ def join(model: nn.Module) -> Iterator[None]:
         yield
         wrapped.hooks.drain()
         return
-    wrapped.hooks.joining, wrapped.hooks.forwards = True, 0
+    hooks = wrapped.hooks
+    hooks.join = UnevenInputs([(model, hooks)], throw=False)
     try:
         yield
-        wrapped.hooks.run_without_inputs(model)
+        hooks.join.run_without_inputs()
     finally:
-        wrapped.hooks.joining = False
+        hooks.join = None

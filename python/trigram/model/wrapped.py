@@ -18,7 +18,7 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError
-from trigram.runtime import world
+from trigram.runtime import logs, world
 from trigram.runtime.group import Group
 from trigram.training.compose import check, compose, warm
 from trigram.training.gradient_sync import GradientSync
@@ -94,6 +94,24 @@ class WrappedModel:
             hooks.elastic = part
             recovery.add(part)
             self.groups.joining = False
+        if self.group.rank == 0:
+            logs.info(self._line())
+
+    def _line(self) -> str:
+        """What the first rank logs at the start."""
+        text = f"{self.algorithm.title} trains a model on {self.size} ranks"
+        hooks = self.hooks
+        if isinstance(hooks, GradientSync):
+            sent, count = sum(b.average.sent for b in hooks.buckets), len(hooks.buckets)
+            text += f"; {count} bucket{'s' if count > 1 else ''}, {sent} bytes sent per step and rank"
+            if self.warming:
+                text += f" in the warm-up of {hooks.limit} steps"
+        if not self.algorithm.gradients:
+            text += (
+                "; the ranks' weights differ between averaging steps: evaluate and save them under "
+                "trigram.consensus"
+            )
+        return text
 
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None

@@ -46,7 +46,7 @@ from trigram.errors import (
 from trigram.model.blocks import join, no_sync
 from trigram.model.boundary import step
 from trigram.model.checkpoint import algorithm_state, load_algorithm_state
-from trigram.model.consensus import consensus
+from trigram.model.consensus import consensus, consensus_state_dict
 from trigram.model.counters import stats
 from trigram.model.ddp import DistributedDataParallel
 from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
@@ -81,6 +81,7 @@ __all__ = [
     "barrier",
     "broadcast",
     "consensus",
+    "consensus_state_dict",
     "ddp_hook",
     "empty",
     "gather",

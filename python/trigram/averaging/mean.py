@@ -12,6 +12,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.robust import RobustAverage
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
+from trigram.runtime.engine_codes import DTYPES
 
 
 def mean_of(
@@ -27,10 +28,13 @@ def mean_of(
     """
     rule, n = groups.aggregation, groups.size
     control = groups.control
-    floats = [t for t in tensors if t.is_floating_point() and t.numel()]
+    floats = [t for t in tensors if _is_averaged(t) and t.numel()]
     for alike in coalesced.alike(floats):
+        dtype = alike[0].dtype
         coalesced_tensor = coalesced.Coalesced(
-            alike, None, None if rule is None else lambda total: padded(total, n)
+            alike,
+            dtype if dtype in DTYPES else torch.float32,
+            None if rule is None else lambda total: padded(total, n),
         )
         coalesced_tensor.pack()
         if rule is not None:
@@ -44,5 +48,10 @@ def mean_of(
             if sample_weight is not None:
                 sample_weight.normalize(coalesced_tensor.memory)
         coalesced_tensor.unpack()
-    others = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    others = [t for t in tensors if not _is_averaged(t) and t.numel()]
     coalesced.broadcast(others, 0, control)
+
+
+def _is_averaged(t: torch.Tensor) -> bool:
+    """Whether a tensor is of floating point; 8-bit floats too, but not pairs of 4-bit floats."""
+    return t.is_floating_point() and "float4" not in str(t.dtype)

@@ -24,6 +24,7 @@ from trigram.errors import MismatchError, UnsupportedError
 from trigram.gpu import device
 from trigram.runtime.group import Group
 from trigram.training.elasticity import Elasticity, FixedRanks
+from trigram.training.tensor_check import check_tensors
 from trigram.training.weak_hook import WeakHook
 
 
@@ -60,6 +61,7 @@ class StepHooks:
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
         self.elastic: Elasticity = FixedRanks()
+        check_tensors(model, None if groups.joining else groups.control)
         self.find_parameters(model)
         if not groups.joining:
             _agree_on(model, groups.control)
@@ -243,13 +245,17 @@ def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
 def _agree_on(model: nn.Module, group: Group) -> None:
     """Raises a ``MismatchError`` on all ranks if the models differ, before any weight is changed."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    lines = [
+        f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad} {coalesced.expanded_dimensions(t)}"
+        for n, t in tensors
+    ]
     other = ranks_unlike_first("\n".join(lines), group)
     if other:
         first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
             f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank {group.ranks[0]} "
-            f"in the names, shapes, dtypes or requires_grad of its parameters and buffers ({first} tensors "
-            f"on rank {group.ranks[0]}, {len(lines)} on rank {group.ranks[group.rank]}); build the same "
+            "in the names, shapes, dtypes, requires_grad or expanded dimensions of its parameters and "
+            f"buffers ({first} tensors on rank {group.ranks[0]}, {len(lines)} on rank "
+            f"{group.ranks[group.rank]}); build the same "
             "model on all ranks"
         )

@@ -18,6 +18,7 @@ from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.averaging.sparse import sparse_parameters
+from trigram.collectives import coalesced
 from trigram.collectives.consistency import same_everywhere
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
@@ -278,8 +279,8 @@ class Consensus:
 
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
-        for t, was in self._replicas:
-            t.copy_(was)
+        if self._replicas:
+            coalesced.copy_all(*zip(*self._replicas, strict=True))
 
 
 @torch.no_grad()

@@ -110,6 +110,11 @@ def dtype(rank: int) -> object:
     return trigram.all_reduce(torch.ones(2, dtype=torch.complex64))
 
 
+def lazy(rank: int) -> object:
+    """A model whose shapes depend on its first inputs."""
+    return trigram.with_bagua(torch.nn.LazyLinear(2))
+
+
 def twice(rank: int) -> object:
     """A model hooked twice."""
     return trigram.with_bagua(trigram.with_bagua(torch.nn.Linear(2, 2)))
@@ -214,6 +219,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("ConfigError", "not set; start the ranks with torchrun"): half_an_environment,
     ("UnsupportedError", "is not supported; cast the tensor"): dtype,
     ("MisuseError", "hooked already"): twice,
+    ("MisuseError", "is not initialized"): lazy,
     ("MisuseError", "cannot be used in a forked child"): forked,
     ("MisuseError", "has been shut down"): after_shutdown,
     ("AbortedError", "aborted its backward pass"): backward_fails,

@@ -110,6 +110,16 @@ class HierarchicalAverage:
         self.sent = self.average.sent if self.average is not None else 0
         self.under_way = False
 
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """See :class:`Average`. The other ranks of this host may use them: a sum that is 0 is held back."""
+        if self.average is not None:
+            self.average.hold(views)
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """See :class:`Average`."""
+        if self.average is not None:
+            self.average.settle(unused)
+
     def start(self, step: int) -> None:
         """See :class:`Average`."""
         self.levels.begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from typing import Any
 
@@ -13,6 +14,8 @@ from trigram.gpu import device
 from trigram.runtime import world
 
 # These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
+# Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
+# and no loop over the set itself, which could find it changed.
 _in_flight: set[Work] = set()
 
 
@@ -27,9 +30,9 @@ class Work:
         self._core = core
         self._tensors = tensors
         self._what = what
+        _in_flight.add(self)  # first: if what follows raises, the engine still has the tensors
         if len(_in_flight) > 64 and not device.capturing():
             _collect()
-        _in_flight.add(self)
 
     def is_completed(self) -> bool:
         """Whether the collective has finished or failed."""
@@ -77,8 +80,11 @@ class Work:
 
 def _collect() -> None:
     """Drops works that have finished, and with them their resources on GPUs."""
-    for work in [w for w in list(_in_flight) if w.is_completed()]:
-        _in_flight.discard(work)
+    for work in _in_flight.copy():
+        # An error of one call, such as a GPU's, is raised by its wait; here another call starts.
+        with contextlib.suppress(Exception):
+            if work.is_completed():
+                _in_flight.discard(work)
 
 
 world.at_exit.append(_collect)

@@ -94,13 +94,14 @@ class ModelGroups:
 
         Raises:
             AbortedError: This rank must regroup with the others.
+            TimeoutError: The neighbour did not send within ``op_timeout``.
         """
-        while self.interrupted is not None:
+        while self.interrupted is not None and not work.is_completed():
             try:
                 work.wait(0.05)
-                return
             except TimeoutError:
-                if self.interrupted():
+                # Completed: the message itself has timed out (op_timeout), which the last line raises.
+                if not work.is_completed() and self.interrupted():
                     raise AbortedError(
                         f"{self.name}: the wait for a neighbour's message was aborted, because a rank of "
                         "this elastic job was lost or is joining; training continues when all ranks have "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from trigram import _core
 from trigram.errors import TimeoutError
 from trigram.gpu import device
-from trigram.runtime import world
+from trigram.runtime import logs, world
 
 # These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
 # Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
@@ -22,12 +23,17 @@ _in_flight: set[Work] = set()
 class Work:
     """The handle of an asynchronous collective, from a call with ``async_op=True``."""
 
-    __slots__ = ("__weakref__", "_core", "_tensors", "_what")
+    __slots__ = ("__weakref__", "_core", "_describe", "_tensors", "_what")
 
     def __init__(
-        self, core: _core.Work | device.Call, tensors: tuple[torch.Tensor | None, ...], what: str
+        self,
+        core: _core.Work | device.Call,
+        tensors: tuple[torch.Tensor | None, ...],
+        what: str,
+        describe: Callable[[], str] | None = None,
     ) -> None:
         self._core = core
+        self._describe = describe
         self._tensors = tensors
         self._what = what
         _in_flight.add(self)  # first: if what follows raises, the engine still has the tensors
@@ -42,7 +48,7 @@ class Work:
         """Waits until the collective has finished.
 
         Args:
-            timeout: Seconds; None: no limit while the peers are alive, unless ``init`` set ``op_timeout``.
+            timeout: Seconds; None: the ``op_timeout`` of ``init``, counted from the start of the collective.
 
         Returns:
             True.
@@ -52,7 +58,7 @@ class Work:
             TrigramError: The collective failed.
         """
         try:
-            if not self._core.wait(timeout):
+            if not self._wait(timeout):
                 raise TimeoutError(
                     f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
                 )
@@ -60,6 +66,12 @@ class Work:
             if self._core.is_completed():
                 _in_flight.discard(self)
         return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        if self._describe is None:
+            return self._core.wait(timeout)
+        with logs.waiting(self._what, self._describe):
+            return self._core.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the list of output tensors; a thread waits for the collective."""

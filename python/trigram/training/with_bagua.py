@@ -6,7 +6,7 @@ import contextlib
 import copy
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -60,6 +60,8 @@ class WrappedModel:
         self.hooks: StepHooks | None = None
         self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
         self.states = states
+        if self.groups is not None:
+            self.groups.describe(_describes(weakref.ref(self)))
         if self.groups is not None and states is not None:
             self.groups.joining = recovery.is_newcomer()
         self.begin(model, chosen, optimizer)
@@ -78,6 +80,7 @@ class WrappedModel:
         if not self.groups.joining:
             agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
         self.extras.bind(self.groups, chosen)
+        self.groups.be_patient(chosen.every is None)
         warmup = chosen.options.get("warmup_steps", 0)
         self.groups.use_helpers(
             chosen.gradients and chosen.value.what == "full" and not chosen.graph and not warmup
@@ -126,6 +129,19 @@ class WrappedModel:
     def warming(self) -> bool:
         """Whether the warm-up has not ended yet."""
         return self.hooks is not None and self.hooks.successor is not None
+
+
+def _describes(wrapped: weakref.ref[WrappedModel]) -> Callable[[], str]:
+    """What log lines say about a model; it does not keep the model alive."""
+
+    def say() -> str:
+        now = wrapped()
+        if now is None:
+            return "a model that the script has dropped"
+        steps = now.earlier_steps + (now.hooks.steps if now.hooks is not None else 0)
+        return f"model {type(now.model()).__name__}, step {steps}"
+
+    return say
 
 
 _models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()

@@ -266,7 +266,8 @@ def init(
     """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
     Without arguments it uses the store of ``torch.distributed`` if that is initialised, otherwise torchrun's
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank.
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank, unless
+    the variables of mpirun, mpiexec or srun say that there are several processes: then it raises.
     Calling it again returns the same group.
 
     Args:

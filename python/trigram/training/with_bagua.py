@@ -26,6 +26,7 @@ from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, current, resolve
 from trigram.training.compose import check, compose, warm
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.model_checks import check_modules
 from trigram.training.options import Options
 from trigram.training.step_hooks import StepHooks, agree_on_algorithm
 from trigram.training.weight_sync import WeightSync, running
@@ -212,6 +213,7 @@ def with_bagua(
     check(chosen, optimizer)
     extras, ranks = Options(sample_weight, check_finite, check_replicas), resolve(group)
     extras.check(chosen, ranks.size)
+    check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _models[model] = WrappedModel(model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states)
     return model
 

@@ -1,0 +1,31 @@
+"""Modules that would train wrong without a word under data parallelism."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import nn
+
+from trigram.errors import UnsupportedError
+
+
+def check_modules(model: nn.Module, size: int) -> None:
+    """Raises if a module of the model needs something that this job has not.
+
+    Args:
+        model: The module; its submodules are looked at too.
+        size: The number of ranks that train it.
+
+    Raises:
+        UnsupportedError: There is a ``SyncBatchNorm``, several ranks, and no process group of torch through
+            which it could exchange its statistics: it would use those of this rank's batch.
+    """
+    if size == 1 or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"with_bagua: module {name or 'itself'} is a SyncBatchNorm, which exchanges its statistics "
+                "through torch's process group, but there is none with several ranks, so it would use the "
+                "batch of each rank alone; call torch.distributed.init_process_group on all ranks before "
+                "with_bagua, or use BatchNorm"
+            )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import atexit
 import math
+import multiprocessing
+import multiprocessing.util
 import os
 import threading
 import time
@@ -135,6 +137,8 @@ class World:
 _world: World | None = None
 _starting = threading.RLock()
 """Held by a thread in ``init``: the first calls of two threads make one world, not two."""
+_leaves_in = 0
+"""The child of multiprocessing that leaves its job when it ends."""
 at_exit: list[Callable[[], None]] = []
 """Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
 
@@ -301,8 +305,20 @@ def init(
         if _world is None:
             limit = _limit(op_timeout)
             _start(store, rank, world_size, init_timeout, limit, iface, elastic, helper)
+            _leave_at_end_of_child()
         assert _world is not None
         return _world.group
+
+
+def _leave_at_end_of_child() -> None:
+    """In a child of multiprocessing: calls ``shutdown`` when its function has returned or raised.
+
+    Such a child ends by ``os._exit``, without the functions at exit; without this its peers would lose it.
+    """
+    global _leaves_in
+    if multiprocessing.parent_process() is not None and _leaves_in != os.getpid():
+        _leaves_in = os.getpid()
+        multiprocessing.util.Finalize(None, shutdown, exitpriority=100)
 
 
 def _limit(op_timeout: float | None) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,7 +20,7 @@ from trigram.averaging.sparse import sparse_parameters
 from trigram.collectives.consistency import same_everywhere
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.runtime import world
+from trigram.runtime import exit_status, world
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, current, resolve
 from trigram.training.compose import check, compose, warm
@@ -103,6 +102,7 @@ class WrappedModel:
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
         if self.algorithm.every is None:
             assert isinstance(hooks, WeightSync)
+            exit_status.watch()
             running[hooks] = None if self.states is None else model
         return hooks
 
@@ -482,9 +482,9 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
 
 def _finish() -> None:
     """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    failed = exit_status.has_failed()
     for hooks in list(running):
-        if failed is None:
+        if not failed:
             with contextlib.suppress(TrigramError):
                 hooks.drain()
     running.clear()

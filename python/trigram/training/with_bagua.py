@@ -24,6 +24,7 @@ from trigram.runtime import exit_status, world
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, current, resolve
 from trigram.training.compose import check, compose, warm
+from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.model_checks import check_modules
 from trigram.training.options import Options
@@ -79,6 +80,8 @@ class WrappedModel:
             return
         if not self.groups.joining:
             agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
+        if self.states is None:  # ranks join an elastic job one by one
+            release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)
         self.groups.be_patient(chosen.every is None)
         warmup = chosen.options.get("warmup_steps", 0)

@@ -24,7 +24,7 @@ def check_modules(model: nn.Module, size: int) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise UnsupportedError(
-                f"with_bagua: module {name or 'itself'} is a SyncBatchNorm, which exchanges its statistics "
+                f"with_bagua: module {name or 'itself'} is a SyncBatchNorm, which averages its statistics "
                 "through torch's process group, but there is none with several ranks, so it would use the "
                 "batch of each rank alone; call torch.distributed.init_process_group on all ranks before "
                 "with_bagua, or use BatchNorm"

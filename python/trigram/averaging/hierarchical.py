@@ -52,6 +52,7 @@ class HostLevels:
                 self.between_hosts.renew(self.two_level.across)
             elif self.two_level.across is not None:
                 self.between_hosts = ModelGroups(self.two_level.across)
+                self.between_hosts.describe(self.groups.description)
             self.broken = False
 
     def abort(self, why: str) -> None:

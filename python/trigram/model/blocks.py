@@ -10,6 +10,7 @@ from torch import nn
 
 from trigram.errors import UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
+from trigram.training.uneven_inputs import UnevenInputs
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -63,9 +64,10 @@ def _join(model: nn.Module, wrapped: WrappedModel) -> Iterator[None]:
         yield
         wrapped.hooks.drain()
         return
-    wrapped.hooks.joining, wrapped.hooks.forwards = True, 0
+    hooks = wrapped.hooks
+    hooks.join = UnevenInputs([(model, hooks)], throw=False)
     try:
         yield
-        wrapped.hooks.run_without_inputs(model)
+        hooks.join.run_without_inputs()
     finally:
-        wrapped.hooks.joining = False
+        hooks.join = None

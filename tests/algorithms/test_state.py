@@ -199,7 +199,7 @@ def state_in_other_buckets(rank: int, world: int, label: str) -> None:
         optimizer.load_state_dict(kept["optimizer"])
         trigram.load_algorithm_state(model, kept["algorithm"])
         assert trigram.stats(model)["steps"] == BEFORE
-    assert len(trigram.stats(model)["buckets"]) >= 2
+        assert len(trigram.stats(model)["buckets"]) >= 2
         after.append(go(model, optimizer, rank, BEFORE, AFTER))
         same_on_all_ranks(rank, world, f"other-buckets-{label}-{k}", after[-1])
     for a, b in zip(*after, strict=True):
@@ -625,7 +625,8 @@ def consensus_state_dict(rank: int, world: int, label: str) -> None:
     """The averaged state on every rank; the model keeps its weights, and trains on."""
     torch.manual_seed(8)
     model, optimizer = start(rank, label, Mixed)
-    go(model, optimizer, rank, 0, 1)  # no boundary yet, so nothing is in flight
+    go(model, optimizer, rank, 0, 1)
+    trigram.algorithm_state(model)  # what is in flight lands
     if not label.startswith("gradient"):
         part(model, rank)
     else:

@@ -196,7 +196,7 @@ def state_in_other_buckets(rank: int, world: int, label: str) -> None:
         if k == 2:
             go(model, optimizer, rank, 0, 2)  # it has residuals of its own, which are to go
         model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
         trigram.load_algorithm_state(model, kept["algorithm"])
         assert trigram.stats(model)["steps"] == BEFORE
         assert len(trigram.stats(model)["buckets"]) >= 2
@@ -212,7 +212,7 @@ def state_in_other_buckets(rank: int, world: int, label: str) -> None:
         fresh = copy.deepcopy(module)
         fresh.load_state_dict(kept["model"])
         optimizer = OPTIMIZERS[row.optimizer](fresh)
-        optimizer.load_state_dict(kept["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
         trigram.with_bagua(fresh, row.algorithm, optimizer=optimizer, bucket_mb=0.002, **row.options)
         without = go(fresh, optimizer, rank, BEFORE, AFTER)
         assert float((without[0] - after[0][0]).norm()) > 0, "no residual was loaded"

@@ -210,7 +210,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "trigram.shutdown first, or end the script"
             )
         if wrapped.hooks is not None:
-            wrapped.hooks.abort_pass()
+            wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
     module = wrapped.model()
     assert module is not None
@@ -241,6 +241,6 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if isinstance(wrapped.hooks, WeightSync):
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
-        wrapped.hooks.abort_pass()
+        wrapped.hooks.abort_failed()
     wrapped.end()
     wrapped.begin(model, chosen, optimizer)

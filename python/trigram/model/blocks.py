@@ -85,11 +85,22 @@ def _is_asynchronous(wrapped: WrappedModel) -> bool:
     return wrapped.algorithm.every is None and not wrapped.warming
 
 
+_blocks: list[UnevenInputs] = []
+"""The blocks under way."""
+
+
 @contextlib.contextmanager
 def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
     trained = [(w, w.model(), w.hooks) for w in wrapped]
     waiting = [(m, h) for w, m, h in trained if m is not None and h is not None and not _is_asynchronous(w)]
     block = UnevenInputs(waiting, throw) if waiting else None
+    if block is not None and _blocks:
+        raise MisuseError(
+            "join: this rank is in another join block already, and the ranks would wait for each other at its "
+            "end; write join(a, b) for several models"
+        )
+    if block is not None:
+        _blocks.append(block)
     for _, hooks in waiting:
         hooks.join = block
     try:
@@ -100,5 +111,7 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
             if w.hooks is not None and _is_asynchronous(w):
                 w.hooks.drain()
     finally:
+        if block is not None:
+            _blocks.remove(block)
         for _, hooks in waiting:
             hooks.join = None

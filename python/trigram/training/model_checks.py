@@ -17,8 +17,9 @@ def check_modules(model: nn.Module, size: int) -> None:
         size: The number of ranks that train it.
 
     Raises:
-        UnsupportedError: The model is a ``torch.jit.ScriptModule``. Or there is a ``SyncBatchNorm``, several ranks, and no process group of torch through
-            which it could exchange its statistics: it would use those of this rank's batch.
+        UnsupportedError: The model is a ``torch.jit.ScriptModule``. Or it has a ``SyncBatchNorm``, there are
+            several ranks, and no process group of torch through which it could exchange its statistics: it
+            would use those of this rank's batch.
     """
     if size > 1 and isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(

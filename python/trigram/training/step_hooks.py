@@ -274,8 +274,8 @@ class StepHooks:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # an evaluation, or a forward pass that checkpointing repeats
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
+            return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
         self.abort_failed()

@@ -530,7 +530,8 @@ def consensus(rank: int, world: int, label: str) -> None:
     """All ranks get the average, weights and buffers; inside of `with` only for a while."""
     torch.manual_seed(8)
     model, optimizer = start(rank, label, normed)
-    go(model, optimizer, rank, 0, 1)  # no boundary yet, so nothing is in flight
+    go(model, optimizer, rank, 0, 1)
+    trigram.algorithm_state(model)  # what is in flight lands
     part(model, rank)
     floats = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
     expected = [average(t, world) for t in floats]

@@ -153,7 +153,7 @@ class StepHooks:
         self.abort_failed()
 
     def skip_boundary(self) -> None:
-        """Counts a step that the other ranks have begun and that no rank completes, as they have no inputs."""
+        """Counts a step that the other ranks have begun and that no rank completes."""
 
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A whole step of a rank that has no inputs left; ``src``: the group rank whose buffers all get."""

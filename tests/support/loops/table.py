@@ -45,6 +45,7 @@ class Refused:
 
     algorithms: tuple[str, ...]
     says: tuple[str, ...]
+    always: bool = True  # False: it may also be trained right
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,10 @@ class Row:
 
     def is_refused(self, algorithm: str) -> bool:
         """Whether this algorithm must refuse the loop."""
+        return self.may_be_refused(algorithm) and self.refused.always  # type: ignore[union-attr]
+
+    def may_be_refused(self, algorithm: str) -> bool:
+        """Whether this algorithm may refuse the loop, if it says why."""
         return self.refused is not None and algorithm in self.refused.algorithms
 
     def is_compared(self, algorithm: str) -> bool:
@@ -102,16 +107,19 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    refused: tuple[Iterable[str] | str, *tuple[str, ...]] | None = None, **more: Any
+    refused: tuple[Iterable[str] | str, *tuple[str, ...]] | None = None, sometimes: bool = False, **more: Any
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
-    """Adds a loop to the table. `refused=(algorithms, "a word", ...)`: they refuse it and say these words."""
+    """Adds a loop to the table. `refused=(algorithms, "a word", ...)`: they refuse it and say these words.
+
+    `sometimes`: or they train it right.
+    """
 
     def add(fn: Callable[[Loop], None]) -> Callable[[Loop], None]:
         no = None
         if refused is not None:
             algorithms, *says = refused
             names = (algorithms,) if isinstance(algorithms, str) else tuple(algorithms)
-            no = Refused(names, tuple(says))
+            no = Refused(names, tuple(says), not sometimes)
         assert fn.__name__ not in ROWS, fn.__name__
         ROWS[fn.__name__] = Row(fn.__name__, fn.__module__.rpartition(".")[2], fn, refused=no, **more)
         return fn

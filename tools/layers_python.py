@@ -34,6 +34,18 @@ ROOMS = {
         "mixing",
         "elastic",
     },
+    "model": {
+        "errors",
+        "runtime",
+        "codecs",
+        "algorithms",
+        "gpu",
+        "collectives",
+        "averaging",
+        "mixing",
+        "elastic",
+        "training",
+    },
 }
 """Which rooms each room may use."""
 OUTSIDE = {

@@ -43,21 +43,16 @@ from trigram.errors import (
     TrigramError,
     UnsupportedError,
 )
+from trigram.model.blocks import join, no_sync
+from trigram.model.checkpoint import algorithm_state, load_algorithm_state
+from trigram.model.consensus import consensus
+from trigram.model.counters import stats
+from trigram.model.with_bagua import switch, with_bagua
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
 from trigram.training.qadam import QAdam
-from trigram.training.with_bagua import (
-    algorithm_state,
-    consensus,
-    join,
-    load_algorithm_state,
-    no_sync,
-    stats,
-    switch,
-    with_bagua,
-)
 
 __all__ = [
     "AbortedError",

@@ -42,12 +42,13 @@ class Algorithm:
     """What happens at a boundary, and when the backward passes have ended."""
 
     sim: Simulation
+    overlap = False  # True: an averaging step begins with the next training step
 
     def attach(self, sim: Simulation) -> None:
         self.sim = sim
 
     def boundary(self, done: int) -> None:
-        """Before the forward after `done` steps."""
+        """After `done` steps: after the update, or with `overlap` before the next forward."""
 
     def backward_ended(self, step: int) -> None:
         """After the backward of step 0, 1, ..."""
@@ -108,7 +109,7 @@ class Simulation:
 
     def boundary(self) -> None:
         """Before the first forward of a step."""
-        if self.done > 0 and self.done >= self.warmup:
+        if self.done > 0 and self.done >= self.warmup and self.algorithm.overlap:
             self.algorithm.boundary(self.done)
 
     def backward(self, losses: Losses) -> None:
@@ -125,6 +126,8 @@ class Simulation:
             if i not in skip and not self.algorithm.update(i):
                 optimizer.step()
         self.done += 1
+        if self.done >= self.warmup and not self.algorithm.overlap:
+            self.algorithm.boundary(self.done)
 
     def step(self, losses: Losses) -> None:
         self.boundary()

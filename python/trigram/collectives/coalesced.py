@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -70,20 +70,22 @@ class Coalesced:
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
 
+    @torch.no_grad()
     def pack(self) -> None:
         """Copies the tensors to the memory."""
         torch._foreach_copy_(self.views, self.tensors)
 
+    @torch.no_grad()
     def unpack(self) -> None:
         """Copies the memory to the tensors."""
         torch._foreach_copy_(self.tensors, self.views)
 
-    def broadcast(self, src: int, group: Group) -> None:
-        """Broadcasts the tensors of group rank ``src``."""
+    def broadcast(self, src: int, group: Group, unpack: bool = True) -> None:
+        """Broadcasts the tensors of group rank ``src``; without ``unpack`` only to the memory."""
         if group.rank == src:
             self.pack()
         calls.broadcast(self.memory, group.ranks[src], group)
-        if group.rank != src:
+        if group.rank != src and unpack:
             self.unpack()
 
 
@@ -104,6 +106,7 @@ def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_byt
             Coalesced(chunk).broadcast(src, group)
 
 
-def of_buffers(model: nn.Module) -> list[Coalesced]:
-    """The non-empty buffers of a model, coalesced by dtype and device."""
-    return [Coalesced(b) for b in alike(b for b in model.buffers() if b.numel())]
+def of_buffers(model: nn.Module, ignored: Collection[str] = ()) -> list[Coalesced]:
+    """The non-empty buffers of a model, coalesced by dtype and device; without those named in ``ignored``."""
+    named = [b for n, b in model.named_buffers() if b.numel() and n not in ignored]
+    return [Coalesced(b) for b in alike(named)]

@@ -226,6 +226,12 @@ class AsyncGossip:
             self.offered[j] = self.step
             self.neighbours[j].send(_OFFER)
 
+    def begin_step(self) -> None:
+        """Nothing to do: steps begin and end at boundaries."""
+
+    def before_update(self) -> None:
+        """Nothing to do: steps begin and end at boundaries."""
+
     def backward_over(self) -> None:
         """Answers offers once more per step; the weights do not change here."""
         if self.script is None:

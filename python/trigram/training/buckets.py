@@ -7,12 +7,14 @@ parameters no rank used.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 
 from trigram.averaging.average import Average
 from trigram.collectives import coalesced
+from trigram.errors import MisuseError
 from trigram.runtime.memory import empty
 
 FIRST_BUCKET = 1 << 20
@@ -69,6 +71,14 @@ class Bucket:
         self.unused: list[int] = []
         self.sent = False
         self.backup: torch.Tensor | None = None
+        self.outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        # What refers to the gradients if no script does: see `is_kept_by_script`.
+        self._references: list[int] = []
+        self._storage_references = 0
+
+    def ready(self) -> None:
+        """Called once when the bucket's average has been made."""
+        self._references = [sys.getrefcount(self.views[k]) for k in range(len(self.views))]
 
     def begin(self) -> None:
         """Resets the bucket at the start of a backward pass."""
@@ -76,11 +86,27 @@ class Bucket:
         self.unused = []
         self.sent = False
 
-    def collect(self, params: Sequence[torch.Tensor]) -> None:
+    def is_kept_by_script(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether a script holds gradients of an earlier pass that are no longer those of the parameters."""
+        others = [k for k, i in enumerate(self.params) if params[i].grad is not self.views[k]]
+        return any(sys.getrefcount(self.views[k]) > self._references[k] for k in others) or (
+            bool(others) and 0 < self._storage_references < self._count_storage_references()
+        )
+
+    def _count_storage_references(self) -> int:
+        count = getattr(torch._C, "_storage_Use_Count", None)  # not in all releases of torch
+        return 0 if count is None else int(count(self.memory.untyped_storage()._cdata))
+
+    def collect(self, params: Sequence[torch.Tensor], copies: bool = False) -> None:
         """Collects the gradients in ``memory`` when no more will arrive in this backward pass.
 
         A gradient may be a view into ``memory`` already, or be in memory that autograd allocated (after
         ``set_to_none``), or be missing because this rank did not use the parameter.
+
+        Args:
+            params: All parameters of the model.
+            copies: The parameters keep the memory that autograd has allocated; :meth:`assign` copies the
+                averages to it.
         """
         to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
         for k, i in enumerate(self.params):
@@ -90,10 +116,12 @@ class Bucket:
                 self.unused.append(k)
             elif grad.data_ptr() != view.data_ptr():
                 to_copy.append((view, grad))
-                params[i].grad = view
+                if not copies:
+                    params[i].grad = view
         if to_copy:
             # One fused copy for all gradients outside the bucket.
             torch._foreach_copy_([v for v, _ in to_copy], [g for _, g in to_copy])
+        self.outside = to_copy if copies else []
         self.pending = set()
         self.sent = True
         if self.gaps is not None:
@@ -103,15 +131,30 @@ class Bucket:
             for k in self.unused:
                 self.flags[k] = 0
 
-    def assign_unused(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
-        """After the average: assigns the gradient of parameters that only other ranks used.
+    def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
+        """After the average: assigns the gradient of parameters that only other ranks used, and copies
+        averages to gradients outside of ``memory``.
 
         Args:
             params: All parameters of the model.
             used: For each parameter of this bucket, nonzero if any rank used it; None: take ``flags``.
+
+        Raises:
+            MisuseError: A gradient has disappeared in the backward pass.
         """
         flags = self.flags if used is None else used
         assert flags is not None
+        if any(params[i].grad is None for k, i in enumerate(self.params) if k not in self.unused):
+            raise MisuseError(
+                "a hook of the script has set the gradient of a parameter to None during backward(), before "
+                "it was averaged; update weights after backward(), or use an algorithm that averages weights "
+                "(local_sgd, decentralized)"
+            )
+        if not self._storage_references:  # the average has made all of its views now
+            self._storage_references = self._count_storage_references()
+        if self.outside:
+            torch._foreach_copy_([g for _, g in self.outside], [v for v, _ in self.outside])
+            self.outside = []
         for k in self.unused:
             if flags[k] > 0:
                 params[self.params[k]].grad = self.views[k]

@@ -26,15 +26,16 @@ from trigram import collectives
 from trigram.averaging import sparse
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
-from trigram.collectives.consistency import check_replicas
+from trigram.collectives.consistency import check_replicas, same_everywhere
 from trigram.elastic.recovery import ElasticModel
-from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_backup import GradientBackup
+from trigram.training.model_changes import agree_on_change
 from trigram.training.step_hooks import StepHooks
-from trigram.training.weak_hook import WeakHook
+from trigram.training.update_watch import GradientsSnapshot
 
 
 class GradientSync(StepHooks):
@@ -56,7 +57,9 @@ class GradientSync(StepHooks):
     ) -> None:
         self.compressor = compressor or GradientCompressor()
         self.bucket_bytes = bucket_bytes
-        self.sync_buffers = True
+        self.received: list[coalesced.Coalesced] = []
+        self.local = self.copies = False
+        self.assigned: GradientsSnapshot | None = None
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
@@ -93,6 +96,7 @@ class GradientSync(StepHooks):
         self.buckets = []
         for indices in assign(self.params, order, self.bucket_bytes):
             bucket = self.compressor.bucket(indices, self.params, self.groups)
+            bucket.ready()
             for i, parts in self._parts(bucket):
                 for name, part in kept.get(i, {}).items():
                     parts[name].copy_(part)
@@ -100,7 +104,7 @@ class GradientSync(StepHooks):
         self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
-            if old is not None and not old.is_sparse:
+            if old is not None and not old.is_sparse and not self.copies:
                 bucket.views[k].copy_(old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self.buckets if b.flags is None)
@@ -117,41 +121,76 @@ class GradientSync(StepHooks):
     def watch(self, model: nn.Module) -> None:
         """Hooks the model and its parameters."""
         super().watch(model)
-        self.handles += [
-            self.params[i].register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i))
-            for i in (*self.dense, *self.sparse)
-        ]
-        self.buffers = coalesced.of_buffers(model)
+        self.buffers = self._buffers(model)
 
-    # Forward.
+    # Before a pass.
 
-    def before_step(self, model: nn.Module, src: int) -> None:
-        """Checks and broadcasts before a forward pass in training; all ranks call it."""
-        self.elastic.before_step(lambda first: self._before_step(model, first), src)
+    def before_pass(self, model: nn.Module, in_backward: bool) -> None:
+        """Checks and broadcasts; all ranks do it once per pass."""
+        # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
+        # still has inputs.
+        src = max(self.join.meet(self)) if self.join is not None else 0
+        self.elastic.before_step(lambda first: self._before_pass(model, first, in_backward), src)
 
-    def _before_step(self, model: nn.Module, src: int) -> None:
+    def _before_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
         every = self.groups.check_replicas
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
-        if every and self.steps % every == 0 and self.sync_buffers and self.steps and not joining:
+        if every and self.steps % every == 0 and self.steps and not joining:
             check_replicas(model.parameters(), self.groups.control, self.steps)
-        if self.has_changed(model):
-            self.find_parameters(model)  # a layer was frozen, unfrozen or added
-            self.watch(model)
-        elif self.order is not None and self.steps:
+        if not self._follow_changes(model, in_backward) and self.order is not None and self.steps:
             self._reorder()
-        if self.sync_buffers:
-            self._broadcast_buffers(model, src)
-        # Like DistributedDataParallel: buffers are broadcast before a pass if the gradients of the pass
-        # before it were averaged.
-        self.sync_buffers = self.sync
+        if self.groups.broadcast_buffers:
+            self._broadcast_buffers(model, src, in_backward)
 
-    def _broadcast_buffers(self, model: nn.Module, src: int) -> None:
+    def _follow_changes(self, model: nn.Module, in_backward: bool) -> bool:
+        """Follows a script that has replaced, added or loaded parameters; True if it has found them anew."""
+        loaded, other = self.was_loaded(), self.has_other_parameters(model)
+        if not (loaded or other):
+            return False
+        known = {id(p) for p in self.params}
+        new = [t for n, t in self.tensors(model) if id(t) not in known and isinstance(t, nn.Parameter)]
+        if new and in_backward:
+            raise MisuseError(
+                f"{self.groups.name}: parameters of {type(model).__name__} were added or replaced, and the "
+                "model was not called since; call trigram.step(model) after such a change, on all ranks, so "
+                "that all ranks get the same values"
+            )
+        agree_on_change(self.tensors(model), self.groups)
+        if loaded and not same_everywhere(self.params, self.groups.control):
+            raise MismatchError(
+                f"{self.groups.name}: the weights of {type(model).__name__} differ between the ranks after "
+                "load_state_dict; load the same checkpoint on all ranks"
+            )
+        coalesced.broadcast(new, 0, self.groups.control)
+        if other:
+            self.find_parameters(model)
+            if in_backward:  # hooks must not be removed while one of them runs
+                self._watch_parameters()
+            else:
+                self.watch(model)
+        return other
+
+    def user_step(self) -> None:
+        """Follows changes of the model; gradients need no boundary."""
+        self.abort_failed()
+        model = self.model()
+        if model is not None and self.end_warmup() is None:
+            with torch.no_grad():
+                self._follow_changes(model, in_backward=False)
+
+    def _buffers(self, model: nn.Module) -> list[coalesced.Coalesced]:
+        return coalesced.of_buffers(model, self.groups.ignored)
+
+    def _broadcast_buffers(self, model: nn.Module, src: int, in_backward: bool) -> None:
         with torch.no_grad():
-            current = [b for b in model.buffers() if b.numel()]
-            if [id(b) for b in current] != [id(t) for f in self.buffers for t in f.tensors]:
-                self.buffers = coalesced.of_buffers(model)
+            ignored = self.groups.ignored
+            current = [b for n, b in model.named_buffers() if b.numel() and n not in ignored]
+            if {id(b) for b in current} != {id(t) for f in self.buffers for t in f.tensors}:
+                self.buffers = self._buffers(model)
             for buffers in self.buffers:
-                buffers.broadcast(src, self.groups.control)
+                # Backward may need the buffers as they are: they are written when it has ended.
+                buffers.broadcast(src, self.groups.control, unpack=not in_backward)
+            self.received = self.buffers if in_backward and self.groups.rank != src else []
 
     def _reorder(self) -> None:
         """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass."""
@@ -165,8 +204,17 @@ class GradientSync(StepHooks):
 
     # Backward.
 
-    def begin(self) -> None:
-        """Resets the buckets and counters for a new backward pass."""
+    def begin(self, param: int | None) -> None:
+        """Resets the buckets and counters for a new pass."""
+        if self.has_other_training():
+            model = self.model()
+            assert model is not None
+            self.find_parameters(model)
+            self._watch_parameters()
+        elif any(b.is_kept_by_script(self.params) for b in self.buckets):
+            # The script still holds gradients of an earlier pass; the next must not overwrite them.
+            self.copies = True
+            self._build_buckets([i for b in self.buckets for i in b.params])
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self.next = 0
         self.next_second_phase = 0
@@ -184,12 +232,12 @@ class GradientSync(StepHooks):
         """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
         return None if self.groups.sample_weight is None else self.groups.sample_weight.mine
 
-    @torch.no_grad()
-    def _on_gradient(self, i: int, param: torch.Tensor) -> None:
-        if not self.sync:
-            return
-        if not self.active:
-            self.begin_backward()
+    def local_gradient(self) -> None:
+        """Gradients that only this rank has; see :meth:`before_update`."""
+        self.local = True
+
+    def gradient(self, i: int, param: torch.Tensor) -> None:
+        """Starts the averages of the buckets whose gradients are all there."""
         if i in self.sparse:
             return
         bucket, k = self.place[i]
@@ -200,6 +248,12 @@ class GradientSync(StepHooks):
                 f"{self.groups.name}: the gradient of {self.names[i]} is {what}, but a dense "
                 f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
                 "sparse=True, and change a parameter's dtype before with_bagua"
+            )
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"{self.groups.name}: backward(create_graph=True) is not supported, because averaged "
+                "gradients have no graph; use torch.autograd.grad(..., create_graph=True) for the terms that "
+                "need one, and backward() for the loss"
             )
         if bucket.sent:
             raise MisuseError(
@@ -222,7 +276,7 @@ class GradientSync(StepHooks):
     def _start(self, bucket: Bucket) -> None:
         if self.next == 0:
             self.began = time.perf_counter()
-        bucket.collect(self.params)
+        bucket.collect(self.params, self.copies)
         if self.elastic.newcomer:
             bucket.memory.zero_()
             bucket.unused = list(range(len(bucket.params)))
@@ -253,13 +307,20 @@ class GradientSync(StepHooks):
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
         self.steps += 1
+        self.local = False
+        received, self.received = self.received, []
+        for buffers in received:
+            # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
+            torch._foreach_copy_([t.data for t in buffers.tensors], buffers.views)
+        if self.copies:
+            self.assigned = GradientsSnapshot(self.params)
 
     def send_rest(self) -> None:
         """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
         failure, self.failure = self.failure, None
         if failure is not None:
             self._finish(f"a collective of this pass failed: {failure}")
-            raise failure
+            raise explained(failure, self.groups.name)
         for bucket in self.buckets[self.next :]:
             self._start(bucket)
             self._advance()
@@ -276,7 +337,7 @@ class GradientSync(StepHooks):
             if self.elastic.newcomers and self.groups.sample_weight is None:
                 n = self.groups.size
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
-            bucket.assign_unused(self.params, used)
+            bucket.assign(self.params, used)
         for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 
@@ -287,7 +348,7 @@ class GradientSync(StepHooks):
         self.backup.restore(self.params)
         self.failure = None
         self.active = self.redoing = True
-        self.begin()
+        self.begin(None)
         self.redoing = False
 
     def meta(self) -> dict[str, Any]:
@@ -375,7 +436,7 @@ class GradientSync(StepHooks):
         self.waited += now - waits
         self.busy += now - (self.began or waits)
         if error is not None:
-            raise error
+            raise explained(error, self.groups.name)
 
     def _abort_calls(self, counts: list[int], why: str) -> None:
         """Aborts all calls of this pass on all ranks; the next call has the same number on all of them."""
@@ -394,6 +455,7 @@ class GradientSync(StepHooks):
         """Aborts, on all ranks, a backward pass that raised an exception."""
         if not self.active:
             return
+        self.forget_pass()
         self._finish("it raised an exception; see the log of that rank")
         # The averages of sent buckets went on after the exception, possibly after a zero_grad of the script:
         # the memory now holds neither gradients nor averages.
@@ -402,19 +464,66 @@ class GradientSync(StepHooks):
                 if bucket.sent:
                     bucket.memory.zero_()
 
-    def step_without_inputs(self) -> None:
+    @torch.no_grad()
+    def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it contributes gradients of 0."""
+        self._before_pass(model, src, in_backward=False)
         kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
         self.active = self.idle = True
         try:
-            self.begin()
+            self.begin(None)
             self.end()
         finally:
             self.idle = False
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
+        self.idle_steps += 1
+
+    # Updates.
+
+    def before_update(self, mine: set[int]) -> None:
+        """Averages gradients that no backward pass has averaged: those that a script has assigned, and those
+        that were accumulated in ``no_sync`` only.
+
+        Raises:
+            MisuseError: Inside backward or inside ``no_sync``, where the update would be of this rank only.
+        """
+        self.abort_failed()
+        if self.in_backward:
+            raise MisuseError(
+                f"{self.groups.name}: an optimizer stepped inside backward(), before its gradients were "
+                "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "
+                "(local_sgd, decentralized)"
+            )
+        if not self._has_local_gradients(mine):
+            return
+        if not self.sync:
+            raise MisuseError(
+                f"{self.groups.name}: optimizer.step() inside no_sync would update the weights with the "
+                "gradients of this rank only; leave no_sync for the last backward pass before the update"
+            )
+        with torch.no_grad():
+            self.begin_pass(None)
+            self._end_pass()
+
+    def after_update(self, mine: set[int]) -> None:
+        """Ends the warm-up after the update that belongs to it."""
+        if not self.updating:
+            self.end_warmup()
+
+    def _has_local_gradients(self, mine: set[int]) -> bool:
+        if self.local and any(p.grad is not None for p in self.params if id(p) in mine):
+            return True
+        if self.copies:
+            return self.assigned is None or self.assigned.foreign(self.params, mine)
+        for i, (bucket, k) in self.place.items():
+            p = self.params[i]
+            grad = p.grad
+            if grad is not None and grad.data_ptr() != bucket.views[k].data_ptr() and id(p) in mine:
+                return True
+        return False
 
     # State.
 
@@ -451,3 +560,14 @@ class GradientSync(StepHooks):
                 for b in self.buckets
             ],
         }
+
+
+def explained(error: TrigramError, name: str) -> TrigramError:
+    """The error of a pass; if ranks made different calls, with what a script may have done."""
+    if not isinstance(error, MismatchError):
+        return error
+    return MismatchError(
+        f"{name}: the ranks average different gradients in this backward pass. Either parameters were "
+        "frozen, replaced, added or loaded on some ranks only, or some ranks have made more backward passes "
+        f"than others; do the same on all ranks ({error})"
+    )

@@ -1,7 +1,6 @@
 """When averaging steps of weights run: every h training steps, or in the background.
 
-Training steps are counted in backward passes. So no rank has to wait for one whose GradScaler skips the
-optimizer step, or whose backward pass raises an exception.
+:mod:`trigram.training.weight_sync` finds the training steps and counts them so that all ranks count the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from trigram.mixing.step import AveragingStep
 class StepSchedule(Protocol):
     """When averaging steps run.
 
-    A *boundary* is the start of the forward pass after a backward pass, when nothing else uses the weights.
+    A *boundary* is the end of a training step: after the optimizer's update, when nothing else uses the
+    weights.
 
     Attributes:
         steps_done: Averaging steps that have ended.
@@ -31,10 +31,16 @@ class StepSchedule(Protocol):
     waited: float
 
     def boundary(self, step: int) -> None:
-        """Called at a boundary, after ``step`` backward passes in total."""
+        """Called at a boundary, after ``step`` training steps in total."""
+
+    def begin_step(self) -> None:
+        """Called when a training step begins: in its first forward pass, or when its backward pass begins."""
 
     def backward_over(self) -> None:
-        """Called when a backward pass has ended, before the optimizer step."""
+        """Called when a backward pass has ended; the weights must not change."""
+
+    def before_update(self) -> None:
+        """Called before the optimizer updates the weights."""
 
     def drain(self, timeout: float | None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
@@ -62,6 +68,15 @@ class _CountedSchedule:
         self.steps_done = 0
         self.waits = 0
         self.waited = 0.0
+
+    def begin_step(self) -> None:
+        """See :class:`StepSchedule`."""
+
+    def backward_over(self) -> None:
+        """See :class:`StepSchedule`."""
+
+    def before_update(self) -> None:
+        """See :class:`StepSchedule`."""
 
     def _start(self) -> None:
         if self.groups.sample_weight is not None:
@@ -118,8 +133,8 @@ class EverySteps(_CountedSchedule):
         steps: The averaging steps, which start together.
         groups: The model's process groups.
         every: h.
-        overlap: The averaging step runs during forward and backward and is applied when backward ends.
-            Without it the step ends before the forward pass.
+        overlap: The averaging step begins with the next training step, runs during its forward and backward
+            passes and is applied before its update. Without it the averaging step ends at the boundary.
     """
 
     def __init__(
@@ -127,19 +142,36 @@ class EverySteps(_CountedSchedule):
     ) -> None:
         super().__init__(steps, groups)
         self.every, self.overlap = every, overlap
+        self.steps_due = 0
 
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
+        if self.steps_started > self.steps_done:
+            self._finish(moved=True)  # this training step had no update before which it could end
         if step % self.every == 0:
-            if self.steps_started == self.steps_done:
-                self._start()
+            self.steps_due = self.steps_started + 1
             if not self.overlap:
+                self._start()
                 self._finish(moved=False)
 
-    def backward_over(self) -> None:
+    def begin_step(self) -> None:
+        """See :class:`StepSchedule`."""
+        if self.steps_due > self.steps_started == self.steps_done:
+            self._start()
+
+    def before_update(self) -> None:
         """See :class:`StepSchedule`."""
         if self.steps_started > self.steps_done:
             self._finish(moved=False)
+
+    def state(self) -> dict[str, Any]:
+        """See :class:`_CountedSchedule`."""
+        return {**super().state(), "due": self.steps_due}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See :meth:`state`."""
+        super().load(state)
+        self.steps_due = state["due"]
 
 
 class BackgroundSteps(_CountedSchedule):

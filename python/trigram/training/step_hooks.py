@@ -1,30 +1,62 @@
-"""The hooks on a model that find the beginning and end of each training step; the base class of all
-algorithms.
+"""The hooks that find the beginning and the end of each backward pass of a model, whatever the loop looks
+like; the base class of all algorithms.
 
-:class:`StepHooks` calls, in this order: :meth:`StepHooks.before_step` before the forward pass of a step,
-:meth:`StepHooks.begin` when its backward pass begins, and :meth:`StepHooks.end` when the backward pass has
-ended. Subclasses average gradients or weights there.
+A *pass* begins when autograd adds the first gradient to a parameter that trains, and ends when the backward
+pass is over. Nobody needs to call the root module for that; ``torch.autograd.grad`` adds no gradient and
+makes no pass. What all ranks do together before a pass (buffers, checks, new ranks) they do once per pass: in
+the forward pass of the root module if there is one, else when the pass begins.
+
+:class:`StepHooks` calls, in this order: :meth:`StepHooks.before_pass`, :meth:`StepHooks.begin` and
+:meth:`StepHooks.end`; and :meth:`StepHooks.before_update` and :meth:`StepHooks.after_update` around the steps
+of optimizers. Subclasses average gradients or weights there. docs/adr/0022 says why.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel
-from trigram.errors import MismatchError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.gpu import device
 from trigram.runtime.group import Group
+from trigram.training import optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
+from trigram.training.uneven_inputs import UnevenInputs
+from trigram.training.update_watch import ValuesSnapshot
 from trigram.training.weak_hook import WeakHook
+
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class _Backward:
+    """One call of autograd's engine.
+
+    Attributes:
+        number: Its number, as torch counts.
+        callback: The callback at its end. The engine drops it when the call is over, also if it has failed
+            and never called it.
+    """
+
+    number: int
+    callback: weakref.ref[WeakHook]
+
+    @property
+    def running(self) -> bool:
+        """Whether the call is not over."""
+        return self.callback() is not None
 
 
 class StepHooks:
@@ -35,12 +67,16 @@ class StepHooks:
         groups: The model's process groups.
 
     Attributes:
-        steps: Backward passes whose gradients or weights were averaged.
+        steps: Steps of training; each algorithm says what it counts.
+        idle_steps: Those of them that this rank made without inputs, inside ``trigram.join``.
         sync: False inside ``no_sync``.
+        active: Whether a backward pass is under way, or has raised an exception.
+        prepared: Whether the next pass has been prepared.
         weights_differ: Whether ranks may hold different weights.
         in_step: Whether all ranks make the same step at a time.
-        joining: True inside ``trigram.join``.
+        join: The block of ``trigram.join`` that the model is in, or None.
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
+        number: The order in which hooks were made.
     """
 
     weights_differ = False
@@ -49,39 +85,72 @@ class StepHooks:
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
         self.groups = groups
+        self.number = next(_numbers)
         self.sync = True
-        self.joining = False
-        self.forwards = 0
-        self.active = False
-        self.steps = 0
+        self.join: UnevenInputs | None = None
+        self.active = self.prepared = False
+        self._before_loading: ValuesSnapshot | None = None
+        self.steps = self.idle_steps = 0
         self.bytes = 0
         self.waited = 0.0
         self.limit = 0
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
+        self.updating: list[weakref.ref[Optimizer]] = []
         self.elastic: Elasticity = FixedRanks()
+        self._outermost: _Backward | None = None
+        self._backward: _Backward | None = None
         self.find_parameters(model)
         if not groups.joining:
-            _agree_on(model, groups.control)
-            coalesced.broadcast([*model.parameters(), *model.buffers()], 0, groups.control)
+            _agree_on(self.tensors(model), groups.control)
+            coalesced.broadcast([t for _, t in self.tensors(model)], 0, groups.control)
         self.watch(model)
 
     # Subclasses override these.
 
-    def before_step(self, model: nn.Module, src: int) -> None:
-        """A forward pass of a step begins; ``src`` is the group rank whose buffers all ranks get."""
+    def before_pass(self, model: nn.Module, in_backward: bool) -> None:
+        """A pass is prepared: what all ranks do together before it.
 
-    def begin(self) -> None:
-        """The backward pass of a step begins."""
+        Args:
+            model: The module.
+            in_backward: The pass has begun: this is the first gradient, so weights and buffers must not
+                change before the pass ends.
+        """
+
+    def begin(self, param: int | None) -> None:
+        """A pass begins with the gradient of parameter ``param``, an index; None: without inputs, or with
+        gradients that a script has assigned."""
 
     def end(self) -> None:
         """The backward pass has ended on this rank."""
 
+    def gradient(self, i: int, param: torch.Tensor) -> None:
+        """Parameter ``i`` has its gradient of this pass."""
+
+    def local_gradient(self) -> None:
+        """A gradient has been added inside ``no_sync``."""
+
+    def forward_begins(self, model: nn.Module) -> None:
+        """The forward pass of the root module begins, outside of backward passes and of updates."""
+
+    def before_update(self, mine: set[int]) -> None:
+        """An optimizer is about to update the parameters with these ``id()``."""
+
+    def after_update(self, mine: set[int]) -> None:
+        """An optimizer has updated the parameters with these ``id()``."""
+
+    def user_step(self) -> None:
+        """The script says that a training step is over (:func:`trigram.step`)."""
+
     def abort_pass(self) -> None:
         """Aborts the last backward pass if it is still active, because it raised an exception."""
 
-    def step_without_inputs(self) -> None:
-        """A whole step of a rank that has no inputs left."""
+    def inputs_end(self) -> None:
+        """This rank has no inputs left, inside ``trigram.join``."""
+        self.abort_failed()
+
+    def step_without_inputs(self, model: nn.Module, src: int) -> None:
+        """A whole step of a rank that has no inputs left; ``src``: the group rank whose buffers all get."""
         raise NotImplementedError
 
     def drain(self, timeout: float | None = None) -> None:
@@ -94,6 +163,7 @@ class StepHooks:
     def load(self, state: dict[str, Any]) -> None:
         """Restores what :meth:`state` returned."""
         self.steps = state["steps"]
+        self._before_loading = None  # it was saved together with the weights that were loaded
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
@@ -114,11 +184,16 @@ class StepHooks:
         """Continues after the ranks have changed; all ranks call it."""
         raise NotImplementedError
 
-    # Hooks.
+    # Parameters.
+
+    def tensors(self, model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+        """The parameters and buffers of the model with their names, without the ignored ones."""
+        named = [*model.named_parameters(), *model.named_buffers()]
+        return [(n, t) for n, t in named if n not in self.groups.ignored]
 
     def find_parameters(self, model: nn.Module) -> None:
         """Finds the parameters that train."""
-        named = list(model.named_parameters())
+        named = [(n, p) for n, p in model.named_parameters() if n not in self.groups.ignored]
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
         trained = [p for p in self.params if p.requires_grad]
@@ -138,95 +213,170 @@ class StepHooks:
                     "parameters can be trained; set requires_grad=False on it"
                 )
         self.trains = [p.requires_grad for p in self.params]
+        self.param_ids = {id(p) for p, trains in zip(self.params, self.trains, strict=True) if trains}
+        self._layout = [(p.dtype, p.shape, p.device) for p in self.params]
 
-    def has_changed(self, model: nn.Module) -> bool:
-        """Whether a layer was frozen, unfrozen or added since the parameters were found."""
-        return [p.requires_grad for p in self.params] != self.trains or len(self.params) != sum(
-            1 for _ in model.parameters()
+    def has_other_parameters(self, model: nn.Module) -> bool:
+        """Whether parameters were added, removed or replaced since they were found, or have another dtype,
+        shape or device."""
+        now = [p for n, p in model.named_parameters() if n not in self.groups.ignored]
+        return (
+            len(now) != len(self.params)
+            or any(p is not q for p, q in zip(now, self.params, strict=True))
+            or [(p.dtype, p.shape, p.device) for p in now] != self._layout
         )
 
+    def has_other_training(self) -> bool:
+        """Whether parameters were frozen or unfrozen since they were found."""
+        return [p.requires_grad for p in self.params] != self.trains
+
+    # Hooks.
+
     def watch(self, model: nn.Module) -> None:
-        """Installs the hooks on the model."""
+        """Installs the hooks on the model and its parameters."""
         self.close()
         self.handles = [
             model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
             model.register_forward_hook(WeakHook(self, "_after_forward")),
         ]
+        for module in model.modules():
+            self.handles.append(module.register_load_state_dict_pre_hook(WeakHook(self, "_before_load")))
+        self._watched: set[int] = set()
+        self._watch_parameters()
+        optimizer_hooks.listen(self)
+
+    def _watch_parameters(self) -> None:
+        """Hooks the parameters that train and have no hook yet."""
+        for i, p in enumerate(self.params):
+            if p.requires_grad and id(p) not in self._watched:
+                self._watched.add(id(p))
+                self.handles.append(p.register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i)))
 
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        optimizer_hooks.leave(self)
+
+    def _before_load(self, *_: Any) -> None:
+        if self._before_loading is None:
+            self._before_loading = ValuesSnapshot(self.params)
+
+    def was_loaded(self) -> bool:
+        """Whether ``load_state_dict`` has changed parameters since the last call. A script may load other
+        weights on one rank, and then those it had."""
+        before, self._before_loading = self._before_loading, None
+        return before is not None and not before.same(self.params)
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if not (torch.is_grad_enabled() and model.training):
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+            return  # an evaluation, or a forward pass that checkpointing repeats
+        self.abort_failed()
+        if not self.updating and (following := self.end_warmup()) is not None:
+            following._before_forward(model, args)
             return
-        self.abort_pass()
-        if self.successor is not None and self.steps >= self.limit and not self.joining:
-            self.successor()._before_forward(model, args)
-            return
-        # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
-        # still has inputs.
-        src = max(self._ranks_with_inputs(present=True)[0]) if self.joining else 0
-        self.before_step(model, src)
-        self.forwards += 1
+        if not self.updating:
+            self._watch_parameters()
+            with torch.no_grad():
+                self.forward_begins(model)
+        # In evaluation mode (and for fine-tuning in it) the pass is prepared when it begins.
+        if model.training and not self.prepared and (self.sync or self.join is None):
+            self._prepare_pass(model, in_backward=False)
+
+    def _prepare_pass(self, model: nn.Module, in_backward: bool) -> None:
+        self.prepared = True
+        with torch.no_grad():
+            self.before_pass(model, in_backward)
 
     @torch.compiler.disable
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
-        # These hooks report the start of the outermost backward pass. A pass inside it (reentrant
-        # checkpointing) must not count as a step.
+        # These hooks run in the outermost backward pass: gradients that arrive in a pass inside it (reentrant
+        # checkpointing) belong to it.
         for t in pytree.tree_leaves(output):
-            if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(WeakHook(self, "_on_backward"))
+            if isinstance(t, torch.Tensor) and t.grad_fn is not None:
+                t.register_hook(WeakHook(self, "_on_outermost"))
 
-    def _on_backward(self, _grad: torch.Tensor) -> None:
-        if self.sync and not self.active:
-            self.begin_backward()
+    def _on_outermost(self, _grad: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if self._outermost is None or self._outermost.number != task:
+            self._outermost = self._new_backward(task)
 
-    def begin_backward(self) -> None:
-        """Starts a backward pass, and asks autograd to report its end."""
-        self.active = True
-        self.begin()
-        torch.autograd.Variable._execution_engine.queue_callback(WeakHook(self, "_on_end"))
-
-    @torch.no_grad()
-    def _on_end(self) -> None:
-        if self.active:
-            self.end()
-
-    # Uneven inputs.
-
-    def _ranks_with_inputs(self, present: bool) -> tuple[list[int], bool]:
-        """The group ranks that still have inputs, and whether any of them averages in this step."""
-        answers = tell_all([int(present), int(present and self.sync)], self.groups.control)
-        ranks = [group_rank for group_rank, (here, _) in enumerate(answers) if here]
-        return ranks, any(syncs for _, syncs in answers)
+    def _new_backward(self, task: int) -> _Backward:
+        hook = WeakHook(self, "_backward_ends", task)
+        torch.autograd.Variable._execution_engine.queue_callback(hook)
+        return _Backward(task, weakref.ref(hook))
 
     @torch.no_grad()
-    def run_without_inputs(self, model: nn.Module) -> None:
-        """Takes part in the steps of the other ranks without inputs, until no rank has inputs left."""
-        self.abort_pass()
-        while True:
-            here, syncing = self._ranks_with_inputs(present=False)
-            if not here:
-                break
-            self.sync = syncing
-            self.before_step(model, max(here))
-            if syncing:
-                self.step_without_inputs()
-            self.sync = True
-        self.drain()
-        if self.weights_differ:
+    def _backward_ends(self, task: int) -> None:
+        if self._outermost is not None and self._outermost.number == task:
+            self._outermost = None
+        if self.active and self._backward is not None and self._backward.number == task:
+            self._end_pass()
+
+    @torch.no_grad()
+    def _on_gradient(self, i: int, param: torch.Tensor) -> None:
+        if not self.sync:
+            self.local_gradient()
             return
-        # All ranks get the model of the rank that trained longest; of several, the last.
-        control = self.groups.control
-        counts = [count for (count,) in tell_all([self.forwards], control)]
-        longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
-        coalesced.broadcast([*model.parameters(), *model.buffers()], longest, control)
+        self.abort_failed()
+        if not self.active:
+            # Queued first: what follows may raise, and a failed pass is known by its callback.
+            self._backward = self._outermost or self._new_backward(torch._C._current_graph_task_id())
+            self.begin_pass(i)
+        self.gradient(i, param)
+
+    def begin_pass(self, param: int | None) -> None:
+        """Begins a pass; see :meth:`begin`."""
+        if self.successor is not None and self.steps >= self.limit and self.join is None:
+            raise MisuseError(
+                f"{self.groups.name}: the warm-up is over, but the weights were changed without an optimizer "
+                "of torch.optim and without a call of the model itself; call trigram.step(model) after each "
+                "update, on all ranks"
+            )
+        if not self.prepared:
+            model = self.model()
+            assert model is not None
+            self._prepare_pass(model, in_backward=True)
+        self.active = True
+        self.begin(param)
+
+    def _end_pass(self) -> None:
+        self.prepared = False
+        self._backward = None
+        self.end()
+
+    def end_warmup(self) -> StepHooks | None:
+        """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
+        if self.successor is None or self.steps < self.limit or self.join is not None or self.active:
+            return None
+        return self.successor()
+
+    # Passes that raise an exception.
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether the active pass is still running."""
+        return self.active and self._backward is not None and self._backward.running
+
+    def abort_failed(self) -> None:
+        """Aborts, on all ranks, a backward pass that has raised an exception on this one."""
+        if self.active and not self.in_backward:
+            self.abort_pass()
+        elif not self.active and self._outermost is not None and not self._outermost.running:
+            # It failed before the first gradient; the other ranks may be in the pass and wait.
+            self._outermost = None
+            if self.sync:
+                self.begin_pass(None)
+                self.abort_pass()
+
+    def forget_pass(self) -> None:
+        """Forgets a backward pass that has raised an exception."""
+        self.active = self.prepared = False
+        self._backward = self._outermost = None
 
 
 def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
@@ -240,9 +390,8 @@ def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
         )
 
 
-def _agree_on(model: nn.Module, group: Group) -> None:
+def _agree_on(tensors: list[tuple[str, torch.Tensor]], group: Group) -> None:
     """Raises a ``MismatchError`` on all ranks if the models differ, before any weight is changed."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
     lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
     other = ranks_unlike_first("\n".join(lines), group)
     if other:

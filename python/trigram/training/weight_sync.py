@@ -1,8 +1,12 @@
 """Averages weights instead of gradients: each rank's optimizer changes that rank's weights, and averaging
 steps bring them together.
 
-Averaging steps start at *boundaries*: at the start of the forward pass after a backward pass, when nothing
-else uses the weights. A :class:`~trigram.training.schedule.StepSchedule` decides at which.
+Averaging steps start at *boundaries*, one for each training step. A boundary lies after the update: when
+optimizers have updated all parameters that have gradients. A step without such an update (a GradScaler skips
+it, a script updates weights by hand) ends where the root module is called next, or just before the next
+update, if gradients were reset or weights have moved since the backward pass. So all ranks count the same
+steps, whether their updates were skipped or not. A :class:`~trigram.training.schedule.StepSchedule` decides
+at which boundaries averaging steps run.
 """
 
 from __future__ import annotations
@@ -19,9 +23,15 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
-from trigram.errors import TimeoutError, TrigramError, UnsupportedError
+from trigram.errors import MisuseError, TimeoutError, TrigramError, UnsupportedError
+from trigram.training import optimizer_hooks
+from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
+from trigram.training.update_watch import GradientsSnapshot, WeightsSnapshot
+
+_MOST_PERTURBATIONS = 5
+"""Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
 
 running: dict[WeightSync, nn.Module | None] = {}
 """The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
@@ -53,52 +63,208 @@ class WeightSync(StepHooks):
         self.make = make
         self.in_step = in_step
         self.last_boundary = 0
+        self.owed = 0
         self.skip_until = -1
+        self.covered: set[int] = set()
+        self.managed: set[int] = set()
+        self.weights: WeightsSnapshot | None = None
+        self.has_optimizer = False
+        self.perturbed = False
+        self.perturbations = 0
+        self.only_closures = False
+        self.last_user_step = 0
         super().__init__(model, groups)
         if not groups.joining:
             self._prepare()
 
     def _prepare(self) -> None:
-        trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
+        self.trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
+        self.weights = None
+        self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
         with torch.no_grad():
-            self.schedule = self.make(list(coalesced.alike(p.detach() for p in trained)))
+            self.schedule = self.make(coalesced.alike(self.trained))
+
+    # Training steps.
+
+    @property
+    def due(self) -> bool:
+        """Whether a training step has had its backward pass and not its boundary."""
+        return self.steps > max(self.last_boundary, self.owed)
 
     @torch.no_grad()
-    def before_step(self, model: nn.Module, src: int) -> None:
-        """Calls the boundary if there was a backward pass since the last one."""
-        if self.has_changed(model):
-            if self in running:
-                raise UnsupportedError(
-                    f"{self.groups.name}: parameters were frozen, unfrozen or added while an asynchronous "
-                    "algorithm trains the model; call trigram.switch(model, ...) on all ranks to apply the "
-                    "change"
-                )
-            self.average(model)  # the new schedule starts from equal weights
-            self.find_parameters(model)
-            self._prepare()
-        if self.steps > self.last_boundary:
-            self.last_boundary = self.steps
-            self.elastic.boundary(self._boundary)
+    def forward_begins(self, model: nn.Module) -> None:
+        """Makes a boundary that is due, and begins the next step."""
+        self._make_late_boundaries()
+        self._follow_changes(model)
+        with self.elastic.forgiving():
+            self.schedule.begin_step()
 
-    def _boundary(self) -> bool:
-        """Makes a boundary; True if all ranks are at the same one."""
-        if isinstance(self.schedule, EverySteps) and self.steps <= self.skip_until:
-            return False
-        self.schedule.boundary(self.steps)
-        return isinstance(self.schedule, EverySteps) and self.steps % self.schedule.every == 0
-
-    def begin(self) -> None:
+    def begin(self, param: int | None) -> None:
         """Adds this step's sample weight to the next averaging step."""
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.add_backward()
+        if self.updating:
+            return  # a closure: the optimizer's step counts, not the passes in it
+        self.only_closures = False
+        if self.due and self._step_is_over(param):
+            if self.weights is not None and not self.covered and not self._has_optimizer():
+                raise MisuseError(
+                    f"{self.groups.name}: the weights of {self._model_name()} were changed without an "
+                    "optimizer of torch.optim and without a call of the model itself, so trigram cannot tell "
+                    "where a training step ends; call trigram.step(model) after each update, on all ranks"
+                )
+            self.owed = self.steps  # weights must not change during backward: before the update
+        self.covered.clear()
+        with self.elastic.forgiving():
+            self.schedule.begin_step()
 
     @torch.no_grad()
     def end(self) -> None:
-        """Backward has ended: applies an overlapping averaging step before the optimizer step."""
+        """The backward pass has ended: the training step needs a boundary."""
         self.active = False
         with self.elastic.forgiving():
             self.schedule.backward_over()
-        self.steps += 1
+        if not self.due:
+            self.steps += 1
+            self.only_closures = bool(self.updating)
+        if self.updating:
+            return
+        self.perturbed = False
+        self.weights, self.gradients = WeightsSnapshot(self.trained), GradientsSnapshot(self.trained)
+        if self.covered:  # optimizers have stepped inside backward
+            self._make_boundaries(self.steps)
+
+    @torch.no_grad()
+    def before_update(self, mine: set[int]) -> None:
+        """Makes boundaries that are owed, and applies an overlapping averaging step."""
+        self.abort_failed()
+        if self.in_backward or len(self.updating) > 1:
+            return
+        self.has_optimizer = True
+        self._make_boundaries(self.owed)
+        model = self.model()
+        if model is not None and self.due:
+            self._follow_changes(model)
+        with self.elastic.forgiving():
+            if self.only_closures:
+                self.schedule.begin_step()
+            self.schedule.before_update()
+
+    @torch.no_grad()
+    def after_update(self, mine: set[int]) -> None:
+        """Makes the boundary when optimizers have updated all parameters that have gradients."""
+        self.covered |= mine
+        self.managed |= mine
+        if self.updating or self.in_backward:
+            return
+        self.perturbations = 0
+        if not self.due and self._is_assigned(mine):
+            self.steps += 1
+            self.gradients = GradientsSnapshot(self.trained)
+        used = {id(p) for p in self.trained if p.grad is not None}
+        if self.due and used & self.managed <= self.covered:
+            self._make_boundaries(self.steps)
+
+    @torch.no_grad()
+    def user_step(self) -> None:
+        """Makes the boundary of this training step, unless it was made since the last call."""
+        self.abort_failed()
+        model = self.model()
+        if model is not None:
+            self._follow_changes(model)
+        if not self.due and self.last_boundary == self.last_user_step:
+            self.steps += 1  # a step without a backward pass
+        self._make_boundaries(self.steps)
+        self.last_user_step = self.last_boundary
+
+    def _is_assigned(self, mine: set[int]) -> bool:
+        """Whether a script has assigned gradients of parameters that an optimizer has updated."""
+        return self.gradients.foreign(self.trained, mine)
+
+    def _step_is_over(self, param: int | None = None) -> bool:
+        """Whether the update of the step that is due has been made or skipped.
+
+        Args:
+            param: The index of a parameter that has received a gradient of the next step already.
+        """
+        if self.covered:
+            return True
+        if self.perturbed or self.weights is None:
+            return False
+        moved = self.weights.moved(self.trained)
+        if moved and self._has_optimizer():
+            # Not the update: the optimizer makes that. SAM moves weights between two backward passes.
+            self.perturbed = True
+            self.perturbations += 1
+            if self.perturbations >= _MOST_PERTURBATIONS:
+                raise MisuseError(
+                    f"{self.groups.name}: the weights of {self._model_name()} were changed "
+                    f"{self.perturbations} times without a step of their optimizer; if these are the "
+                    "updates, call trigram.step(model) after each, on all ranks"
+                )
+            return False
+        skip = None if param is None else self.params[param]
+        but = next((k for k, p in enumerate(self.trained) if p is skip), None)
+        return moved or self.gradients.reset(self.trained, but)
+
+    def _has_optimizer(self) -> bool:
+        """Whether an optimizer of ``torch.optim`` has the parameters, even if it has not stepped yet."""
+        self.has_optimizer = self.has_optimizer or optimizer_hooks.any_optimizer_of(self.param_ids)
+        return self.has_optimizer
+
+    def _model_name(self) -> str:
+        return type(self.model()).__name__
+
+    def _make_late_boundaries(self) -> None:
+        """Makes the boundaries of steps that are over, if no update was the place to make them."""
+        if self.due and self._step_is_over():
+            self._make_boundaries(self.steps)
+        self._make_boundaries(self.owed)
+
+    def _make_boundaries(self, upto: int) -> None:
+        """Makes the boundaries of all training steps up to ``upto``."""
+        while self.last_boundary < upto:
+            if self.join is not None:
+                self.join.meet(self)
+            self._make_boundary()
+
+    def _make_boundary(self) -> None:
+        self.last_boundary += 1
+        self.covered.clear()
+        self.elastic.boundary(self._boundary)
+
+    def _boundary(self) -> bool:
+        """Makes a boundary; True if all ranks are at the same one."""
+        number = self.last_boundary
+        if isinstance(self.schedule, EverySteps) and number <= self.skip_until:
+            return False
+        self.schedule.boundary(number)
+        return isinstance(self.schedule, EverySteps) and number % self.schedule.every == 0
+
+    # Models that change.
+
+    def _follow_changes(self, model: nn.Module) -> None:
+        """Begins again, from equal weights, if a script has changed the model; all ranks do it together."""
+        loaded = self.was_loaded()
+        other = self.has_other_parameters(model)
+        # Between a generator's step and its own, a discriminator is frozen: what trains is known in a pass.
+        frozen = self.due and self.has_other_training()
+        if self in running and (other or frozen):
+            raise UnsupportedError(
+                f"{self.groups.name}: parameters were frozen, unfrozen, replaced or added while an "
+                "asynchronous algorithm trains the model; call trigram.switch(model, ...) on all ranks to "
+                "apply the change"
+            )
+        if not (other or frozen or (loaded and self not in running)):
+            return
+        agree_on_change(self.tensors(model), self.groups)
+        due = self.due
+        self.average(model)
+        self.find_parameters(model)
+        self.watch(model)
+        self._prepare()
+        if due:
+            self.weights, self.gradients = WeightsSnapshot(self.trained), GradientsSnapshot(self.trained)
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
@@ -111,7 +277,7 @@ class WeightSync(StepHooks):
         collectives.all_reduce(position, "max", None, self.groups.control)
         self.skip_until = int(position[0])
         if part.newcomer:
-            self.steps = self.last_boundary = -int(position[1])
+            self.steps = self.last_boundary = self.owed = -int(position[1])
             part.receive()
         model = part.model()
         assert model is not None
@@ -128,15 +294,28 @@ class WeightSync(StepHooks):
         self._prepare()
 
     def abort_pass(self) -> None:
-        """Counts a failed backward pass like any other, because the neighbours have made their averaging
-        step."""
+        """Counts a failed backward pass like any other, because the other ranks count theirs."""
         if self.active:
+            self.forget_pass()
             with torch.no_grad():
                 self.end()
 
-    def step_without_inputs(self) -> None:
+    @torch.no_grad()
+    def inputs_end(self) -> None:
+        """Makes the boundary of the last step, and an overlapping averaging step that all ranks make now."""
+        self.abort_failed()
+        self._make_late_boundaries()
+        self.schedule.begin_step()
+        self.schedule.before_update()
+
+    @torch.no_grad()
+    def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it takes part with the weights it has."""
-        self.end()
+        self.steps += 1
+        self.idle_steps += 1
+        self._make_boundary()
+        self.schedule.begin_step()
+        self.schedule.before_update()
 
     @torch.no_grad()
     def drain(self, timeout: float | None = None) -> None:
@@ -145,7 +324,8 @@ class WeightSync(StepHooks):
         Raises:
             TimeoutError: Not all ranks called it within ``timeout`` seconds.
         """
-        self.abort_pass()
+        self.abort_failed()
+        self._make_late_boundaries()
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -206,7 +386,9 @@ class WeightSync(StepHooks):
         """Replaces the weights by their mean over all ranks."""
         self.drain(timeout)
         with torch.no_grad():
-            mean_of([p.detach() for p in model.parameters()], self.groups)
+            mean_of(
+                [t.detach() for n, t in model.named_parameters() if n not in self.groups.ignored], self.groups
+            )
 
     def state(self) -> dict[str, Any]:
         """The number of steps, and the state of the schedule."""
@@ -216,7 +398,8 @@ class WeightSync(StepHooks):
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
-        self.last_boundary = state["seen"]
+        self.last_boundary = self.owed = state["seen"]
+        self.weights = None
         self.schedule.load(state["rounds"])
 
     def stats(self) -> dict[str, Any]:

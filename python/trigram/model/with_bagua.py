@@ -1,0 +1,151 @@
+"""``with_bagua``: one line in an existing training script; and ``switch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from torch import nn
+
+from trigram.algorithms.parse import find
+from trigram.algorithms.trigram import Algorithm, Trigram
+from trigram.averaging.sparse import sparse_parameters
+from trigram.elastic import recovery
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.model.wrapped import WrappedModel, lookup, wrapped_models
+from trigram.runtime.world import AnyGroup, resolve
+from trigram.training.compose import check
+from trigram.training.options import Options
+from trigram.training.weight_sync import WeightSync
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def with_bagua(
+    model: Model,
+    algorithm: str | Trigram | None = None,
+    *,
+    optimizer: Any = None,
+    group: AnyGroup = None,
+    bucket_mb: float = 25,
+    sample_weight: Any = None,
+    check_finite: bool = False,
+    check_replicas: int = 0,
+    elastic: bool | Sequence[Any] = False,
+    **options: Any,
+) -> Model:
+    """Trains ``model`` data-parallel: call it instead of ``DistributedDataParallel(model)``.
+
+    It installs hooks on the module and returns it; the keys of its ``state_dict`` do not change. All ranks
+    get the weights and buffers of the group's first rank. Copies and pickles of the model have no hooks. All
+    ranks of the group call it.
+
+    Args:
+        model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
+        algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
+            :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
+        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
+        group: The ranks that train it; None: all.
+        bucket_mb: Size of a bucket of gradients, in MiB.
+        sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
+            a callable that returns it and is called once per step, when backward begins. Averages are
+            ``sum(w_i g_i) / sum(w_i)``. A rank with weight 0 contributes nothing, even if its gradients are
+            NaN.
+        check_finite: Each rank checks its gradients for NaN and infinity before it sends them; if one rank
+            finds some, all ranks raise a ``CorruptError`` that names it. It costs one read of the gradients
+            and a small message per step. Without it the mean becomes NaN on all ranks.
+        check_replicas: Number of steps after which all ranks compare a hash of their weights; if one differs,
+            all ranks raise a ``CorruptError`` that names it. 0: never.
+        elastic: Training continues when ranks are lost, and ranks can join while it runs, see
+            docs/elastic.md. It needs ``optimizer``, whose state a joining rank receives. True, or a sequence
+            of other objects whose state it receives: schedulers, GradScalers, anything with ``state_dict``
+            and ``load_state_dict``.
+        **options: The options of the algorithm, see docs/algorithms.md.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        UnsupportedError: The algorithm, an option or their combination is not supported; the message says
+        why,
+            and lists what is.
+        MismatchError: The models differ between ranks; all ranks raise it.
+        MisuseError: The model is hooked already, or has no parameter to train.
+    """
+    chosen = find(algorithm, options)
+    if bucket_mb <= 0:
+        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
+    if model in wrapped_models:
+        raise MisuseError(
+            "with_bagua: this model is hooked already; call trigram.switch to change its algorithm"
+        )
+    states = None
+    if elastic is not False:
+        states = _states(model, chosen, optimizer, group, elastic)
+        optimizer = None
+    check(chosen, optimizer)
+    extras, ranks = Options(sample_weight, check_finite, check_replicas), resolve(group)
+    extras.check(chosen, ranks.size)
+    wrapped_models[model] = WrappedModel(
+        model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states
+    )
+    return model
+
+
+def _states(
+    model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
+) -> list[Any]:
+    """Checks the arguments of an elastic model; returns the objects whose state a joining rank receives."""
+    if optimizer is None:
+        raise MisuseError(
+            "with_bagua: elastic=True also needs optimizer=, because a joining rank receives the "
+            "optimizer's state"
+        )
+    if group is not None:
+        raise UnsupportedError("with_bagua: elastic=True trains on all ranks of the job; remove group=")
+    if chosen.value.carry == "momentum" or chosen.options.get("warmup_steps"):
+        raise UnsupportedError(
+            f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
+            "algorithm without warm-up"
+        )
+    if list(sparse_parameters(model)):
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support modules with sparse=True; create them with "
+            "sparse=False"
+        )
+    states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
+    for s in states:
+        if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
+            raise MisuseError(
+                f"with_bagua: elastic: {type(s).__name__} has no state_dict and load_state_dict; pass only "
+                "optimizers, schedulers and other objects that have both"
+            )
+    recovery.join_job()
+    return states
+
+
+def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:
+    """Trains with another algorithm from the next step on; all ranks call it, between steps.
+
+    If ranks hold different weights, they are averaged first. The state of the old algorithm (residuals, ...)
+    is dropped.
+
+    Args:
+        model: A model given to :func:`with_bagua`.
+        algorithm: See :func:`with_bagua`.
+        optimizer: See :func:`with_bagua`.
+        **options: The options of the new algorithm.
+
+    Raises:
+        UnsupportedError: See :func:`with_bagua`; the model then continues with the old algorithm.
+    """
+    wrapped = lookup(model, "switch")
+    chosen = find(algorithm, options)
+    check(chosen, optimizer)
+    wrapped.extras.check(chosen, wrapped.size)
+    if isinstance(wrapped.hooks, WeightSync):
+        wrapped.hooks.average(model)
+    elif wrapped.hooks is not None:
+        wrapped.hooks.abort_pass()
+    wrapped.end()
+    wrapped.begin(model, chosen, optimizer)

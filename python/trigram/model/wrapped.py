@@ -1,0 +1,150 @@
+"""A wrapped model: a module, its algorithm and its hooks; and the registry of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from trigram.algorithms.trigram import Algorithm
+from trigram.averaging.groups import ModelGroups
+from trigram.elastic import recovery
+from trigram.errors import MisuseError, TrigramError
+from trigram.runtime import world
+from trigram.runtime.group import Group
+from trigram.training.compose import check, compose, warm
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.options import Options
+from trigram.training.step_hooks import StepHooks, agree_on_algorithm
+from trigram.training.weight_sync import WeightSync, running
+
+
+class WrappedModel:
+    """A model and its algorithm.
+
+    Attributes:
+        algorithm: The algorithm with its options.
+        hooks: The hooks on the model; None if one rank trains it alone.
+        earlier_steps: Steps made with earlier algorithms.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: Algorithm,
+        group: Group,
+        bucket_bytes: int,
+        optimizer: Any,
+        extras: Options,
+        states: Sequence[Any] | None = None,
+    ) -> None:
+        self.extras = extras
+        self.model = weakref.ref(model)
+        self.bucket_bytes = bucket_bytes
+        self.group = group
+        self.earlier_steps = 0
+        self.hooks: StepHooks | None = None
+        self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
+        self.states = states
+        if self.groups is not None and states is not None:
+            self.groups.joining = recovery.is_newcomer()
+        self.begin(model, chosen, optimizer)
+
+    @property
+    def size(self) -> int:
+        """Ranks that train the model."""
+        return self.group.size
+
+    def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
+        """Starts an algorithm, first its warm-up if it has one."""
+        check(chosen, optimizer)
+        self.algorithm, self.optimizer = chosen, optimizer
+        if self.groups is None:
+            return
+        if not self.groups.joining:
+            agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
+        self.extras.bind(self.groups, chosen)
+        warmup = chosen.options.get("warmup_steps", 0)
+        self.groups.use_helpers(
+            chosen.gradients and chosen.value.what == "full" and not chosen.graph and not warmup
+        )
+        if warmup:
+            self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))
+            self.hooks.limit, self.hooks.successor = warmup, self.proceed
+        else:
+            self.hooks = self._compose(model)
+        if self.states is not None:
+            hooks = self.hooks
+            part = recovery.ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
+            hooks.elastic = part
+            recovery.add(part)
+            self.groups.joining = False
+
+    def _compose(self, model: nn.Module) -> StepHooks:
+        assert self.groups is not None
+        hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
+        if self.algorithm.every is None:
+            assert isinstance(hooks, WeightSync)
+            running[hooks] = None if self.states is None else model
+        return hooks
+
+    def end(self) -> None:
+        """Removes the hooks; the caller has ended the averaging steps under way."""
+        hooks, self.hooks = self.hooks, None
+        if hooks is not None:
+            self.earlier_steps += hooks.steps
+            hooks.close()
+            if isinstance(hooks, WeightSync):
+                hooks.schedule.close()
+                running.pop(hooks, None)
+
+    def proceed(self) -> StepHooks:
+        """Starts the algorithm after its warm-up."""
+        model = self.model()
+        assert model is not None
+        sync = self.hooks.sync if self.hooks else True
+        self.end()
+        self.hooks = self._compose(model)
+        self.hooks.sync = sync
+        return self.hooks
+
+    @property
+    def warming(self) -> bool:
+        """Whether the warm-up has not ended yet."""
+        return self.hooks is not None and self.hooks.successor is not None
+
+
+wrapped_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()
+
+
+def lookup(model: nn.Module, what: str) -> WrappedModel:
+    """What :func:`trigram.with_bagua` knows of a model.
+
+    Args:
+        model: The model.
+        what: The call that asks, for the error message.
+
+    Raises:
+        MisuseError: The model is not wrapped.
+    """
+    try:
+        return wrapped_models[model]
+    except KeyError:
+        raise MisuseError(f"{what}: call trigram.with_bagua on this model first") from None
+
+
+def _finish() -> None:
+    """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
+    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    for hooks in list(running):
+        if failed is None:
+            with contextlib.suppress(TrigramError):
+                hooks.drain()
+    running.clear()
+
+
+world.at_exit.insert(0, _finish)

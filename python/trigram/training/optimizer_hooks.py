@@ -1,0 +1,99 @@
+"""Tells models when an optimizer updates their parameters, through torch's global optimizer step hooks.
+
+The hooks see every subclass of ``torch.optim.Optimizer``, whoever calls its ``step``: a script, a
+GradScaler, a Trainer. An optimizer that calls another one (SAM, Lookahead) counts as one update, from the
+beginning of the outer ``step`` to its end.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+
+class Updated(Protocol):
+    """Who is told of updates.
+
+    Attributes:
+        param_ids: ``id()`` of each parameter whose updates it wants to know of.
+        updating: The optimizers whose ``step`` is running, outermost first.
+    """
+
+    param_ids: set[int]
+    updating: list[weakref.ref[Optimizer]]
+
+    def before_update(self, mine: set[int]) -> None:
+        """An optimizer is about to update the parameters with these ``id()``."""
+
+    def after_update(self, mine: set[int]) -> None:
+        """An optimizer has updated the parameters with these ``id()``."""
+
+
+_listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
+_handles: list[Any] = []
+
+
+def listen(listener: Updated) -> None:
+    """From now on tells ``listener`` of updates, as long as it exists and until :func:`leave`."""
+    _listeners.add(listener)
+    if not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before))
+        _handles.append(register_optimizer_step_post_hook(_after))
+
+
+def leave(listener: Updated) -> None:
+    """Tells ``listener`` of no more updates."""
+    _listeners.discard(listener)
+
+
+def parameters_of(optimizer: Optimizer) -> set[int]:
+    """``id()`` of each parameter of an optimizer."""
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def any_optimizer_of(param_ids: set[int]) -> bool:
+    """Whether some optimizer exists that has one of the parameters. It looks at all objects of the process,
+    so it is for the rare case in which weights change and no optimizer has stepped."""
+    return any(
+        issubclass(type(o), Optimizer) and hasattr(o, "param_groups") and parameters_of(o) & param_ids
+        for o in gc.get_objects()
+    )
+
+
+@torch.compiler.disable
+def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for listener, mine in _concerned(optimizer):
+        # An optimizer that begins a step while it is in one has left that one by an exception.
+        running = [o() for o in listener.updating]
+        if optimizer in running:
+            del listener.updating[running.index(optimizer) :]
+        listener.updating.append(weakref.ref(optimizer))
+        try:
+            listener.before_update(mine)
+        except BaseException:
+            listener.updating.pop()
+            raise
+
+
+@torch.compiler.disable
+def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    for listener, mine in _concerned(optimizer):
+        running = [o() for o in listener.updating]
+        if optimizer in running:
+            del listener.updating[running.index(optimizer) :]
+        listener.after_update(mine)
+
+
+def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:
+    """The listeners that have parameters of the optimizer, and these parameters."""
+    if not _listeners:
+        return []
+    params = parameters_of(optimizer)
+    # The same order on all ranks: that in which the models were wrapped.
+    listeners = sorted(_listeners, key=lambda listener: getattr(listener, "number", 0))
+    return [(listener, mine) for listener in listeners if (mine := params & listener.param_ids)]

@@ -1,0 +1,105 @@
+"""Whether weights have moved and gradients were reset since a backward pass.
+
+Loops update weights in other ways than by an optimizer's ``step``, and skip updates; these snapshots, taken
+when a backward pass has ended, tell what has happened since. They keep references to no memory of the model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+_SAMPLED = 8
+"""Parameters of which a snapshot keeps values."""
+_VALUES = 512
+"""Values of each that it keeps."""
+
+
+class WeightsSnapshot:
+    """The weights when a backward pass had ended.
+
+    It compares versions and addresses of all parameters. In-place operations on ``param.data`` change
+    neither, so it also compares values: of a few parameters, the smallest that have gradients, since small
+    ones (biases) change in nearly every update.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._marks = self._marks_of(params)
+        used = sorted(
+            (i for i, p in enumerate(params) if p.grad is not None and p.numel()),
+            key=lambda i: params[i].numel(),
+        )
+        if len(used) > _SAMPLED:  # half of them the smallest, and half spread over all others
+            half = _SAMPLED // 2
+            rest = used[half:]
+            used = used[:half] + rest[:: max(len(rest) // half, 1)][:half]
+        self._kept = [(i, _sample(params[i])) for i in used]
+
+    @staticmethod
+    def _marks_of(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+        return [(p.data_ptr(), p._version) for p in params]
+
+    @torch.no_grad()
+    def moved(self, params: Sequence[torch.Tensor]) -> bool:
+        """Whether the weights differ from those of the snapshot."""
+        if self._marks != self._marks_of(params):
+            return True
+        return any(not torch.equal(_sample(params[i]), kept) for i, kept in self._kept)
+
+
+class ValuesSnapshot:
+    """Some values of each tensor, to tell whether ``load_state_dict`` has changed any."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._kept = [_sample(t) for t in tensors]
+
+    def same(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether the tensors have the values of the snapshot."""
+        return len(tensors) == len(self._kept) and all(
+            torch.equal(_sample(t), kept) for t, kept in zip(tensors, self._kept, strict=True)
+        )
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(flat.numel() // _VALUES, 1)].clone()
+
+
+class GradientsSnapshot:
+    """The gradients when a backward pass had ended: which tensors they are, and their versions."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._kept = [
+            None if p.grad is None else (weakref.ref(p.grad), p.grad._version, bool(p.grad.is_sparse))
+            for p in params
+        ]
+
+    @torch.no_grad()
+    def reset(self, params: Sequence[torch.Tensor], but: int | None = None) -> bool:
+        """Whether gradients were set to None or 0 since the snapshot.
+
+        Args:
+            params: The parameters.
+            but: The index of a parameter that has received a new gradient already.
+        """
+        changed = []
+        for i, (p, kept) in enumerate(zip(params, self._kept, strict=True)):
+            if kept is None or i == but:
+                continue
+            if p.grad is None:
+                return True
+            if p.grad is kept[0]() and p.grad._version != kept[1] and not kept[2]:
+                changed.append(p.grad)
+        # Clipping changes gradients in place too, but leaves some that are not 0.
+        return bool(changed) and not any(bool(g.count_nonzero()) for g in changed)
+
+    def foreign(self, params: Sequence[torch.Tensor], ids: set[int]) -> bool:
+        """Whether one of the parameters with these ``id()`` has a gradient that is another tensor than in
+        the snapshot, so that a script has assigned it."""
+        return any(
+            p.grad is not None and (kept is None or p.grad is not kept[0]())
+            for p, kept in zip(params, self._kept, strict=True)
+            if id(p) in ids
+        )

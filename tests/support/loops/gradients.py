@@ -65,7 +65,9 @@ def gradient_penalty_of_weights(t: Loop) -> None:
         inputs, targets = t.batch(step)
         optimizer.zero_grad()
         loss = t.mean(lambda r, s=step: mse(model(t.of(r).batch(s)[0]), t.of(r).batch(s)[1]))
-        grads = torch.autograd.grad(mse(model(inputs), inputs[:, :3]), list(model.parameters()), create_graph=True)
+        grads = torch.autograd.grad(
+            mse(model(inputs), inputs[:, :3]), list(model.parameters()), create_graph=True
+        )
         (loss + 0.01 * sum(g.square().sum() for g in grads)).backward()
         optimizer.step()
         del targets

@@ -168,7 +168,9 @@ def verdict(row: Row, algorithm: str, outcomes: list[Outcome | str], alone: Any)
     lost = [f"rank {r}: {o}" for r, o in enumerate(outcomes) if isinstance(o, str)]
     mine = [o for o in outcomes if isinstance(o, Outcome)]
     ends = [(o.end, o.at) for o in mine]
-    told = [f"rank {r}: {o.end} at {o.at}: {o.text}" for r, o in enumerate(outcomes) if isinstance(o, Outcome)]
+    told = [
+        f"rank {r}: {o.end} at {o.at}: {o.text}" for r, o in enumerate(outcomes) if isinstance(o, Outcome)
+    ]
     if lost:
         return "\n".join(["hangs or dies", *told, *lost])
     if any(o.end == "raised" for o in mine):
@@ -186,12 +188,11 @@ def verdict(row: Row, algorithm: str, outcomes: list[Outcome | str], alone: Any)
     return trained(row, algorithm, mine, alone)
 
 
-def _expected(row: Row, o: Outcome, model: int) -> tuple[set[int], set[int]]:
-    """How often the loop makes a backward pass, and a step of an optimizer."""
+def _expected(row: Row, algorithm: str, o: Outcome, model: int) -> int:
+    """The steps that `stats` counts: backward passes, or where weights are averaged, updates."""
     if row.steps is not None:
-        n = row.steps if isinstance(row.steps, int) else row.steps[model]
-        return {n}, {n}
-    return {o.iterations * row.passes}, {o.iterations * row.boundaries}
+        return row.steps if isinstance(row.steps, int) else row.steps[model]
+    return o.iterations * (row.passes if algorithm in GRADIENTS else row.boundaries)
 
 
 def trained(row: Row, algorithm: str, mine: list[Outcome], alone: Any) -> str | None:
@@ -210,23 +211,24 @@ def trained(row: Row, algorithm: str, mine: list[Outcome], alone: Any) -> str | 
             continue
         if not all(bool(w.isfinite().all()) for w in before + after):
             wrong.append(f"{what}weights are not finite")
-        passes, boundaries = _expected(row, mine[0], m)
+        due = _expected(row, algorithm, mine[0], m)
         steps, rounds = [o.steps[m] for o in mine], [o.rounds[m] for o in mine]
-        if row.even and not set(steps) <= passes | boundaries:
-            wrong.append(f"{what}counted {steps} steps, made {passes}, of optimizers {boundaries}")
+        if row.even and set(steps) != {due}:
+            wrong.append(f"{what}counted {steps} steps, made {due}")
         if algorithm in GRADIENTS:
             if any(not torch.equal(w, before[0]) for w in before):
                 far = max(float((w - before[0]).abs().max()) for w in before)
-                wrong.append(f"{what}the replicas of an algorithm that averages gradients are {far:.3g} apart")
+                wrong.append(
+                    f"{what}the replicas of an algorithm that averages gradients are {far:.3g} apart"
+                )
         elif row.rounds and row.even:
             every = int({**ALGORITHMS[algorithm], **row.options.get(algorithm, {})}.get("every", 1))
-            due = {n // every for n in passes | boundaries}
-            # The last may be due in the forward that does not come. Asynchronous ones start one step late.
-            fine = {n - late for n in due for late in ((0, 1, 2) if algorithm in ASYNC else (0, 1))}
+            # The last may be due in the forward that does not come. Asynchronous ones begin one step late.
+            fine = {due // every - late for late in ((0, 1, 2) if algorithm in ASYNC else (0, 1))}
             if algorithm in ASYNC and algorithm in GOSSIP and len(mine) % 2:
-                fine = set(range(1, max(due) + 1))  # in each, one rank sits out
+                fine = set(range(1, due + 1))  # in each, one rank sits out
             if not set(rounds) <= fine or 0 in rounds:
-                wrong.append(f"{what}averaged the weights {rounds} times, {due} were due")
+                wrong.append(f"{what}averaged the weights {rounds} times, {due // every} were due")
         if any(not torch.equal(w, after[0]) for w in after):
             wrong.append(f"{what}the replicas differ after consensus")
         apart_alone = max(float((s[m] - single[0][m]).norm()) for s in single)

@@ -25,7 +25,7 @@ def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None
         optimizer.step()
 
 
-@row(spread=False)
+@row()
 def loaded_halfway(t: Loop) -> None:
     """`load_state_dict` of other weights, the same on all ranks, in the middle."""
     torch.manual_seed(21)
@@ -36,7 +36,7 @@ def loaded_halfway(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row(spread=False)
+@row()
 def loaded_by_assignment(t: Loop) -> None:
     """`load_state_dict(assign=True)`: the parameters are other tensors from then on."""
     torch.manual_seed(21)
@@ -47,7 +47,7 @@ def loaded_by_assignment(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row(spread=False)
+@row()
 def loaded_by_assignment_at_once(t: Loop) -> None:
     """The same right after wrapping."""
     torch.manual_seed(21)
@@ -76,7 +76,7 @@ def loaded_stays_where_it_is(t: Loop) -> None:
     tolerance=1e-3,
 )
 def outer_step_after_loading(t: Loop) -> None:
-    """DiLoCo's own outer step does not move loaded weights at learning rate 0: its reference is the loaded one."""
+    """DiLoCo's outer step does not move loaded weights at learning rate 0: its reference is the loaded one."""
     torch.manual_seed(21)
     other = Flat().state_dict()
     model = t.wrap(Flat())

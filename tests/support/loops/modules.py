@@ -129,7 +129,10 @@ def lora_added(t: Loop) -> None:
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
             self.base = base.requires_grad_(False)
-            self.a, self.b = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+            self.a, self.b = (
+                nn.Linear(base.in_features, 2, bias=False),
+                nn.Linear(2, base.out_features, bias=False),
+            )
             nn.init.zeros_(self.b.weight)
 
         def forward(self, inputs: Tensor) -> Tensor:

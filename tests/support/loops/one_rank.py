@@ -348,7 +348,7 @@ def scaler_skips_on_one(t: Loop) -> None:
 
 @row(compare=False, spread=False, only=("local_sgd",))
 def another_head_with_state_averaged(t: Loop) -> None:
-    """`local_sgd(optimizer=Adam)` where ranks use different heads, so that their states have different tensors."""
+    """`local_sgd(optimizer=Adam)` where ranks use different heads: their states have different tensors."""
     module = Heads()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     model = t.wrap(module, optimizer)

@@ -67,7 +67,9 @@ def adam_foreach(t: Loop) -> None:
 def momentum(t: Loop) -> None:
     """SGD with Nesterov momentum and weight decay, which are linear too."""
     model = t.wrap(Flat())
-    train(t, model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.7, nesterov=True, weight_decay=0.01))
+    train(
+        t, model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.7, nesterov=True, weight_decay=0.01)
+    )
 
 
 @row(linear=True)
@@ -334,7 +336,7 @@ def optimizer_state_loaded(t: Loop) -> None:
 
 @row(linear=True)
 def parameters_without_an_optimizer(t: Loop) -> None:
-    """Only one layer's parameters are given to the optimizer; the other's gradients are computed all the same."""
+    """Only one layer's parameters are given to the optimizer; the other has gradients all the same."""
     model = t.wrap(Flat())
     optimizer = sgd(model.one)
     for step in t.steps():

@@ -88,7 +88,7 @@ def no_grad_update(t: Loop) -> None:
         mse(model(inputs), targets).backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.05 * p.grad
+                p -= 0.05 * p.grad  # noqa: PLW2901
                 p.grad = None
 
 
@@ -114,7 +114,7 @@ def no_grad_update_where_methods_are_called(t: Loop) -> None:
         mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
         with torch.no_grad():
             for p in model.parameters():
-                p -= 0.05 * p.grad
+                p -= 0.05 * p.grad  # noqa: PLW2901
                 p.grad = None
 
 

@@ -336,7 +336,13 @@ def two_joins(t: Loop) -> None:
     t.at = 0
 
 
-@row(linear=True, only=EVERY, options={"local_sgd": {"every": 3}, "diloco": {"every": 5}}, spread=False, rounds=False)
+@row(
+    linear=True,
+    only=EVERY,
+    options={"local_sgd": {"every": 3}, "diloco": {"every": 5}},
+    spread=False,
+    rounds=False,
+)
 def unequal_steps_between_averages(t: Loop) -> None:
     """Two models with the same schedule, one with twice the steps."""
     one, two = t.wrap(Flat()), t.wrap(nn.Linear(6, 3))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def always(_step: int) -> bool:
-    """An asynchronous average is applied at every boundary: so that a loop's result does not depend on speed."""
+    """An asynchronous average is applied at every boundary: the result does not depend on speed."""
     return True
 
 
@@ -26,7 +26,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "async_low_precision_decentralized": {"script": always, "topology": "random"},
     "topk": {"fraction": 1.0},  # everything is sent: the result is the full mean's
     "local_sgd": {"every": 2},
-    # With these the outer step is the plain mean, which has a reference, but the code is that of the outer step.
+    # With these the outer step is the plain mean, which has a reference; the code is the outer step's.
     "diloco": {"every": 2, "outer_lr": 1.0, "outer_momentum": 1e-9},
     "powersgd": {"warmup_steps": 3},
 }
@@ -59,8 +59,8 @@ class Row:
         options: By algorithm, options that replace those of ALGORITHMS.
         only: The algorithms for which the row has a meaning.
         refused: The algorithms that must refuse the loop, and what their messages say; the others train it.
-        linear: The gradients are linear in the weights, so that the mean of the replicas under plain SGD is the
-            one process's weights, whatever the algorithm.
+        linear: The gradients are linear in the weights, so that the mean of the replicas under plain SGD is
+            the one process's weights, whatever the algorithm.
         compare: Whether the weights are compared with the one process's, or under which algorithms.
         spread: Whether averages of weights must bring the replicas together, compared with training alone.
         even: Every rank makes the same steps; else asynchronous averages are applied whenever they come.
@@ -68,8 +68,8 @@ class Row:
         boundaries: Optimizer steps in each iteration of the loop.
         steps: Steps that are counted in all, where they are not those of the loop; a tuple: by model.
         rounds: Whether the averages of weights are counted.
-        tolerance: How far off the weights may be, in parts of how far those of a rank alone are off, where the
-            row has a reason for another number than the algorithm's.
+        tolerance: How far off the weights may be, in parts of how far those of a rank alone are off, where
+            the row has a reason for another number than the algorithm's.
         long: Only `make test-all` runs it.
     """
 
@@ -107,7 +107,7 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    refused: tuple[Iterable[str] | str, *tuple[str, ...]] | None = None, sometimes: bool = False, **more: Any
+    refused: tuple[Any, ...] | None = None, sometimes: bool = False, **more: Any
 ) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
     """Adds a loop to the table. `refused=(algorithms, "a word", ...)`: they refuse it and say these words.
 
@@ -118,8 +118,7 @@ def row(
         no = None
         if refused is not None:
             algorithms, *says = refused
-            names = (algorithms,) if isinstance(algorithms, str) else tuple(algorithms)
-            no = Refused(names, tuple(says), not sometimes)
+            no = Refused(tuple(algorithms), tuple(says), not sometimes)
         assert fn.__name__ not in ROWS, fn.__name__
         ROWS[fn.__name__] = Row(fn.__name__, fn.__module__.rpartition(".")[2], fn, refused=no, **more)
         return fn

@@ -36,7 +36,7 @@ def loaded_halfway(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def loaded_by_assignment(t: Loop) -> None:
     """`load_state_dict(assign=True)`: the parameters are other tensors from then on."""
     torch.manual_seed(21)
@@ -47,7 +47,7 @@ def loaded_by_assignment(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def loaded_by_assignment_at_once(t: Loop) -> None:
     """The same right after wrapping."""
     torch.manual_seed(21)

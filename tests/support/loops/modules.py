@@ -35,7 +35,7 @@ def ranks_start_apart(t: Loop) -> None:
     train(t, t.wrap(Net()), 0, 10)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def head_replaced(t: Loop) -> None:
     """Halfway the head is replaced by a new layer, made with another seed on each rank."""
     model = t.wrap(Net())
@@ -45,7 +45,7 @@ def head_replaced(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def head_replaced_at_once(t: Loop) -> None:
     """The head is replaced right after wrapping, before any step."""
     model = t.wrap(Net())
@@ -54,7 +54,7 @@ def head_replaced_at_once(t: Loop) -> None:
     train(t, model, 0, 10)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def head_replaced_where_methods_are_called(t: Loop) -> None:
     """The same where the root is never called."""
     model = t.wrap(Net())
@@ -65,7 +65,7 @@ def head_replaced_where_methods_are_called(t: Loop) -> None:
     train(t, model, 5, 5, loss)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def head_grows(t: Loop) -> None:
     """The new head has another shape: more classes."""
     model = t.wrap(Net())
@@ -84,7 +84,7 @@ class Grows(Flat):
         return super().forward(inputs) + sum(layer(torch.sin(inputs)) for layer in self.extra)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def layer_added(t: Loop) -> None:
     """A layer is added halfway, with another seed on each rank, and a new optimizer made."""
     model = t.wrap(Grows())
@@ -94,7 +94,7 @@ def layer_added(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def layer_added_with_a_group(t: Loop) -> None:
     """A layer is added to the model and, by `add_param_group`, to the optimizer."""
     model = t.wrap(Grows())
@@ -110,7 +110,7 @@ def layer_added_with_a_group(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def layer_removed(t: Loop) -> None:
     """A layer goes halfway."""
     model = t.wrap(Grows())
@@ -121,7 +121,7 @@ def layer_removed(t: Loop) -> None:
     train(t, model, 5, 5)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def lora_added(t: Loop) -> None:
     """Halfway the layers are frozen and replaced by ones with low-rank additions, as peft does."""
 
@@ -158,7 +158,7 @@ def frozen_from_the_start(t: Loop) -> None:
     train(t, t.wrap(model), 0, 10)
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def frozen_after_some_steps(t: Loop) -> None:
     """A layer is frozen halfway; its gradient stays from the last step, and the optimizer skips it."""
     model = t.wrap(Flat())
@@ -172,7 +172,7 @@ def frozen_after_some_steps(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def unfrozen_after_some_steps(t: Loop) -> None:
     """Head first, then the whole model: a frozen layer is unfrozen."""
     model = Flat()
@@ -188,7 +188,7 @@ def unfrozen_after_some_steps(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def unfrozen_with_a_group(t: Loop) -> None:
     """The unfrozen layer comes to the optimizer by `add_param_group`, and methods are called."""
     model = Flat()
@@ -399,7 +399,7 @@ def mixed_dtypes(t: Loop) -> None:
     train(t, t.wrap(Mixed()), 0, 10, lambda m, x, y: mse(m(x), y.double()))
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def double_after_wrapping(t: Loop) -> None:
     """`model.double()` right after with_bagua, then the optimizer."""
     model = t.wrap(Flat())
@@ -407,7 +407,7 @@ def double_after_wrapping(t: Loop) -> None:
     train(t, model, 0, 10, doubled)
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def double_halfway(t: Loop) -> None:
     """`model.to(torch.float64)` between two phases."""
     model = t.wrap(Flat())
@@ -416,7 +416,7 @@ def double_halfway(t: Loop) -> None:
     train(t, model, 5, 5, doubled)
 
 
-@row(tolerance=0.3)
+@row(tolerance=0.3, refused=(ASYNC, "trigram.switch"))
 def bfloat16_after_wrapping(t: Loop) -> None:
     """`model.bfloat16()` right after with_bagua."""
     model = t.wrap(Flat())
@@ -525,7 +525,7 @@ def weight_norm(t: Loop) -> None:
     train(t, t.wrap(model), 0, 10)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def weight_norm_after_wrapping(t: Loop) -> None:
     """A parametrization made after wrapping replaces the parameter by two new ones."""
     model = t.wrap(Net())
@@ -533,7 +533,7 @@ def weight_norm_after_wrapping(t: Loop) -> None:
     train(t, model, 0, 10)
 
 
-@row()
+@row(refused=(ASYNC, "trigram.switch"))
 def weight_norm_folded(t: Loop) -> None:
     """A parametrization is removed halfway: its tensors become one parameter again."""
     model = Net()
@@ -576,7 +576,7 @@ def copied_as_a_teacher(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True, refused=(ASYNC, "switch"), sometimes=True)
+@row(linear=True)
 def buffer_registered_later(t: Loop) -> None:
     """A buffer comes into being halfway."""
     model = t.wrap(Flat())

@@ -91,7 +91,7 @@ def saved_on_one(t: Loop) -> None:
             assert {k: v.clone() for k, v in model.state_dict().items()}.keys() == model.state_dict().keys()
 
 
-@row(linear=True)
+@row()
 def unused_on_one(t: Loop) -> None:
     """One rank does not use a layer; the mean counts its gradient as 0."""
     model = t.wrap(Flat())
@@ -149,7 +149,7 @@ def another_head_where_methods_are_called(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row()
 def loss_times_zero(t: Loop) -> None:
     """One rank's loss is `0 * output.sum()`, because its batch has nothing in it."""
     model = t.wrap(Flat())
@@ -165,7 +165,7 @@ def loss_times_zero(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row()
 def batch_is_empty_on_one(t: Loop) -> None:
     """One rank's last batch has no samples."""
     model = t.wrap(Flat())
@@ -182,7 +182,7 @@ def batch_is_empty_on_one(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row()
 def micro_batches_by_rank(t: Loop) -> None:
     """Ranks accumulate different numbers of micro-batches under no_sync."""
     model = t.wrap(Flat())
@@ -307,7 +307,7 @@ def forward_raises_on_all(t: Loop) -> None:
         optimizer.step()
 
 
-@row(compare=False, spread=False, refused=(WEIGHTS, "check_finite"))
+@row(compare=False, spread=False, steps=9, refused=(WEIGHTS, "check_finite"))
 def not_finite_on_one(t: Loop) -> None:
     """With `check_finite` a NaN on one rank is everybody's CorruptError, and the next step is clean."""
     model = t.wrap(Flat(), **({} if t.algorithm is None else {"check_finite": True}))

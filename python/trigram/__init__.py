@@ -44,10 +44,12 @@ from trigram.errors import (
     UnsupportedError,
 )
 from trigram.model.blocks import join, no_sync
+from trigram.model.boundary import step
 from trigram.model.checkpoint import algorithm_state, load_algorithm_state
-from trigram.model.consensus import consensus
+from trigram.model.consensus import consensus, consensus_state_dict
 from trigram.model.counters import stats
-from trigram.model.with_bagua import switch, with_bagua
+from trigram.model.ddp import DistributedDataParallel
+from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
@@ -59,6 +61,7 @@ __all__ = [
     "AuthError",
     "ConfigError",
     "CorruptError",
+    "DistributedDataParallel",
     "Group",
     "IoError",
     "MismatchError",
@@ -78,11 +81,13 @@ __all__ = [
     "barrier",
     "broadcast",
     "consensus",
+    "consensus_state_dict",
     "ddp_hook",
     "empty",
     "gather",
     "init",
     "is_initialized",
+    "is_wrapped",
     "join",
     "load_algorithm_state",
     "new_group",
@@ -97,7 +102,9 @@ __all__ = [
     "send",
     "shutdown",
     "stats",
+    "step",
     "switch",
+    "unwrap",
     "with_bagua",
     "world_size",
 ]

@@ -52,6 +52,7 @@ def agree(rank: int, world: int, label: str) -> None:
     before = total(model)
     far = distance(model, before / world)
     for step in range(120):
+        model.zero_grad()
         loss(model, rank, step).backward()
         time.sleep(0.001 * (1 + (rank + step) % 3))
     trigram.algorithm_state(model)  # what is in flight lands
@@ -92,6 +93,7 @@ def one_never_trains(rank: int, world: int, label: str) -> None:
     model = trigram.with_bagua(net(), algorithm, **options)
     loss(model, rank, 0).backward()
     for step in range(40 if rank else 2):
+        model.zero_grad()
         loss(model, rank, step).backward()
     trigram.barrier()
     assert bool(flatten(list(model.parameters())).isfinite().all())
@@ -152,6 +154,7 @@ def _ends(rank: int, world: int, algorithm: str) -> int:
     torch.manual_seed(8)
     model = trigram.with_bagua(net(), algorithm)
     for step in range(20 + 10 * rank):
+        model.zero_grad()
         loss(model, rank, step).backward()
         time.sleep(0.002)
     return int(trigram.stats(model)["steps"])

@@ -365,6 +365,122 @@ def consensus_and_an_error(rank: int, world: int) -> None:
     assert fingerprint(model.parameters()) == before
 
 
+class Mixed(nn.Module):
+    """Tied weights, a buffer of integers, one that is not saved, and a state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = normed()
+        self.tied = nn.Linear(6, 9)
+        self.tied.weight = self.body[0].weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.seen += 1
+        return self.body(inputs) + self.tied(inputs)[:, :3]
+
+    def get_extra_state(self) -> Any:
+        return {"version": [3]}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@CASES.over(*WEIGHTS, "gradient_allreduce sgd", "async_decentralized third")
+def consensus_state_dict(rank: int, world: int, label: str) -> None:
+    """The averaged state on every rank; the model keeps its weights, and trains on."""
+    torch.manual_seed(8)
+    model, optimizer = start(rank, label, Mixed)
+    go(model, optimizer, rank, 0, 1)  # no boundary yet, so nothing is in flight
+    if not label.startswith("gradient"):
+        part(model, rank)
+    else:
+        model.body[1].running_mean.add_(rank)
+    before = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    expected = {k: average(v, world) for k, v in before.items() if v.is_floating_point()}
+    state = trigram.consensus_state_dict(model)
+    assert list(state) == list(model.state_dict()) and "scratch" not in state
+    assert state["_extra_state"] == {"version": [3]} and state._metadata == model.state_dict()._metadata
+    for name, e in expected.items():
+        close(state[name], e, 1e-6, name)
+        equal(model.state_dict()[name], before[name], f"the model's {name}")
+        assert state[name].data_ptr() != model.state_dict()[name].data_ptr()
+    tied = state["body.0.weight"], state["tied.weight"]
+    assert tied[0].data_ptr() == tied[1].data_ptr()
+    same_on_all_ranks(
+        rank, world, f"state-dict-{label}", [v for v in state.values() if isinstance(v, Tensor)]
+    )
+    fresh = Mixed()
+    fresh.load_state_dict(state)
+    if rank == 0:  # an evaluation; nobody else need take part
+        fresh.eval()(x(0, 5))
+    go(model, optimizer, rank, 1, 3)
+    assert trigram.stats(model)["steps"] == 4
+
+
+@CASES
+def consensus_of_ignored(rank: int, world: int) -> None:
+    """What `ignore` names is left alone, by every name that it has."""
+    torch.manual_seed(8)
+    module = Mixed()
+    names = ["tied.weight", "body.1.running_var", "body.3.bias"]
+    model = trigram.with_bagua(module, "local_sgd", ignore=names)
+    part(model, rank)
+    before = {k: v.clone() for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    left = {*names, "body.0.weight"}
+    for state in (trigram.consensus_state_dict(model), trigram.consensus(model) and model.state_dict()):
+        for name, was in before.items():
+            if was.is_floating_point():
+                assert torch.equal(state[name], was) == (name in left), name
+
+
+@CASES.over("gradient_allreduce", "local_sgd", "central:median/full/every:2")
+def consensus_in_chunks(rank: int, world: int, algorithm: str) -> None:
+    """The tensors that an average needs do not grow with the model, apart from the copy that is kept."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from trigram.averaging import mean
+    from trigram.collectives import coalesced
+
+    model = nn.Module()
+    for k, shape in enumerate([(3 * mean.CHUNK,), (1024, mean.CHUNK // 1024), (5, 7)]):
+        model.register_parameter(f"p{k}", nn.Parameter(torch.ones(shape) * (rank + 1)))
+    model.register_buffer("turned", torch.ones(2048, mean.CHUNK // 2048 + 1).t())
+    trigram.with_bagua(model, algorithm)
+    with torch.no_grad():
+        for t in (*model.parameters(), *model.buffers()):
+            t.fill_(rank)
+    whole = sum(t.nbytes for t in (*model.parameters(), *model.buffers()))
+    largest = max(t.nbytes for t in model.parameters())
+    known, sizes = set(), []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for t in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in known:
+                    sizes.append((t.untyped_storage().nbytes(), str(func)))
+            return out
+
+    known |= {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    made, registered = coalesced.empty, []
+    coalesced.empty = lambda *a, **k: registered.append(made(*a, **k)) or registered[-1]
+    try:
+        with Watch():
+            trigram.consensus(model)
+    finally:
+        coalesced.empty = made
+    assert registered and max(t.nbytes for t in registered) <= 1.5 * mean.CHUNK
+    copies = [n for n, func in sizes if "clone" in func]
+    assert sum(copies) <= whole + 8 * mean.CHUNK
+    others = [n for n in sizes if "clone" not in n[1]]
+    assert max(n for n, _ in others) <= 2 * world * mean.CHUNK < largest * 2, others
+    middle = (world - 1) / 2
+    for t in (*model.parameters(), *model.buffers()):
+        assert bool((t == middle).all())
+
+
 @CASES
 def consensus_without_one(rank: int, world: int) -> None:
     """Asked for on all ranks but the last: it is named, and nobody hangs."""

@@ -18,6 +18,9 @@ from trigram.errors import UnsupportedError
 def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None) -> Algorithm:
     """The algorithm that a script or ``TRIGRAM_ALGORITHM`` names.
 
+    The script's options may belong to another algorithm than that of the environment: those that this one
+    does not have are listed in the result.
+
     Args:
         algorithm: A name, WHO/WHAT/WHEN or a ``Trigram``; None: ``TRIGRAM_ALGORITHM``, or the default.
         options: The algorithm's options.
@@ -26,10 +29,11 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         UnsupportedError: The algorithm is unknown, or an option or a combination is invalid; the message says
             why, and lists the alternatives.
     """
-    source = ""
+    from_environment = False
     if algorithm is None:
+        from_environment = bool(os.environ.get("TRIGRAM_ALGORITHM"))
         algorithm = os.environ.get("TRIGRAM_ALGORITHM") or DEFAULT
-        source = " (from TRIGRAM_ALGORITHM)" if "TRIGRAM_ALGORITHM" in os.environ else ""
+    source = " (from TRIGRAM_ALGORITHM)" if from_environment else ""
     if isinstance(algorithm, str) and (known := named(algorithm)) is not None:
         name, entry = algorithm, known
     elif isinstance(algorithm, Trigram):
@@ -41,14 +45,14 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
             f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, or "
             "WHO/WHAT/WHEN, such as gossip:ring/int8/async"
         )
-    return _Parser(name, entry, dict(options or {})).parse()
+    return _Parser(name, entry, dict(options or {}), from_environment).parse()
 
 
 class _Parser:
     """Checks a trigram and its options."""
 
-    def __init__(self, name: str, entry: Entry, options: dict[str, Any]) -> None:
-        self.name, self.entry = name, entry
+    def __init__(self, name: str, entry: Entry, options: dict[str, Any], from_environment: bool) -> None:
+        self.name, self.entry, self.from_environment = name, entry, from_environment
         self.given = {**entry.options, **options}
         self.taken: dict[str, Any] = {}
         self.known: list[str] = []
@@ -103,7 +107,7 @@ class _Parser:
         if entry.step is not None:
             options |= {k: self.given.pop(k) for k in entry.options if k in self.given}
             self.known += [k for k in entry.options if k not in self.known]
-        if self.given:
+        if self.given and not self.from_environment:
             known = ", ".join(sorted(set(self.known))) or "none"
             raise self.refuse(
                 f"unknown option {', '.join(sorted(map(repr, self.given)))}; its options are: {known}"
@@ -115,7 +119,17 @@ class _Parser:
         elif when != "sync":
             when = f"every:{every}"
         value = replace(value, who=who, what=what, when=when, carry=carry)
-        return Algorithm(self.name, value, kind, graph, every, options, entry.step)
+        return Algorithm(
+            self.name,
+            value,
+            kind,
+            graph,
+            every,
+            options,
+            entry.step,
+            self.from_environment,
+            tuple(self.given),
+        )
 
     def _when(self, when: str) -> tuple[int | None, int | None]:
         """Training steps per averaging step and None, or None and the staleness."""

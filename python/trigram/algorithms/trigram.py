@@ -55,6 +55,8 @@ class Algorithm:
         every: Training steps per averaging step; None: asynchronous.
         options: The other options, by name.
         step: The class of a registered averaging step; None: composed of Trigram's own.
+        from_environment: Whether ``TRIGRAM_ALGORITHM`` named it.
+        unknown: Options that the script gave and the algorithm of the environment does not have.
     """
 
     name: str
@@ -64,6 +66,8 @@ class Algorithm:
     every: int | None
     options: dict[str, Any]
     step: Callable[..., Any] | None = None
+    from_environment: bool = False
+    unknown: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         options = {k: v for k, v in self.options.items() if k != "script"}

@@ -37,8 +37,8 @@ class ModelGroups:
         aggregation: The robust aggregation that replaces the mean; None: the mean.
         sample_weight: This rank's weight in averages; None: all ranks weigh the same.
         check_replicas: Steps between two checks that all ranks hold the same weights; 0: no checks.
-        broadcast_buffers: Whether all ranks get rank 0's buffers before a pass, if gradients are averaged.
-        ignored: Names of parameters and buffers that trigram leaves alone.
+        broadcast_buffers: Whether training makes buffers the same on all ranks.
+        ignored: The names of parameters and buffers that are left alone.
         non_finite_check: Looks for NaN and infinity in gradients before they are sent; None: no check.
         non_finite_senders: Ranks whose values a robust aggregation left out.
         levels: The groups of averages in two levels; None: no such average was made yet.

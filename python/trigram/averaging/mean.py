@@ -13,6 +13,9 @@ from trigram.averaging.robust import RobustAverage
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
 
+CHUNK = 4 << 20
+"""Bytes that are averaged at a time, so that the memory needed does not grow with the model."""
+
 
 def mean_of(
     tensors: Sequence[torch.Tensor], groups: ModelGroups, sample_weight: SampleWeight | None = None
@@ -28,9 +31,9 @@ def mean_of(
     rule, n = groups.aggregation, groups.size
     control = groups.control
     floats = [t for t in tensors if t.is_floating_point() and t.numel()]
-    for alike in coalesced.alike(floats):
+    for chunk in (c for alike in coalesced.alike(floats) for c in coalesced.chunks(alike, CHUNK)):
         coalesced_tensor = coalesced.Coalesced(
-            alike, None, None if rule is None else lambda total: padded(total, n)
+            chunk, None, None if rule is None else lambda total: padded(total, n)
         )
         coalesced_tensor.pack()
         if rule is not None:
@@ -45,4 +48,4 @@ def mean_of(
                 sample_weight.normalize(coalesced_tensor.memory)
         coalesced_tensor.unpack()
     others = [t for t in tensors if not t.is_floating_point() and t.numel()]
-    coalesced.broadcast(others, 0, control)
+    coalesced.broadcast(others, 0, control, CHUNK)

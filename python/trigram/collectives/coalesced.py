@@ -41,6 +41,31 @@ def view_like(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     return part.view(like.shape)
 
 
+def parts(t: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """Views that make up the tensor in row-major order, each of at most ``most`` bytes."""
+    if t.nbytes <= most or t.dim() == 0:
+        return [t]
+    if t.is_contiguous():
+        return list(t.view(-1).split(max(most // t.element_size(), 1)))
+    rows = most * len(t) // t.nbytes
+    if rows == 0:
+        return [part for row in t for part in parts(row, most)]
+    return list(t.split(rows))
+
+
+def chunks(tensors: Iterable[torch.Tensor], most: int) -> list[list[torch.Tensor]]:
+    """The :func:`parts` of all tensors, in lists that take at most about ``most`` bytes each, coalesced."""
+    found: list[list[torch.Tensor]] = []
+    size = most
+    for part in (part for t in tensors if t.numel() for part in parts(t, most)):
+        if size + part.nbytes > most:
+            found.append([])
+            size = 0
+        found[-1].append(part)
+        size += -(-part.nbytes // _ALIGN) * _ALIGN
+    return found
+
+
 class Coalesced:
     """Tensors with a copy in one 1-D tensor of registered memory.
 
@@ -93,16 +118,7 @@ class Coalesced:
 def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_bytes: int = 64 << 20) -> None:
     """Broadcasts the tensors of group rank ``src``, coalesced in messages of up to ``chunk_bytes``."""
     for same in alike(t.detach() for t in tensors):
-        chunk: list[torch.Tensor] = []
-        size = 0
-        for t in same:
-            if chunk and size + t.nbytes > chunk_bytes:
-                Coalesced(chunk).broadcast(src, group)
-                chunk, size = [], 0
-            if t.numel():
-                chunk.append(t)
-                size += t.nbytes
-        if chunk:
+        for chunk in chunks(same, chunk_bytes):
             Coalesced(chunk).broadcast(src, group)
 
 

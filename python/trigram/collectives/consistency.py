@@ -8,9 +8,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from trigram.collectives import calls
+from trigram.collectives import calls, coalesced
 from trigram.errors import CorruptError
 from trigram.runtime.group import Group
+
+_CHUNK = 4 << 20
+"""Bytes that are hashed at a time, so that copies of tensors on GPUs and of views stay small."""
 
 
 def tell_all(words: Sequence[int], group: Group) -> list[list[int]]:
@@ -41,10 +44,8 @@ def listed(ranks: Iterable[int]) -> str:
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The BLAKE2b digest (128 bits) of the tensors' bytes, as two 64-bit integers."""
     digest = hashlib.blake2b(digest_size=16)
-    for t in tensors:
-        whole = t.detach().cpu().contiguous().flatten()
-        if whole.numel():
-            digest.update(whole.view(torch.uint8).numpy().data)
+    for part in (p for t in tensors if t.numel() for p in coalesced.parts(t.detach(), _CHUNK)):
+        digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return _words(digest.digest())
 
 
@@ -52,10 +53,13 @@ def _words(digest: bytes) -> list[int]:
     return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
 
 
-def same_everywhere(tensors: Iterable[torch.Tensor], group: Group) -> bool:
-    """Whether the tensors have the same bits on all ranks."""
-    prints = tell_all(fingerprint(tensors), group)
-    return all(theirs == prints[0] for theirs in prints)
+def unequal(tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
+    """The tensors that do not have the same bits on all ranks."""
+    if not tensors:
+        return []
+    prints = tell_all([word for t in tensors for word in fingerprint([t])], group)
+    by_tensor = zip(*(zip(theirs[::2], theirs[1::2], strict=True) for theirs in prints), strict=True)
+    return [t for t, theirs in zip(tensors, by_tensor, strict=True) if len(set(theirs)) > 1]
 
 
 def check_replicas(tensors: Iterable[torch.Tensor], group: Group, step: int) -> None:

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 from torch import nn
 
 from trigram.errors import UnsupportedError
-from trigram.model.wrapped import lookup
+from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.uneven_inputs import UnevenInputs
 
 
-@contextlib.contextmanager
-def no_sync(model: nn.Module) -> Iterator[None]:
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Inside the block gradients accumulate on this rank only; the next backward pass outside averages
-    them."""
-    wrapped = lookup(model, "no_sync")
+    them.
+
+    Args:
+        model: A model given to :func:`trigram.with_bagua`.
+
+    Raises:
+        MisuseError: The model is not wrapped.
+    """
+    return _no_sync(lookup(model, "no_sync"))
+
+
+@contextlib.contextmanager
+def _no_sync(wrapped: WrappedModel) -> Iterator[None]:
     if wrapped.hooks is None:
         yield
         return
@@ -27,19 +38,20 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         wrapped.hooks.sync = before
 
 
-@contextlib.contextmanager
-def join(model: nn.Module) -> Iterator[None]:
+def join(model: nn.Module) -> AbstractContextManager[None]:
     """Training with unequal numbers of inputs per rank.
 
     A rank that reaches the end of the block early takes part in the averages of the others until all ranks
-    are
-    there: with gradients of 0, or with the weights it has; averages are over all ranks. If the algorithm
-        averages
-    gradients, at the end all ranks get the weights and buffers of the rank that trained longest, as with
-    ``DistributedDataParallel.join``; optimizers are not changed. Asynchronous algorithms do not wait during
-    the block; at its end all ranks wait for all.
+    are there: with gradients of 0, or with the weights it has; averages are over all ranks. If the algorithm
+    averages gradients, at the end all ranks get the weights and buffers of the rank that trained longest, as
+    with ``DistributedDataParallel.join``; optimizers are not changed. Asynchronous algorithms do not wait
+    during the block; at its end all ranks wait for all.
     """
-    wrapped = lookup(model, "join")
+    return _join(model, lookup(model, "join"))
+
+
+@contextlib.contextmanager
+def _join(model: nn.Module, wrapped: WrappedModel) -> Iterator[None]:
     if wrapped.hooks is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""``with_bagua``: one line in an existing training script; and ``switch``."""
+"""``with_bagua``: one line in an existing training script; ``unwrap``, its inverse; and ``switch``."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.sparse import sparse_parameters
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, UnsupportedError
-from trigram.model.wrapped import WrappedModel, lookup, wrapped_models
+from trigram.model import methods
+from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
+from trigram.runtime import logs
+from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
 from trigram.training.compose import check
-from trigram.training.options import Options
+from trigram.training.options import Options, ignored_names
 from trigram.training.weight_sync import WeightSync
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -31,6 +34,8 @@ def with_bagua(
     sample_weight: Any = None,
     check_finite: bool = False,
     check_replicas: int = 0,
+    broadcast_buffers: bool = True,
+    ignore: Sequence[str] = (),
     elastic: bool | Sequence[Any] = False,
     **options: Any,
 ) -> Model:
@@ -38,13 +43,19 @@ def with_bagua(
 
     It installs hooks on the module and returns it; the keys of its ``state_dict`` do not change. All ranks
     get the weights and buffers of the group's first rank. Copies and pickles of the model have no hooks. All
-    ranks of the group call it.
+    ranks of the group call it. It gives the module the methods ``no_sync()`` and ``join()``, unless its class
+    has them.
+
+    Under algorithms that average weights (gossip, local SGD, DiLoCo, all asynchronous ones) the ranks hold
+    different weights between averaging steps: evaluate and save inside :func:`trigram.consensus`, or save
+    :func:`trigram.consensus_state_dict`.
 
     Args:
         model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
-        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given.
+        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given; the others ignore
+            it.
         group: The ranks that train it; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
         sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
@@ -56,40 +67,63 @@ def with_bagua(
             and a small message per step. Without it the mean becomes NaN on all ranks.
         check_replicas: Number of steps after which all ranks compare a hash of their weights; if one differs,
             all ranks raise a ``CorruptError`` that names it. 0: never.
+        broadcast_buffers: Algorithms that average gradients give all ranks the first rank's buffers before
+            each forward pass, like ``DistributedDataParallel``. False: each rank keeps its own.
+        ignore: The names of parameters and buffers that trigram leaves alone: each rank keeps its own, from
+            the start.
         elastic: Training continues when ranks are lost, and ranks can join while it runs, see
             docs/elastic.md. It needs ``optimizer``, whose state a joining rank receives. True, or a sequence
             of other objects whose state it receives: schedulers, GradScalers, anything with ``state_dict``
             and ``load_state_dict``.
-        **options: The options of the algorithm, see docs/algorithms.md.
+        **options: The options of the algorithm, see docs/algorithms.md. If the algorithm comes from
+            ``$TRIGRAM_ALGORITHM``, options that it does not have are ignored, and rank 0 logs their names.
 
     Returns:
         ``model``.
 
     Raises:
         UnsupportedError: The algorithm, an option or their combination is not supported; the message says
-        why,
-            and lists what is.
+            why, and lists what is.
         MismatchError: The models differ between ranks; all ranks raise it.
-        MisuseError: The model is hooked already, or has no parameter to train.
+        MisuseError: The model is hooked already, has no parameter to train, or has no parameter or buffer of
+            a name in ``ignore``.
     """
     chosen = find(algorithm, options)
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
-    if model in wrapped_models:
+    if is_wrapped(model):
         raise MisuseError(
-            "with_bagua: this model is hooked already; call trigram.switch to change its algorithm"
+            "with_bagua: this model is hooked already; call trigram.switch to change its algorithm, or "
+            "trigram.unwrap before it is wrapped again"
         )
+    if (earlier := wrapped_models.get(model)) is not None:
+        remove(earlier)  # of a job that has ended
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
         optimizer = None
     check(chosen, optimizer)
-    extras, ranks = Options(sample_weight, check_finite, check_replicas), resolve(group)
+    names = ignored_names(model, ignore)
+    extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
+    ranks = resolve(group)
+    if chosen.from_environment:
+        extras, unknown = extras.known_to(chosen, ranks.size)
+        _warn_of(chosen, [*chosen.unknown, *unknown], ranks)
     extras.check(chosen, ranks.size)
     wrapped_models[model] = WrappedModel(
         model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states
     )
+    methods.add(model)
     return model
+
+
+def _warn_of(chosen: Algorithm, unknown: Sequence[str], ranks: Group) -> None:
+    """Logs, on the first rank, the options in code that the algorithm of the environment does not have."""
+    if unknown and ranks.rank == 0:
+        logs.warning(
+            f"with_bagua: {chosen.name} (from TRIGRAM_ALGORITHM) has no option {', '.join(unknown)}; the "
+            "script passes it for another algorithm, and it is ignored"
+        )
 
 
 def _states(
@@ -122,6 +156,48 @@ def _states(
             )
     recovery.join_job()
     return states
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether :func:`with_bagua` trains the model in the present job."""
+    wrapped = wrapped_models.get(model)
+    return wrapped is not None and not wrapped.stale
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Makes the model a plain module again; all ranks call it, between steps.
+
+    Averaging steps under way are ended and applied first; weights that differ between ranks stay different,
+    see :func:`trigram.consensus`. Then the hooks and the methods ``no_sync`` and ``join`` are removed.
+    :func:`with_bagua` can wrap the model again. After ``trigram.shutdown`` it sends nothing.
+
+    Args:
+        model: A model given to :func:`with_bagua`, or a ``trigram.DistributedDataParallel``.
+
+    Returns:
+        The module: ``model``, or its ``module`` if it is a ``trigram.DistributedDataParallel``.
+
+    Raises:
+        MisuseError: The model is not wrapped.
+        UnsupportedError: The model is elastic: other ranks may count on it.
+    """
+    wrapped = wrapped_models.get(model)
+    if wrapped is None:
+        raise MisuseError("unwrap: this model is not wrapped; call trigram.with_bagua on it first")
+    if not wrapped.stale:
+        if wrapped.states is not None:
+            raise UnsupportedError(
+                "unwrap: not supported for elastic models, because ranks may join at any step; call "
+                "trigram.shutdown first, or end the script"
+            )
+        if wrapped.hooks is not None:
+            wrapped.hooks.abort_pass()
+            wrapped.hooks.drain()
+    module = wrapped.model()
+    assert module is not None
+    remove(wrapped)
+    methods.remove(module)
+    return module
 
 
 def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:

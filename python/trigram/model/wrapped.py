@@ -1,4 +1,8 @@
-"""A wrapped model: a module, its algorithm and its hooks; and the registry of all of them."""
+"""A wrapped model: a module, its algorithm and its hooks; and the registry of all of them.
+
+A model is wrapped in one job: after ``trigram.shutdown`` its groups are gone, and only ``unwrap`` and a new
+``with_bagua`` make sense of it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError
-from trigram.runtime import world
+from trigram.runtime import logs, world
 from trigram.runtime.group import Group
 from trigram.training.compose import check, compose, warm
 from trigram.training.gradient_sync import GradientSync
@@ -27,6 +31,7 @@ class WrappedModel:
     """A model and its algorithm.
 
     Attributes:
+        job: The job in which it was wrapped, see :func:`trigram.runtime.world.job`.
         algorithm: The algorithm with its options.
         hooks: The hooks on the model; None if one rank trains it alone.
         earlier_steps: Steps made with earlier algorithms.
@@ -42,6 +47,7 @@ class WrappedModel:
         extras: Options,
         states: Sequence[Any] | None = None,
     ) -> None:
+        self.job = world.job()
         self.extras = extras
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
@@ -53,6 +59,11 @@ class WrappedModel:
         if self.groups is not None and states is not None:
             self.groups.joining = recovery.is_newcomer()
         self.begin(model, chosen, optimizer)
+
+    @property
+    def stale(self) -> bool:
+        """Whether the job in which the model was wrapped has ended."""
+        return self.job != world.job()
 
     @property
     def size(self) -> int:
@@ -83,6 +94,24 @@ class WrappedModel:
             hooks.elastic = part
             recovery.add(part)
             self.groups.joining = False
+        if self.group.rank == 0:
+            logs.info(self._line())
+
+    def _line(self) -> str:
+        """What the first rank logs at the start."""
+        text = f"{self.algorithm.title} trains a model on {self.size} ranks"
+        hooks = self.hooks
+        if isinstance(hooks, GradientSync):
+            sent, count = sum(b.average.sent for b in hooks.buckets), len(hooks.buckets)
+            text += f"; {count} bucket{'s' if count > 1 else ''}, {sent} bytes sent per step and rank"
+            if self.warming:
+                text += f" in the warm-up of {hooks.limit} steps"
+        if not self.algorithm.gradients:
+            text += (
+                "; the ranks' weights differ between averaging steps: evaluate and save them under "
+                "trigram.consensus"
+            )
+        return text
 
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None
@@ -119,6 +148,7 @@ class WrappedModel:
 
 
 wrapped_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()
+"""The wrapped modules; a ``trigram.DistributedDataParallel`` and its module have the same entry."""
 
 
 def lookup(model: nn.Module, what: str) -> WrappedModel:
@@ -129,12 +159,30 @@ def lookup(model: nn.Module, what: str) -> WrappedModel:
         what: The call that asks, for the error message.
 
     Raises:
-        MisuseError: The model is not wrapped.
+        MisuseError: The model is not wrapped, or was wrapped before ``trigram.shutdown``.
     """
-    try:
-        return wrapped_models[model]
-    except KeyError:
-        raise MisuseError(f"{what}: call trigram.with_bagua on this model first") from None
+    wrapped = wrapped_models.get(model)
+    if wrapped is None:
+        raise MisuseError(f"{what}: call trigram.with_bagua on this model first")
+    if wrapped.stale:
+        raise MisuseError(
+            f"{what}: this model was wrapped in a job that trigram.shutdown has ended; call "
+            "trigram.with_bagua on it again, or trigram.unwrap to use it without trigram"
+        )
+    return wrapped
+
+
+def remove(wrapped: WrappedModel) -> None:
+    """Removes the hooks and the entries of a wrapped model; sends nothing except goodbyes.
+
+    The caller has ended the averaging steps under way, unless the model's job has ended.
+    """
+    if wrapped.stale and wrapped.hooks is not None:
+        wrapped.hooks.close()
+        wrapped.hooks = None
+    wrapped.end()
+    for model in [m for m, w in wrapped_models.items() if w is wrapped]:
+        del wrapped_models[model]
 
 
 def _finish() -> None:

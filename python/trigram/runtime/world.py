@@ -128,6 +128,7 @@ class World:
 
 
 _world: World | None = None
+_jobs_left = 0
 at_exit: list[Callable[[], None]] = []
 """Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
 
@@ -135,6 +136,12 @@ at_exit: list[Callable[[], None]] = []
 def is_initialized() -> bool:
     """Whether ``init`` has been called, without a ``shutdown`` since."""
     return _world is not None
+
+
+def job() -> int:
+    """The number of jobs that this process has left: it tells whether something was made in the present
+    job."""
+    return _jobs_left
 
 
 def replace(new: World) -> None:
@@ -381,12 +388,13 @@ def shutdown() -> None:
 
     First it completes asynchronous training: this rank takes part until all ranks have finished.
     """
-    global _world
+    global _world, _jobs_left
     if _world is not None:
         for finish in at_exit:
             finish()
     world, _world = _world, None
     if world is not None:
+        _jobs_left += 1
         if world.elastic is not None:
             world.elastic.leave()
         world.engine.shutdown(False)

@@ -71,8 +71,6 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
                 f"{algorithm.name}: momentum= together with an optimizer that has {has_momentum[0]} "
                 "applies momentum twice and diverges; remove one of the two"
             )
-    elif optimizer is not None and not _averages_state(algorithm):
-        raise UnsupportedError(f"{algorithm.name}: this algorithm does not use optimizer=; remove it")
 
 
 def _averages_state(algorithm: Algorithm) -> bool:

@@ -26,7 +26,7 @@ from trigram import collectives
 from trigram.averaging import sparse
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
-from trigram.collectives.consistency import check_replicas, same_everywhere
+from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
@@ -156,7 +156,7 @@ class GradientSync(StepHooks):
                 "that all ranks get the same values"
             )
         agree_on_change(self.tensors(model), self.groups)
-        if loaded and not same_everywhere(self.params, self.groups.control):
+        if loaded and unequal(self.params, self.groups.control):
             raise MismatchError(
                 f"{self.groups.name}: the weights of {type(model).__name__} differ between the ranks after "
                 "load_state_dict; load the same checkpoint on all ranks"

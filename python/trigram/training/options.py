@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
 
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
@@ -19,11 +23,29 @@ class Options:
     sample_weight: float | Callable[[], float] | None = None
     check_finite: bool = False
     check_replicas: int = 0
+    broadcast_buffers: bool = True
+    ignore: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         weighted = ", sample_weight" if self.sample_weight is not None else ""
         replicas = f", check_replicas={self.check_replicas}" if self.check_replicas else ""
-        return weighted + (", check_finite" if self.check_finite else "") + replicas
+        buffers = "" if self.broadcast_buffers else ", broadcast_buffers=False"
+        ignored = f", ignore={sorted(self.ignore)}" if self.ignore else ""
+        return weighted + (", check_finite" if self.check_finite else "") + replicas + buffers + ignored
+
+    def known_to(self, algorithm: Algorithm, size: int) -> tuple[Options, list[str]]:
+        """The options without those that the algorithm does not support, and the names of these."""
+        Options().check(algorithm, size)
+        kept, unknown = self, []
+        for field in fields(Options):
+            try:
+                only: Any = {field.name: getattr(self, field.name)}
+                replace(Options(), **only).check(algorithm, size)
+            except UnsupportedError:
+                default: Any = {field.name: field.default}
+                kept = replace(kept, **default)
+                unknown.append(field.name)
+        return kept, unknown
 
     def check(self, algorithm: Algorithm, size: int) -> None:
         """Raises if the algorithm does not support an option on ``size`` ranks; sends nothing."""
@@ -76,7 +98,32 @@ class Options:
         """Sets the options in the model's process groups, after all ranks have agreed on them."""
         groups.aggregation = algorithm.aggregation
         groups.check_replicas = self.check_replicas
+        groups.broadcast_buffers = self.broadcast_buffers
+        groups.ignored = self.ignore
         if self.sample_weight is not None and groups.sample_weight is None:
             groups.sample_weight = SampleWeight(self.sample_weight, groups.group)
         if self.check_finite and groups.non_finite_check is None:
             groups.non_finite_check = NonFiniteCheck(groups.control)
+
+
+def ignored_names(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
+    """The given names of parameters and buffers, with the other names of the same tensors.
+
+    Raises:
+        MisuseError: The model has no parameter or buffer of a name; the message lists names that are near.
+    """
+    if isinstance(names, str):
+        raise MisuseError(f"with_bagua: ignore={names!r} must be a sequence of names, such as [{names!r}]")
+    found = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    for name in names:
+        if name not in found:
+            near = difflib.get_close_matches(str(name), found, n=5, cutoff=0.4) or list(found)[:5]
+            raise MisuseError(
+                f"with_bagua: ignore: the model has no parameter or buffer {name!r}; near matches: "
+                f"{', '.join(near) or 'none'}"
+            )
+    tensors = {id(found[name]) for name in names}
+    return frozenset(name for name, t in found.items() if id(t) in tensors)

@@ -299,6 +299,8 @@ class WeightSync(StepHooks):
             self.forget_pass()
             with torch.no_grad():
                 self.end()
+            if not self.updating:
+                self.owed = self.steps  # no update follows
 
     @torch.no_grad()
     def inputs_end(self) -> None:

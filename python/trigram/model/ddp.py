@@ -1,0 +1,182 @@
+"""``DistributedDataParallel``: torch's class of the same name, for scripts that expect its arguments."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from trigram.algorithms.trigram import Trigram
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.model import blocks
+from trigram.model.with_bagua import with_bagua
+from trigram.model.wrapped import lookup, wrapped_models
+
+_INSTEAD = {
+    "delay_all_reduce_named_params": "remove it; to leave parameters out of averages, pass ignore=[names]",
+    "param_to_hook_all_reduce": "remove it; to leave parameters out of averages, pass ignore=[names]",
+    "mixed_precision": "use torch.autocast, and algorithm='central/bf16/sync' to send 16 bits per gradient",
+    "device_mesh": "pass process_group=device_mesh.get_group()",
+}
+"""Arguments that only None fits, and what to do instead."""
+
+
+class DistributedDataParallel(nn.Module):
+    """A module that is trained data-parallel, with the interface of torch's ``DistributedDataParallel``.
+
+    New scripts call :func:`trigram.with_bagua`, which this class calls on ``module``. As with torch's class,
+    the keys of its ``state_dict`` begin with ``module.``, and no attribute of ``module`` is forwarded. The
+    functions of ``trigram`` that take a wrapped model take this module or ``module``.
+
+    Args:
+        module: See :func:`trigram.with_bagua`.
+        device_ids: None, or the one device that ``module`` is on: inputs are moved there.
+        output_device: None, or the same device.
+        dim: Without effect.
+        broadcast_buffers: See :func:`trigram.with_bagua`.
+        init_sync: Without effect: ranks always check that they have the same model, and get the weights of
+            the first.
+        process_group: The ranks that train the module; None: all.
+        bucket_cap_mb: Size of a bucket of gradients in MiB; None: 25.
+        find_unused_parameters: Not needed: parameters without gradients are always found.
+        check_reduction: Without effect, as in torch.
+        gradient_as_bucket_view: Not needed: gradients always are views into buckets.
+        static_graph: Not needed: steps may always differ.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, mixed_precision, device_mesh: Only None.
+        algorithm: See :func:`trigram.with_bagua`.
+        **options: The other arguments of :func:`trigram.with_bagua`, and the options of the algorithm.
+
+    Attributes:
+        module: The module.
+
+    Raises:
+        UnsupportedError: An argument is not supported; the message says what to do instead.
+        MisuseError: ``device_ids`` is not the device of ``module``; and see :func:`trigram.with_bagua`.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool = True,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        *,
+        algorithm: str | Trigram | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        refused = {
+            "delay_all_reduce_named_params": delay_all_reduce_named_params,
+            "param_to_hook_all_reduce": param_to_hook_all_reduce,
+            "mixed_precision": mixed_precision,
+            "device_mesh": device_mesh,
+        }
+        for name, given in refused.items():
+            if given is not None:
+                raise UnsupportedError(f"DistributedDataParallel: {name} is not supported; {_INSTEAD[name]}")
+        self.device = _device(module, device_ids, output_device)
+        # Where torch's DistributedDataParallel._set_params_and_buffers_to_ignore_for_model puts names.
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        self.module = with_bagua(
+            module,
+            algorithm,
+            group=process_group,
+            bucket_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
+            broadcast_buffers=broadcast_buffers,
+            ignore=[*options.pop("ignore", ()), *ignored],
+            **options,
+        )
+        wrapped_models[self] = lookup(module, "DistributedDataParallel")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls ``module``."""
+        if self.device is not None:
+            move = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
+            args, kwargs = pytree.tree_map_only(torch.Tensor, move, (args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """See :func:`trigram.no_sync`."""
+        return blocks.no_sync(self)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """See :func:`trigram.join`.
+
+        Args:
+            divide_by_initial_world_size: Only True: averages are over all ranks.
+            enable: False: the block has no effect.
+            throw_on_early_termination: See :func:`trigram.join`.
+        """
+        if not enable:
+            return contextlib.nullcontext()
+        if not divide_by_initial_world_size:
+            raise UnsupportedError(
+                "DistributedDataParallel.join: divide_by_initial_world_size=False is not supported; pass "
+                "sample_weight= to leave ranks without inputs out of the averages"
+            )
+        if throw_on_early_termination:
+            raise UnsupportedError("DistributedDataParallel.join: not yet")
+        return blocks.join(self)
+
+    def register_comm_hook(self, state: object, hook: Any) -> None:
+        """Not supported.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "DistributedDataParallel.register_comm_hook: not supported; pass algorithm=, for example "
+            "'central/f16/sync' or 'powersgd' (trigram.algorithms() lists the names)"
+        )
+
+
+def _device(module: nn.Module, device_ids: Sequence[Any] | None, output_device: Any) -> torch.device | None:
+    """The device to which inputs are moved; None: they stay where they are."""
+    if not device_ids:
+        if output_device is not None:
+            raise MisuseError(
+                f"DistributedDataParallel: output_device={output_device!r} without device_ids has no effect; "
+                "remove it"
+            )
+        return None
+    if len(device_ids) > 1:
+        raise UnsupportedError(
+            f"DistributedDataParallel: device_ids={list(device_ids)}: a process has one device; start one "
+            "process per device"
+        )
+    device, there = _of_id(device_ids[0]), {p.device for p in module.parameters()}
+    if there != {device} or (output_device is not None and _of_id(output_device) != device):
+        found = ", ".join(sorted(map(str, there)))
+        raise MisuseError(
+            f"DistributedDataParallel: device_ids={list(device_ids)} and output_device={output_device!r} "
+            f"must be the device of the module, which is on {found}; move the module there, or remove both"
+        )
+    return device
+
+
+def _of_id(given: Any) -> torch.device:
+    return torch.device("cuda", given) if isinstance(given, int) else torch.device(given)

@@ -96,6 +96,7 @@ def carries(rank: int, world: int, label: str) -> None:
 def a_value_works_like_its_name(rank: int, world: int) -> None:
     model = trigram.with_bagua(net(), trigram.Trigram("gossip:ring", "int8", "sync"))
     for step in range(3):
+        model.zero_grad()
         loss(model, rank, step).backward()
     assert trigram.stats(model)["steps"] == 3
 

@@ -10,7 +10,9 @@ import torch
 
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
+from trigram.errors import MismatchError
 from trigram.mixing.step import AveragingStep
+from trigram.runtime.records import all_gather_bytes
 
 
 class OptimizerState(AveragingStep):
@@ -29,13 +31,30 @@ class OptimizerState(AveragingStep):
         self.sent = 0
 
     def _state(self) -> list[torch.Tensor]:
-        return [
-            v
-            for group in self.optimizer.param_groups
-            for p in group["params"]
-            for _, v in sorted(self.optimizer.state.get(p, {}).items())
-            if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == p.shape and v.dim()
+        """The state that all ranks have: an optimizer makes that of a parameter when it first updates it, and
+        a GradScaler may skip the first update on some ranks, or the ranks use different parameters."""
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        mine = [
+            {
+                name: v
+                for name, v in sorted(self.optimizer.state.get(p, {}).items())
+                if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == p.shape and v.dim()
+            }
+            for p in params
         ]
+        control = self.groups.control
+        made = all_gather_bytes(control, "\n".join(" ".join(state) for state in mine).encode())
+        if len({text.count(b"\n") for text in made}) > 1:
+            raise MismatchError(
+                f"{self.groups.name}: the optimizers of the ranks have different numbers of parameters "
+                f"({len(params)} here), so their state cannot be averaged; build the same optimizer on all "
+                "ranks"
+            )
+        everywhere = [
+            set.intersection(*(set(line.split()) for line in lines))
+            for lines in zip(*(text.decode().split("\n") for text in made), strict=True)
+        ]
+        return [state[name] for state, names in zip(mine, everywhere, strict=True) for name in sorted(names)]
 
     def take(self) -> None:
         """No snapshot: :meth:`wait` averages in place."""

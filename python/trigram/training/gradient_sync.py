@@ -25,6 +25,7 @@ from torch import nn
 from trigram import collectives
 from trigram.averaging import sparse
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel
@@ -58,7 +59,7 @@ class GradientSync(StepHooks):
         self.compressor = compressor or GradientCompressor()
         self.bucket_bytes = bucket_bytes
         self.received: list[coalesced.Coalesced] = []
-        self.local = self.copies = False
+        self.local = self.copies = self.averaged = False
         self.assigned: GradientsSnapshot | None = None
         self.busy = 0.0
         self.idle = False
@@ -307,7 +308,7 @@ class GradientSync(StepHooks):
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
         self.steps += 1
-        self.local = False
+        self.local, self.averaged = False, True
         received, self.received = self.received, []
         for buffers in received:
             # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
@@ -505,25 +506,42 @@ class GradientSync(StepHooks):
                 "gradients of this rank only; leave no_sync for the last backward pass before the update"
             )
         with torch.no_grad():
-            self.begin_pass(None)
-            self._end_pass()
+            if self.averaged and not self.local:
+                self._average_changed(mine)
+            else:
+                self.begin_pass(None)
+                self._end_pass()
+
+    def _average_changed(self, mine: set[int]) -> None:
+        """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
+        computed the new ones from the averages (to clip or scale them), they are the same on all ranks and
+        stay so, and a codec would lose part of them once more."""
+        changed = [p.grad for p in self._with_local_gradients(mine) if p.grad is not None]
+        mean_of(changed, self.groups)
+        self.assigned = GradientsSnapshot(self.params)
 
     def after_update(self, mine: set[int]) -> None:
         """Ends the warm-up after the update that belongs to it."""
         if not self.updating:
+            self.averaged = False
             self.end_warmup()
 
     def _has_local_gradients(self, mine: set[int]) -> bool:
         if self.local and any(p.grad is not None for p in self.params if id(p) in mine):
             return True
-        if self.copies:
-            return self.assigned is None or self.assigned.foreign(self.params, mine)
+        return bool(self._with_local_gradients(mine))
+
+    def _with_local_gradients(self, mine: set[int]) -> list[torch.Tensor]:
+        """The parameters whose gradients are not those that a pass has averaged."""
+        found: list[torch.Tensor] = []
         for i, (bucket, k) in self.place.items():
             p = self.params[i]
             grad = p.grad
             if grad is not None and grad.data_ptr() != bucket.views[k].data_ptr() and id(p) in mine:
-                return True
-        return False
+                found.append(p)
+        if found and self.assigned is not None:
+            found = self.assigned.foreign(self.params, {id(p) for p in found})
+        return found
 
     # State.
 

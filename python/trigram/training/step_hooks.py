@@ -14,6 +14,7 @@ of optimizers. Subclasses average gradients or weights there. docs/adr/0022 says
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -237,7 +238,7 @@ class StepHooks:
         self.close()
         self.handles = [
             model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
-            model.register_forward_hook(WeakHook(self, "_after_forward")),
+            model.register_forward_hook(WeakHook(self, "_after_forward"), always_call=True),
         ]
         for module in model.modules():
             self.handles.append(module.register_load_state_dict_pre_hook(WeakHook(self, "_before_load")))
@@ -273,6 +274,8 @@ class StepHooks:
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
             return  # an evaluation, or a forward pass that checkpointing repeats
+        if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
+            return  # torch.func.functional_call with other tensors: not the weights that train
         self.abort_failed()
         if not self.updating and (following := self.end_warmup()) is not None:
             following._before_forward(model, args)
@@ -293,6 +296,9 @@ class StepHooks:
     @torch.compiler.disable
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
+            return
+        if output is None and sys.exc_info()[0] is not None:
+            self._forward_failed(_model)
             return
         # These hooks run in the outermost backward pass: gradients that arrive in a pass inside it (reentrant
         # checkpointing) belong to it.
@@ -372,6 +378,14 @@ class StepHooks:
             if self.sync:
                 self.begin_pass(None)
                 self.abort_pass()
+
+    def _forward_failed(self, model: nn.Module) -> None:
+        """The forward pass of a training step has raised an exception: the pass fails on all ranks, for a
+        script that goes on with its next batch would be one step behind the other ranks."""
+        if not model.training or self.updating or self.active or torch._C._current_graph_task_id() != -1:
+            return
+        self.begin_pass(None)
+        self.abort_pass()
 
     def forget_pass(self) -> None:
         """Forgets a backward pass that has raised an exception."""

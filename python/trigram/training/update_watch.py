@@ -95,11 +95,11 @@ class GradientsSnapshot:
         # Clipping changes gradients in place too, but leaves some that are not 0.
         return bool(changed) and not any(bool(g.count_nonzero()) for g in changed)
 
-    def foreign(self, params: Sequence[torch.Tensor], ids: set[int]) -> bool:
-        """Whether one of the parameters with these ``id()`` has a gradient that is another tensor than in
-        the snapshot, so that a script has assigned it."""
-        return any(
-            p.grad is not None and (kept is None or p.grad is not kept[0]())
+    def foreign(self, params: Sequence[torch.Tensor], ids: set[int]) -> list[torch.Tensor]:
+        """Those of the parameters with these ``id()`` whose gradients are other tensors than in the snapshot,
+        so that a script has assigned them."""
+        return [
+            p
             for p, kept in zip(params, self._kept, strict=True)
-            if id(p) in ids
-        )
+            if id(p) in ids and p.grad is not None and (kept is None or p.grad is not kept[0]())
+        ]

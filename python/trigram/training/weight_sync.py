@@ -11,8 +11,9 @@ at which boundaries averaging steps run.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
-from trigram.errors import MisuseError, TimeoutError, TrigramError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.training import optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
@@ -71,7 +72,8 @@ class WeightSync(StepHooks):
         self.has_optimizer = False
         self.perturbed = False
         self.perturbations = 0
-        self.only_closures = False
+        self.begun = False
+        self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
         super().__init__(model, groups)
         if not groups.joining:
@@ -96,7 +98,11 @@ class WeightSync(StepHooks):
         """Makes a boundary that is due, and begins the next step."""
         self._make_late_boundaries()
         self._follow_changes(model)
-        with self.elastic.forgiving():
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self.begun = True
+        with self.elastic.forgiving(), self._explaining():
             self.schedule.begin_step()
 
     def begin(self, param: int | None) -> None:
@@ -105,7 +111,6 @@ class WeightSync(StepHooks):
             self.groups.sample_weight.add_backward()
         if self.updating:
             return  # a closure: the optimizer's step counts, not the passes in it
-        self.only_closures = False
         if self.due and self._step_is_over(param):
             if self.weights is not None and not self.covered and not self._has_optimizer():
                 raise MisuseError(
@@ -115,8 +120,7 @@ class WeightSync(StepHooks):
                 )
             self.owed = self.steps  # weights must not change during backward: before the update
         self.covered.clear()
-        with self.elastic.forgiving():
-            self.schedule.begin_step()
+        self._begin_step()
 
     @torch.no_grad()
     def end(self) -> None:
@@ -126,7 +130,6 @@ class WeightSync(StepHooks):
             self.schedule.backward_over()
         if not self.due:
             self.steps += 1
-            self.only_closures = bool(self.updating)
         if self.updating:
             return
         self.perturbed = False
@@ -145,9 +148,9 @@ class WeightSync(StepHooks):
         model = self.model()
         if model is not None and self.due:
             self._follow_changes(model)
-        with self.elastic.forgiving():
-            if self.only_closures:
-                self.schedule.begin_step()
+        if not self.begun:  # the passes are in a closure of the optimizer, or there are none
+            self._begin_step()
+        with self.elastic.forgiving(), self._explaining():
             self.schedule.before_update()
 
     @torch.no_grad()
@@ -179,7 +182,7 @@ class WeightSync(StepHooks):
 
     def _is_assigned(self, mine: set[int]) -> bool:
         """Whether a script has assigned gradients of parameters that an optimizer has updated."""
-        return self.gradients.foreign(self.trained, mine)
+        return bool(self.gradients.foreign(self.trained, mine))
 
     def _step_is_over(self, param: int | None = None) -> bool:
         """Whether the update of the step that is due has been made or skipped.
@@ -231,7 +234,21 @@ class WeightSync(StepHooks):
     def _make_boundary(self) -> None:
         self.last_boundary += 1
         self.covered.clear()
-        self.elastic.boundary(self._boundary)
+        self.begun = False
+        with self._explaining():
+            self.elastic.boundary(self._boundary)
+
+    @contextlib.contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Adds to a ``MismatchError`` what a script may have done."""
+        try:
+            yield
+        except MismatchError as e:
+            raise MismatchError(
+                f"{self.groups.name}: the ranks average different weights after this training step; if "
+                "parameters were frozen, replaced, added or loaded on some ranks only, do the same on all "
+                f"ranks ({e})"
+            ) from e
 
     def _boundary(self) -> bool:
         """Makes a boundary; True if all ranks are at the same one."""
@@ -257,9 +274,13 @@ class WeightSync(StepHooks):
             )
         if not (other or frozen or (loaded and self not in running)):
             return
-        agree_on_change(self.tensors(model), self.groups)
-        due = self.due
+        with self._explaining():
+            agree_on_change(self.tensors(model), self.groups)
+        due, known = self.due, {id(p) for p in self.params}
+        new = [t for n, t in self.tensors(model) if id(t) not in known and isinstance(t, nn.Parameter)]
+        coalesced.broadcast(new, 0, self.groups.control)
         self.average(model)
+        self._keep_counters()
         self.find_parameters(model)
         self.watch(model)
         self._prepare()
@@ -291,6 +312,8 @@ class WeightSync(StepHooks):
                 averaged.memory.mul_(self.groups.size / contributing)
                 averaged.unpack()
         part.has_state()
+        if hasattr(self, "schedule"):
+            self._keep_counters()
         self._prepare()
 
     def abort_pass(self) -> None:
@@ -406,5 +429,21 @@ class WeightSync(StepHooks):
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
-        self.bytes, self.waited = self.schedule.sent(), self.schedule.waited
-        return {**super().stats(), "rounds": self.schedule.steps_done, "waits": self.schedule.waits}
+        now = self._counters()
+        self.bytes, self.waited = now["bytes"], now["waited"]
+        return {**super().stats(), "rounds": now["rounds"], "waits": now["waits"]}
+
+    def _counters(self) -> dict[str, Any]:
+        """The counters of this schedule and of those before it."""
+        schedule = self.schedule
+        now = {
+            "rounds": schedule.steps_done,
+            "waits": schedule.waits,
+            "bytes": schedule.sent(),
+            "waited": schedule.waited,
+        }
+        return {name: value + self.earlier[name] for name, value in now.items()}
+
+    def _keep_counters(self) -> None:
+        """Called before the schedule is replaced."""
+        self.earlier = self._counters()

@@ -15,7 +15,7 @@ import torch
 import trigram
 from tests.support.harness import Ranks, RanksFailed, say, scratch, until
 from tests.support.loops.loop import Loop
-from tests.support.loops.table import ALGORITHMS, ASYNC, GOSSIP, GRADIENTS, ROWS, Row
+from tests.support.loops.table import ALGORITHMS, ASYNC, EVERY, GOSSIP, GRADIENTS, ROWS, Row
 
 SUBJECTS = [
     f"tests.support.loops.{p.stem}"
@@ -67,9 +67,9 @@ def _play(row: Row, algorithm: str, rank: int, world: int) -> Outcome:
         for model in t.models:
             trigram.consensus(model)
         out.after = _flat(t.models)
-        if algorithm in ASYNC:
-            for model in t.models:  # else it goes on in the background
-                trigram.switch(model, "gradient_allreduce")
+        for model in t.models:
+            if trigram.is_wrapped(model):
+                trigram.unwrap(model)
     except REFUSALS as e:
         return Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
     except BaseException:
@@ -192,7 +192,7 @@ def _expected(row: Row, algorithm: str, o: Outcome, model: int) -> int:
     """The steps that `stats` counts: backward passes, or where weights are averaged, updates."""
     if row.steps is not None:
         return row.steps if isinstance(row.steps, int) else row.steps[model]
-    return o.iterations * (row.passes if algorithm in GRADIENTS else row.boundaries)
+    return int(o.iterations * (row.passes if algorithm in GRADIENTS else row.boundaries))
 
 
 def trained(row: Row, algorithm: str, mine: list[Outcome], alone: Any) -> str | None:
@@ -223,8 +223,9 @@ def trained(row: Row, algorithm: str, mine: list[Outcome], alone: Any) -> str | 
                 )
         elif row.rounds and row.even:
             every = int({**ALGORITHMS[algorithm], **row.options.get(algorithm, {})}.get("every", 1))
-            # The last may be due in the forward that does not come. Asynchronous ones begin one step late.
-            fine = {due // every - late for late in ((0, 1, 2) if algorithm in ASYNC else (0, 1))}
+            # The last may be due in the forward that does not come, and be applied one step later.
+            late = (0, 1) if algorithm in EVERY else (0, 1, 2)
+            fine = {due // every - k for k in late}
             if algorithm in ASYNC and algorithm in GOSSIP and len(mine) % 2:
                 fine = set(range(1, due + 1))  # in each, one rank sits out
             if not set(rounds) <= fine or 0 in rounds:

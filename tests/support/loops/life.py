@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -76,7 +77,7 @@ def loaded_stays_where_it_is(t: Loop) -> None:
     tolerance=1e-3,
 )
 def outer_step_after_loading(t: Loop) -> None:
-    """DiLoCo's outer step does not move loaded weights at learning rate 0: its reference is the loaded one."""
+    """DiLoCo's outer step does not move loaded weights at learning rate 0: its reference is new."""
     torch.manual_seed(21)
     other = Flat().state_dict()
     model = t.wrap(Flat())
@@ -288,3 +289,74 @@ def on_a_group_of_all(t: Loop) -> None:
     group = {} if t.algorithm is None else {"group": trigram.new_group(list(range(t.world)))}
     model = t.wrap(nn.Linear(6, 3), **group)
     train(t, model, 0, 10)
+
+
+@row(linear=True)
+def unwrapped_and_wrapped_again(t: Loop) -> None:
+    """`unwrap`, a step of plain training alike on all ranks, and `with_bagua` again on the same module."""
+    module = Flat()
+    model = t.wrap(module)
+    train(t, model, 0, 5)
+    if t.algorithm is not None:
+        trigram.consensus(model)
+        assert trigram.unwrap(model) is module and not trigram.is_wrapped(module)
+    t.models.clear()
+    t.iterations = 0
+    train(t, t.wrap(module), 5, 8)
+
+
+@row(linear=True)
+def averages_saved_in_the_middle(t: Loop) -> None:
+    """`consensus_state_dict` gives all ranks the same, and training goes on as before."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        if step == 5 and t.algorithm is not None:
+            state = trigram.consensus_state_dict(model)
+            assert state.keys() == model.state_dict().keys()
+            sums = torch.stack([v.double().sum() for v in state.values()])
+            everybodys = sums.new_empty(t.world, len(sums))
+            trigram.all_gather(everybodys, sums)
+            assert all(torch.equal(other, sums) for other in everybodys)
+
+
+@row(linear=True)
+def distributed_data_parallel(t: Loop) -> None:
+    """The class for scripts that expect torch's, with no_sync and `module`."""
+    if t.algorithm is None:
+        model: Any = nn.Sequential(Flat())
+        t.models.append(model)
+    else:
+        model = trigram.DistributedDataParallel(
+            Flat(), find_unused_parameters=True, algorithm=t.algorithm, **t.options()
+        )
+        t.models.append(model)
+        assert isinstance(model.module, Flat)
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        with model.no_sync() if t.algorithm is not None else contextlib.nullcontext():
+            inputs, targets = t.batch(100 + step)
+            mse(model(inputs), targets).backward()
+        inputs, targets = t.batch(step)
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def method_no_sync(t: Loop) -> None:
+    """`model.no_sync()`, as scripts for torch's class call it."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        with model.no_sync() if t.algorithm is not None else contextlib.nullcontext():
+            inputs, targets = t.batch(100 + step)
+            mse(model(inputs), targets).backward()
+        inputs, targets = t.batch(step)
+        mse(model(inputs), targets).backward()
+        optimizer.step()

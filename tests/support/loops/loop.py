@@ -97,6 +97,11 @@ class Loop:
             options["optimizer"] = optimizer
         return trigram.with_bagua(module, self.algorithm, **self.options(), **options)
 
+    def step(self, model: nn.Module) -> None:
+        """`trigram.step`."""
+        if self.algorithm is not None:
+            trigram.step(model)
+
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """`trigram.no_sync`."""

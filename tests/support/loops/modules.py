@@ -305,7 +305,7 @@ class Normed(nn.Module):
 
 @row()
 def batch_norm(t: Loop) -> None:
-    """Buffers that every forward changes. With the same inputs on all ranks the statistics are those of one."""
+    """Buffers that every forward changes. With the same inputs everywhere the statistics are too."""
     train(t, t.wrap(Normed()), 0, 10)
 
 

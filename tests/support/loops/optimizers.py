@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import swa_utils
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
+from tests.support.loops.table import GRADIENTS, WEIGHTS, row
 
 
 def train(t: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) -> None:
@@ -174,7 +174,7 @@ def step_inside_backward_hooked_first(t: Loop) -> None:
         mse(model(inputs), targets).backward()
 
 
-@row(compare=GRADIENTS, passes=1, boundaries=1, rounds=False, even=False)
+@row(compare=GRADIENTS, spread=False, rounds=False, even=False)
 def lbfgs(t: Loop) -> None:
     """A closure that the optimizer calls several times."""
     model = t.wrap(Flat())
@@ -270,7 +270,7 @@ def moving_average_that_is_evaluated(t: Loop) -> None:
                 model.load_state_dict(kept)
 
 
-@row(linear=True, refused=(("qadam",), ""), sometimes=True)
+@row(linear=True)
 def grad_scaler(t: Loop) -> None:
     """A GradScaler that has nothing to skip."""
     model = t.wrap(Flat())
@@ -367,7 +367,7 @@ def state_averaged_too(t: Loop) -> None:
     train(t, t.wrap(module, optimizer), optimizer)
 
 
-@row(compare=False, spread=False, refused=(ASYNC, ""), sometimes=True)
+@row(compare=False, spread=False)
 def optimizer_given(t: Loop) -> None:
     """`optimizer=` is given to every algorithm, which uses it where it is needed."""
     module = Net()

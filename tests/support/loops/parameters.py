@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import GRADIENTS, row
+from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
 
 
 def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None:
@@ -105,7 +105,7 @@ def foreach_update(t: Loop) -> None:
             torch._foreach_add_(params, [p.grad for p in params], alpha=-0.05)
 
 
-@row(linear=True)
+@row(linear=True, refused=(WEIGHTS, "trigram.step"))
 def no_grad_update_where_methods_are_called(t: Loop) -> None:
     """Neither the root's forward nor an optimizer says where a step ends."""
     model = t.wrap(Flat())
@@ -116,6 +116,33 @@ def no_grad_update_where_methods_are_called(t: Loop) -> None:
             for p in model.parameters():
                 p -= 0.05 * p.grad  # noqa: PLW2901
                 p.grad = None
+
+
+@row(linear=True)
+def no_grad_update_with_step(t: Loop) -> None:
+    """The same, with `trigram.step(model)` after each update."""
+    model = t.wrap(Flat())
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad  # noqa: PLW2901
+                p.grad = None
+        t.step(model)
+
+
+@row(linear=True)
+def optimizer_and_step(t: Loop) -> None:
+    """`trigram.step(model)` after the step of an optimizer, where it is not needed."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        t.step(model)
 
 
 @row(linear=True)
@@ -298,7 +325,7 @@ def gradients_kept_as_buffers(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def set_parameter(t: Loop) -> None:
     """`model.one.weight = nn.Parameter(...)`: the same values in a new parameter."""
     model = t.wrap(Flat())

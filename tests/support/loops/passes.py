@@ -269,7 +269,7 @@ def step_before_backward(t: Loop) -> None:
         mse(model(inputs), targets).backward()
 
 
-@row(linear=True, passes=1, boundaries=1)
+@row(linear=True, boundaries=0.5)
 def step_every_second_backward(t: Loop) -> None:
     """The optimizer steps at every second backward pass, without no_sync."""
     model = t.wrap(Flat())

@@ -96,7 +96,7 @@ def one_trained_less_often(t: Loop) -> None:
             o_two.step()
 
 
-@row(compare=GRADIENTS, spread=False, passes=2, tolerance=None)
+@row(compare=GRADIENTS, spread=False, steps=(10, 20))
 def gan(t: Loop) -> None:
     """The generator's loss passes through the discriminator, whose gradients are thrown away."""
     g, d = t.wrap(Flat()), t.wrap(Critic())
@@ -149,7 +149,7 @@ def gan_with_both_frozen_by_turns(t: Loop) -> None:
 
 @row(compare=GRADIENTS, spread=False, steps=(8, 16))
 def wgan_gp(t: Loop) -> None:
-    """Two steps of the critic with a gradient penalty for each of the generator; the critic is frozen then."""
+    """Two steps of the critic with a gradient penalty for each of the generator, which freezes the critic."""
     g, d = t.wrap(Flat()), t.wrap(Critic())
     o_g, o_d = sgd(g, 0.02), sgd(d, 0.02)
     for step in t.steps(8):
@@ -262,7 +262,7 @@ def wrapped_twice(t: Loop) -> None:
 
 @row(linear=True)
 def teacher_and_student(t: Loop) -> None:
-    """A trained teacher in eval mode under no_grad, and a student; the teacher is wrapped and takes no step."""
+    """A teacher in eval mode under no_grad, which is not wrapped, and a student."""
     student = t.wrap(Flat())
     teacher = Flat()
     teacher.eval()

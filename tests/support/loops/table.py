@@ -85,7 +85,7 @@ class Row:
     even: bool = True
     steps: int | tuple[int, ...] | None = None
     passes: int = 1
-    boundaries: int = 1
+    boundaries: float = 1
     rounds: bool = True
     tolerance: float | None = None
     long: bool = False

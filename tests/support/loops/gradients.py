@@ -73,7 +73,7 @@ def gradient_penalty_of_weights(t: Loop) -> None:
         del targets
 
 
-@row()
+@row(refused=(GRADIENTS, "create_graph"))
 def backward_with_create_graph(t: Loop) -> None:
     """`loss.backward(create_graph=True)`, and the gradients are dropped afterwards."""
     model = t.wrap(Net())

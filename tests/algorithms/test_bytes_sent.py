@@ -140,12 +140,12 @@ def bytes_of(rank: int, world: int, label: str) -> None:
         optimizer.step()
 
     gradients = count.flags
-    for k in range(1 if not gradients else 3):  # the first steps may tell each other more
+    scripted = "script" in count.options  # each step begins a round, which algorithm_state ends
+    for k in range(0 if scripted else 1 if not gradients else 3):  # the first steps may tell each other more
         step(k)
     rounds, first = 4, 0 if not gradients else 3
-    scripted = "script" in count.options
     for r in range(rounds):
-        if scripted:  # a round that has begun at this boundary is awaited at the next
+        if scripted:
             trigram.barrier()
         before, said = sent(), trigram.stats(model)["bytes"]
         for k in range(count.every):

@@ -72,6 +72,9 @@ def _play(row: Row, algorithm: str, rank: int, world: int) -> Outcome:
                 trigram.unwrap(model)
     except REFUSALS as e:
         return Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
+    except trigram.PeerLostError as e:
+        lost = Outcome("told", t.at, t.iterations, f"{type(e).__name__}: {e}")
+        return lost if not row.alike else Outcome("raised", t.at, t.iterations, traceback.format_exc())
     except BaseException:
         return Outcome("raised", t.at, t.iterations, traceback.format_exc())
     return out
@@ -87,7 +90,7 @@ def ranks_main(rank: int, world: int, keys: list[Key], patience: float) -> None:
         mine = scratch() / f"ended-{number}-{rank}"
         mine.with_suffix(".part").write_text(f"{outcome.end} {outcome.at}")
         mine.with_suffix(".part").rename(mine)
-        if outcome.end == "raised":
+        if outcome.end == "raised" or (outcome.end != "trained" and not ROWS[name].alike):
             os._exit(0)  # the others, who may wait for this rank, are told at once
         others = [scratch() / f"ended-{number}-{r}" for r in range(world)]
         with suppress(TimeoutError):
@@ -175,17 +178,24 @@ def verdict(row: Row, algorithm: str, outcomes: list[Outcome | str], alone: Any)
         return "\n".join(["hangs or dies", *told, *lost])
     if any(o.end == "raised" for o in mine):
         return "\n".join(["raises", *told])
+    if not row.alike and "refused" in {o.end for o in mine} and "trained" not in {o.end for o in mine}:
+        return _refused(row, algorithm, [o for o in mine if o.end == "refused"], told)
     if len(set(ends)) > 1:
         return "\n".join([f"the ranks fare differently: {ends}", *told])
     if mine[0].end == "refused":
-        if not row.may_be_refused(algorithm):
-            return "\n".join(["is refused", *told])
-        assert row.refused is not None
-        missing = [w for w in row.refused.says for o in mine if w.lower() not in o.text.lower()]
-        return f"the refusal does not say {missing}: {mine[0].text}" if missing else None
+        return _refused(row, algorithm, mine, told)
     if row.is_refused(algorithm):
         return "is trained without a word; it was to be refused"
     return trained(row, algorithm, mine, alone)
+
+
+def _refused(row: Row, algorithm: str, mine: list[Outcome], told: list[str]) -> str | None:
+    """What is wrong with a refusal."""
+    if not row.may_be_refused(algorithm):
+        return "\n".join(["is refused", *told])
+    assert row.refused is not None
+    missing = [w for w in row.refused.says for o in mine if not _says(o.text, w)]
+    return f"the refusal does not say {missing}: {mine[0].text}" if missing else None
 
 
 def _expected(row: Row, algorithm: str, o: Outcome, model: int) -> int:
@@ -193,6 +203,10 @@ def _expected(row: Row, algorithm: str, o: Outcome, model: int) -> int:
     if row.steps is not None:
         return row.steps if isinstance(row.steps, int) else row.steps[model]
     return int(o.iterations * (row.passes if algorithm in GRADIENTS else row.boundaries))
+
+
+def _says(text: str, words: str) -> bool:
+    return any(word.lower() in text.lower() for word in words.split("|"))
 
 
 def trained(row: Row, algorithm: str, mine: list[Outcome], alone: Any) -> str | None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ALGORITHMS, ASYNC, row
+from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, row
 
 
 def train(t: Loop, model: Any, start: int, count: int, loss: Any = None, lr: float = 0.05) -> None:
@@ -54,7 +54,7 @@ def head_replaced_at_once(t: Loop) -> None:
     train(t, model, 0, 10)
 
 
-@row(refused=(ASYNC, "trigram.switch"))
+@row(refused=(GRADIENTS + ASYNC, "trigram.step|trigram.switch"))
 def head_replaced_where_methods_are_called(t: Loop) -> None:
     """The same where the root is never called."""
     model = t.wrap(Net())
@@ -62,6 +62,18 @@ def head_replaced_where_methods_are_called(t: Loop) -> None:
     train(t, model, 0, 5, loss)
     seed(t, 50)
     model.decoder = nn.Linear(8, 3)
+    train(t, model, 5, 5, loss)
+
+
+@row(refused=(ASYNC, "trigram.switch"))
+def head_replaced_and_step(t: Loop) -> None:
+    """The same with `trigram.step(model)` after the change."""
+    model = t.wrap(Net())
+    loss = lambda m, x, y: mse(m.decode(m.encode(x)), y)  # noqa: E731
+    train(t, model, 0, 5, loss)
+    seed(t, 50)
+    model.decoder = nn.Linear(8, 3)
+    t.step(model)
     train(t, model, 5, 5, loss)
 
 
@@ -205,7 +217,7 @@ def unfrozen_with_a_group(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True)
+@row(linear=True, refused=(ASYNC, "trigram.switch"))
 def frozen_by_turns(t: Loop) -> None:
     """In every step another layer trains."""
     model = t.wrap(Flat())
@@ -234,7 +246,7 @@ def frozen_between_forward_and_backward(t: Loop) -> None:
         optimizer.step()
 
 
-@row(refused=(tuple(ALGORITHMS), "requires_grad"), sometimes=True, steps=8)
+@row(refused=(GRADIENTS + ASYNC, "requires_grad|trigram.switch"), steps=8)
 def everything_frozen(t: Loop) -> None:
     """Nothing trains at first (a backbone that is used as it is); halfway everything is unfrozen."""
     model = Flat()

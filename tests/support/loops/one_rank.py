@@ -359,7 +359,7 @@ def another_head_with_state_averaged(t: Loop) -> None:
         optimizer.step()
 
 
-@row(refused=(tuple(GRADIENTS + WEIGHTS), "rank"), compare=False, spread=False)
+@row(refused=(GRADIENTS + WEIGHTS, "all ranks"), alike=False)
 def frozen_on_one(t: Loop) -> None:
     """One rank freezes a layer and the others do not: all are told."""
     model = t.wrap(Flat())
@@ -373,7 +373,7 @@ def frozen_on_one(t: Loop) -> None:
         optimizer.step()
 
 
-@row(refused=(tuple(GRADIENTS + WEIGHTS), "rank"), compare=False, spread=False)
+@row(refused=(GRADIENTS + WEIGHTS, "all ranks"), alike=False)
 def head_replaced_on_one(t: Loop) -> None:
     """One rank replaces the head by one of another shape: all are told."""
     model = t.wrap(Net())
@@ -387,7 +387,7 @@ def head_replaced_on_one(t: Loop) -> None:
         optimizer.step()
 
 
-@row(refused=(tuple(GRADIENTS + WEIGHTS), "rank"), compare=False, spread=False)
+@row(refused=(GRADIENTS + WEIGHTS, "on all ranks"))
 def another_model_on_one(t: Loop) -> None:
     """The models differ from the start."""
     t.wrap(nn.Linear(6, 3 if t.rank != 1 else 4))

@@ -41,7 +41,10 @@ WORLDS = (2, 3)
 
 @dataclass(frozen=True)
 class Refused:
-    """Every rank gets a trigram error in the same step, whose text contains `says`."""
+    """Every rank gets a trigram error in the same step, whose text contains each of `says`.
+
+    "one|other" of them is either of the two.
+    """
 
     algorithms: tuple[str, ...]
     says: tuple[str, ...]
@@ -63,6 +66,8 @@ class Row:
             the one process's weights, whatever the algorithm.
         compare: Whether the weights are compared with the one process's, or under which algorithms.
         spread: Whether averages of weights must bring the replicas together, compared with training alone.
+        alike: A refusal is the same on all ranks, in the same step. Else the ranks that have no reason for one
+            learn that a rank has ended.
         even: Every rank makes the same steps; else asynchronous averages are applied whenever they come.
         passes: Backward passes in each iteration of the loop.
         boundaries: Optimizer steps in each iteration of the loop.
@@ -82,6 +87,7 @@ class Row:
     linear: bool = False
     compare: bool | tuple[str, ...] = True
     spread: bool = True
+    alike: bool = True
     even: bool = True
     steps: int | tuple[int, ...] | None = None
     passes: int = 1

@@ -31,7 +31,7 @@ class Heads(nn.Module):
         return self.heads[which](torch.tanh(self.trunk(inputs)))
 
 
-@CASES.over(*NAMES_ONCE)
+@CASES.over(*NAMES_ONCE, "topk momentum")
 def unused(rank: int, world: int, label: str) -> None:
     """Ranks use different heads; what nobody used keeps None. With weight decay, a zero would show."""
 
@@ -49,15 +49,15 @@ def unused(rank: int, world: int, label: str) -> None:
             mine = k == ((rank + step) % 3 if step > 2 else 0)
             anyone = k < 3 and any(k == ((r + step) % 3 if step > 2 else 0) for r in range(world))
             got = head.weight.grad is not None
-            assert got == (anyone if label in GRADIENTS else mine), f"step {step}, head {k}"
+            assert got == (anyone if row.same else mine), f"step {step}, head {k}"
         run.optimizer.step()
-        if label not in ("qadam 8", "powersgd"):  # what QR makes of no gradient at all is anybody's choice
+        if label != "qadam 8":
             run.sim.step(lambda m, r, step=step: [lossy(m, r, step)])
             run.yardstick.check(run.weights(), run.sim.weights(rank), f"after step {step}")
-        if label in GRADIENTS:
+        if row.same:
             run.same.append(run.weights())
     run.end(world, f"unused-{label}")
-    if label in GRADIENTS:
+    if row.same:
         assert fingerprint(run.model.heads[3].parameters()) == last, "a head that nobody used has moved"
 
 

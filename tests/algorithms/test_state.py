@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.algorithm_rows import NAMES_ONCE, ROWS, Row
 from tests.support.algorithm_run import OPTIMIZERS, Reversed, Run, Yardstick, distance, loss, net, total
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
-from tests.support.harness import await_flag, flag
+from tests.support.harness import await_flag, flag, scratch
 from tests.support.marks import long
 from tests.support.twin_training import x
 
@@ -68,7 +69,7 @@ def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int
 
 
 def place(label: str, rank: int) -> Path:
-    return Path(os.environ["TRIGRAM_STATES"]) / f"{label.replace('/', '-')}-{rank}.pt"
+    return Path(os.environ.get("TRIGRAM_STATES", scratch())) / f"{label.replace('/', '-')}-{rank}.pt"
 
 
 def makes(label: str) -> Callable[[], nn.Module]:
@@ -167,6 +168,238 @@ def state_of_another_algorithm(rank: int, world: int) -> None:
     kept = trigram.algorithm_state(other)
     text = raises(trigram.TrigramError, trigram.load_algorithm_state, model, kept)
     says(text, "topk", "every:2")
+
+
+@CASES.over(
+    "gradient_allreduce sgd", "bytegrad sgd", "topk", "topk momentum", "powersgd rank", "signsgd", "qadam 1"
+)
+def state_in_other_buckets(rank: int, world: int, label: str) -> None:
+    """Buckets of another size, or another order: what is kept of each parameter moves with it."""
+    torch.manual_seed(4)
+    row = ROWS[label]
+    module = Reversed()
+    module_of_many = [copy.deepcopy(module), copy.deepcopy(module)]
+    before, after = [], []
+    for k, model in enumerate([module, *module_of_many]):
+        optimizer = OPTIMIZERS[row.optimizer](model)
+        size = 25 if k == 0 else 0.001
+        trigram.with_bagua(model, row.algorithm, optimizer=optimizer, bucket_mb=size, **row.options)
+        if k == 0:
+            go(model, optimizer, rank, 0, BEFORE)
+            kept = {
+                "model": copy.deepcopy(model.state_dict()),
+                "optimizer": copy.deepcopy(optimizer.state_dict()),
+                "algorithm": trigram.algorithm_state(model),
+            }
+            before = go(model, optimizer, rank, BEFORE, AFTER)
+            continue
+        if k == 2:
+            go(model, optimizer, rank, 0, 2)  # it has residuals of its own, which are to go
+        model.load_state_dict(kept["model"])
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
+        trigram.load_algorithm_state(model, kept["algorithm"])
+        assert trigram.stats(model)["steps"] == BEFORE
+        assert len(trigram.stats(model)["buckets"]) >= 2
+        after.append(go(model, optimizer, rank, BEFORE, AFTER))
+        same_on_all_ranks(rank, world, f"other-buckets-{label}-{k}", after[-1])
+    for a, b in zip(*after, strict=True):
+        equal(a, b, "a new model, and one that had trained")
+    if label == "gradient_allreduce sgd":
+        for a, b in zip(after[0], before, strict=True):
+            equal(a, b, "the same as in the old buckets")
+    if "topk" in label:
+        # The largest of other buckets are other ones, but nothing that was kept is lost: it moves on.
+        fresh = copy.deepcopy(module)
+        fresh.load_state_dict(kept["model"])
+        optimizer = OPTIMIZERS[row.optimizer](fresh)
+        optimizer.load_state_dict(copy.deepcopy(kept["optimizer"]))
+        trigram.with_bagua(fresh, row.algorithm, optimizer=optimizer, bucket_mb=0.002, **row.options)
+        without = go(fresh, optimizer, rank, BEFORE, AFTER)
+        assert float((without[0] - after[0][0]).norm()) > 0, "no residual was loaded"
+
+
+@CASES
+def residuals_move_between_buckets(rank: int, world: int) -> None:
+    """Their sum over all ranks, of both phases, stays what it was."""
+
+    def total_residual(model: nn.Module) -> float:
+        mine = torch.zeros((), dtype=torch.float64)
+        for average, _ in trigram.algorithm_state(model)["carrier"]["buckets"]:
+            mine += average["residual"].double().sum()
+            if "owned" in average:  # the error of a mean counts once for each rank
+                mine += world * average["owned"].double().sum()
+        trigram.all_reduce(mine)
+        return float(mine)
+
+    torch.manual_seed(4)
+    model, optimizer = start(rank, "topk", net)
+    go(model, optimizer, rank, 0, BEFORE)
+    kept, expected = trigram.algorithm_state(model), total_residual(model)
+    assert abs(expected) > 1e-3
+    other = trigram.with_bagua(net(), "topk", bucket_mb=0.001)
+    assert total_residual(other) == 0
+    trigram.load_algorithm_state(other, kept)
+    assert abs(total_residual(other) - expected) < 1e-5 * max(1, abs(expected))
+
+
+@CASES.over("bytegrad", "central/int8/sync", "value", "low_precision_decentralized", "local_sgd")
+def state_by_another_name(rank: int, world: int, name: str) -> None:
+    """The same trigram written out is the same algorithm."""
+    written: dict[str, tuple[Any, dict[str, Any]]] = {
+        "bytegrad": ("central/int8/sync", {}),
+        "central/int8/sync": ("bytegrad", {}),
+        "value": (trigram.Trigram("central", "int8", "sync"), {}),
+        "low_precision_decentralized": ("gossip:ring/int8/sync", {}),
+        "local_sgd": ("central/full/every:3", {}),
+    }
+    first = {"value": "bytegrad"}.get(name, name)
+    model = trigram.with_bagua(net(), first, **({"every": 3} if name == "local_sgd" else {}))
+    go(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 4)
+    algorithm, options = written[name]
+    other = trigram.with_bagua(net(), algorithm, **options)
+    trigram.load_algorithm_state(other, trigram.algorithm_state(model))
+    assert trigram.stats(other)["steps"] == 4
+
+
+def damaged(state: dict[str, Any], how: str) -> Any:
+    """A state that does not fit."""
+    state = copy.deepcopy(state)
+    carrier = state["carrier"]
+    if how == "no state":
+        return {"model": 1}
+    if how == "ranks":
+        state["world_size"] += 1
+    elif how == "a shape":
+        average, _ = carrier["buckets"][-1]
+        average["residual"] = average["residual"][:-64]
+    elif how == "a dtype":
+        average, _ = carrier["buckets"][-1]
+        average["residual"] = average["residual"].double()
+    elif how == "an option":
+        del carrier["buckets"][-1][0]["residual"]
+    elif how == "parameters":
+        carrier["order"] = carrier["order"][:-1]
+    elif how == "buckets":
+        carrier["buckets"] = carrier["buckets"][:-1]
+    return state
+
+
+WORDS = {
+    "no state": ("algorithm_state",),
+    "ranks": ("residual", "ranks"),
+    "a shape": ("residual", "shape"),
+    "a dtype": ("residual", "float64"),
+    "an option": ("residual", "options"),
+    "parameters": ("parameters", "requires_grad"),
+    "buckets": ("buckets",),
+}
+
+
+@CASES.over(*WORDS)
+def state_that_does_not_fit(rank: int, world: int, how: str) -> None:
+    """On the last rank only: all ranks refuse, the error names what differs, and nothing was loaded."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(4)
+        model = trigram.with_bagua(net(), "topk", fraction=0.1, bucket_mb=0.002)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        go(model, optimizer, rank, 0, 3)
+        models.append((model, optimizer))
+    (model, optimizer), (twin, twins) = models
+    torch.manual_seed(5)
+    other, others = start(rank, "topk", net)
+    other = trigram.switch(other, "topk", fraction=0.1) or other
+    go(other, others, rank, 10, 6)
+    kept = trigram.algorithm_state(other)
+    if rank == world - 1:
+        kept = damaged(kept, how)
+    text = raises(trigram.MisuseError, trigram.load_algorithm_state, model, kept)
+    says(text, "load_algorithm_state", *(WORDS[how] if rank == world - 1 else (f"rank(s) {world - 1}",)))
+    assert trigram.stats(model)["steps"] == 3
+    mine, theirs = (trigram.algorithm_state(m)["carrier"]["buckets"] for m in (model, twin))
+    for (a, _), (b, _) in zip(mine, theirs, strict=True):
+        assert a.keys() == b.keys() and all(a[k].shape == b[k].shape for k in a)
+    weights = [go(m, o, rank, 3, 2)[-1] for m, o in ((model, optimizer), (twin, twins))]
+    close(*weights, 1e-6, "training goes on as if nothing had been tried")
+
+
+@CASES
+def states_of_two_trainings(rank: int, world: int) -> None:
+    """Ranks that load states of different moments are named."""
+    model, optimizer = start(rank, "topk", Reversed)
+    early = trigram.algorithm_state(model)
+    go(model, optimizer, rank, 0, 3)
+    late = trigram.algorithm_state(model)
+    text = raises(
+        trigram.MisuseError, trigram.load_algorithm_state, model, early if rank == world - 1 else late
+    )
+    says(text, f"rank(s) {world - 1}", "another")
+
+
+@CASES
+def state_of_a_warm_up(rank: int, world: int) -> None:
+    """Saved in the warm-up: it is loaded in the warm-up, and refused after it. Saved after it: the warm-up
+    ends, and the weights that were loaded before stay."""
+    options: dict[str, Any] = {"warmup_steps": 3, "topology": "complete"}
+    model = trigram.with_bagua(net(), "decentralized", **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    go(model, optimizer, rank, 0, 2)
+    early = trigram.algorithm_state(model)
+    go(model, optimizer, rank, 2, 4)
+    late, weights = trigram.algorithm_state(model), copy.deepcopy(model.state_dict())
+    says(raises(trigram.MisuseError, trigram.load_algorithm_state, model, early), "warm-up", "unwrap")
+    for state in (early, late):
+        fresh = trigram.with_bagua(net(), "decentralized", **options)
+        fresh.load_state_dict(weights)
+        trigram.load_algorithm_state(fresh, state)
+        for name, t in fresh.state_dict().items():
+            equal(t, weights[name], f"loaded weights, each rank its own: {name}")
+        assert trigram.stats(fresh)["steps"] == (2 if state is early else 6)
+
+
+@CASES.over("gradient_allreduce sgd", "decentralized", "local_sgd", "diloco", "async third", "bytegrad sgd")
+def state_of_another_world(rank: int, world: int, label: str) -> None:
+    """Saved on fewer ranks: where nothing belongs to a rank, any rank's state will do."""
+    group = trigram.new_group(range(world - 1))
+    place_of_it = place(f"another-world-{label}", 0)
+    row = ROWS[label]
+    if rank < world - 1 and world > 2:
+        model = net()
+        optimizer = OPTIMIZERS[row.optimizer](model)
+        trigram.with_bagua(model, row.algorithm, group=group, **row.options)
+        go(model, optimizer, rank, 0, BEFORE)
+        state = trigram.algorithm_state(model)
+        if rank == 0:
+            torch.save(state, place_of_it)
+    trigram.barrier()
+    if world == 2:
+        return
+    model, optimizer = start(rank, label, net)
+    trigram.load_algorithm_state(model, torch.load(place_of_it))
+    assert trigram.stats(model)["steps"] == BEFORE
+    go(model, optimizer, rank, BEFORE, 2)
+
+
+@CASES.over("topk", "signsgd", "push_sum", "low_precision_decentralized", "powersgd rank")
+def state_of_another_world_refused(rank: int, world: int, label: str) -> None:
+    """Where residuals or references belong to a rank, they are named."""
+    if world == 2:
+        return
+    row = ROWS[label]
+    group = trigram.new_group(range(world - 1))
+    place_of_it = place(f"another-world-{label}", 0)
+    if rank < world - 1:
+        model = net()
+        optimizer = OPTIMIZERS[row.optimizer](model)
+        trigram.with_bagua(model, row.algorithm, group=group, **row.options)
+        go(model, optimizer, rank, 0, BEFORE)
+        state = trigram.algorithm_state(model)
+        if rank == 0:
+            torch.save(state, place_of_it)
+    trigram.barrier()
+    model, _ = start(rank, label, net)
+    text = raises(trigram.MisuseError, trigram.load_algorithm_state, model, torch.load(place_of_it))
+    says(text, "belongs to one of them", f"saved on {world - 1} ranks", f"{world} ranks train")
 
 
 # Switching.
@@ -392,7 +625,8 @@ def consensus_state_dict(rank: int, world: int, label: str) -> None:
     """The averaged state on every rank; the model keeps its weights, and trains on."""
     torch.manual_seed(8)
     model, optimizer = start(rank, label, Mixed)
-    go(model, optimizer, rank, 0, 1)  # no boundary yet, so nothing is in flight
+    go(model, optimizer, rank, 0, 1)
+    trigram.algorithm_state(model)  # what is in flight lands
     if not label.startswith("gradient"):
         part(model, rank)
     else:

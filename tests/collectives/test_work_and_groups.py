@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -18,6 +21,7 @@ from tests.support.checks import equal, raises, says
 from tests.support.data import DTYPES, numbers, reduced
 from tests.support.harness import until
 from tests.support.marks import long_unless
+from trigram.collectives.work import _in_flight
 
 CASES = Cases()
 
@@ -142,6 +146,114 @@ def threads(rank: int, world: int) -> None:
         thread.join(30)
         assert not thread.is_alive()
     assert not errors, errors
+
+
+@CASES
+def many_threads_in_flight(rank: int, world: int) -> None:
+    """Threads start messages that nobody waits for, far more than 64. Each start succeeds, and keeps its
+    tensor until the message has arrived."""
+    if world == 1:
+        return
+    after, before = (rank + 1) % world, (rank - 1) % world
+    threads, each = 6, 100
+    kept: list[weakref.ref[torch.Tensor]] = []
+    errors: list[BaseException] = []
+    mine = [trigram.new_group([rank]) for _ in range(threads)]
+
+    def start(k: int) -> None:
+        try:
+            for tag in range(k * each, (k + 1) * each):
+                t = torch.zeros(1, dtype=torch.int64)
+                kept.append(weakref.ref(t))
+                trigram.recv(t, before, tag=tag, async_op=True)
+                done = trigram.all_reduce(torch.ones(1), group=mine[k], async_op=True)
+                done.get_future().wait()
+        except BaseException as e:
+            errors.append(e)
+
+    started = [Thread(target=start, args=(k,), daemon=True) for k in range(threads)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in started) and not errors, errors
+    assert all(t() is not None for t in kept), "a tensor was freed while the engine may write to it"
+    trigram.barrier()
+    for tag in range(threads * each):
+        trigram.send(torch.tensor([tag]), after, tag=tag)
+    until(lambda: _ended(kept), 60.0, "messages that have arrived to be freed")
+
+
+class Unanswered:
+    """A call on a device that answers no question, as a GPU after an error."""
+
+    def is_completed(self) -> bool:
+        raise RuntimeError("a device error")
+
+    def wait(self, timeout: float | None = None) -> bool:
+        raise RuntimeError("a device error")
+
+    def order(self) -> None:
+        pass
+
+
+@CASES
+def a_call_that_cannot_be_asked(rank: int, world: int) -> None:
+    """The start of another call looks through those in flight. It succeeds, and its tensor is kept."""
+    if world == 1:
+        return
+    after, before = (rank + 1) % world, (rank - 1) % world
+    broken = trigram.Work(Unanswered(), (), "all_reduce")
+    kept: list[weakref.ref[torch.Tensor]] = []
+    try:
+        for tag in range(70):
+            t = torch.zeros(1, dtype=torch.int64)
+            kept.append(weakref.ref(t))
+            trigram.recv(t, before, tag=tag, async_op=True)
+        del t
+        assert all(t() is not None for t in kept)
+    finally:
+        _in_flight.discard(broken)
+    trigram.barrier()
+    for tag in range(70):
+        trigram.send(torch.tensor([tag]), after, tag=tag)
+    until(lambda: _ended(kept), 60.0, "messages that have arrived to be freed")
+
+
+@CASES
+def result_that_nobody_awaits(rank: int, world: int) -> None:
+    """It keeps its tensors until it has ended, and no longer than until others start."""
+    if world == 1:
+        return
+    if rank == 0:
+        t = trigram.empty(MIB3, dtype=torch.float32)
+        kept = weakref.ref(t.fill_(1.0))
+        trigram.all_reduce(t, async_op=True)
+        del t
+        gc.collect()
+        for _ in range(200):
+            trigram.send(torch.ones(1), 1, tag=77, async_op=True)
+        assert kept() is not None, "freed while the other ranks have not made the call"
+        trigram.barrier()
+        until(lambda: _ended([kept]), 60.0, "a result that has ended to be freed")
+    else:
+        for _ in range(200 if rank == 1 else 0):
+            trigram.recv(torch.zeros(1), 0, tag=77)
+        trigram.all_reduce(torch.ones(MIB3))
+        trigram.barrier()
+
+
+def _ended(kept: list[weakref.ref[torch.Tensor]]) -> bool:
+    """Whether the tensors are gone after more calls than are kept without a look at those that have ended."""
+    mine = trigram.new_group([trigram.rank()])
+    for _ in range(70):
+        trigram.all_reduce(torch.ones(1), group=mine, async_op=True)
+    return all(t() is None for t in kept)
 
 
 @CASES

@@ -13,7 +13,7 @@ import torch
 import trigram
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import await_step, come, reference, the_same, train
-from tests.support.harness import Died, Ranks, await_flag, flag, say
+from tests.support.harness import Died, Ranks, await_flag, flag, run, say
 from tests.support.marks import long_unless
 
 pytestmark = pytest.mark.waits
@@ -226,3 +226,28 @@ def refused(rank: int, world: int) -> None:
 def test_what_cannot_be_elastic() -> None:
     with Ranks(2, refused) as ranks:
         ranks.results(60)
+
+
+def _waits_for_slow_neighbour(rank: int, world: int, algorithm: str) -> str:
+    """Rank 1 does not come to its second step before rank 0 has an error."""
+    trigram.init(elastic=True, op_timeout=1.0)
+    net = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net = trigram.with_bagua(net, algorithm, optimizer=optimizer, elastic=True, overlap=False)
+    for step in range(3):
+        if rank == 1 and step == 1:
+            await_flag("timed out", 60.0)
+            return ""
+        try:
+            net(torch.ones(2, 3)).sum().backward()
+        except trigram.TimeoutError as e:
+            flag("timed out")
+            return str(e)
+    return "no error"
+
+
+@pytest.mark.parametrize("algorithm", ["decentralized", "low_precision_decentralized"])
+def test_op_timeout_ends_a_wait_for_a_neighbour(algorithm: str) -> None:
+    """The wait asks now and then whether ranks regroup; that question's timeout is not the message's."""
+    text, _ = run(2, _waits_for_slow_neighbour, algorithm, timeout=90)
+    says(text, "timed out after", "rank 1")

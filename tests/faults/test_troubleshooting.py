@@ -110,6 +110,11 @@ def dtype(rank: int) -> object:
     return trigram.all_reduce(torch.ones(2, dtype=torch.complex64))
 
 
+def lazy(rank: int) -> object:
+    """A model whose shapes depend on its first inputs."""
+    return trigram.with_bagua(torch.nn.LazyLinear(2))
+
+
 def twice(rank: int) -> object:
     """A model hooked twice."""
     return trigram.with_bagua(trigram.with_bagua(torch.nn.Linear(2, 2)))
@@ -186,6 +191,19 @@ def half_an_environment(rank: int) -> object:
     return trigram.init()
 
 
+def other_launcher(rank: int) -> object:
+    """Started by mpirun."""
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(WORLD)}
+    return trigram.init()
+
+
+def no_process_group(rank: int) -> object:
+    """SyncBatchNorm without torch's process group."""
+    return trigram.with_bagua(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.SyncBatchNorm(2)))
+
+
 def missing(rank: int) -> object:
     """Rank 2 does not come."""
     if rank == 2:
@@ -212,8 +230,11 @@ CASES: dict[tuple[str, str], Case] = {
     ("AuthError", "TRIGRAM_SECRET"): no_secret,
     ("ConfigError", "TRIGRAM_TRANSPORT"): wrong_transport,
     ("ConfigError", "not set; start the ranks with torchrun"): half_an_environment,
+    ("ConfigError", "so each would train alone"): other_launcher,
+    ("UnsupportedError", "is a SyncBatchNorm"): no_process_group,
     ("UnsupportedError", "is not supported; cast the tensor"): dtype,
     ("MisuseError", "hooked already"): twice,
+    ("MisuseError", "is not initialized"): lazy,
     ("MisuseError", "cannot be used in a forked child"): forked,
     ("MisuseError", "has been shut down"): after_shutdown,
     ("AbortedError", "aborted its backward pass"): backward_fails,

@@ -104,6 +104,47 @@ def test_averages(several_hosts: None, layout: str, name: str) -> None:
             assert torch.equal(mean, want), f"round {round}: {float((mean - want).abs().max())}"
 
 
+def _keeps(rank: int, world: int) -> int:
+    """Half of the tensor in turn: what the shards keep of the other half; the number of values compared."""
+    groups = ModelGroups(trigram.init())
+    levels = HostLevels.of(groups, torch.empty(0))
+    assert levels is not None
+    memory = trigram.empty(levels.length(COUNT))
+    codec, compared = codecs.find("sign"), 0
+    average = HierarchicalAverage(memory, levels, lambda m, c: CodedAverage(m, c, codec, codec, (True, True)))
+    inner = average.average
+    assert isinstance(inner, CodedAverage)
+    halves = memory[: COUNT // 2], memory[COUNT // 2 : COUNT]
+    for round in range(6):
+        memory.copy_(inputs(rank, round, memory.numel()))
+        unused = halves[round % 2]
+        unused.zero_()
+        mine = torch.zeros(memory.numel(), dtype=torch.bool)
+        mine[: COUNT // 2 if round % 2 == 0 else COUNT] = True
+        mine[: COUNT // 2 if round % 2 else 0] = False
+        at = average.mine.storage_offset() - memory.storage_offset()
+        first = mine[at : at + average.mine.numel()]
+        second = first.view(inner.groups.size, -1)[inner.groups.rank]
+        before = inner.state()
+        average.hold([unused])
+        average.start(round)
+        average.wait()
+        average.settle([True])
+        after = inner.state()
+        for name, chosen in (("residual", first), ("owned", second)):
+            assert torch.equal(after[name][chosen], before[name][chosen]), f"round {round}: {name}"
+            assert not torch.equal(after[name][~chosen], before[name][~chosen]) or bool(chosen.all())
+            compared += int(before[name][chosen].count_nonzero())
+    trigram.barrier()
+    return compared
+
+
+def test_shards_keep_the_residual_of_what_no_rank_uses(several_hosts: None) -> None:
+    env = gpu_standin.env("hierarchical")
+    compared = run(4, _keeps, transport="auto", hosts=LAYOUTS["2+2"], env=env, timeout=60)
+    assert all(compared), compared
+
+
 def _trains(rank: int, world: int, steps: int) -> tuple[list[float], int]:
     torch.manual_seed(0)
     model = trigram.with_bagua(torch.nn.Linear(200, 50), "bytegrad")

@@ -47,23 +47,42 @@ class Owners:
         self.e: list[Tensor] = []
         self.f = torch.empty(0)
 
-    def __call__(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def __call__(
+        self, parts: Sequence[Tensor], spans: Sequence[slice] = (), used: Sequence[Sequence[bool]] = ()
+    ) -> tuple[list[Tensor], Tensor]:
+        """`spans` are the parameters' places; `used[i][k]`: whether rank i has a gradient for `spans[k]`."""
         n, length = len(parts), len(parts[0])
         shard = 64 * math.ceil(math.ceil(length / n) / 64)
         if not self.e:
             self.e = [torch.zeros(n * shard) for _ in parts]
             self.f = torch.zeros(n * shard)
+        nobody = [s for k, s in enumerate(spans) if not any(u[k] for u in used)]
         sent = []
         for i, part in enumerate(parts):
-            m = nn.functional.pad(part, (0, n * shard - length)) + self.e[i]
+            m, before = nn.functional.pad(part, (0, n * shard - length)), self.e[i].clone()
+            held = torch.zeros(len(m), dtype=torch.bool)
+            for k, s in enumerate(spans):
+                held[s] = not used[i][k] and not bool(m[s].any())
+            m = m + before.masked_fill(held, 0)
             q = torch.cat([decoded(self.first, s, self.block) for s in m.split(shard)])
             sent.append(q)
             if self.feedback[0]:
-                self.e[i] = finite(m - q)
-        m = mean(sent) + self.f
+                self.e[i] = finite(m - q) + before.masked_fill(~held, 0)
+                for s in nobody:
+                    self.e[i][s] = before[s]
+        m, before = mean(sent), self.f.clone()
+        held = torch.zeros(len(m), dtype=torch.bool)
+        for k, s in enumerate(spans):
+            for owner in range(n):
+                own = slice(max(s.start, owner * shard), min(s.stop, (owner + 1) * shard))
+                if own.start < own.stop:
+                    held[own] = not used[owner][k] and not bool(m[own].any())
+        m = m + before.masked_fill(held, 0)
         out = torch.cat([decoded(self.second, s, self.second_block) for s in m.split(shard)])
         if self.feedback[1]:
-            self.f = finite(m - out)
+            self.f = finite(m - out) + before.masked_fill(~held, 0)
+            for s in nobody:
+                self.f[s] = before[s]
         return [q[:length] for q in sent], out[:length]
 
 
@@ -126,13 +145,37 @@ class CodedGradients(Algorithm):
         if step < self.sim.warmup:
             return
         parts = [self.bucket(step, i) for i in range(self.sim.n)]
+        spans, used = self.spans(), self.used()
+        before = self.u = self.u or [torch.zeros_like(p) for p in parts]
         if self.momentum is not None:
-            self.u = self.u or [torch.zeros_like(p) for p in parts]
             parts = self.u = [self.momentum * u + p for u, p in zip(self.u, parts, strict=True)]
-        sent, out = self.owners(parts)
+            self.keep(parts, [torch.zeros_like(p) for p in parts], spans, used)
+        sent, out = self.owners(parts, spans, used)
         if self.momentum is not None:
             self.u = [torch.where(q != 0, torch.zeros_like(u), u) for u, q in zip(self.u, sent, strict=True)]
+            self.keep(self.u, before, spans, used)
         self.deliver(out)
+
+    def spans(self) -> list[slice]:
+        own, at, spans = self.sim.parameters(0), 0, []
+        for k in self.order:
+            spans.append(slice(at, at + own[k].numel()))
+            at += own[k].numel() + -own[k].numel() % 16
+        return spans
+
+    def used(self) -> list[list[bool]]:
+        grads = [[p.grad for p in self.sim.parameters(i)] for i in range(self.sim.n)]
+        return [[own[k] is not None for k in self.order] for own in grads]
+
+    @staticmethod
+    def keep(
+        now: list[Tensor], before: list[Tensor], spans: list[slice], used: Sequence[Sequence[bool]]
+    ) -> None:
+        """What rank i does not use stays as it was."""
+        for mine, was, flags in zip(now, before, used, strict=True):
+            for span, flag in zip(spans, flags, strict=True):
+                if not flag:
+                    mine[span] = was[span]
 
     def deliver(self, out: Tensor) -> None:
         used = [
@@ -227,15 +270,18 @@ class PowerSGD(Algorithm):
         n = self.sim.n
         for k, rows, columns in self.matrices:
             those = [self.sim.parameters(i)[k] for i in range(n)]
-            used = any(p.grad is not None for p in those)
+            used = [p.grad is not None for p in those]
+            if not any(used):
+                continue
             m = [
-                (torch.zeros_like(p) if p.grad is None else p.grad).view(rows, columns) + e
+                torch.zeros_like(e) if p.grad is None else p.grad.view(rows, columns) + e
                 for p, e in zip(those, self.e[k], strict=True)
             ]
             p_, _ = torch.linalg.qr(mean([a @ self.q[k] for a in m]))
             self.q[k] = mean([a.T @ p_ for a in m])
-            self.e[k] = [finite(a - p_ @ (p_.T @ a)) for a in m]
-            for p in those if used else []:
+            left = [finite(a - p_ @ (p_.T @ a)) for a in m]
+            self.e[k] = [new if u else old for new, old, u in zip(left, self.e[k], used, strict=True)]
+            for p in those:
                 p.grad = (p_ @ self.q[k].T).view_as(p)
         sent = {k for k, _, _ in self.matrices}
         average_gradients(self.sim, [k for k in range(len(self.sim.parameters(0))) if k not in sent])

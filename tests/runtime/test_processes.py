@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 import trigram
 from tests.support.checks import close, equal
 from tests.support.harness import await_flag, flag, run, scratch
+from tests.support.marks import long
 from trigram.cli.launch import free_port
 
 WAITS: dict[str, Callable[[], object]] = {
@@ -227,3 +228,64 @@ def test_ranks_forked_by_who_has_only_imported_trigram() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
+
+
+_CHILDREN = """
+import os, sys, time
+import torch, torch.multiprocessing as mp
+import trigram
+
+def train(rank, port, algorithm, fails):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE="3", RANK=str(rank))
+    torch.set_num_threads(1)
+    model = trigram.with_bagua(torch.nn.Linear(4, 1), algorithm)
+    for step in range(20):
+        model(torch.ones(2, 4)).sum().backward()
+    if fails and rank == 0:
+        sys.exit(3)  # does not wait for those that train on
+    if algorithm != "gradient_allreduce":
+        end = time.monotonic() + (60 if fails else rank)
+        while time.monotonic() < end:  # the first to end waits for the others, who need its messages
+            model(torch.ones(2, 4)).sum().backward()
+            time.sleep(0.01)
+
+if __name__ == "__main__":
+    how, port, algorithm, fails = sys.argv[1:]
+    mp.start_processes(train, (port, algorithm, fails == "True"), nprocs=3, start_method=how)
+"""
+
+
+def _children(tmp_path: Path, how: str, algorithm: str, fails: bool) -> tuple[int, str]:
+    """The exit code and stderr of a script whose ranks are children of torch.multiprocessing."""
+    script = tmp_path / "script.py"
+    script.write_text(_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, str(script), how, str(free_port()), algorithm, str(fails)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    "how, algorithm",
+    [
+        ("fork", "async_decentralized"),
+        long("fork", "gradient_allreduce"),
+        long("spawn", "async_decentralized"),
+        long("forkserver", "async_decentralized"),
+    ],
+)
+def test_the_first_child_to_end_ends_no_other(how: str, algorithm: str, tmp_path: Path) -> None:
+    """Children of multiprocessing end by os._exit: they leave the job before, as any script does."""
+    code, errors = _children(tmp_path, how, algorithm, False)
+    assert code == 0 and "Error" not in errors, errors
+
+
+def test_a_child_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
+    """Its status ends the job at once; the others would train for a minute."""
+    code, errors = _children(tmp_path, "fork", "async_decentralized", True)
+    assert code != 0 and "ProcessExitedException" in errors and "exit code 3" in errors, errors

@@ -26,6 +26,17 @@ class Average(Protocol):
     sent: int
     calls: int
 
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """Names views into the tensor that this rank did not use, for the step that :meth:`start` starts
+        next."""
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """After :meth:`wait`: the state of views that no rank used becomes what it was before the step.
+
+        Args:
+            unused: For each view given to :meth:`hold`, whether no rank used it; the same on all ranks.
+        """
+
     def start(self, step: int) -> None:
         """Starts averaging step number ``step``; the caller leaves the tensor alone until :meth:`wait`
         returns."""

@@ -12,6 +12,7 @@ import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.held_residual import HeldResidual, positions
 from trigram.codecs import Codec
 from trigram.runtime.memory import empty
 
@@ -47,7 +48,7 @@ class CodedAverage:
         remainder: torch.Tensor | None = None,
     ) -> None:
         n = groups.size
-        self.groups, self.first, self.second = groups, first, second
+        self.memory, self.groups, self.first, self.second = memory, groups, first, second
         self.shards = list(memory.view(n, -1))
         shard = memory.numel() // n
         self.remainder = remainder
@@ -58,6 +59,7 @@ class CodedAverage:
         kept = self.residual if remainder is None else remainder
         self.kept: list[torch.Tensor] | list[None] = [None] * n if kept is None else list(kept.view(n, -1))
         self.mean_residual = torch.zeros(shard, device=memory.device) if feedback[1] else None
+        self.held, self.held_mean = HeldResidual(self.residual), HeldResidual(self.mean_residual)
         one, two = first.size(shard), second.size(shard)
         self.encoded_shards = empty(n, one, dtype=torch.uint8, device=memory.device)
         self.received = empty(n, one, dtype=torch.uint8, device=memory.device)
@@ -69,12 +71,23 @@ class CodedAverage:
         self.phase = 0
         self.step = 0
 
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """See :class:`Average`."""
+        self.held.hold(positions(views, self.memory))
+        self.held_mean.hold(positions(views, self.shards[self.groups.rank]))
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """See :class:`Average`."""
+        self.held.settle(unused)
+        self.held_mean.settle(unused)
+
     def start(self, step: int) -> None:
         """See :class:`Average`."""
         self.step = step
-        for j, (shard, kept) in enumerate(zip(self.shards, self.kept, strict=True)):
-            feeds = self.remainder is None
-            self.first.encode(shard, self.encoded_shards[j], kept, feeds, self._seed(j))
+        feeds = self.remainder is None
+        with self.held.held_back(self.memory):
+            for j, (shard, kept) in enumerate(zip(self.shards, self.kept, strict=True)):
+                self.first.encode(shard, self.encoded_shards[j], kept, feeds, self._seed(j))
         self.phase = 1
         self.work = collectives.all_to_all(
             self.received, self.encoded_shards, group=self.groups.main, async_op=True
@@ -98,13 +111,16 @@ class CodedAverage:
         for j, code in enumerate(self.received):
             self.first.decode(code, self.mean, None if j == 0 else 1.0, self.groups.main.ranks[j])
         self.mean /= self.groups.size
-        self.second.encode(
-            self.mean, self.encoded_mean, self.mean_residual, True, self._seed(self.groups.size)
-        )
+        self._encode_mean(self.encoded_mean)
         self.phase = 2
         self.work = collectives.all_gather(
             self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
         )
+
+    def _encode_mean(self, out: torch.Tensor) -> None:
+        """Encodes the mean of the shard that this rank owns. A part that is 0 has nothing to send."""
+        with self.held_mean.held_back(self.mean):
+            self.second.encode(self.mean, out, self.mean_residual, True, self._seed(self.groups.size))
 
     def ready(self) -> bool:
         """See :class:`Average`."""

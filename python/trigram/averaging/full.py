@@ -22,6 +22,12 @@ class FullAverage:
         self.sent = 2 * (groups.size - 1) * memory.nbytes // groups.size
         self.work: collectives.Work | None = None
 
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """No state."""
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """No state."""
+
     def start(self, step: int) -> None:
         """See :class:`Average`."""
         self.work = collectives.all_reduce(self.memory, "avg", None, self.groups.main, async_op=True)

@@ -45,10 +45,14 @@ class ModelGroups:
         interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
             the ranks are about to regroup.
         joining: True while this rank joins an elastic job and has not received its weights.
+        patient: Whether calls may take longer than ``op_timeout``, see :meth:`be_patient`.
+        description: Names the model in log lines, see :meth:`describe`.
     """
 
     def __init__(self, group: Group) -> None:
         self._aided: Group | None = None
+        self.patient = False
+        self.description: Callable[[], str] | None = None
         self.levels: Levels | None = None
         self.interrupted: Callable[[], bool] | None = None
         self.joining = False
@@ -74,6 +78,27 @@ class ModelGroups:
             self.sample_weight.renew(group)
         if self.non_finite_check is not None:
             self.non_finite_check.group = self.control
+        self.be_patient(self.patient)
+
+    def be_patient(self, patient: bool) -> None:
+        """Lets calls take any time, or as long as those of ``group``.
+
+        Ranks of an asynchronous algorithm listen for messages that may come much later, and at the end the
+        first waits for the last.
+        """
+        self.patient = patient
+        for group in (self._plain, self.second_phase, self.control):
+            group.timeout = None if patient else self.group.timeout
+            group.describe = self.description
+
+    def describe(self, say: Callable[[], str] | None) -> None:
+        """Sets what log lines say about long waits in the model's calls, such as ``model Net, step 12``.
+
+        Args:
+            say: Called when a line is written, in another thread. It must not keep the model alive.
+        """
+        self.description = say
+        self.be_patient(self.patient)
 
     @property
     def first(self) -> Group:
@@ -98,13 +123,14 @@ class ModelGroups:
 
         Raises:
             AbortedError: This rank must regroup with the others.
+            TimeoutError: The neighbour did not send within ``op_timeout``.
         """
-        while self.interrupted is not None:
+        while self.interrupted is not None and not work.is_completed():
             try:
                 work.wait(0.05)
-                return
             except TimeoutError:
-                if self.interrupted():
+                # Completed: the message itself has timed out (op_timeout), which the last line raises.
+                if not work.is_completed() and self.interrupted():
                     raise AbortedError(
                         f"{self.name}: the wait for a neighbour's message was aborted, because a rank of "
                         "this elastic job was lost or is joining; training continues when all ranks have "

@@ -52,6 +52,7 @@ class HostLevels:
                 self.between_hosts.renew(self.two_level.across)
             elif self.two_level.across is not None:
                 self.between_hosts = ModelGroups(self.two_level.across)
+                self.between_hosts.describe(self.groups.description)
             self.broken = False
 
     def abort(self, why: str) -> None:
@@ -109,6 +110,16 @@ class HierarchicalAverage:
         self.average = make(self.mine, levels.between_hosts) if levels.between_hosts is not None else None
         self.sent = self.average.sent if self.average is not None else 0
         self.under_way = False
+
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """See :class:`Average`. The other ranks of this host may use them: a sum that is 0 is held back."""
+        if self.average is not None:
+            self.average.hold(views)
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """See :class:`Average`."""
+        if self.average is not None:
+            self.average.settle(unused)
 
     def start(self, step: int) -> None:
         """See :class:`Average`."""

@@ -12,6 +12,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.robust import RobustAverage
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
+from trigram.runtime.engine_codes import DTYPES
 
 CHUNK = 4 << 20
 """Bytes that are averaged at a time, so that the memory needed does not grow with the model."""
@@ -30,10 +31,13 @@ def mean_of(
     """
     rule, n = groups.aggregation, groups.size
     control = groups.control
-    floats = [t for t in tensors if t.is_floating_point() and t.numel()]
+    floats = [t for t in tensors if _is_averaged(t) and t.numel()]
     for chunk in (c for alike in coalesced.alike(floats) for c in coalesced.chunks(alike, CHUNK)):
+        dtype = chunk[0].dtype
         coalesced_tensor = coalesced.Coalesced(
-            chunk, None, None if rule is None else lambda total: padded(total, n)
+            chunk,
+            dtype if dtype in DTYPES else torch.float32,
+            None if rule is None else lambda total: padded(total, n),
         )
         coalesced_tensor.pack()
         if rule is not None:
@@ -47,5 +51,10 @@ def mean_of(
             if sample_weight is not None:
                 sample_weight.normalize(coalesced_tensor.memory)
         coalesced_tensor.unpack()
-    others = [t for t in tensors if not t.is_floating_point() and t.numel()]
+    others = [t for t in tensors if not _is_averaged(t) and t.numel()]
     coalesced.broadcast(others, 0, control, CHUNK)
+
+
+def _is_averaged(t: torch.Tensor) -> bool:
+    """Whether a tensor is of floating point; 8-bit floats too, but not pairs of 4-bit floats."""
+    return t.is_floating_point() and "float4" not in str(t.dtype)

@@ -30,6 +30,22 @@ class _Matrix:
         generator = torch.Generator().manual_seed(0)
         self.q = torch.randn(self.values.shape[1], rank, generator=generator).to(values.device)
         self.local_q = self.q.clone()
+        self.before: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def hold(self) -> None:
+        """Copies the state, to restore it if no rank used the parameter; sends 0 in this step."""
+        self.before = self.residual, self.q.clone()
+        self.residual = torch.zeros_like(self.residual)
+
+    def settle(self, nobody: bool) -> None:
+        """Ends a step that began with :meth:`hold`; ``nobody``: no rank used the parameter."""
+        assert self.before is not None
+        (residual, q), self.before = self.before, None
+        if nobody:
+            self.residual = residual
+            self.q.copy_(q)
+        else:
+            self.residual += residual
 
 
 class PowerAverage:
@@ -68,8 +84,24 @@ class PowerAverage:
         n = groups.size
         nbytes = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
         self.sent = 2 * (n - 1) * nbytes // n
+        self.held: list[_Matrix | None] = []
         self.work: collectives.Work | None = None
         self.phase = 0
+
+    def hold(self, views: Sequence[torch.Tensor]) -> None:
+        """See :class:`trigram.averaging.average.Average`."""
+        found = {m.values.data_ptr(): m for m in self.matrices}
+        self.held = [found.get(v.data_ptr()) for v in views]
+        for m in self.held:
+            if m is not None:
+                m.hold()
+
+    def settle(self, unused: Sequence[bool]) -> None:
+        """See :class:`trigram.averaging.average.Average`."""
+        held, self.held = self.held, []
+        for m, nobody in zip(held, unused, strict=True):
+            if m is not None:
+                m.settle(nobody)
 
     def start(self, step: int) -> None:
         """See :class:`trigram.averaging.average.Average`."""
@@ -130,6 +162,7 @@ class PowerAverage:
 
     def await_end(self) -> None:
         """See :class:`trigram.averaging.average.Average`."""
+        self.settle([True] * len(self.held))
         self.phase, work, self.work = 0, self.work, None
         if work is not None:
             work.wait()

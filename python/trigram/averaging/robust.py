@@ -87,7 +87,7 @@ class RobustAverage(CodedAverage):
         first, second = codecs or (plain, plain)
         super().__init__(memory, groups, first, second, feedback, remainder)
         n, shard = groups.size, memory.numel() // groups.size
-        self.memory, self.aggregation = memory, rule
+        self.aggregation = rule
         # 16-bit values are aggregated in float32 and rounded once.
         wide = torch.float64 if memory.dtype == torch.float64 else torch.float32
         self.mean = self.mean.to(wide)
@@ -165,8 +165,7 @@ class RobustAverage(CodedAverage):
         out."""
         if not bool(finite.any()):
             self.mean.fill_(torch.nan)
-        seed = self._seed(self.groups.size)
-        self.second.encode(self.mean, self.encoded_mean[: self.mean_bytes], self.mean_residual, True, seed)
+        self._encode_mean(self.encoded_mean[: self.mean_bytes])
         self.encoded_mean[self.mean_bytes : self.mean_bytes + len(finite)] = ~finite
         self.phase = _RESULTS
         self.work = collectives.all_gather(

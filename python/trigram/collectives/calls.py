@@ -9,7 +9,7 @@ float32.
 On CPU tensors no collective returns before every rank has called it. If ranks make different calls, all of
 them raise ``MismatchError``. On GPU tensors collectives run in the order of the current stream, as in torch:
 see docs/gpu.md. All may raise ``MisuseError`` and ``UnsupportedError`` for arguments, ``PeerLostError`` if a
-rank dies, and ``TimeoutError`` after the ``op_timeout`` of ``init``.
+rank dies, and ``TimeoutError`` after the ``op_timeout`` of ``init``, 10 minutes by default.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from trigram.collectives.work import Work
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device, routes
-from trigram.runtime import engine_codes
+from trigram.runtime import engine_codes, logs
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
 
@@ -107,9 +107,14 @@ def _dispatch(
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
     if async_op:
-        return Work(group.core.start(asked, memory, group.timeout, splits), (source, target), what)
+        core = group.core.start(asked, memory, group.timeout, splits)
+        return Work(core, (source, target), what, group.describe)
     try:
-        group.core.run(asked, memory, group.timeout, splits)
+        if group.describe is None:
+            group.core.run(asked, memory, group.timeout, splits)
+        else:
+            with logs.waiting(what, group.describe):
+                group.core.run(asked, memory, group.timeout, splits)
     except TrigramError as e:
         routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, whose calls must end
         raise
@@ -134,7 +139,7 @@ def _on_device(
         torch.autograd.graph.increment_version(target)
     call = routes.start(group, asked, source, target, splits)
     if async_op:
-        return Work(call, (source, target), what)
+        return Work(call, (source, target), what, group.describe)
     call.order()
     return None
 
@@ -361,7 +366,7 @@ def _message(
         call.wait()
         return None
     core = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, g.timeout)
-    return None if core is None else Work(core, (t,), what)
+    return None if core is None else Work(core, (t,), what, g.describe)
 
 
 def batch_send_recv(messages: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from trigram.collectives import calls
+from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
 
@@ -66,6 +67,34 @@ def chunks(tensors: Iterable[torch.Tensor], most: int) -> list[list[torch.Tensor
     return found
 
 
+def expanded_dimensions(t: torch.Tensor) -> list[int]:
+    """The dimensions along which all elements are one element in memory, as after ``expand``."""
+    return [d for d in range(t.dim()) if t.stride(d) == 0 and t.shape[d] > 1]
+
+
+def _is_lazy_view(t: torch.Tensor) -> bool:
+    """Whether it is a view that conjugates or negates when it is read, as ``x.conj()``."""
+    return t.is_conj() or t.is_neg()
+
+
+def _without_repeats(t: torch.Tensor, dimensions: Sequence[int]) -> torch.Tensor:
+    for d in dimensions:
+        t = t.narrow(d, 0, 1)
+    return t
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copies tensors of the same shapes; also to expanded tensors, which torch refuses to write to."""
+    expanded = [expanded_dimensions(t) for t in targets]
+    to = [_without_repeats(t, d) for t, d in zip(targets, expanded, strict=True)]
+    given = [_without_repeats(s, d) for s, d in zip(sources, expanded, strict=True)]
+    if any(map(_is_lazy_view, to)):  # the fused copy does not write to these
+        for t, s in zip(to, given, strict=True):
+            t.copy_(s)
+    else:
+        torch._foreach_copy_(to, given)
+
+
 class Coalesced:
     """Tensors with a copy in one 1-D tensor of registered memory.
 
@@ -79,6 +108,7 @@ class Coalesced:
         memory: The 1-D tensor.
         views: Views of ``memory``, with the shapes of the tensors.
         total: The length that the tensors need, in elements.
+        plain: Whether all tensors can be written to at once.
     """
 
     def __init__(
@@ -94,6 +124,7 @@ class Coalesced:
         self.memory = empty(total, dtype=dtype, device=tensors[0].device)
         self.memory.zero_()
         self.views = [view_like(self.memory, a, t) for a, t in zip(at, tensors, strict=True)]
+        self.plain = not any(expanded_dimensions(t) or _is_lazy_view(t) for t in tensors)
 
     @torch.no_grad()
     def pack(self) -> None:
@@ -103,13 +134,19 @@ class Coalesced:
     @torch.no_grad()
     def unpack(self) -> None:
         """Copies the memory to the tensors."""
-        torch._foreach_copy_(self.tensors, self.views)
+        if self.plain:
+            torch._foreach_copy_(self.tensors, self.views)
+        else:
+            copy_all(self.tensors, self.views)
 
     def broadcast(self, src: int, group: Group, unpack: bool = True) -> None:
-        """Broadcasts the tensors of group rank ``src``; without ``unpack`` only to the memory."""
+        """Broadcasts the tensors of group rank ``src``, dtypes that the engine does not know as bytes;
+        without ``unpack`` only to the memory."""
         if group.rank == src:
             self.pack()
-        calls.broadcast(self.memory, group.ranks[src], group)
+        known = self.memory.dtype in engine_codes.DTYPES
+        sent = self.memory if known else self.memory.view(torch.uint8)
+        calls.broadcast(sent, group.ranks[src], group)
         if group.rank != src and unpack:
             self.unpack()
 

@@ -53,6 +53,12 @@ def _words(digest: bytes) -> list[int]:
     return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
 
 
+def same_everywhere(tensors: Iterable[torch.Tensor], group: Group) -> bool:
+    """Whether the tensors have the same bits on all ranks."""
+    prints = tell_all(fingerprint(tensors), group)
+    return all(theirs == prints[0] for theirs in prints)
+
+
 def unequal(tensors: Sequence[torch.Tensor], group: Group) -> list[torch.Tensor]:
     """The tensors that do not have the same bits on all ranks."""
     if not tensors:

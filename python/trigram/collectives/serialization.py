@@ -15,21 +15,12 @@ import torch
 from trigram.errors import CorruptError, UnsupportedError
 
 _HEADER = 8
-_DTYPES = {
-    str(d).removeprefix("torch."): d
-    for d in (
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
-}
+_NAMES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 uint16 uint32 uint64 bool "
+    "complex32 complex64 complex128 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "float4_e2m1fn_x2"
+)
+_DTYPES = {name: getattr(torch, name) for name in _NAMES.split() if hasattr(torch, name)}
 
 
 def pack(value: Any, what: str) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,26 +12,33 @@ import torch
 from trigram import _core
 from trigram.errors import TimeoutError
 from trigram.gpu import device
-from trigram.runtime import world
+from trigram.runtime import logs, world
 
 # These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
+# Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
+# and no loop over the set itself, which could find it changed.
 _in_flight: set[Work] = set()
 
 
 class Work:
     """The handle of an asynchronous collective, from a call with ``async_op=True``."""
 
-    __slots__ = ("__weakref__", "_core", "_tensors", "_what")
+    __slots__ = ("__weakref__", "_core", "_describe", "_tensors", "_what")
 
     def __init__(
-        self, core: _core.Work | device.Call, tensors: tuple[torch.Tensor | None, ...], what: str
+        self,
+        core: _core.Work | device.Call,
+        tensors: tuple[torch.Tensor | None, ...],
+        what: str,
+        describe: Callable[[], str] | None = None,
     ) -> None:
         self._core = core
+        self._describe = describe
         self._tensors = tensors
         self._what = what
+        _in_flight.add(self)  # first: if what follows raises, the engine still has the tensors
         if len(_in_flight) > 64 and not device.capturing():
             _collect()
-        _in_flight.add(self)
 
     def is_completed(self) -> bool:
         """Whether the collective has finished or failed."""
@@ -39,7 +48,7 @@ class Work:
         """Waits until the collective has finished.
 
         Args:
-            timeout: Seconds; None: no limit while the peers are alive, unless ``init`` set ``op_timeout``.
+            timeout: Seconds; None: the ``op_timeout`` of ``init``, counted from the start of the collective.
 
         Returns:
             True.
@@ -49,7 +58,7 @@ class Work:
             TrigramError: The collective failed.
         """
         try:
-            if not self._core.wait(timeout):
+            if not self._wait(timeout):
                 raise TimeoutError(
                     f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
                 )
@@ -57,6 +66,12 @@ class Work:
             if self._core.is_completed():
                 _in_flight.discard(self)
         return True
+
+    def _wait(self, timeout: float | None) -> bool:
+        if self._describe is None:
+            return self._core.wait(timeout)
+        with logs.waiting(self._what, self._describe):
+            return self._core.wait(timeout)
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the list of output tensors; a thread waits for the collective."""
@@ -77,8 +92,11 @@ class Work:
 
 def _collect() -> None:
     """Drops works that have finished, and with them their resources on GPUs."""
-    for work in [w for w in list(_in_flight) if w.is_completed()]:
-        _in_flight.discard(work)
+    for work in _in_flight.copy():
+        # An error of one call, such as a GPU's, is raised by its wait; here another call starts.
+        with contextlib.suppress(Exception):
+            if work.is_completed():
+                _in_flight.discard(work)
 
 
 world.at_exit.append(_collect)

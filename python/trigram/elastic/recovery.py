@@ -24,7 +24,7 @@ from torch import nn
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
-from trigram.collectives import serialization
+from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import joining, membership
 from trigram.elastic.membership import MembershipChange, current, is_loss
@@ -210,8 +210,7 @@ class ElasticModel:
         state = serialization.unpack(data, source)
         model = self.model()
         assert model is not None
-        for mine, theirs in zip([*model.parameters(), *model.buffers()], state["tensors"], strict=True):
-            mine.copy_(theirs)
+        coalesced.copy_all([*model.parameters(), *model.buffers()], state["tensors"])
         for stateful, theirs in zip(self.states, state["states"], strict=True):
             stateful.load_state_dict(theirs)
         self.receiving = None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from torch import nn
 
-from trigram.errors import UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.uneven_inputs import UnevenInputs
 
@@ -38,7 +38,7 @@ def _no_sync(wrapped: WrappedModel) -> Iterator[None]:
         wrapped.hooks.sync = before
 
 
-def join(model: nn.Module) -> AbstractContextManager[None]:
+def join(*models: nn.Module, throw_on_early_termination: bool = False) -> AbstractContextManager[None]:
     """Training with unequal numbers of inputs per rank.
 
     A rank that reaches the end of the block early takes part in the averages of the others until all ranks
@@ -46,28 +46,72 @@ def join(model: nn.Module) -> AbstractContextManager[None]:
     averages gradients, at the end all ranks get the weights and buffers of the rank that trained longest, as
     with ``DistributedDataParallel.join``; optimizers are not changed. Asynchronous algorithms do not wait
     during the block; at its end all ranks wait for all.
+
+    Args:
+        *models: The models that are trained in the block, which all ranks call in the same order: write
+            ``join(a, b)``, not one block in another. The same ranks train them.
+        throw_on_early_termination: All ranks raise a ``MisuseError`` as soon as one of them has no more
+            inputs.
+
+    Raises:
+        MisuseError: A model is not wrapped, the models are trained by different ranks, or one is in a block
+            already.
+        UnsupportedError: A model is elastic, or ``throw_on_early_termination`` is used with an asynchronous
+            algorithm.
     """
-    return _join(model, lookup(model, "join"))
-
-
-@contextlib.contextmanager
-def _join(model: nn.Module, wrapped: WrappedModel) -> Iterator[None]:
-    if wrapped.hooks is None:
-        yield
-        return
-    if wrapped.states is not None:
+    if not models:
+        raise MisuseError("join: pass the models that are trained in the block, as in trigram.join(model)")
+    wrapped = [lookup(model, "join") for model in models]
+    if any(w.states is not None for w in wrapped):
         raise UnsupportedError(
             "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
             "others continue without it"
         )
-    if wrapped.algorithm.every is None and not wrapped.warming:
-        yield
-        wrapped.hooks.drain()
-        return
-    hooks = wrapped.hooks
-    hooks.join = UnevenInputs([(model, hooks)], throw=False)
+    if any(w.group.ranks != wrapped[0].group.ranks for w in wrapped) or len(set(map(id, wrapped))) < len(
+        wrapped
+    ):
+        raise MisuseError("join: the models must be different ones, and trained by the same ranks")
+    if throw_on_early_termination and any(_is_asynchronous(w) for w in wrapped):
+        raise UnsupportedError(
+            "join: throw_on_early_termination=True needs algorithms in which ranks wait for each other; an "
+            "asynchronous rank does not know that another has no more inputs"
+        )
+    if any(w.hooks is not None and w.hooks.join is not None for w in wrapped):
+        raise MisuseError("join: a model is in a join block already; write join(a, b) for several models")
+    return _join(wrapped, throw_on_early_termination)
+
+
+def _is_asynchronous(wrapped: WrappedModel) -> bool:
+    return wrapped.algorithm.every is None and not wrapped.warming
+
+
+_blocks: list[UnevenInputs] = []
+"""The blocks under way."""
+
+
+@contextlib.contextmanager
+def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
+    trained = [(w, w.model(), w.hooks) for w in wrapped]
+    waiting = [(m, h) for w, m, h in trained if m is not None and h is not None and not _is_asynchronous(w)]
+    block = UnevenInputs(waiting, throw) if waiting else None
+    if block is not None and _blocks:
+        raise MisuseError(
+            "join: this rank is in another join block already, and the ranks would wait for each other at its "
+            "end; write join(a, b) for several models"
+        )
+    if block is not None:
+        _blocks.append(block)
+    for _, hooks in waiting:
+        hooks.join = block
     try:
         yield
-        hooks.join.run_without_inputs()
+        if block is not None:
+            block.run_without_inputs()
+        for w in wrapped:
+            if w.hooks is not None and _is_asynchronous(w):
+                w.hooks.drain()
     finally:
-        hooks.join = None
+        if block is not None:
+            _blocks.remove(block)
+        for _, hooks in waiting:
+            hooks.join = None

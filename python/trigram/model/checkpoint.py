@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
+from trigram.averaging.groups import ModelGroups
+from trigram.collectives.consistency import listed, ranks_that, ranks_unlike_first
 from trigram.errors import MisuseError
-from trigram.model.wrapped import lookup
+from trigram.model.wrapped import WrappedModel, lookup
+from trigram.training.buckets import assign
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.step_hooks import StepHooks
+from trigram.training.weight_sync import WeightSync
+
+_COMMON = ("agreed", "velocity", "centre")
+"""The tensors of an averaging step's state that are the same on all ranks."""
 
 
 def algorithm_state(model: nn.Module) -> dict[str, Any]:
@@ -17,11 +29,16 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
 
     Each rank saves its state separately. Averaging steps under way are ended and applied first, so call
     ``model.state_dict()`` afterwards.
+
+    Args:
+        model: A model given to :func:`trigram.with_bagua`.
     """
     wrapped = lookup(model, "algorithm_state")
     state: dict[str, Any] = {
         "algorithm": wrapped.algorithm.title,
+        "trigram": _trigram(wrapped),
         "world_size": wrapped.size,
+        "bucket_bytes": wrapped.bucket_bytes,
         "behind": wrapped.earlier_steps,
         "warming": wrapped.warming,
     }
@@ -32,22 +49,193 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
 
 
 def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
-    """Restores the state that :func:`algorithm_state` returned; call it after ``model.load_state_dict``.
+    """Restores the state that :func:`algorithm_state` returned; all ranks call it, between steps, after
+    ``model.load_state_dict``.
 
-    Every rank loads the state that the same rank saved.
+    Every rank loads the state that the same rank saved. The algorithm may be written in another way (its
+    name, or its trigram), and buckets may have another size; residuals are then moved to the new buckets. The
+    number of ranks may differ if the state holds nothing that belongs to a rank, such as residuals; then any
+    rank's state will do. All ranks check their states first: either all load, or none.
+
+    Args:
+        model: A model given to :func:`trigram.with_bagua`.
+        state: What :func:`algorithm_state` returned.
 
     Raises:
-        MisuseError: A different algorithm or a different number of ranks saved the state.
+        MisuseError: The state does not fit the model, its algorithm or the number of ranks; the message says
+            what differs. All ranks raise it.
     """
     wrapped = lookup(model, "load_algorithm_state")
-    if (state["algorithm"], state["world_size"]) != (wrapped.algorithm.title, wrapped.size):
-        raise MisuseError(
-            f"load_algorithm_state: the state was saved by {state['algorithm']} on {state['world_size']} "
-            f"ranks, but this model uses {wrapped.algorithm.title} on {wrapped.size}; use the same "
-            "algorithm and number of ranks, or load only the weights, saved under trigram.consensus"
-        )
-    if wrapped.warming and not state["warming"]:
-        wrapped.proceed()
+    problem = _mismatch(wrapped, state)
+    _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
+    with _kept_weights(model, wrapped, state):
+        if isinstance(wrapped.hooks, WeightSync):
+            wrapped.hooks.drain()
+        proceeds = wrapped.warming and not state["warming"]
+        if proceeds:
+            wrapped.proceed()
+    if wrapped.hooks is not None and "carrier" in state:
+        try:
+            _load(wrapped.hooks, state, wrapped.groups)
+        except MisuseError:
+            if proceeds:
+                with _kept_weights(model, wrapped, state):
+                    wrapped.end()
+                    wrapped.begin(model, wrapped.algorithm, wrapped.optimizer)
+            raise
     wrapped.earlier_steps = state["behind"]
-    if wrapped.hooks is not None:
-        wrapped.hooks.load(state["carrier"])
+
+
+def _trigram(wrapped: WrappedModel) -> str:
+    return f"{wrapped.algorithm.value} carrying {wrapped.algorithm.value.carry}"
+
+
+def _mismatch(wrapped: WrappedModel, state: Any) -> str:
+    """Why the state cannot belong to this model; empty if it may."""
+    if not isinstance(state, dict) or not {"algorithm", "world_size", "behind", "warming"} <= state.keys():
+        return "the argument is not what trigram.algorithm_state returned"
+    title, size = wrapped.algorithm.title, wrapped.size
+    if "trigram" in state:
+        same = state["trigram"] == _trigram(wrapped)
+    else:  # of an earlier version: "name (trigram)", or the trigram
+        same = state["algorithm"].rpartition("(")[2].rstrip(")") == str(wrapped.algorithm.value)
+    if not same:
+        return (
+            f"the state was saved by {state['algorithm']}, but this model uses {title}; use the same "
+            "algorithm, or load only the weights, saved under trigram.consensus"
+        )
+    if state["warming"] and not wrapped.warming and wrapped.hooks is not None:
+        return (
+            "the state was saved in the warm-up, which has ended here; wrap the model anew (trigram.unwrap, "
+            "trigram.with_bagua), then load the state"
+        )
+    if state["world_size"] != size:
+        mine = wrapped.hooks.state() if wrapped.hooks is not None else {}
+        owned = _of_one_rank(state.get("carrier", mine), "")
+        if owned:
+            return (
+                f"the state was saved on {state['world_size']} ranks and holds what belongs to one of them "
+                f"({owned}), but {size} ranks train this model; use {state['world_size']} ranks, or load "
+                "only the weights, saved under trigram.consensus"
+            )
+    return ""
+
+
+def _agree(problem: str, common: str, groups: ModelGroups | None) -> None:
+    """Raises on all ranks if one of them has a problem, or if what must be common to their states is not."""
+    others = ranks_that(bool(problem), groups.control) if groups is not None else []
+    if problem:
+        raise MisuseError(f"load_algorithm_state: {problem}")
+    if others:
+        raise MisuseError(
+            f"load_algorithm_state: the state does not fit on rank(s) {listed(others)}, see the error there; "
+            "no rank has loaded anything"
+        )
+    unlike = ranks_unlike_first(common, groups.control) if groups is not None else []
+    if groups is not None and unlike:
+        raise MisuseError(
+            f"load_algorithm_state: rank(s) {listed(unlike)} were given a state of another training, or of "
+            f"another moment, than rank {groups.control.ranks[0]}; each rank loads the state that it saved "
+            "itself"
+        )
+
+
+@contextlib.contextmanager
+def _kept_weights(model: nn.Module, wrapped: WrappedModel, state: dict[str, Any]) -> Iterator[None]:
+    """The weights and buffers do not change in the block: they were loaded before."""
+    changes = isinstance(wrapped.hooks, WeightSync) or wrapped.warming != state["warming"]
+    tensors = [*model.parameters(), *model.buffers()] if changes and wrapped.hooks is not None else []
+    with torch.no_grad():
+        kept = [t.clone() for t in tensors]
+        yield
+        for t, was in zip(tensors, kept, strict=True):
+            if not torch.equal(t, was):
+                t.copy_(was)
+
+
+def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -> None:
+    """Loads the state of the hooks, after all ranks have checked theirs."""
+    saved = state["carrier"]
+    problem, layout, before = "", None, {}
+    if isinstance(hooks, GradientSync) and "buckets" in saved:
+        before = hooks.state()
+        layout = hooks.bucket_bytes, [i for b in hooks.buckets for i in b.params]
+        problem = _take_layout(hooks, saved, state.get("bucket_bytes", hooks.bucket_bytes))
+    problem = problem or _difference(hooks.state(), saved, "")
+    try:
+        _agree(problem, f"{saved.get('order')} {state.get('bucket_bytes')}", groups)
+    except MisuseError:
+        if layout is not None:
+            _rebuild(hooks, *layout)
+            hooks.load(before)
+        raise
+    hooks.load(saved)
+    if layout is not None and isinstance(hooks, GradientSync) and hooks.bucket_bytes != layout[0]:
+        _rebuild(hooks, layout[0], [i for b in hooks.buckets for i in b.params])
+
+
+def _take_layout(hooks: GradientSync, saved: dict[str, Any], bucket_bytes: int) -> str:
+    """Gives the buckets the order and size that they had when the state was saved; returns why it cannot."""
+    order = saved["order"] or hooks.dense[::-1]
+    if sorted(order) != sorted(hooks.dense):
+        return (
+            f"the state has {len(order)} parameters that were trained, but {len(hooks.dense)} are trained "
+            "here, or others; set requires_grad as it was"
+        )
+    if len(assign(hooks.params, order, bucket_bytes)) != len(saved["buckets"]):
+        return (
+            f"the state has {len(saved['buckets'])} buckets, which does not follow from the sizes of the "
+            "parameters here; use the same model and bucket_mb"
+        )
+    _rebuild(hooks, bucket_bytes, order)
+    return ""
+
+
+def _rebuild(hooks: StepHooks, bucket_bytes: int, order: list[int]) -> None:
+    """Builds buckets of another size or order, unless they have it; residuals move with the parameters."""
+    assert isinstance(hooks, GradientSync)
+    hooks.bucket_bytes = bucket_bytes
+    if [b.params for b in hooks.buckets] != assign(hooks.params, order, bucket_bytes):
+        hooks._build_buckets(order)
+
+
+def _of_one_rank(state: Any, at: str) -> str:
+    """The place in a state of a tensor that belongs to one rank; empty if there is none."""
+    if isinstance(state, torch.Tensor):
+        return at.lstrip(".")
+    if isinstance(state, dict):
+        parts = [(f"{at}.{k}", v) for k, v in state.items() if k not in _COMMON or "buckets" in at]
+    elif isinstance(state, list | tuple):
+        parts = [(f"{at}[{k}]", v) for k, v in enumerate(state)]
+    else:
+        return ""
+    return next((found for place, part in parts if (found := _of_one_rank(part, place))), "")
+
+
+def _difference(mine: Any, saved: Any, at: str) -> str:
+    """Why a saved state does not fit in place of this model's; empty if it does."""
+    what = f"the state{at and f' at {at}'} does not fit: "
+    if isinstance(mine, torch.Tensor) or isinstance(saved, torch.Tensor):
+        here, there = (
+            f"{t.dtype} of shape {tuple(t.shape)}" if isinstance(t, torch.Tensor) else f"{t!r}"
+            for t in (mine, saved)
+        )
+        return (
+            "" if here == there else f"{what}it is {there}, and {here} here; use the same model and options"
+        )
+    if isinstance(mine, dict) and isinstance(saved, dict):
+        if all(isinstance(k, int) for k in (*mine, *saved)):
+            return ""  # references by neighbour, made when they are needed
+        if mine.keys() != saved.keys():
+            return (
+                f"{what}it has {', '.join(map(str, saved)) or 'nothing'}, and "
+                f"{', '.join(map(str, mine)) or 'nothing'} is expected; use the same options"
+            )
+        parts = [(f"{at}.{k}", mine[k], saved[k]) for k in mine if k != "order"]
+    elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple):
+        if len(mine) != len(saved):
+            return f"{what}it has {len(saved)} parts, and {len(mine)} are expected; use the same model"
+        parts = [(f"{at}[{k}]", a, b) for k, (a, b) in enumerate(zip(mine, saved, strict=True))]
+    else:
+        return ""
+    return next((found for place, one, other in parts if (found := _difference(one, other, place))), "")

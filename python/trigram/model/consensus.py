@@ -10,6 +10,7 @@ from torch import nn
 
 from trigram import collectives
 from trigram.averaging.mean import mean_of
+from trigram.collectives import coalesced
 from trigram.collectives.consistency import unequal
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.step_hooks import StepHooks
@@ -28,8 +29,8 @@ class Consensus:
 
     @torch.no_grad()
     def __exit__(self, *_: object) -> None:
-        for t, was in self._replicas:
-            t.copy_(was)
+        if self._replicas:
+            coalesced.copy_all(*zip(*self._replicas, strict=True))
 
 
 @torch.no_grad()
@@ -116,7 +117,7 @@ def _settle(hooks: StepHooks, timeout: float | None) -> None:
     if isinstance(hooks, WeightSync):
         hooks.drain(timeout)
     else:
-        hooks.abort_pass()
+        hooks.abort_failed()
         _await_all(hooks, timeout)
 
 

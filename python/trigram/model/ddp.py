@@ -138,9 +138,7 @@ class DistributedDataParallel(nn.Module):
                 "DistributedDataParallel.join: divide_by_initial_world_size=False is not supported; pass "
                 "sample_weight= to leave ranks without inputs out of the averages"
             )
-        if throw_on_early_termination:
-            raise UnsupportedError("DistributedDataParallel.join: not yet")
-        return blocks.join(self)
+        return blocks.join(self, throw_on_early_termination=throw_on_early_termination)
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Not supported.

@@ -6,6 +6,7 @@ They are attributes of the module itself, so that it keeps its class and the key
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch import nn
 from trigram.errors import MisuseError
 from trigram.model import blocks
 
-_BLOCKS = {"no_sync": blocks.no_sync, "join": blocks.join}
+_BLOCKS: dict[str, Callable[..., Any]] = {"no_sync": blocks.no_sync, "join": blocks.join}
 
 
 class _Method:

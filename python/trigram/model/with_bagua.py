@@ -18,6 +18,7 @@ from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
 from trigram.training.compose import check
+from trigram.training.model_checks import check_modules
 from trigram.training.options import Options, ignored_names
 from trigram.training.weight_sync import WeightSync
 
@@ -110,11 +111,29 @@ def with_bagua(
         extras, unknown = extras.known_to(chosen, ranks.size)
         _warn_of(chosen, [*chosen.unknown, *unknown], ranks)
     extras.check(chosen, ranks.size)
+    check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
+    _check_shared(model, names)
     wrapped_models[model] = WrappedModel(
         model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states
     )
     methods.add(model)
     return model
+
+
+def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:
+    """Raises if another wrapped model averages one of the parameters."""
+    names = {id(p): n for n, p in model.named_parameters() if n not in ignored and p.requires_grad}
+    for other, wrapped in wrapped_models.items():
+        hooks = wrapped.hooks
+        if other is model or wrapped.stale or hooks is None:
+            continue
+        shared = [names[i] for i in names if i in hooks.param_ids]
+        if shared:
+            raise MisuseError(
+                f"with_bagua: parameter {shared[0]} of {type(model).__name__} also belongs to the wrapped "
+                f"model {type(other).__name__}, and its gradient would be averaged twice; wrap one module "
+                "that holds both, such as nn.ModuleList([a, b]), or pass ignore=[...] for one of them"
+            )
 
 
 def _warn_of(chosen: Algorithm, unknown: Sequence[str], ranks: Group) -> None:
@@ -191,7 +210,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "trigram.shutdown first, or end the script"
             )
         if wrapped.hooks is not None:
-            wrapped.hooks.abort_pass()
+            wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
     module = wrapped.model()
     assert module is not None
@@ -222,6 +241,6 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if isinstance(wrapped.hooks, WeightSync):
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
-        wrapped.hooks.abort_pass()
+        wrapped.hooks.abort_failed()
     wrapped.end()
     wrapped.begin(model, chosen, optimizer)

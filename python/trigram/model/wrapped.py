@@ -7,9 +7,8 @@ A model is wrapped in one job: after ``trigram.shutdown`` its groups are gone, a
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -18,9 +17,10 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError
-from trigram.runtime import logs, world
+from trigram.runtime import exit_status, logs, world
 from trigram.runtime.group import Group
 from trigram.training.compose import check, compose, warm
+from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
 from trigram.training.step_hooks import StepHooks, agree_on_algorithm
@@ -56,6 +56,8 @@ class WrappedModel:
         self.hooks: StepHooks | None = None
         self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
         self.states = states
+        if self.groups is not None:
+            self.groups.describe(_describes(weakref.ref(self)))
         if self.groups is not None and states is not None:
             self.groups.joining = recovery.is_newcomer()
         self.begin(model, chosen, optimizer)
@@ -78,7 +80,10 @@ class WrappedModel:
             return
         if not self.groups.joining:
             agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
+        if self.states is None:  # ranks join an elastic job one by one
+            release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)
+        self.groups.be_patient(chosen.every is None)
         warmup = chosen.options.get("warmup_steps", 0)
         self.groups.use_helpers(
             chosen.gradients and chosen.value.what == "full" and not chosen.graph and not warmup
@@ -118,6 +123,7 @@ class WrappedModel:
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
         if self.algorithm.every is None:
             assert isinstance(hooks, WeightSync)
+            exit_status.watch()
             running[hooks] = None if self.states is None else model
         return hooks
 
@@ -145,6 +151,19 @@ class WrappedModel:
     def warming(self) -> bool:
         """Whether the warm-up has not ended yet."""
         return self.hooks is not None and self.hooks.successor is not None
+
+
+def _describes(wrapped: weakref.ref[WrappedModel]) -> Callable[[], str]:
+    """What log lines say about a model; it does not keep the model alive."""
+
+    def say() -> str:
+        now = wrapped()
+        if now is None:
+            return "a model that the script has dropped"
+        steps = now.earlier_steps + (now.hooks.steps if now.hooks is not None else 0)
+        return f"model {type(now.model()).__name__}, step {steps}"
+
+    return say
 
 
 wrapped_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()
@@ -187,9 +206,9 @@ def remove(wrapped: WrappedModel) -> None:
 
 def _finish() -> None:
     """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
-    failed = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None) or sys.exc_info()[1]
+    failed = exit_status.has_failed()
     for hooks in list(running):
-        if failed is None:
+        if not failed:
             with contextlib.suppress(TrigramError):
                 hooks.drain()
     running.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -24,12 +24,15 @@ class Group:
         helpers: World ranks that have no data, but reduce data of the group; they are not in ``ranks``.
         name: The group's name in error messages.
         timeout: Seconds that a collective may take; None: no limit.
+        describe: Says what the group's calls belong to, for log lines, such as a model and its step; None:
+            nothing.
     """
 
     __slots__ = (
         "__weakref__",
         "_core",
         "derived",
+        "describe",
         "helpers",
         "name",
         "ordinal",
@@ -60,6 +63,7 @@ class Group:
         self.size = len(self.ranks)
         self.rank = core.rank if core is not None else -1
         self.timeout = timeout
+        self.describe: Callable[[], str] | None = None
         self._core = core
 
     def __repr__(self) -> str:

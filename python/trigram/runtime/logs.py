@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import threading
+from collections.abc import Callable, Iterator
 
 from trigram import _core
 
@@ -22,6 +24,11 @@ _FLUSH_SECONDS = 1.0
 _FLUSH = "\0"
 """No line of a log: the writer has come as far."""
 
+_LONG_WAIT = re.compile(r"rank \d+ has waited \d+ s in ([^(]+)\(")
+"""The engine's line about a call that takes long; it names the call."""
+
+_waits: dict[int, tuple[str, Callable[[], str]]] = {}
+"""By thread, the call in which it waits, and what says to which model the call belongs."""
 _lock = threading.Lock()
 _started_in = 0  # the process that has the thread: a forked child has none
 _flushed = threading.Event()
@@ -35,6 +42,22 @@ def warning(text: str) -> None:
 def info(text: str) -> None:
     """Logs a line about the normal course of a job; returns at once."""
     _core.log_line(logging.INFO, text)
+
+
+@contextlib.contextmanager
+def waiting(call: str, describe: Callable[[], str]) -> Iterator[None]:
+    """While this thread waits in a model's call, the line about a long wait says what ``describe`` returns.
+
+    Args:
+        call: The name of the call, as in the engine's line.
+        describe: Called in the logger's thread when the line is written.
+    """
+    thread = threading.get_ident()
+    _waits[thread] = call, describe
+    try:
+        yield
+    finally:
+        _waits.pop(thread, None)
 
 
 def start() -> None:
@@ -62,7 +85,18 @@ def _serve() -> None:
             else:
                 # A filter or a handler of the user's that raises must not end the log.
                 with contextlib.suppress(Exception):
-                    _emit(level, text)
+                    _emit(level, _described(text))
+
+
+def _described(text: str) -> str:
+    """The line, with the model of the call if a thread waits in a model's call of this name."""
+    found = _LONG_WAIT.match(text)
+    if found is None:
+        return text
+    # Two threads may wait in calls of one name: the engine does not say which, so the line names both models.
+    kinds = found[1].split("/")  # send/recv
+    names = [describe() for call, describe in list(_waits.values()) if call in kinds]
+    return f"{text} ({' or '.join(names)})" if names else text
 
 
 def _emit(level: int, text: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError
+from trigram.runtime.launchers import refuse_unseen
 
 _FAILED = b"failed: "
 _FAILURE_SECONDS = 5.0
@@ -32,7 +33,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
 
     Raises:
         MisuseError: A store is given without rank or world size.
-        ConfigError: The environment is incomplete or invalid.
+        ConfigError: The environment is incomplete or invalid, or that of a launcher that does not set RANK.
         TimeoutError: Nobody serves the store at ``MASTER_ADDR:MASTER_PORT``.
     """
     env = os.environ
@@ -43,6 +44,8 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     if dist.is_available() and dist.is_initialized():
         default = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
         return default, dist.get_rank(), dist.get_world_size(), env.get("MASTER_ADDR")
+    if rank is None and "RANK" not in env:
+        refuse_unseen(env)
     rank = _number("RANK") if rank is None and "RANK" in env else rank
     world_size = _number("WORLD_SIZE") if world_size is None and "WORLD_SIZE" in env else world_size
     if (rank, world_size) in ((None, None), (0, 1)):

@@ -7,7 +7,11 @@ through any ``torch.distributed.Store``, and then connect to each other.
 from __future__ import annotations
 
 import atexit
+import math
+import multiprocessing
+import multiprocessing.util
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +26,9 @@ from trigram.runtime.group import Group
 from trigram.runtime.rendezvous import StoreGather, find_store
 
 _TRANSPORTS = ("auto", "shm", "tcp")
+OP_TIMEOUT = 600.0
+"""Seconds that a collective may take by default, as in torch's process groups."""
+
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
 
@@ -124,11 +131,15 @@ class World:
         group.derived += 1
         ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + group.derived) % _DERIVED
         core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None
-        return Group(name, ranks, core, self.op_timeout, (), ordinal)
+        return Group(name, ranks, core, group.timeout, (), ordinal)
 
 
 _world: World | None = None
 _jobs_left = 0
+_starting = threading.RLock()
+"""Held by a thread in ``init``: the first calls of two threads make one world, not two."""
+_leaves_in = 0
+"""The child of multiprocessing that leaves its job when it ends."""
 at_exit: list[Callable[[], None]] = []
 """Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
 
@@ -209,7 +220,9 @@ def _listed(ranks: Sequence[int]) -> str:
 
 def internal_group(group: Group, name: str) -> Group:
     """A second group of the same ranks, whose calls need no order relative to those of the first."""
-    return current().new_group(group.ranks, name, _INTERNAL)
+    made = current().new_group(group.ranks, name, _INTERNAL)
+    made.timeout = group.timeout
+    return made
 
 
 def aided_group(group: Group) -> Group | None:
@@ -264,7 +277,8 @@ def init(
     """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
     Without arguments it uses the store of ``torch.distributed`` if that is initialised, otherwise torchrun's
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank.
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank, unless
+    the variables of mpirun, mpiexec or srun say that there are several processes: then it raises.
     Calling it again returns the same group.
 
     Args:
@@ -272,8 +286,11 @@ def init(
         rank: This rank, from 0.
         world_size: The number of ranks.
         init_timeout: Seconds to wait for the other ranks.
-        op_timeout: Seconds that a collective may take. ``None``: a collective waits without limit for a peer
-            that is alive, and a log line names it; a peer that dies raises ``PeerLostError``.
+        op_timeout: Seconds that a collective may take if all peers are alive; then it raises
+            ``TimeoutError``. ``None``: 600, as in torch's process groups. ``math.inf`` or 0: a collective
+            waits without limit for a peer that is alive. A log line names the peer after 10 s; a peer that
+            dies raises ``PeerLostError`` at once. Asynchronous algorithms, whose ranks do not wait for each
+            other, have no such limit.
         iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
         elastic: The job continues when ranks are lost, and admits ranks while it runs, see docs/elastic.md. A
             late rank joins in ``with_bagua(elastic=True)`` or :func:`trigram.recover`.
@@ -291,9 +308,51 @@ def init(
         AuthError: Ranks have different ``TRIGRAM_SECRET``, or a record in the store was forged.
         AbortedError: ``init`` failed on another rank; the message has its error.
     """
-    global _world
-    if _world is not None:
+    with _starting:
+        if _world is None:
+            limit = _limit(op_timeout)
+            _start(store, rank, world_size, init_timeout, limit, iface, elastic, helper)
+            _leave_at_end_of_child()
+        assert _world is not None
         return _world.group
+
+
+def _leave_at_end_of_child() -> None:
+    """In a child of multiprocessing: calls ``shutdown`` when its function has returned or raised.
+
+    Such a child ends by ``os._exit``, without the functions at exit; without this its peers would lose it.
+    """
+    global _leaves_in
+    if multiprocessing.parent_process() is not None and _leaves_in != os.getpid():
+        _leaves_in = os.getpid()
+        multiprocessing.util.Finalize(None, shutdown, exitpriority=100)
+
+
+def _limit(op_timeout: float | None) -> float | None:
+    """The seconds that a collective may take; None: no limit."""
+    if op_timeout is None:
+        return OP_TIMEOUT
+    if not op_timeout >= 0:
+        raise ConfigError(
+            f"init: op_timeout={op_timeout!r} is invalid; pass a number of seconds, None for "
+            f"{OP_TIMEOUT:.0f}, or math.inf for no limit"
+        )
+    return None if op_timeout in (0, math.inf) else float(op_timeout)
+
+
+def _start(
+    store: dist.Store | None,
+    rank: int | None,
+    world_size: int | None,
+    init_timeout: float,
+    op_timeout: float | None,
+    iface: str | None,
+    elastic: bool,
+    helper: bool,
+) -> None:
+    """Makes this process's world; the arguments are those of ``init``, except that op_timeout None is no
+    limit."""
+    global _world
     if elastic and helper:
         raise UnsupportedError("init: elastic=True and helper=True exclude each other; pass only one of them")
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
@@ -318,7 +377,7 @@ def init(
         late = start.wait_outside(gather)
         if late is not None:
             _world = late
-            return late.group
+            return
     records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
     try:
         accepted = rendezvous.handshake([record[1:] for record in records])
@@ -348,7 +407,6 @@ def init(
             _world.aided.help()
     if start is not None:
         _world.elastic = start.member()
-    return group
 
 
 def _workers(helps: list[bool]) -> int:

@@ -38,6 +38,7 @@ class Bucket:
         values: ``memory`` without the flags.
         pending: Positions of parameters whose gradient has not arrived in this backward pass.
         unused: Positions of parameters that this rank did not use in this backward pass.
+        held: Those whose residual the average holds back.
         average: The average that the bucket uses.
         sent: Whether the bucket was sent in this backward pass.
         backup: A copy of ``memory`` with this rank's gradients; elastic jobs only.
@@ -69,6 +70,7 @@ class Bucket:
         self.gaps = (~used).nonzero().flatten() if length is not None else None
         self.pending: set[int] = set()
         self.unused: list[int] = []
+        self.held: list[int] = []
         self.sent = False
         self.backup: torch.Tensor | None = None
         self.outside: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -118,6 +120,8 @@ class Bucket:
                 to_copy.append((view, grad))
                 if not copies:
                     params[i].grad = view
+        self.held = list(self.unused)
+        self.average.hold([self.views[k] for k in self.held])
         if to_copy:
             # One fused copy for all gradients outside the bucket.
             torch._foreach_copy_([v for v, _ in to_copy], [g for _, g in to_copy])
@@ -133,7 +137,7 @@ class Bucket:
 
     def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
         """After the average: assigns the gradient of parameters that only other ranks used, and copies
-        averages to gradients outside of ``memory``.
+        averages to gradients outside of ``memory``; parameters that nobody used keep their residual.
 
         Args:
             params: All parameters of the model.
@@ -155,9 +159,13 @@ class Bucket:
         if self.outside:
             torch._foreach_copy_([g for _, g in self.outside], [v for v, _ in self.outside])
             self.outside = []
+        if not self.unused:
+            return
+        anybody = [flag > 0 for flag in flags.tolist()]
         for k in self.unused:
-            if flags[k] > 0:
+            if anybody[k]:
                 params[self.params[k]].grad = self.views[k]
+        self.average.settle([not anybody[k] for k in self.held])
 
 
 def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -13,6 +13,7 @@ from trigram.averaging.average import Average, padded
 from trigram.averaging.coded import CodedAverage
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.held_residual import positions
 from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
@@ -106,6 +107,7 @@ class MomentumCorrectedCompressor(CodecCompressor):
         super().__init__(codec, codec, (True, True))
         self.momentum = momentum
         self.velocity: dict[int, torch.Tensor] = {}
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _levels(self, groups: ModelGroups, like: torch.Tensor) -> HostLevels | None:
         """None: :meth:`after_send` needs this rank's residual of all gradients, which two levels do not
@@ -119,16 +121,22 @@ class MomentumCorrectedCompressor(CodecCompressor):
         return self.velocity[at]
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
-        """Replaces the gradients by the velocity."""
+        """Replaces the gradients by the velocity, which stays as it is where this rank has no gradient."""
         u = self._of(bucket)
+        unused = [positions([bucket.views[k]], bucket.memory)[0] for k in bucket.held]
+        self.kept = [(u[span], u[span].clone()) for span in unused]
         u.mul_(self.momentum).add_(bucket.memory)
         bucket.memory.copy_(u)
+        for span in unused:
+            bucket.memory[span] = 0
 
     def after_send(self, bucket: Bucket) -> None:
         """Sets the velocity of the values that were sent to 0: those whose residual is 0."""
         average = bucket.average
         assert isinstance(average, CodedAverage) and average.residual is not None
         self._of(bucket).masked_fill_(average.residual == 0, 0.0)
+        for velocity, before in self.kept:
+            velocity.copy_(before)
 
     def parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
         """The velocity of each parameter."""

@@ -34,6 +34,7 @@ from trigram.gpu import device
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
+from trigram.training.tensor_check import check_tensors
 from trigram.training.uneven_inputs import UnevenInputs
 from trigram.training.update_watch import ValuesSnapshot
 from trigram.training.weak_hook import WeakHook
@@ -101,6 +102,7 @@ class StepHooks:
         self.elastic: Elasticity = FixedRanks()
         self._outermost: _Backward | None = None
         self._backward: _Backward | None = None
+        check_tensors(model, None if groups.joining else groups.control, groups.ignored)
         self.find_parameters(model)
         if not groups.joining:
             _agree_on(self.tensors(model), groups.control)
@@ -272,8 +274,8 @@ class StepHooks:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
-            return  # an evaluation, or a forward pass that checkpointing repeats
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
+            return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
         self.abort_failed()
@@ -406,13 +408,17 @@ def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
 
 def _agree_on(tensors: list[tuple[str, torch.Tensor]], group: Group) -> None:
     """Raises a ``MismatchError`` on all ranks if the models differ, before any weight is changed."""
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    lines = [
+        f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad} {coalesced.expanded_dimensions(t)}"
+        for n, t in tensors
+    ]
     other = ranks_unlike_first("\n".join(lines), group)
     if other:
         first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
             f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank {group.ranks[0]} "
-            f"in the names, shapes, dtypes or requires_grad of its parameters and buffers ({first} tensors "
-            f"on rank {group.ranks[0]}, {len(lines)} on rank {group.ranks[group.rank]}); build the same "
+            "in the names, shapes, dtypes, requires_grad or expanded dimensions of its parameters and "
+            f"buffers ({first} tensors on rank {group.ranks[0]}, {len(lines)} on rank "
+            f"{group.ranks[group.rank]}); build the same "
             "model on all ranks"
         )

@@ -1,0 +1,38 @@
+"""Modules that would train wrong without a word under data parallelism."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trigram.errors import UnsupportedError
+
+
+def check_modules(model: nn.Module, size: int) -> None:
+    """Raises if a module of the model needs something that this job has not.
+
+    Args:
+        model: The module; its submodules are looked at too.
+        size: The number of ranks that train it.
+
+    Raises:
+        UnsupportedError: The model is a ``torch.jit.ScriptModule``. Or it has a ``SyncBatchNorm``, there are
+            several ranks, and no process group of torch through which it could exchange its statistics: it
+            would use those of this rank's batch.
+    """
+    if size > 1 and isinstance(model, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "with_bagua: the model is a torch.jit.ScriptModule, in which trigram cannot find training steps; "
+            "wrap the module before torch.jit.script and train that, or use torch.compile"
+        )
+    if size == 1 or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise UnsupportedError(
+                f"with_bagua: module {name or 'itself'} is a SyncBatchNorm, which averages its statistics "
+                "through torch's process group, but there is none with several ranks, so it would use the "
+                "batch of each rank alone; call torch.distributed.init_process_group on all ranks before "
+                "with_bagua, or use BatchNorm"
+            )

@@ -325,9 +325,9 @@ def gradients_kept_as_buffers(t: Loop) -> None:
         optimizer.step()
 
 
-@row(linear=True, refused=(ASYNC, "trigram.switch"))
+@row(refused=(ASYNC, "trigram.switch"))
 def set_parameter(t: Loop) -> None:
-    """`model.one.weight = nn.Parameter(...)`: the same values in a new parameter."""
+    """`model.one.weight = nn.Parameter(...)`: the same values in a new parameter, which are then rank 0's."""
     model = t.wrap(Flat())
     train(t, model, 0, 5)
     model.one.weight = nn.Parameter(model.one.weight.detach().clone())

@@ -66,8 +66,8 @@ class Row:
             the one process's weights, whatever the algorithm.
         compare: Whether the weights are compared with the one process's, or under which algorithms.
         spread: Whether averages of weights must bring the replicas together, compared with training alone.
-        alike: A refusal is the same on all ranks, in the same step. Else the ranks that have no reason for one
-            learn that a rank has ended.
+        alike: A refusal is the same on all ranks, in the same step. Else the ranks that have no reason for
+            one learn that a rank has ended.
         even: Every rank makes the same steps; else asynchronous averages are applied whenever they come.
         passes: Backward passes in each iteration of the loop.
         boundaries: Optimizer steps in each iteration of the loop.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import row
+from tests.support.loops.table import ALGORITHMS, row
 
 
 def train(t: Loop, model: Any, loss: Any, steps: int = 10) -> None:
@@ -390,15 +390,23 @@ def autocast(t: Loop) -> None:
     train(t, t.wrap(Flat()), loss)
 
 
-@row(linear=True)
+@row(refused=(tuple(ALGORITHMS), "torch.jit"))
 def scripted_before(t: Loop) -> None:
     """`torch.jit.script` before wrapping."""
     train(t, t.wrap(torch.jit.script(Flat())), lambda m, x, y: mse(m(x), y))
 
 
 @row(linear=True)
+def scripted_after(t: Loop) -> None:
+    """`torch.jit.script` of the wrapped model, which shares its parameters."""
+    model = t.wrap(Flat())
+    scripted = torch.jit.script(model)
+    train(t, model, lambda _, x, y: mse(scripted(x), y))
+
+
+@row(linear=True)
 def scripted_child(t: Loop) -> None:
-    """A child of the model is scripted; to script a whole model, script it before wrapping."""
+    """A child of the model is scripted."""
     model = Flat()
     model.one = torch.jit.script(model.one)
     train(t, t.wrap(model), lambda m, x, y: mse(m(x), y))

@@ -194,8 +194,8 @@ def _refused(row: Row, algorithm: str, mine: list[Outcome], told: list[str]) -> 
     if not row.may_be_refused(algorithm):
         return "\n".join(["is refused", *told])
     assert row.refused is not None
-    missing = [w for w in row.refused.says for o in mine if not _says(o.text, w)]
-    return f"the refusal does not say {missing}: {mine[0].text}" if missing else None
+    missing = [(w, o.text) for w in row.refused.says for o in mine if not _says(o.text, w)]
+    return "\n".join(f"the refusal does not say {w!r}: {text}" for w, text in missing) or None
 
 
 def _expected(row: Row, algorithm: str, o: Outcome, model: int) -> int:

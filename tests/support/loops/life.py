@@ -208,6 +208,22 @@ def uneven_inputs(t: Loop) -> None:
     t.at = 0
 
 
+@row(refused=(ASYNC, "throw_on_early_termination"), compare=False, spread=False, even=False, rounds=False)
+def uneven_inputs_are_an_error(t: Loop) -> None:
+    """`join(throw_on_early_termination=True)`: all ranks raise when the first has no more inputs."""
+    model = t.wrap(Flat())
+    if t.algorithm is None:
+        return
+    try:
+        with trigram.join(model, throw_on_early_termination=True):
+            train(t, model, 0, 4 + 2 * t.rank)
+    except trigram.MisuseError as e:
+        assert "input" in str(e), e
+        t.at = 0
+    else:
+        raise AssertionError("nobody was told")
+
+
 @row(compare=False, spread=False, even=False, rounds=False)
 def uneven_inputs_where_methods_are_called(t: Loop) -> None:
     """`join`, where the root is never called."""

@@ -111,9 +111,7 @@ class Loop:
     @contextlib.contextmanager
     def join(self, *models: nn.Module) -> Iterator[None]:
         """`trigram.join`."""
-        with contextlib.ExitStack() as stack:
-            for model in models if self.algorithm is not None else ():
-                stack.enter_context(trigram.join(model))
+        with contextlib.nullcontext() if self.algorithm is None else trigram.join(*models):
             yield
 
     @contextlib.contextmanager

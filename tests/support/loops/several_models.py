@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ALGORITHMS, EVERY, GRADIENTS, row
+from tests.support.loops.table import ALGORITHMS, EVERY, GRADIENTS, SYNC, row
 
 
 class Critic(nn.Module):
@@ -322,8 +322,8 @@ def made_in_the_middle(t: Loop) -> None:
 
 
 @row(compare=False, spread=False, even=False, rounds=False)
-def two_joins(t: Loop) -> None:
-    """`join(a)` with `join(b)`, and ranks with different numbers of batches."""
+def two_models_joined(t: Loop) -> None:
+    """`join(a, b)`, and ranks with different numbers of batches."""
     one, two = t.wrap(Flat()), t.wrap(nn.Linear(6, 3))
     o_one, o_two = sgd(one), sgd(two)
     with t.join(one, two):
@@ -334,6 +334,14 @@ def two_joins(t: Loop) -> None:
                 mse(model(inputs), targets).backward()
                 optimizer.step()
     t.at = 0
+
+
+@row(refused=(SYNC, "join(a, b)"), compare=False, spread=False, even=False, rounds=False)
+def joins_in_each_other(t: Loop) -> None:
+    """`with join(a), join(b)`: refused, as ranks would wait for each other in different blocks."""
+    one, two = t.wrap(Flat()), t.wrap(nn.Linear(6, 3))
+    with t.join(one), t.join(two):
+        pass
 
 
 @row(

@@ -33,6 +33,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
 GRADIENTS = ("gradient_allreduce", "bytegrad", "topk", "powersgd")
 WEIGHTS = tuple(a for a in ALGORITHMS if a not in GRADIENTS)
 ASYNC = tuple(a for a in ALGORITHMS if "async" in a)
+SYNC = tuple(a for a in ALGORITHMS if a not in ASYNC)
 GOSSIP = tuple(a for a in ALGORITHMS if "decentralized" in a)
 EVERY = ("local_sgd", "diloco")
 QUICK = ("gradient_allreduce", "topk", "decentralized", "local_sgd", "async")

@@ -101,6 +101,19 @@ def two_optimizers_in_varying_order(t: Loop) -> None:
 
 
 @row(linear=True)
+def two_optimizers_in_another_order_on_each_rank(t: Loop) -> None:
+    """Each rank steps them in an order of its own."""
+    model = t.wrap(Flat())
+    both = [sgd(model.one), sgd(model.two, 0.03)]
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        model.zero_grad()
+        mse(model(inputs), targets).backward()
+        for o in both if (step + t.rank) % 2 else reversed(both):
+            o.step()
+
+
+@row(linear=True)
 def two_optimizers_by_turns(t: Loop) -> None:
     """In each step only one of the two steps; the other's gradients are dropped."""
     model = t.wrap(Flat())
@@ -174,7 +187,7 @@ def step_inside_backward_hooked_first(t: Loop) -> None:
         mse(model(inputs), targets).backward()
 
 
-@row(compare=GRADIENTS, spread=False, rounds=False, even=False)
+@row(compare=("gradient_allreduce", "topk"), spread=False, rounds=False, even=False)
 def lbfgs(t: Loop) -> None:
     """A closure that the optimizer calls several times."""
     model = t.wrap(Flat())

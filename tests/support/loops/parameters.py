@@ -105,7 +105,7 @@ def foreach_update(t: Loop) -> None:
             torch._foreach_add_(params, [p.grad for p in params], alpha=-0.05)
 
 
-@row(linear=True, refused=(WEIGHTS, "trigram.step"))
+@row(linear=True, refused=((*WEIGHTS, "powersgd"), "trigram.step"))
 def no_grad_update_where_methods_are_called(t: Loop) -> None:
     """Neither the root's forward nor an optimizer says where a step ends."""
     model = t.wrap(Flat())

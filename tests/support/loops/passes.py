@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import row
+from tests.support.loops.table import ASYNC, row
 
 
 @row(linear=True, passes=2)
@@ -313,3 +313,15 @@ def grad_mode_switched(t: Loop) -> None:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
+
+
+@row(only=ASYNC, even=False, linear=True, tolerance=0.5)
+def free_running(t: Loop) -> None:
+    """Asynchronous averages are applied whenever they come, and all of them at the end."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model, 0.02)
+    for step in t.steps(40):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()

@@ -334,7 +334,7 @@ def batch_norm_where_layers_are_called(t: Loop) -> None:
     train(t, model, 0, 10, lambda m, x, y: mse(m.last(torch.tanh(m.norm(m.first(x)))), y))
 
 
-@row(refused=(tuple(ALGORITHMS), "SyncBatchNorm"), sometimes=True, compare=False)
+@row(refused=(tuple(ALGORITHMS), "SyncBatchNorm"))
 def sync_batch_norm(t: Loop) -> None:
     """torch's SyncBatchNorm needs a process group: without one it would use each rank's statistics."""
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Normed())

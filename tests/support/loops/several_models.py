@@ -347,7 +347,7 @@ def joins_in_each_other(t: Loop) -> None:
 @row(
     linear=True,
     only=EVERY,
-    options={"local_sgd": {"every": 3}, "diloco": {"every": 5}},
+    options={"local_sgd": {"every": 3}, "diloco": {"every": 5, "outer_lr": 1.0, "outer_momentum": 1e-9}},
     spread=False,
     rounds=False,
 )

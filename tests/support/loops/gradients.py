@@ -1,0 +1,379 @@
+"""What a loop does with gradients: asks for them, changes them, sets them by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.table import GRADIENTS, row
+
+
+@row()
+def saliency_on_all_ranks(t: Loop) -> None:
+    """`autograd.grad` with respect to the inputs, between forward and backward of each step."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        shown = inputs.clone().requires_grad_(True)
+        (seen,) = torch.autograd.grad(model(shown).sum(), shown)
+        assert seen.shape == inputs.shape
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row()
+def saliency_of_the_same_graph(t: Loop) -> None:
+    """`autograd.grad` on the graph that backward then uses."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        inputs.requires_grad_(True)
+        optimizer.zero_grad()
+        out = model(inputs)
+        torch.autograd.grad(out.sum(), inputs, retain_graph=True)
+        mse(out, targets).backward()
+        optimizer.step()
+
+
+@row()
+def gradient_penalty(t: Loop) -> None:
+    """The loss holds a gradient: `create_graph=True`."""
+    model = t.wrap(Net())
+    optimizer = sgd(model, 0.02)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        inputs.requires_grad_(True)
+        optimizer.zero_grad()
+        out = model(inputs)
+        (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+        (mse(out, targets) + 0.1 * slope.square().mean()).backward()
+        optimizer.step()
+
+
+@row()
+def gradient_penalty_of_weights(t: Loop) -> None:
+    """The penalty is on the gradient with respect to the parameters."""
+    model = t.wrap(Net())
+    optimizer = sgd(model, 0.02)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss = t.mean(lambda r, s=step: mse(model(t.of(r).batch(s)[0]), t.of(r).batch(s)[1]))
+        grads = torch.autograd.grad(
+            mse(model(inputs), inputs[:, :3]), list(model.parameters()), create_graph=True
+        )
+        (loss + 0.01 * sum(g.square().sum() for g in grads)).backward()
+        optimizer.step()
+        del targets
+
+
+@row(refused=(GRADIENTS, "create_graph"))
+def backward_with_create_graph(t: Loop) -> None:
+    """`loss.backward(create_graph=True)`, and the gradients are dropped afterwards."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward(create_graph=True)
+        optimizer.step()
+        for p in model.parameters():
+            p.grad = None
+
+
+@row(linear=True)
+def assigned_by_hand(t: Loop) -> None:
+    """`autograd.grad` on every rank, then `p.grad = g`: what the optimizer applies is the mean."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        grads = torch.autograd.grad(mse(model(inputs), targets), list(model.parameters()))
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p.grad = g
+        optimizer.step()
+
+
+@row(linear=True)
+def computed_by_hand(t: Loop) -> None:
+    """No autograd at all: the gradient of a linear model, written into `p.grad`."""
+    model = t.wrap(nn.Linear(6, 3))
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        with torch.no_grad():
+            error = 2 * (model(inputs) - targets) / targets.numel()
+            model.weight.grad, model.bias.grad = error.T @ inputs, error.sum(0)
+        optimizer.step()
+
+
+@row(linear=True)
+def func_grad(t: Loop) -> None:
+    """`torch.func.grad` of a functional call, assigned."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+
+    def loss(params: dict[str, Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+        return mse(torch.func.functional_call(model, params, (inputs,)), targets)
+
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        params = {k: p.detach() for k, p in model.named_parameters()}
+        grads = torch.func.grad(loss)(params, inputs, targets)
+        for k, p in model.named_parameters():
+            p.grad = grads[k]
+        optimizer.step()
+
+
+@row(linear=True)
+def per_sample(t: Loop) -> None:
+    """Per-sample gradients by vmap, clipped and averaged by hand, as for differential privacy."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model, 0.01)
+
+    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        return mse(torch.func.functional_call(model, params, (one[None],)), target[None])
+
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        params = {k: p.detach() for k, p in model.named_parameters()}
+        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, inputs, targets)
+        for k, p in model.named_parameters():
+            p.grad = grads[k].mean(0)
+        optimizer.step()
+
+
+@row()
+def per_sample_statistics(t: Loop) -> None:
+    """Per-sample gradients are looked at (for their noise), and training is by backward."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+
+    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        return mse(torch.func.functional_call(model, params, (one[None],)), target[None])
+
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        params = {k: p.detach() for k, p in model.named_parameters()}
+        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, inputs, targets)
+        optimizer.step()
+
+
+@row(compare=GRADIENTS, spread=False)
+def clipped(t: Loop) -> None:
+    """`clip_grad_norm_` between backward and step."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model, 0.2)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+@row(compare=GRADIENTS, spread=False)
+def clipped_by_value(t: Loop) -> None:
+    """`clip_grad_value_`."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model, 0.2)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        nn.utils.clip_grad_value_(model.parameters(), 0.1)
+        optimizer.step()
+
+
+@row(linear=True)
+def scaled_by_hand(t: Loop) -> None:
+    """`p.grad.mul_` in place, and `p.grad = p.grad + decay`, between backward and step."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.mul_(0.5)
+            p.grad = p.grad + 0.01 * p.detach()
+        optimizer.step()
+
+
+@row(linear=True)
+def tensor_hooks(t: Loop) -> None:
+    """`p.register_hook` of the script changes each gradient before it is accumulated."""
+    model = t.wrap(Flat())
+    for p in model.parameters():
+        p.register_hook(lambda g: 0.5 * g)
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def backward_of_two_losses(t: Loop) -> None:
+    """`torch.autograd.backward([a, b])`."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        out = model(inputs)
+        torch.autograd.backward([mse(out, targets), 0.1 * out.square().mean()])
+        optimizer.step()
+
+
+@row(linear=True)
+def backward_with_a_vector(t: Loop) -> None:
+    """`output.backward(gradient)`."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        out = model(inputs)
+        out.backward(2 * (out.detach() - targets) / targets.numel())
+        optimizer.step()
+
+
+@row(linear=True)
+def backward_into_some(t: Loop) -> None:
+    """`loss.backward(inputs=[...])` fills the gradients of one layer at a time, by turns."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        layer = model.one if step % 2 else model.two
+        mse(model(inputs), targets).backward(inputs=list(layer.parameters()))
+        optimizer.step()
+
+
+@row(linear=True)
+def anomaly_mode(t: Loop) -> None:
+    """Under `detect_anomaly`."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps(4):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        with torch.autograd.detect_anomaly(check_nan=False):
+            mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row(options={"topk": {"fraction": 0.25}}, compare=False)
+def two_heads_in_turn(t: Loop) -> None:
+    """Each step uses one of two heads: what a codec left of the other's gradient is kept until its turn."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(6, 6)
+            self.heads = nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)])
+
+        def forward(self, inputs: Tensor, which: int) -> Tensor:
+            return self.heads[which](self.body(inputs))  # type: ignore[no-any-return]
+
+    model = t.wrap(Heads())
+    optimizer = sgd(model, 0.02)
+    for step in t.steps(24):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs, step % 2), targets).backward()
+        optimizer.step()
+
+
+@row(only=("topk",), options={"topk": {"fraction": 0.125}}, tolerance=0.02)
+def residuals_of_what_was_unused(t: Loop) -> None:
+    """All that error feedback held back is sent in the end: steps without any loss bring the rest.
+
+    Weights trained by gradients that do not depend on them, so that only the sum of the gradients counts.
+    """
+
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2)])
+
+    model = t.wrap(Rows())
+    optimizer = sgd(model, 1.0)
+    for step in t.steps(72):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for k, part in enumerate(model.parts):
+            used = step < 24 and step % 2 == k
+            pull = t.mean(lambda r, s=step: (t.of(r).x(s, 64) * part).sum())  # noqa: B023
+            loss = loss + (pull if used else 0.0 * pull if step >= 24 else 0.0)
+        loss.backward()
+        optimizer.step()
+
+
+class Ones(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ w.T
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return g.T @ x, None
+
+
+@row(linear=True)
+def autograd_function(t: Loop) -> None:
+    """A custom `autograd.Function` on the parameter itself."""
+    model = t.wrap(nn.Linear(6, 3, bias=False))
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(Ones.apply(model.weight, inputs), targets).backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def inner_loop(t: Loop) -> None:
+    """MAML, first order: two inner steps on functional copies by `autograd.grad`, then the outer backward."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        params = dict(model.named_parameters())
+        for _ in range(2):
+            inner = mse(torch.func.functional_call(model, params, (inputs,)), inputs[:, :3])
+            grads = torch.autograd.grad(inner, list(params.values()))
+            params = {k: p - 0.01 * g for (k, p), g in zip(params.items(), grads, strict=True)}
+        optimizer.zero_grad()
+        mse(torch.func.functional_call(model, params, (inputs,)), targets).backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def inner_loop_second_order(t: Loop) -> None:
+    """MAML with the graph of the inner steps kept."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        params = dict(model.named_parameters())
+        inner = mse(torch.func.functional_call(model, params, (inputs,)), inputs[:, :3])
+        grads = torch.autograd.grad(inner, list(params.values()), create_graph=True)
+        params = {k: p - 0.01 * g for (k, p), g in zip(params.items(), grads, strict=True)}
+        optimizer.zero_grad()
+        mse(torch.func.functional_call(model, params, (inputs,)), targets).backward()
+        optimizer.step()

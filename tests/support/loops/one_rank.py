@@ -1,0 +1,408 @@
+"""What happens on one rank only: the others must not wait for what does not come, nor go on apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import trigram
+from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.table import GRADIENTS, WEIGHTS, row
+
+
+@row()
+def saliency_on_one(t: Loop) -> None:
+    """`autograd.grad` with respect to the inputs on rank 0 in the middle of training."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        if t.rank == 0 and step in (3, 4, 7):
+            shown = inputs.clone().requires_grad_(True)
+            torch.autograd.grad(model(shown).sum(), shown)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row()
+def gradient_norm_on_one(t: Loop) -> None:
+    """`autograd.grad` with respect to the parameters on one rank, for a log line."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss = mse(model(inputs), targets)
+        if t.rank == 1 and step % 3 == 1:
+            torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def evaluated_on_one(t: Loop) -> None:
+    """Rank 0 evaluates, in all the ways there are."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        if t.rank == 0 and step % 2:
+            model.eval()
+            with torch.no_grad():
+                model(inputs)
+            with torch.inference_mode():
+                model(inputs)
+            model.train()
+            with torch.no_grad():
+                model(inputs)
+
+
+@row(linear=True)
+def evaluated_with_gradients_on_one(t: Loop) -> None:
+    """Rank 0 evaluates in eval mode and forgets no_grad."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        if t.rank == 0 and step % 2:
+            model.eval()
+            model(inputs)
+            model.train()
+
+
+@row(linear=True)
+def saved_on_one(t: Loop) -> None:
+    """Rank 0 reads the state_dict, alone."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        if t.rank == 0:
+            assert {k: v.clone() for k, v in model.state_dict().items()}.keys() == model.state_dict().keys()
+
+
+@row()
+def unused_on_one(t: Loop) -> None:
+    """One rank does not use a layer; the mean counts its gradient as 0."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+
+        def loss(r: int, step: int = step) -> Tensor:
+            inputs, targets = t.of(r).batch(step)
+            return mse(model.one(inputs) if r == 1 and step % 2 else model(inputs), targets)
+
+        t.mean(loss).backward()
+        optimizer.step()
+
+
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 3) for _ in range(3)])
+
+    def forward(self, inputs: Tensor, which: int) -> Tensor:
+        return self.heads[which](self.body(inputs))  # type: ignore[no-any-return]
+
+
+@row(compare=GRADIENTS)
+def another_head_on_each(t: Loop) -> None:
+    """Each rank trains a head of its own."""
+    model = t.wrap(Heads())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+
+        def loss(r: int, step: int = step) -> Tensor:
+            inputs, targets = t.of(r).batch(step)
+            return mse(model(inputs, r), targets)
+
+        t.mean(loss).backward()
+        optimizer.step()
+
+
+@row(compare=GRADIENTS)
+def another_head_where_methods_are_called(t: Loop) -> None:
+    """The same past the root's forward."""
+    model = t.wrap(Heads())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+
+        def loss(r: int, step: int = step) -> Tensor:
+            inputs, targets = t.of(r).batch(step)
+            return mse(model.heads[(r + step) % 3](model.body(inputs)), targets)
+
+        t.mean(loss).backward()
+        optimizer.step()
+
+
+@row()
+def loss_times_zero(t: Loop) -> None:
+    """One rank's loss is `0 * output.sum()`, because its batch has nothing in it."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+
+        def loss(r: int, step: int = step) -> Tensor:
+            inputs, targets = t.of(r).batch(step)
+            return 0.0 * model(inputs).sum() if r == 1 and step % 3 == 1 else mse(model(inputs), targets)
+
+        t.mean(loss).backward()
+        optimizer.step()
+
+
+@row()
+def batch_is_empty_on_one(t: Loop) -> None:
+    """One rank's last batch has no samples."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+
+        def loss(r: int, step: int = step) -> Tensor:
+            inputs, targets = t.of(r).batch(step)
+            n = 0 if r == 1 and step % 3 == 1 else 8
+            return (model(inputs[:n]) - targets[:n]).square().sum() / 24
+
+        t.mean(loss).backward()
+        optimizer.step()
+
+
+@row()
+def micro_batches_by_rank(t: Loop) -> None:
+    """Ranks accumulate different numbers of micro-batches under no_sync."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model, 0.02)
+    for step in t.steps():
+        optimizer.zero_grad()
+        if t.rank >= 0:
+            with t.no_sync(model):
+                for micro in range(t.rank):
+                    inputs, targets = t.batch(100 * step + micro + 1)
+                    mse(model(inputs), targets).backward()
+            inputs, targets = t.batch(step)
+            mse(model(inputs), targets).backward()
+        else:
+            for r in range(t.world):
+                for micro in range(r + 1):
+                    inputs, targets = t.of(r).batch(100 * step + micro if micro else step)
+                    (mse(model(inputs), targets) / t.world).backward()
+        optimizer.step()
+
+
+class Fault(Exception):
+    """What a script raises and handles itself."""
+
+
+def fault(_: object) -> None:
+    """A hook that raises."""
+    raise Fault
+
+
+@row(compare=False, even=False, spread=False)
+def backward_raises_on_one(t: Loop) -> None:
+    """One rank's backward raises and is skipped; where gradients are averaged the others raise too."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps(12):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        bad = step in (3, 7)
+        out = model(inputs)
+        if bad and t.rank == 1:
+            out.register_hook(fault)
+        try:
+            mse(out, targets).backward()
+        except Fault:
+            continue
+        except trigram.AbortedError:
+            assert bad and t.gradients, step
+            continue
+        optimizer.step()
+
+
+@row(compare=False, even=False, spread=False)
+def backward_raises_where_methods_are_called(t: Loop) -> None:
+    """The same past the root's forward."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps(12):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        bad = step in (3, 7)
+        hidden = model.encode(inputs)
+        if bad and t.rank == 1:
+            hidden.register_hook(fault)
+        try:
+            mse(model.decode(hidden), targets).backward()
+        except Fault:
+            continue
+        except trigram.AbortedError:
+            assert bad and t.gradients, step
+            continue
+        optimizer.step()
+
+
+def _forward_raises(t: Loop, model: nn.Module, steps: int = 12) -> None:
+    """One rank's forward raises in step 3, and the batch is skipped there."""
+    optimizer = sgd(model)
+    for step in t.steps(steps):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        handle = None
+        if step == 3 and t.rank == 1:
+            handle = next(model.children()).register_forward_hook(lambda *_: fault(None))
+        try:
+            mse(model(inputs), targets).backward()
+        except Fault:
+            continue
+        except trigram.TrigramError:
+            assert step == 3 and t.gradients, step  # the others were told that one rank has no gradients
+            continue
+        finally:
+            if handle is not None:
+                handle.remove()
+        optimizer.step()
+
+
+@row(compare=False, even=False, spread=False)
+def forward_raises_on_one(t: Loop) -> None:
+    """A batch is skipped on one rank, because its forward raised: it takes no part in that step's average."""
+    _forward_raises(t, t.wrap(Flat()))
+
+
+@row(compare=False, even=False, spread=False)
+def forward_raises_on_one_with_batch_norm(t: Loop) -> None:
+    """The same where each forward broadcasts buffers."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    _forward_raises(t, t.wrap(model))
+
+
+@row(compare=False, even=False, spread=False)
+def forward_raises_on_all(t: Loop) -> None:
+    """A batch is skipped on all ranks."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps(12):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        try:
+            mse(model(inputs[:, :4] if step == 3 else inputs), targets).backward()
+        except RuntimeError:
+            continue
+        optimizer.step()
+
+
+@row(compare=False, spread=False, steps=9, refused=(WEIGHTS, "check_finite"))
+def not_finite_on_one(t: Loop) -> None:
+    """With `check_finite` a NaN on one rank is everybody's CorruptError, and the next step is clean."""
+    model = t.wrap(Flat(), **({} if t.algorithm is None else {"check_finite": True}))
+    optimizer = sgd(model)
+    seen = []
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss = mse(model(inputs), targets)
+        if t.rank == 1 and step == 4:
+            loss = loss * float("nan")
+        try:
+            loss.backward()
+        except trigram.CorruptError as e:
+            seen.append((step, e.rank))
+            continue
+        optimizer.step()
+    assert t.algorithm is None or seen == [(4, 1)], seen
+
+
+@row(compare=False, spread=False)
+def scaler_skips_on_one(t: Loop) -> None:
+    """A GradScaler meets infinities on one rank: the first steps of that rank are skipped."""
+    module = Net()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = t.wrap(module, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000)
+    for step in t.steps(12):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss = mse(model(inputs), targets)
+        if t.rank == 1 and step < 3:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+@row(compare=False, spread=False, only=("local_sgd",))
+def another_head_with_state_averaged(t: Loop) -> None:
+    """`local_sgd(optimizer=Adam)` where ranks use different heads: their states have different tensors."""
+    module = Heads()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    model = t.wrap(module, optimizer)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs, max(t.rank, 0)), targets).backward()
+        optimizer.step()
+
+
+@row(refused=(GRADIENTS + WEIGHTS, "all ranks"), alike=False)
+def frozen_on_one(t: Loop) -> None:
+    """One rank freezes a layer and the others do not: all are told."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        if step == 4 and t.rank == 1:
+            model.one.requires_grad_(False)
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+
+
+@row(refused=(GRADIENTS + WEIGHTS, "all ranks"), alike=False)
+def head_replaced_on_one(t: Loop) -> None:
+    """One rank replaces the head by one of another shape: all are told."""
+    model = t.wrap(Net())
+    for step in t.steps():
+        if step == 4 and t.rank == 1:
+            model.decoder = nn.Linear(8, 4)
+        optimizer = sgd(model)
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs)[:, :3], targets).backward()
+        optimizer.step()
+
+
+@row(refused=(GRADIENTS + WEIGHTS, "on all ranks"))
+def another_model_on_one(t: Loop) -> None:
+    """The models differ from the start."""
+    t.wrap(nn.Linear(6, 3 if t.rank != 1 else 4))
+
+
+@row(compare=False, spread=False, linear=True)
+def weights_changed_on_one(t: Loop) -> None:
+    """Where weights are averaged, what one rank adds to its weights is averaged like a step."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        if t.weights and t.rank == 1 and step == 4:
+            with torch.no_grad():
+                model.one.weight.add_(0.1)

@@ -265,18 +265,34 @@ class ElasticModel:
             return
 
     def boundary(self, step: Callable[[], bool]) -> None:
-        """Makes an averaging step of weights, or regroups in its place.
+        """Makes an averaging step of weights, unless this rank must regroup.
 
         Args:
             step: Makes the step and returns whether all ranks are at the same one. It is not repeated after a
                 loss: in the new epoch all ranks get the mean of the weights.
         """
         _, mine = current()
-        with self.forgiving():
-            if mine.join_pending or self.is_called():
+        if not self.is_called():  # else `between_steps` regroups
+            try:
+                if step():
+                    mine.join_pending = self._is_join_pending()
+            except TrigramError as e:
+                if not is_loss(e):
+                    raise
+                if self.in_step:
+                    self.regroup(boundary=False)
+        self._end_step()
+
+    def between_steps(self) -> None:
+        """Regroups if a rank waits to join or was lost. The script has ended a step with all that belongs to
+        it (schedulers, its own counters), so that a joining rank receives a complete state."""
+        _, mine = current()
+        if mine.join_pending or self.is_called():
+            with self.forgiving():
                 self.regroup()
-            elif step():
-                mine.join_pending = self._is_join_pending()
+            self._end_step()
+
+    def _end_step(self) -> None:
         self.has_state()
         self.newcomers, self.is_new = [], False
         self._release_sent()

@@ -40,6 +40,9 @@ class Elasticity(Protocol):
     def boundary(self, step: Callable[[], bool]) -> None:
         """Calls ``step`` at a boundary; it returns True if all ranks are at the same boundary."""
 
+    def between_steps(self) -> None:
+        """Regroups, if that is due, where the script has ended a training step and not begun the next."""
+
     def is_called(self) -> bool:
         """Whether this rank must regroup with the others."""
 
@@ -71,6 +74,9 @@ class FixedRanks:
     def boundary(self, step: Callable[[], bool]) -> None:
         """See :class:`Elasticity`."""
         step()
+
+    def between_steps(self) -> None:
+        """See :class:`Elasticity`."""
 
     def is_called(self) -> bool:
         """See :class:`Elasticity`."""

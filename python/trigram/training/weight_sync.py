@@ -72,7 +72,7 @@ class WeightSync(StepHooks):
         self.has_optimizer = False
         self.perturbed = False
         self.perturbations = 0
-        self.begun = False
+        self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
         super().__init__(model, groups)
@@ -98,6 +98,8 @@ class WeightSync(StepHooks):
         """Makes a boundary that is due, and begins the next step."""
         self._make_late_boundaries()
         self._follow_changes(model)
+        self.forward_begun = True
+        self.elastic.between_steps()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -148,6 +150,8 @@ class WeightSync(StepHooks):
         model = self.model()
         if model is not None and self.due:
             self._follow_changes(model)
+        if not self.forward_begun:
+            self.elastic.between_steps()
         if not self.begun:  # the passes are in a closure of the optimizer, or there are none
             self._begin_step()
         with self.elastic.forgiving(), self._explaining():
@@ -238,7 +242,7 @@ class WeightSync(StepHooks):
     def _make_boundary(self) -> None:
         self.last_boundary += 1
         self.covered.clear()
-        self.begun = False
+        self.begun = self.forward_begun = False
         with self._explaining():
             self.elastic.boundary(self._boundary)
 
@@ -298,7 +302,9 @@ class WeightSync(StepHooks):
         that boundary, so that the next averaging step has all ranks. A joining rank starts at the smallest
         step of all ranks, so that it misses no collective of the script.
         """
-        position = torch.tensor([-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.steps])
+        position = torch.tensor(
+            [-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.last_boundary]
+        )
         collectives.all_reduce(position, "max", None, self.groups.control)
         self.skip_until = int(position[0])
         if part.newcomer:

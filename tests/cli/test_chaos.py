@@ -29,15 +29,15 @@ def losses(logs: dict[int, str]) -> list[float]:
 def settings(transport: str, faults: list[str]) -> Settings:
     """A job of four ranks, and a fault every other second while enough are whole."""
     command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.02"]
-    environment = {"TRIGRAM_TRANSPORT": transport}
+    environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
     own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}
     return Settings(command, 4, 5, 32.0, 2.0, faults, environment=environment, **own)
 
 
 STEPS = 2000
 CASES = {
-    "auto": (["kill", "stop", "pause", "slow"], ["ended the process of rank"]),
-    "tcp": (["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "auto": (["kill", "stop", "freeze", "pause", "slow"], ["no heartbeat from it", "stopped by a signal"]),
+    "tcp": (["kill", "cut", "outage", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
 }
 
 

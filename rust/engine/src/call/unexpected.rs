@@ -41,15 +41,17 @@ impl Unexpected {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if that would take too much memory.
+    /// [`Error::Io`] if that would take too much memory; the message is lost then.
     pub(crate) fn keep(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.bytes += payload.len() + MESSAGE_COST;
-        if self.bytes > MOST_MESSAGE_BYTES {
+        let bytes = self.bytes + payload.len() + MESSAGE_COST;
+        if bytes > MOST_MESSAGE_BYTES {
             return Err(Error::io(
-                "receiving from a peer",
-                "more than 1 GiB of messages for calls that this rank has not made yet",
+                format!("receiving from rank {peer}"),
+                "more than 1 GiB of messages wait for calls that this rank has not made; make the calls sooner on this \
+                 rank, or let the senders wait for it",
             ));
         }
+        self.bytes = bytes;
         self.messages.push(UnexpectedMessage { peer, frame: *frame, payload });
         Ok(())
     }

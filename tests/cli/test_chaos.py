@@ -36,14 +36,15 @@ def settings(transport: str, faults: list[str]) -> Settings:
 
 STEPS = 2000
 CASES = {
-    "auto": (["kill", "stop", "freeze", "pause", "slow"], ["no heartbeat from it", "stopped by a signal"]),
-    "tcp": (["kill", "cut", "outage", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "auto": ("auto", ["kill", "stop", "freeze", "slow"], ["no heartbeat from it", "stopped by a signal"]),
+    "tcp": ("tcp", ["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "pauses": ("tcp", ["outage", "freeze"], []),
 }
 
 
-@pytest.mark.parametrize("transport", [long("auto"), "tcp"])
-def test_a_job_under_fire(transport: str) -> None:
-    faults, words = CASES[transport]
+@pytest.mark.parametrize("case", [long("auto"), "tcp", long("pauses")])
+def test_a_job_under_fire(case: str) -> None:
+    transport, faults, words = CASES[case]
     with Chaos(settings(transport, faults)) as chaos:
         report = chaos.run()
     whole = f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())

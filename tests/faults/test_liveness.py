@@ -458,6 +458,28 @@ def test_who_lacks_descriptors_has_the_error_and_nobody_is_lost() -> None:
             says(text, "open files", "ulimit -n")
 
 
+def floods(rank: int, world: int) -> str:
+    """Rank 0 sends more than 1 GiB that rank 1 does not receive."""
+    trigram.init()
+    if rank == 0:
+        t = torch.ones(1 << 18)
+        for _ in range(1030):
+            trigram.send(t, 1)
+    while True:  # rank 1 reads while it is in a call; its calls after the message that was too much fail
+        try:
+            trigram.all_reduce(torch.ones(10))
+        except trigram.IoError as e:
+            assert all(how == "left" for _, how in trigram.runtime.world.current().engine.losses())
+            return str(e)
+
+
+@pytest.mark.long
+def test_who_has_no_room_for_messages_has_the_error_and_nobody_is_lost() -> None:
+    with Ranks(3, floods) as ranks:
+        for text in ranks.results(120):
+            says(text, "receiving from rank 0", "more than 1 GiB")
+
+
 def without_threads(rank: int, world: int) -> float:
     """On rank 0 there is no memory for the thread that a call in the background needs."""
     trigram.init()

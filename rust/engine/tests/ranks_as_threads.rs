@@ -104,16 +104,19 @@ fn no_call_is_left_behind_by_a_shutdown() {
             std::thread::scope(|s| {
                 let caller = s.spawn(|| {
                     let mut begun = Vec::new();
-                    // SAFETY: it has no memory.
-                    while let Ok(done) = unsafe { group.start(Request::nothing(), None) } {
-                        begun.push(done);
+                    for _ in 0..100 {
+                        // SAFETY: it has no memory.
+                        match unsafe { group.start(Request::nothing(), None) } {
+                            Ok(done) => begun.push(done),
+                            Err(_) => break,
+                        }
                     }
                     for done in begun {
                         let end = std::time::Instant::now() + Duration::from_secs(60);
                         assert!(done.wait(Some(end), &mut || Ok(())).unwrap().is_some(), "rank {rank}");
                     }
                 });
-                std::thread::sleep(Duration::from_micros(seed * 50));
+                std::thread::sleep(Duration::from_micros(seed * 20));
                 engine.shutdown();
                 caller.join().unwrap();
             });
@@ -172,38 +175,6 @@ fn parts_of_different_lengths_are_refused() {
             }
         });
     }
-}
-
-/// The sender of too many messages has done no wrong: the rank that did not receive them has an error.
-#[test]
-fn too_many_early_messages_are_the_receivers_error() {
-    on_all(over_mem(3), |rank, group| {
-        let len = 1 << 18;
-        let message = |sends, peer, data: &mut [f32]| Request {
-            call: call(Collective::SendRecv, DType::F32, len),
-            op: ReduceOp::Sum,
-            tensors: in_place(data.as_mut_ptr().cast(), len * 4),
-            message: Some(Message { peer, tag: 1, sends }),
-            declared: None,
-        };
-        let limit = Some(Duration::from_secs(60));
-        let mut data = vec![1f32; len];
-        if rank == 0 {
-            for _ in 0..1025 {
-                // SAFETY: `data` outlives the call.
-                unsafe { group.run(message(true, 1, &mut data), limit, &mut || Ok(())) }.unwrap();
-            }
-        }
-        let world = group.engine().counters();
-        // Rank 1 reads while it is in a call; its calls after the message that was too much fail on all ranks.
-        let error = loop {
-            if let Err(error) = all_reduce(&group, &mut [1f32; 10], Via::Auto) {
-                break error;
-            }
-        };
-        assert!(matches!(&error, Error::Io { what, .. } if what.contains("rank 0")), "{error}");
-        assert!(world.failures().losses().is_empty(), "nobody is lost");
-    });
 }
 
 #[test]

@@ -117,3 +117,32 @@ impl Unexpected {
         self.failures.iter().filter(move |f| f.peer == peer && f.group == group).map(|f| &f.error)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::Signature;
+    use trigram_core::wire::Kind;
+
+    use super::*;
+
+    #[test]
+    fn a_message_without_room_changes_nothing() {
+        let mut unexpected = Unexpected::default();
+        let frame = Frame {
+            kind: Kind::Data,
+            group: 1,
+            call: CallId(0),
+            tag: 0,
+            len: 0,
+            signature: Signature::default(),
+        };
+        let half = || vec![0; MOST_MESSAGE_BYTES / 2]; // zeros that nobody touches take no memory
+        unexpected.keep(2, &frame, half()).unwrap();
+        let error = unexpected.keep(2, &frame, half()).unwrap_err();
+        assert!(matches!(&error, Error::Io { what, .. } if what.contains("rank 2")), "{error}");
+        unexpected.keep(3, &frame, vec![0; 1000]).unwrap();
+        assert_eq!(unexpected.frames().count(), 2);
+        unexpected.drop_messages(1, CallId(0));
+        unexpected.keep(2, &frame, half()).unwrap();
+    }
+}

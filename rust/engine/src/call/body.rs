@@ -14,7 +14,6 @@ use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::call::request::Request;
-use crate::call::steps::PendingReduce;
 use crate::group::members::Members;
 use crate::group::world::World;
 use crate::host::control_segment::OpSlot;
@@ -35,6 +34,14 @@ pub struct Loan {
     pub base: *mut u8,
     /// Bytes of it.
     pub len: usize,
+}
+
+/// A reduction that waits for its turn, or for its next one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PendingReduce {
+    pub(crate) step: u32,
+    /// Bytes of each operand that are done.
+    pub(crate) at: usize,
 }
 
 /// Everything of a call but its executor.

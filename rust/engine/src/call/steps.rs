@@ -7,7 +7,7 @@ use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Loc, Place, Span};
 use trigram_core::{Error, ReduceOp, Result, reduce};
 
-use crate::call::body::{Body, EAGER};
+use crate::call::body::{Body, EAGER, PendingReduce};
 use crate::link::outbox::Outbox;
 
 /// Carries out the steps of one call.
@@ -79,14 +79,6 @@ impl Io for StepRunner<'_> {
         body.barrier = Some((step, ordinal));
         Ok(Started::Later)
     }
-}
-
-/// A reduction that waits for its turn, or for its next one.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct PendingReduce {
-    pub(crate) step: u32,
-    /// Bytes of each operand that are done.
-    pub(crate) at: usize,
 }
 
 impl Body {

@@ -28,7 +28,7 @@ struct comm {
     struct shared *shared;
     char name[64];
     int rank, size, splits;
-    _Atomic int aborted, failed, fresh, finalized, splitting, running;
+    _Atomic int aborted, failed, fresh, finalized, splitting;
 };
 struct config { size_t size; unsigned magic, version; int blocking, cga, least, most; const char *net; int share, traffic; };
 enum kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
@@ -103,21 +103,7 @@ static int usable(struct comm *c) {
 }
 int ncclCommCount(struct comm *c, int *out) { *out = c->size; return usable(c) ? OK : INVALID_ARGUMENT; }
 int ncclCommUserRank(struct comm *c, int *out) { *out = c->rank; return usable(c) ? OK : INVALID_ARGUMENT; }
-// Work of a communicator begins and ends. None begins after an abort, which waits for what has begun: when
-// ncclCommAbort returns, nothing of the communicator reads or writes a caller's memory. The handle itself is leaked.
-static int begin(struct comm *c) {
-    atomic_fetch_add(&c->running, 1);
-    if (!atomic_load(&c->aborted)) return 0;
-    atomic_fetch_sub(&c->running, 1);
-    return -1;
-}
-static void end(struct comm *c) { atomic_fetch_sub(&c->running, 1); }
-int ncclCommAbort(struct comm *c) {
-    atomic_store(&c->aborted, 1);
-    shm_unlink(c->name);
-    while (atomic_load(&c->running)) usleep(20);
-    return OK;
-}
+int ncclCommAbort(struct comm *c) { atomic_store(&c->aborted, 1); shm_unlink(c->name); return OK; } // leaked: its work may run on
 int ncclCommFinalize(struct comm *c) {
     if (!usable(c)) return refuse(INVALID_USAGE, "finalize: not ready, or finalized before");
     atomic_store(&c->finalized, 1);
@@ -213,9 +199,9 @@ static int messages(struct call *calls, int n) {
         for (int i = 0; i < n; i++) {
             struct call *k = &calls[i];
             size_t bytes = k->count * (size_t)SIZES[k->type];
-            if (atomic_load(&k->comm->aborted)) return -1; // also where its part is moved: the abort waits for all
             if (moved[i] >= bytes) continue;
             left++;
+            if (atomic_load(&k->comm->aborted)) return -1;
             // An earlier call with the same peer and direction goes first.
             int behind = 0;
             for (int j = 0; j < i; j++) behind |= calls[j].kind == k->kind && calls[j].root == k->root && calls[j].comm == k->comm && moved[j] < calls[j].count * (size_t)SIZES[calls[j].type];
@@ -247,15 +233,9 @@ static void run(void *argument) {
         struct call *k = &b->calls[i];
         if (k->kind >= SEND) { p2p[n++] = *k; continue; }
         size_t parts = k->kind == REDUCE_SCATTER ? (size_t)k->comm->size : 1;
-        if (begin(k->comm)) break;
-        int ended = exchange(k, k->from, k->count * parts, k->kind == REDUCE_SCATTER ? k->count * (size_t)k->comm->rank : 0);
-        end(k->comm);
-        if (ended) break;
+        if (exchange(k, k->from, k->count * parts, k->kind == REDUCE_SCATTER ? k->count * (size_t)k->comm->rank : 0)) break;
     }
-    int begun = 0;
-    while (begun < n && !begin(p2p[begun].comm)) begun++;
-    if (begun == n) messages(p2p, n);
-    while (begun > 0) end(p2p[--begun].comm);
+    messages(p2p, n);
     free(b);
 }
 

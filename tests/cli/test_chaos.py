@@ -29,21 +29,22 @@ def losses(logs: dict[int, str]) -> list[float]:
 def settings(transport: str, faults: list[str]) -> Settings:
     """A job of four ranks, and a fault every other second while enough are whole."""
     command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.02"]
-    environment = {"TRIGRAM_TRANSPORT": transport}
+    environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
     own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}
     return Settings(command, 4, 5, 32.0, 2.0, faults, environment=environment, **own)
 
 
 STEPS = 2000
 CASES = {
-    "auto": (["kill", "stop", "pause", "slow"], ["ended the process of rank"]),
-    "tcp": (["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "auto": ("auto", ["kill", "stop", "freeze", "slow"], ["no heartbeat from it", "stopped by a signal"]),
+    "tcp": ("tcp", ["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
+    "pauses": ("tcp", ["outage", "freeze"], []),
 }
 
 
-@pytest.mark.parametrize("transport", [long("auto"), "tcp"])
-def test_a_job_under_fire(transport: str) -> None:
-    faults, words = CASES[transport]
+@pytest.mark.parametrize("case", [long("auto"), "tcp", long("pauses")])
+def test_a_job_under_fire(case: str) -> None:
+    transport, faults, words = CASES[case]
     with Chaos(settings(transport, faults)) as chaos:
         report = chaos.run()
     whole = f"{report}\n" + "\n".join(f"== {r}\n{t[-3000:]}" for r, t in report.logs.items())

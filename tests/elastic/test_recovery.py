@@ -126,15 +126,14 @@ def test_gossip_goes_on_beyond_the_neighbours_of_the_dead(algorithm: str) -> Non
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_stopped_rank_is_left_behind(transport: str) -> None:
     world, steps = 3, 300
-    with Ranks(world, train, steps, "gradient_allreduce", None, 0.005, transport=transport) as ranks:
+    arguments, env = (steps, "gradient_allreduce", None, 0.005), {"TRIGRAM_SILENCE": "1.2"}
+    with Ranks(world, train, *arguments, transport=transport, env=env) as ranks:
         await_step(ranks, 1, 20)
         ranks.signal(1, signal.SIGSTOP)
         others = [ranks.ranks[r] for r in (0, 2)]
         end = time.monotonic() + 60
         while any(r.answer is None and not r.ended for r in others) and time.monotonic() < end:
             ranks.hear(0.2)
-        if transport == "shm":  # it could wake up and write into others' memory
-            assert ranks.ranks[1].process.exitcode == -signal.SIGKILL
         for number in (signal.SIGCONT, signal.SIGKILL):
             if ranks.ranks[1].process.is_alive():
                 ranks.signal(1, number)

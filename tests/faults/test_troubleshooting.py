@@ -65,13 +65,15 @@ def waits(rank: int) -> object:
     """A wait that is too short."""
     trigram.init()
     if rank == 2:
-        await_flag("noticed")
+        await_flag("waited0", 60)
+        await_flag("waited1", 60)
     work = trigram.all_reduce(torch.ones(10), async_op=True)
     assert work is not None
     try:
         work.wait(0.2 if rank < 2 else None)
     finally:
-        flag("noticed")
+        flag(f"waited{rank}")
+        await_flag(f"waited{1 - rank % 2}", 60)  # who ends first would end the other's call
     return None
 
 
@@ -275,7 +277,7 @@ DONE_TO = {
 @pytest.mark.parametrize("key", list(DONE_TO), ids=lambda key: key[1].replace(" ", "-"))
 def test_what_is_done_to_ranks(key: tuple[str, str]) -> None:
     transport, number = DONE_TO[key]
-    with Ranks(WORLD, outcome, key, transport=transport) as ranks:
+    with Ranks(WORLD, outcome, key, transport=transport, env={"TRIGRAM_SILENCE": "1.2"}) as ranks:
         for r in range(WORLD):
             ranks.await_said(r, "in the loop")
         time.sleep(0.3)

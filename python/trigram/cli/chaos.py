@@ -7,11 +7,15 @@ seed gives the same faults, at nearly the same times.
 | fault | what happens to the rank |
 |---|---|
 | kill | SIGKILL |
-| stop | SIGSTOP, and SIGKILL three seconds later, when the others have evicted it |
+| stop | SIGSTOP, and SIGKILL when the others have evicted it, 1.8 s after `TRIGRAM_SILENCE` |
+| freeze | SIGSTOP for 0.5 to 5 s, at most half of `TRIGRAM_SILENCE`, then SIGCONT |
 | pause | SIGSTOP for at most half a second, then SIGCONT |
 | slow | stopped half of the time, for two seconds |
-| cut | its TCP connections neither send nor receive; SIGKILL three seconds later |
+| cut | its TCP connections neither send nor receive; SIGKILL 1.8 s after `TRIGRAM_SILENCE` |
+| outage | its TCP connections carry nothing for 0.5 to 5 s, at most half of `TRIGRAM_SILENCE`, and then all |
 | corrupt | one bit of what it sends over TCP is flipped |
+
+A rank survives freeze, pause, slow and outage: it has to go on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -32,11 +36,16 @@ from pathlib import Path
 
 from trigram.cli.launch import end, job_environment, start_rank
 
-FAULTS = ("kill", "stop", "pause", "slow", "cut", "corrupt")
+FAULTS = ("kill", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
 LASTING = ("kill", "stop", "cut")
 """Faults that a rank does not survive."""
-_FLIP, _CUT = 1, 2
-"""What the engine reads from the file in TRIGRAM_CHAOS: flip a bit once, or cut all TCP connections."""
+_FLIP, _CUT, _OUTAGE = 1, 2, 3
+"""What the engine reads from the file in TRIGRAM_CHAOS: flip a bit once, cut all TCP connections for good, or
+hold up what they carry until the word is 0 again."""
+_SILENCE_SECONDS = 15.0
+"""The silence after which a rank is lost, unless TRIGRAM_SILENCE is set."""
+_EVICTION_SECONDS = 1.8
+"""How long after that a rank is ended, by when the others have evicted it."""
 
 
 @dataclass
@@ -158,6 +167,8 @@ class Chaos:
         self.logs.mkdir(parents=True, exist_ok=True)
         job = job_environment(self.settings.ranks) | {"OMP_NUM_THREADS": "1"}
         self.environment = job | self.settings.environment
+        silence = (os.environ | self.environment).get("TRIGRAM_SILENCE")
+        self.silence = float(silence) if silence else _SILENCE_SECONDS
         self.stack.callback(lambda: end([r.process for r in self.ranks.values()]))
         for rank in range(self.settings.ranks):
             self._start(rank)
@@ -248,7 +259,15 @@ class Chaos:
             process.kill()
         elif fault == "stop":
             process.send_signal(signal.SIGSTOP)
-            self.schedule.append((now + 3, victim, "kill"))
+            self.schedule.append((now + self.silence + _EVICTION_SECONDS, victim, "kill"))
+        elif fault in ("freeze", "outage"):
+            if fault == "freeze":
+                process.send_signal(signal.SIGSTOP)
+            else:
+                self.ranks[victim].control[0] = _OUTAGE
+            end = now + self.random.uniform(0.5, max(0.5, min(5.0, self.silence / 2)))
+            self.schedule.append((end, victim, "continue"))
+            self.schedule.append((end + 0.5, victim, "recovered"))
         elif fault == "pause":
             process.send_signal(signal.SIGSTOP)
             self.schedule.append((now + self.random.uniform(0.05, 0.5), victim, "continue"))
@@ -260,7 +279,7 @@ class Chaos:
             self.schedule.append((now + 2.1, victim, "recovered"))
         elif fault == "cut":
             self.ranks[victim].control[0] = _CUT
-            self.schedule.append((now + 3, victim, "kill"))
+            self.schedule.append((now + self.silence + _EVICTION_SECONDS, victim, "kill"))
         else:
             self.ranks[victim].control[0] = _FLIP
             self.schedule.append((now + 3, victim, "recovered"))
@@ -282,6 +301,8 @@ class Chaos:
             elif process.poll() is None:
                 numbers = {"kill": signal.SIGKILL, "continue": signal.SIGCONT, "pause": signal.SIGSTOP}
                 process.send_signal(numbers[action])
+                if action == "continue" and self.injected.get(r) == "outage":
+                    self.ranks[r].control[0] = 0
         for r, rank in self.ranks.items():
             code = rank.process.poll()
             if code is None or r in self.finished:
@@ -304,7 +325,8 @@ def run(settings: Settings) -> Report:
     unknown = [f for f in settings.faults if f not in FAULTS]
     if unknown:
         sys.exit(f"trigram chaos: unknown fault {', '.join(unknown)}: choose from {', '.join(FAULTS)}")
-    over_tcp, env = sorted({"cut", "corrupt"} & set(settings.faults)), os.environ | settings.environment
+    over_tcp = sorted({"cut", "outage", "corrupt"} & set(settings.faults))
+    env = os.environ | settings.environment
     if over_tcp and env.get("TRIGRAM_TRANSPORT") != "tcp":
         sys.exit(f"trigram chaos: {', '.join(over_tcp)}: only for TCP connections; set TRIGRAM_TRANSPORT=tcp")
     if "corrupt" in over_tcp and (env.get("TRIGRAM_TLS") == "1" or env.get("TRIGRAM_CHECKSUM") == "off"):

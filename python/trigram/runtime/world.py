@@ -430,7 +430,10 @@ def _check_settings() -> None:
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "on")
     if checksum not in ("on", "off"):
         raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to on or off")
-    silence = os.environ.get("TRIGRAM_SILENCE", "1.2")
+    kill = os.environ.get("TRIGRAM_KILL", "off")
+    if kill not in ("on", "off"):
+        raise ConfigError(f"TRIGRAM_KILL={kill!r} is invalid; set it to on or off")
+    silence = os.environ.get("TRIGRAM_SILENCE", "15")
     try:
         right = 0.5 <= float(silence) <= 86_400
     except ValueError:

@@ -79,11 +79,6 @@ class GradientSync(StepHooks):
         sparse_ids = {id(p) for p in sparse.sparse_parameters(model)}
         self.sparse = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in sparse_ids]
         self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.sparse]
-        if not self.dense and not self.sparse:
-            raise MisuseError(
-                "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
-                "at least one"
-            )
         # Backward usually reaches the last layers first; after the first pass the order is known.
         self.buckets = []
         self._build_buckets(self.dense[::-1])
@@ -156,7 +151,10 @@ class GradientSync(StepHooks):
                 "model was not called since; call trigram.step(model) after such a change, on all ranks, so "
                 "that all ranks get the same values"
             )
-        agree_on_change(self.tensors(model), self.groups)
+        try:
+            agree_on_change(self.tensors(model), self.groups)
+        except TrigramError as e:
+            raise explained(e, self.groups.name) from e
         if loaded and unequal(self.params, self.groups.control):
             raise MismatchError(
                 f"{self.groups.name}: the weights of {type(model).__name__} differ between the ranks after "
@@ -243,10 +241,15 @@ class GradientSync(StepHooks):
             return
         bucket, k = self.place[i]
         grad = param.grad
-        if grad is None or grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
-            what = "missing" if grad is None else f"{grad.layout}, {grad.dtype}"
+        if grad is None:
+            raise MisuseError(
+                f"{self.groups.name}: a hook of the script has set the gradient of {self.names[i]} to None "
+                "during backward(), before it was averaged; update weights after backward(), or use an "
+                "algorithm that averages weights (local_sgd, decentralized)"
+            )
+        if grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
             raise UnsupportedError(
-                f"{self.groups.name}: the gradient of {self.names[i]} is {what}, but a dense "
+                f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, but a dense "
                 f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
                 "sparse=True, and change a parameter's dtype before with_bagua"
             )
@@ -492,7 +495,7 @@ class GradientSync(StepHooks):
             MisuseError: Inside backward or inside ``no_sync``, where the update would be of this rank only.
         """
         self.abort_failed()
-        if self.in_backward:
+        if self.inside_backward():
             raise MisuseError(
                 f"{self.groups.name}: an optimizer stepped inside backward(), before its gradients were "
                 "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "

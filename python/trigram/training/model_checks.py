@@ -23,8 +23,8 @@ def check_modules(model: nn.Module, size: int) -> None:
     """
     if size > 1 and isinstance(model, torch.jit.ScriptModule):
         raise UnsupportedError(
-            "with_bagua: the model is a torch.jit.ScriptModule, in which trigram cannot find training steps; "
-            "wrap the module before torch.jit.script and train that, or use torch.compile"
+            "with_bagua: the model is a torch.jit.ScriptModule, which supports no hooks; "
+            "train the module that was scripted, with torch.compile if it must be fast"
         )
     if size == 1 or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return

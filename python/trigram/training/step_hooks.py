@@ -218,6 +218,11 @@ class StepHooks:
                     f"with_bagua: parameter {name} has dtype {p.dtype}, but only real floating-point "
                     "parameters can be trained; set requires_grad=False on it"
                 )
+        if not trained:
+            raise MisuseError(
+                "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
+                "at least one"
+            )
         self.trains = [p.requires_grad for p in self.params]
         self.param_ids = {id(p) for p, trains in zip(self.params, self.trains, strict=True) if trains}
         self._layout = [(p.dtype, p.shape, p.device) for p in self.params]
@@ -246,6 +251,8 @@ class StepHooks:
             model.register_forward_hook(WeakHook(self, "_after_forward"), always_call=True),
         ]
         for module in model.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue  # it has no such hooks; a parent's are called too when the whole model is loaded
             self.handles.append(module.register_load_state_dict_pre_hook(WeakHook(self, "_before_load")))
         self._watched: set[int] = set()
         self._watch_parameters()
@@ -277,7 +284,7 @@ class StepHooks:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1 or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
@@ -346,12 +353,6 @@ class StepHooks:
 
     def begin_pass(self, param: int | None) -> None:
         """Begins a pass; see :meth:`begin`."""
-        if self.successor is not None and self.steps >= self.limit and self.join is None:
-            raise MisuseError(
-                f"{self.groups.name}: the warm-up is over, but the weights were changed without an optimizer "
-                "of torch.optim and without a call of the model itself; call trigram.step(model) after each "
-                "update, on all ranks"
-            )
         if not self.prepared:
             model = self.model()
             assert model is not None
@@ -369,6 +370,11 @@ class StepHooks:
         if self.successor is None or self.steps < self.limit or self.join is not None or self.active:
             return None
         return self.successor()
+
+    @staticmethod
+    def inside_backward() -> bool:
+        """Whether this thread is in a backward pass, of whichever model."""
+        return torch._C._current_graph_task_id() != -1
 
     # Passes that raise an exception.
 
@@ -391,7 +397,7 @@ class StepHooks:
     def _forward_failed(self, model: nn.Module) -> None:
         """The forward pass of a training step has raised an exception: the pass fails on all ranks, for a
         script that goes on with its next batch would be one step behind the other ranks."""
-        if not model.training or self.updating or self.active or torch._C._current_graph_task_id() != -1:
+        if not model.training or self.updating or self.active or self.inside_backward():
             return
         self.begin_pass(None)
         self.abort_pass()

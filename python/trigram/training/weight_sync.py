@@ -143,7 +143,7 @@ class WeightSync(StepHooks):
     def before_update(self, mine: set[int]) -> None:
         """Makes boundaries that are owed, and applies an overlapping averaging step."""
         self.abort_failed()
-        if self.in_backward or len(self.updating) > 1:
+        if self.inside_backward() or len(self.updating) > 1:
             return
         self.has_optimizer = True
         self._make_boundaries(self.owed)
@@ -162,7 +162,7 @@ class WeightSync(StepHooks):
         """Makes the boundary when optimizers have updated all parameters that have gradients."""
         self.covered |= mine
         self.managed |= mine
-        if self.updating or self.in_backward:
+        if self.updating or self.inside_backward():
             return
         self.perturbations = 0
         if not self.due and self._is_assigned(mine):

@@ -25,8 +25,8 @@ pub trait Io {
     fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started>;
     /// Begin to receive `span` from `from`.
     fn recv(&mut self, step: u32, from: Place, tag: u32, span: Span) -> Result<Started>;
-    /// Fold `from` into each of `to`, now.
-    fn reduce(&mut self, from: &[Loc], to: &[Loc], finish: bool) -> Result<()>;
+    /// Fold `from` into each of `to`, now or in turns.
+    fn reduce(&mut self, step: u32, from: &[Loc], to: &[Loc], finish: bool) -> Result<Started>;
     /// Arrive at a barrier.
     fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started>;
 }
@@ -138,10 +138,7 @@ impl Executor {
                 Step::Send { to, tag, span } => io.send(step, *to, *tag, *span)?,
                 Step::Recv { from, tag, span } => io.recv(step, *from, *tag, *span)?,
                 Step::Barrier { ordinal } => io.barrier(step, *ordinal)?,
-                Step::Reduce { from, to, finish } => {
-                    io.reduce(from, to, *finish)?;
-                    Started::Done
-                }
+                Step::Reduce { from, to, finish } => io.reduce(step, from, to, *finish)?,
             };
             if started == Started::Done {
                 self.finish(step);

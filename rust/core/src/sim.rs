@@ -156,7 +156,7 @@ impl Io for Wire<'_, '_> {
         Ok(Started::Done)
     }
 
-    fn reduce(&mut self, from: &[Loc], to: &[Loc], finish: bool) -> Result<()> {
+    fn reduce(&mut self, _step: u32, from: &[Loc], to: &[Loc], finish: bool) -> Result<Started> {
         let w = &mut *self.world;
         let mut sources = Vec::with_capacity(from.len());
         for loc in from {
@@ -169,7 +169,7 @@ impl Io for Wire<'_, '_> {
         for loc in to {
             w.bytes(loc.place as usize, loc.span)?.copy_from_slice(&out);
         }
-        Ok(())
+        Ok(Started::Done)
     }
 
     fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {

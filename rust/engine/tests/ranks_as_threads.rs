@@ -81,6 +81,102 @@ fn check_all_reduce(engines: Vec<Arc<Engine>>) {
     assert!(results.iter().all(|r| *r == results[0]), "ranks hold different bits");
 }
 
+/// Reductions of more than one turn, and of more operands than fit on the stack.
+#[test]
+fn large_reductions_take_turns() {
+    for engines in [over_mem(2), met(3, Transport::Shm), met(2, Transport::Tcp)] {
+        let n = engines.len();
+        on_all(engines, |rank, group| {
+            let mut data: Vec<f32> = (0..6_000_001).map(|i| (i % 17) as f32 + rank as f32).collect();
+            all_reduce(&group, &mut data, Via::Auto).unwrap();
+            let want = |i: usize| ((i % 17) * n + n * (n - 1) / 2) as f32;
+            assert!(data.iter().enumerate().all(|(i, x)| *x == want(i)));
+        });
+    }
+}
+
+/// A call is refused, or it ends: whenever the engine is shut down.
+#[test]
+fn no_call_is_left_behind_by_a_shutdown() {
+    for seed in 0..40 {
+        on_all(over_mem(2), |rank, group| {
+            let engine = group.engine().clone();
+            std::thread::scope(|s| {
+                let caller = s.spawn(|| {
+                    let mut begun = Vec::new();
+                    for _ in 0..100 {
+                        // SAFETY: it has no memory.
+                        match unsafe { group.start(Request::nothing(), None) } {
+                            Ok(done) => begun.push(done),
+                            Err(_) => break,
+                        }
+                    }
+                    for done in begun {
+                        let end = std::time::Instant::now() + Duration::from_secs(60);
+                        assert!(done.wait(Some(end), &mut || Ok(())).unwrap().is_some(), "rank {rank}");
+                    }
+                });
+                std::thread::sleep(Duration::from_micros(seed * 20));
+                engine.shutdown();
+                caller.join().unwrap();
+            });
+        });
+    }
+}
+
+#[test]
+fn a_rank_helps_one_group_at_a_time() {
+    let engines = over_mem(3);
+    let groups = |engine: &Arc<Engine>, ordinal| {
+        Group::new(engine, "aided".into(), vec![0, 1, 2], ordinal, 1).unwrap()
+    };
+    let (first, second) = (groups(&engines[2], 1), groups(&engines[2], 2));
+    first.help().unwrap();
+    first.help().unwrap();
+    let error = second.help().unwrap_err();
+    assert!(error.to_string().contains("helps another group"), "{error}");
+    assert!(first.is_helping());
+}
+
+/// More groups than peers may mention before this rank knows them: those that are deleted do not count.
+#[test]
+fn deleted_groups_do_not_count() {
+    on_all(over_mem(3), |_, group| {
+        let engine = group.engine();
+        let barrier = |group: &Group| {
+            // SAFETY: it has no memory.
+            unsafe { group.run(Request::nothing(), Some(Duration::from_secs(60)), &mut || Ok(())) }.unwrap();
+        };
+        for ordinal in 1..4300 {
+            barrier(&Group::new(engine, "short".into(), vec![0, 1, 2], ordinal, 0).unwrap());
+        }
+        let last = Group::new(engine, "last".into(), vec![0, 1, 2], 5000, 0).unwrap();
+        for _ in 0..20 {
+            let mut data = vec![1f32; 300_000];
+            all_reduce(&last, &mut data, Via::Auto).unwrap();
+            assert!(data.iter().all(|x| *x == 3.0));
+        }
+    });
+}
+
+#[test]
+fn parts_of_different_lengths_are_refused() {
+    for engines in [over_mem(2), met(2, Transport::Shm)] {
+        on_all(engines, |_, group| {
+            let mut data = vec![1f32; 30];
+            for what in [Collective::ReduceScatter, Collective::AllGather, Collective::AllReduce] {
+                let splits = Some((vec![10, 20], vec![10, 20]));
+                let call = Call { splits, ..call(what, DType::F32, 15) };
+                let tensors = in_place(data.as_mut_ptr().cast(), 120);
+                let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                // SAFETY: `data` outlives the call.
+                let error = unsafe { group.run(request, None, &mut || Ok(())) }.unwrap_err();
+                assert!(matches!(&error, Error::Unsupported(text) if text.contains(what.name())), "{error}");
+            }
+        });
+    }
+}
+
 #[test]
 fn all_reduce_over_mem() {
     for n in 1..=5 {

@@ -8,8 +8,8 @@ mod codec;
 mod device;
 mod errors;
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use errors::Raise;
@@ -226,6 +226,8 @@ impl Engine {
         let sent: Vec<u64> = counters.sent.iter().map(|n| n.load(Ordering::Relaxed)).collect();
         dict.set_item("sent_bytes", sent)?;
         let waited = counters.waited.iter().map(|n| n.load(Ordering::Relaxed) as f64 * 1e-9);
+        let silent = counters.silent.iter().map(|n| n.load(Ordering::Relaxed) as f64 * 1e-9);
+        dict.set_item("silent_for", silent.collect::<Vec<f64>>())?;
         dict.set_item("waited_for", waited.collect::<Vec<f64>>())?;
         Ok(dict)
     }
@@ -292,6 +294,13 @@ fn request(
     })
 }
 
+impl Group {
+    /// The handle of a call of this group. It does not keep the engine: a collected engine has ended its calls.
+    fn work(&self, completion: Arc<Completion>) -> Work {
+        Work(completion, Arc::downgrade(self.0.engine()))
+    }
+}
+
 #[pymethods]
 impl Group {
     /// World ranks, by place.
@@ -343,7 +352,7 @@ impl Group {
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors until the work is done.
         let completion = py.detach(|| unsafe { self.0.start(request, limit) });
-        Ok(Work(completion.raise(py)?))
+        Ok(self.work(completion.raise(py)?))
     }
 
     /// An empty call that stands for one on GPU memory.
@@ -351,7 +360,7 @@ impl Group {
     fn check_consistency(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
         let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
         let limit = seconds(timeout);
-        py.detach(|| self.0.consistency_check(request, limit)).map(Work).raise(py)
+        py.detach(|| self.0.consistency_check(request, limit)).map(|c| self.work(c)).raise(py)
     }
 
     /// A message to or from `peer`, in this thread or in the background.
@@ -381,7 +390,7 @@ impl Group {
         if background {
             // SAFETY: as in `start`.
             let completion = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok(Some(Work(completion.raise(py)?)));
+            return Ok(Some(self.work(completion.raise(py)?)));
         }
         // SAFETY: as in `run`.
         wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
@@ -416,7 +425,7 @@ impl Group {
 
 /// A call under way.
 #[pyclass(module = "trigram._core", frozen)]
-struct Work(Arc<Completion>);
+struct Work(Arc<Completion>, Weak<engine::Engine>);
 
 #[pymethods]
 impl Work {
@@ -428,7 +437,10 @@ impl Work {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        match wait(py, |check_interrupt| self.0.wait(deadline, check_interrupt))? {
+        let check_engine = || self.1.upgrade().map_or(Ok(()), |engine| engine.check_sound());
+        match wait(py, |check_interrupt| {
+            self.0.wait(deadline, &mut || check_engine().and_then(|()| check_interrupt()))
+        })? {
             Some(outcome) => outcome.raise(py).map(|()| true),
             None => Ok(false),
         }

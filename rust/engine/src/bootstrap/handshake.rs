@@ -7,6 +7,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -21,6 +22,7 @@ use crate::security::secret::{Keys, PROOF};
 use crate::security::tls_keys::Tls;
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
+use crate::sys::limits::refused;
 
 /// The longest time that a connection may take to prove who it is.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -69,6 +71,7 @@ pub fn connect(
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
         let own = listener.local_addr().map_err(io)?;
+        let own_socket = listener;
         let listener = listener.try_clone().map_err(io)?;
         listener.set_nonblocking(true).map_err(io)?;
         let listener = TcpListener::from_std(listener).map_err(io)?;
@@ -82,6 +85,7 @@ pub fn connect(
         tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send));
         let mut streams = HashMap::new();
         let began = Instant::now();
+        let mut spare = began;
         while streams.len() < peers.len() {
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
                 Ok(Some(Arrival::Connected(rank, stream))) => drop(streams.insert(rank, stream)),
@@ -95,6 +99,13 @@ pub fn connect(
                 Ok(None) | Err(_) => {}
             }
             check_interrupt()?;
+            match rustix::io::fcntl_dupfd_cloexec(own_socket.as_fd(), 0) {
+                Err(e) if spare.elapsed() > HANDSHAKE_LIMIT => {
+                    return Err(refused(format!("init: connecting rank {} over TCP", me.rank), e));
+                }
+                Err(_) => {}
+                Ok(_) => spare = Instant::now(),
+            }
             if began.elapsed() > limit && streams.len() < peers.len() {
                 let missing = peers.iter().map(|p| p.0).filter(|rank| !streams.contains_key(rank)).collect();
                 return Err(timed_out(me.rank, own, missing, &rejected, limit));

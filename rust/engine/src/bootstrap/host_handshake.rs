@@ -9,6 +9,7 @@ use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
 use trigram_core::{Error, Result};
 
 use crate::group::world::Neighbour;
@@ -17,6 +18,7 @@ use crate::security::proofs::{Binding, Handshake, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
+use crate::sys::limits::refused;
 use crate::sys::unix::{self, Connected, Received};
 
 /// The longest time that ranks which claim the same host may take to prove it.
@@ -44,7 +46,7 @@ pub fn connect(
     check_interrupt: InterruptCheck<'_>,
 ) -> Result<Option<HashMap<u32, Neighbour>>> {
     let deadline = Instant::now() + TIME_LIMIT;
-    let controls = [control.segment().fd(), control.bell().fd()];
+    let controls: Vec<_> = control.segment().fd().into_iter().chain([control.bell().fd()]).collect();
     let mut met = HashMap::new();
     let mut to_connect: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
     let mut connecting = Vec::new();
@@ -72,6 +74,8 @@ pub fn connect(
             match unix::receive(&pending.socket)? {
                 Received::Nothing => still.push(pending),
                 Received::Closed => return Ok(None),
+                Received::WithoutFds(_) if pending.proved => return Err(without_fds(rank)),
+                Received::WithoutFds(_) => return Ok(None),
                 Received::Message(bytes, fds) if pending.proved => {
                     if bytes != CONTROL_SEGMENT {
                         return Ok(None);
@@ -101,7 +105,7 @@ pub fn connect(
         for socket in std::mem::take(&mut strangers) {
             match unix::receive(&socket)? {
                 Received::Nothing => strangers.push_back(socket),
-                Received::Closed => {}
+                Received::Closed | Received::WithoutFds(_) => {}
                 Received::Message(bytes, _) => {
                     let handshake = Handshake::accept(&bytes, me, keys, Binding::Host);
                     let wanted = |rank| rank > me && local.iter().any(|l| l.0 == rank);
@@ -119,6 +123,11 @@ pub fn connect(
             match unix::receive(&pending.socket)? {
                 Received::Nothing => still.push(pending),
                 Received::Closed => {}
+                Received::WithoutFds(proof) => {
+                    if pending.handshake.is_proof(Side::Connecting, keys, &proof) {
+                        return Err(without_fds(rank));
+                    }
+                }
                 Received::Message(proof, fds) => {
                     if proof.len() == PROOF && pending.handshake.is_proof(Side::Connecting, keys, &proof) {
                         unix::send(&pending.socket, CONTROL_SEGMENT, &controls)?;
@@ -147,6 +156,10 @@ pub fn connect(
         }
         std::thread::sleep(Duration::from_micros(200));
     }
+}
+
+fn without_fds(rank: u32) -> Error {
+    refused(format!("init: receiving the control segment of rank {rank}"), Errno::MFILE)
 }
 
 fn neighbour(rank: u32, mut fds: Vec<OwnedFd>, socket: OwnedFd) -> Result<Neighbour> {

@@ -18,7 +18,7 @@ use trigram_core::{Error, Result};
 use crate::bootstrap::handshake::{self, Identity};
 use crate::bootstrap::handshake_stream::HandshakeStream;
 use crate::bootstrap::host_handshake;
-use crate::group::world::{Neighbour, World};
+use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
@@ -45,7 +45,9 @@ pub enum Transport {
 /// The endpoint record of a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct EndpointRecord {
+    /// The protocol, and the release of trigram: what every protocol's records begin with, from 4 on.
     version: u32,
+    release: String,
     rank: u32,
     address: SocketAddr,
     /// Equal on ranks that should be able to share memory.
@@ -57,17 +59,41 @@ struct EndpointRecord {
     secret: bool,
     /// Whether it encrypts between hosts.
     tls: bool,
+    /// After how many milliseconds without a heartbeat the rank would like a rank to be lost; the most holds.
+    silence: u64,
 }
 
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
+const RELEASE: &str = env!("CARGO_PKG_VERSION");
+
+impl EndpointRecord {
+    /// # Errors
+    ///
+    /// What runs on the rank, if its record is that of another release or protocol; `None` if it is no record.
+    fn decode(body: &[u8]) -> std::result::Result<Self, Option<String>> {
+        let (version, rest) = postcard::take_from_bytes::<u32>(body).map_err(|_| None)?;
+        if version == 0 || version > 1 << 16 {
+            return Err(None);
+        }
+        let release = match version {
+            ..4 => None,
+            _ => Some(postcard::take_from_bytes::<String>(rest).map_err(|_| None)?.0),
+        };
+        let is_plain = |r: &&str| r.len() <= 64 && r.bytes().all(|b| b.is_ascii_graphic());
+        let name = release.as_deref().filter(is_plain).unwrap_or("of another release").to_string();
+        if version != VERSION || name != RELEASE {
+            return Err(Some(format!("trigram {name} (protocol {version})")));
+        }
+        postcard::from_bytes(body).map_err(|_| None)
+    }
+}
 
 /// Whether this is an endpoint record of that rank, of this version, with this rank's security settings, and sealed
 /// with the job's secret.
 pub fn is_record(security: &Security, bytes: &[u8], rank: u32) -> bool {
     let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
     let guarded = |c: &EndpointRecord| (c.secret, c.tls) == (security.secret.is_some(), security.tls);
-    let reads = postcard::from_bytes::<EndpointRecord>(body)
-        .is_ok_and(|c| c.rank == rank && c.version == VERSION && guarded(&c));
+    let reads = EndpointRecord::decode(body).is_ok_and(|c| c.rank == rank && guarded(&c));
     reads && (security.secret.is_none() || security.is_sealed(body, seal))
 }
 
@@ -114,6 +140,7 @@ impl Rendezvous {
         let token = random()?;
         let record = EndpointRecord {
             version: VERSION,
+            release: RELEASE.into(),
             rank,
             address,
             host,
@@ -121,6 +148,7 @@ impl Rendezvous {
             token,
             secret: false,
             tls: false,
+            silence: Patience::from_env().limit.as_millis() as u64,
         };
         Ok(Self {
             record,
@@ -178,6 +206,7 @@ impl Rendezvous {
         self.size = records.len();
         self.records.clear();
         let mut claims = Vec::with_capacity(records.len());
+        let mut others = Vec::new();
         for (rank, bytes) in (0..).zip(records) {
             if bytes.is_empty() && rank != self.record.rank {
                 self.records.push(None);
@@ -185,7 +214,7 @@ impl Rendezvous {
             }
             let (body, seal) = bytes.split_at(bytes.len().saturating_sub(PROOF));
             let sealed = self.security.is_sealed(body, seal);
-            match postcard::from_bytes::<EndpointRecord>(body) {
+            match EndpointRecord::decode(body) {
                 Ok(record) => {
                     claims.push(Claim { rank, secret: record.secret, tls: record.tls, sealed });
                     self.records.push(Some(record));
@@ -195,7 +224,11 @@ impl Rendezvous {
                     claims.push(Claim { rank, secret: true, tls: self.security.tls, sealed });
                     self.records.push(None);
                 }
-                Err(_) => {
+                Err(Some(other)) => {
+                    others.push((rank, other));
+                    self.records.push(None);
+                }
+                Err(None) => {
                     let what = "its endpoint record cannot be decoded; do all ranks run the same version of trigram?".into();
                     return Err(Error::Corrupt { rank, what });
                 }
@@ -209,15 +242,18 @@ impl Rendezvous {
                  run as rank {me}, or the record was forged"
             )));
         }
+        if let Some((rank, other)) = others.first() {
+            return Err(Error::Config(format!(
+                "init: rank {rank} runs {other}, and rank {me} runs trigram {RELEASE} (protocol {VERSION}); install the \
+                 same release on all ranks"
+            )));
+        }
         for (rank, record) in (0..).zip(&self.records) {
-            let Some(record) = record else { continue };
-            if record.version != VERSION || record.rank != rank {
-                return Err(Error::Config(format!(
-                    "init: the endpoint record of rank {rank} has version {} and rank {}, expected version {VERSION} and \
-                     rank {rank}; run the same version of trigram on all ranks, and give each a rank of its own",
-                    record.version, record.rank
-                )));
-            }
+            let Some(record) = record.as_ref().filter(|record| record.rank != rank) else { continue };
+            return Err(Error::Config(format!(
+                "init: the endpoint record of rank {rank} names rank {}; give each process a rank of its own",
+                record.rank
+            )));
         }
         let local: Vec<(u32, &str)> = self
             .records
@@ -295,7 +331,11 @@ impl Rendezvous {
             tx.push(out.map(Tx::new));
             rx.push(inn.map(|r| Rx::new(rank as u32, r)));
         }
+        let mine = Patience::from_env();
+        let asked = self.records.iter().flatten().map(|record| Duration::from_millis(record.silence)).max();
+        let limit = asked.unwrap_or(mine.limit).min(MOST_LIMIT);
         let world = World {
+            patience: Patience { limit, ..mine },
             rank: me as u32,
             host_of,
             control: self.control,
@@ -304,5 +344,52 @@ impl Rendezvous {
             retired: Arc::default(),
         };
         Engine::new(Arc::new(world), tx, rx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_of_another_release_are_refused_by_name() {
+        let open = |rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap();
+        let (mut one, mut other) = (open(0), open(1));
+        let said = |one: &mut Rendezvous, record: Vec<u8>| {
+            assert!(!is_record(&one.security, &record, 1));
+            let records = [one.record().unwrap(), record];
+            one.handshake(&records, &mut || Ok(())).unwrap_err()
+        };
+        other.record.release = "9.8.7".into();
+        let error = said(&mut one, other.record().unwrap());
+        assert!(matches!(error, Error::Config(_)), "{error}");
+        let text = error.to_string();
+        assert!(text.contains("rank 1 runs trigram 9.8.7") && text.contains(RELEASE), "{text}");
+        other.record.version = VERSION + 1;
+        let text = said(&mut one, other.record().unwrap()).to_string();
+        assert!(text.contains(&format!("protocol {}", VERSION + 1)), "{text}");
+        // A record of protocol 3, which had no release.
+        let mut old = postcard::to_stdvec(&(3u32, 1u32, other.record.address, "host", "socket")).unwrap();
+        old.extend([0; 64]);
+        let text = said(&mut one, old).to_string();
+        assert!(text.contains("protocol 3"), "{text}");
+    }
+
+    #[test]
+    fn the_longest_patience_holds_for_all() {
+        let mut ranks: Vec<Rendezvous> =
+            (0..2).map(|rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap()).collect();
+        ranks[0].record.silence = 700;
+        ranks[1].record.silence = 2500;
+        let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
+        ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, &mut || Ok(())).unwrap()));
+        let connect =
+            |r: Rendezvous| r.connect(&[true, true], Duration::from_secs(60), &mut || Ok(())).unwrap();
+        std::thread::scope(|s| {
+            let all: Vec<_> = ranks.into_iter().map(|r| s.spawn(move || connect(r))).collect();
+            for engine in all.into_iter().map(|t| t.join().unwrap()).collect::<Vec<_>>() {
+                assert_eq!(engine.world().patience.limit, Duration::from_millis(2500));
+            }
+        });
     }
 }

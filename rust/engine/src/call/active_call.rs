@@ -8,14 +8,14 @@ use std::time::Instant;
 
 use trigram_core::executor::{Executor, Started};
 use trigram_core::planner::{self, Opening};
-use trigram_core::schedule::{Place, Schedule};
+use trigram_core::schedule::{Place, Schedule, Step};
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Kind};
 use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER};
 use crate::call::request::Request;
-use crate::call::steps::StepRunner;
+use crate::call::steps::{StepRunner, TURN};
 use crate::group::members::Members;
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
@@ -103,10 +103,38 @@ impl ActiveCall {
         // Peers that will send much wait until they know that this rank is in the call.
         for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {
             let frame = self.body.frame(Kind::Ready, 0, 0);
-            out.give(self.body.members.ranks[t.peer as usize], &frame, Vec::new());
+            let rank = self.body.members.ranks[t.peer as usize];
+            out.give(rank, &frame, Vec::new());
+            out.pump_to(rank); // now, and not after the reductions that this schedule begins with
         }
         self.exec.reset(schedule);
         self.exec.start(&mut StepRunner { body: &mut self.body, out })
+    }
+
+    /// Carries on with the reductions that wait, for one turn; true if there were any.
+    pub(crate) fn take_turn(&mut self, out: &mut Outbox) -> Result<bool> {
+        self.body.turn = TURN;
+        let mut moved = false;
+        while let Some(next) = self.body.pending.front().copied().filter(|_| self.body.turn > 0) {
+            moved = true;
+            let schedule = self.body.schedule.clone();
+            let Some(Step::Reduce { from, to, finish }) = schedule.steps.get(next.step as usize) else {
+                return Err(Error::misuse(
+                    "internal error: a step that is no reduction waits for a turn; please report it",
+                ));
+            };
+            let at = self.body.fold(from, to, *finish, next.at)?;
+            match (at, self.body.pending.front_mut()) {
+                (Some(at), Some(front)) if at > next.at => front.at = at,
+                (Some(_), _) => break,
+                (None, _) => {
+                    self.body.pending.pop_front();
+                    self.complete(next.step, out)?;
+                }
+            }
+        }
+        self.stirred |= moved;
+        Ok(moved)
     }
 
     /// A step has finished.

@@ -3,6 +3,7 @@
 //! The schedule names memory, and this file resolves the names to addresses. This file, [`crate::call::steps`] and
 //! [`crate::link::frames`] hold all accesses to callers' memory.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use trigram_core::executor::Started;
@@ -35,6 +36,14 @@ pub struct Loan {
     pub len: usize,
 }
 
+/// A reduction that waits for its turn, or for its next one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PendingReduce {
+    pub(crate) step: u32,
+    /// Bytes of each operand that are done.
+    pub(crate) at: usize,
+}
+
 /// Everything of a call but its executor.
 pub struct Body {
     /// Its number in this process.
@@ -63,6 +72,10 @@ pub struct Body {
     pub direct_bytes: u64,
     /// This rank's own bounce buffer.
     pub bounce: (*mut u8, usize),
+    /// Reductions that wait for their turn.
+    pub(crate) pending: VecDeque<PendingReduce>,
+    /// Bytes that its reductions may still read and write in this turn.
+    pub(crate) turn: usize,
     /// The schedule that it runs.
     pub(crate) schedule: Arc<Schedule>,
     scratch: Scratch,
@@ -93,6 +106,8 @@ impl Body {
             loans: Vec::new(),
             direct_bytes: 0,
             bounce: (std::ptr::null_mut(), 0),
+            pending: VecDeque::new(),
+            turn: 0,
             schedule: Arc::default(),
             scratch,
             scratch_base: std::ptr::null_mut(),
@@ -125,6 +140,13 @@ impl Body {
             expected.count = lengths.get(peer as usize).copied().unwrap_or_default() as u64;
         }
         expected
+    }
+
+    /// The memory that this rank shows to the ranks of its host in this call: its input, and its bounce buffer.
+    pub(crate) fn shown(&self) -> [(*const u8, usize); 2] {
+        let (call, tensors) = (&self.request.call, &self.request.tensors);
+        let lent = planner::contribution(call, &self.members.layout) * call.dtype.size();
+        [(tensors.input, lent.min(tensors.input_len)), (self.bounce.0.cast_const(), self.bounce.1)]
     }
 
     /// Finds the memory that the ranks of this host share for a call: their inputs if all are registered memory,

@@ -1,7 +1,7 @@
 //! The calls under way on this rank, and the numbers by which ranks know which call a message belongs to.
 
 use std::collections::HashMap;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use trigram_core::Error;
@@ -18,9 +18,14 @@ use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
+/// The fewest groups for which it is worth to look for deleted ones.
+const SWEEP: usize = 256;
+
 /// The state of a group.
 #[derive(Default)]
 struct GroupState {
+    /// `None`: peers have mentioned it, and this rank has not made a call of it yet.
+    members: Option<Weak<Members>>,
     /// The number of the next collective.
     next: u64,
     /// Messages so far, by world rank of the peer, user's tag, and whether we send.
@@ -36,6 +41,12 @@ pub struct Calls {
     /// What came before its call.
     pub(crate) unexpected: Unexpected,
     groups: HashMap<u64, GroupState>,
+    /// Groups that this rank has deleted, and the number of their next collective: what still arrives is dropped.
+    deleted: HashMap<u64, u64>,
+    /// With so many groups, the next look for deleted ones is due.
+    sweep_at: usize,
+    /// Why this rank can make no calls any more: it has lost a message.
+    pub(crate) broken: Option<Error>,
     deadlines: HashMap<u64, Instant>,
     /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
     failed: Vec<u64>,
@@ -46,8 +57,12 @@ pub struct Calls {
 impl Calls {
     /// The number of a call that is made now, and the other rank if it is a message. Each group numbers its
     /// collectives in the order in which they are made.
-    pub(crate) fn number(&mut self, members: &Members, message: Option<Message>) -> (CallId, Option<u32>) {
-        let group = self.groups.entry(members.id).or_default();
+    pub(crate) fn number(
+        &mut self,
+        members: &Arc<Members>,
+        message: Option<Message>,
+    ) -> (CallId, Option<u32>) {
+        let group = self.group(members);
         match message {
             None => {
                 group.next += 1;
@@ -60,6 +75,31 @@ impl Calls {
                 (CallId::message(tag, *n - 1), Some(rank))
             }
         }
+    }
+
+    /// The state of a group of this rank.
+    fn group(&mut self, members: &Arc<Members>) -> &mut GroupState {
+        if !self.groups.contains_key(&members.id) {
+            self.sweep();
+        }
+        let group = self.groups.entry(members.id).or_default();
+        if group.members.is_none() {
+            group.members = Some(Arc::downgrade(members));
+            group.next = self.deleted.remove(&members.id).unwrap_or_default();
+        }
+        group
+    }
+
+    /// Forgets groups that nobody has any more, all but their numbers.
+    fn sweep(&mut self) {
+        if self.groups.len() < self.sweep_at.max(SWEEP) {
+            return;
+        }
+        let gone = |group: &GroupState| group.members.as_ref().is_some_and(|m| m.strong_count() == 0);
+        for (id, group) in self.groups.extract_if(|_, group| gone(group)) {
+            self.deleted.insert(id, group.next);
+        }
+        self.sweep_at = 2 * self.groups.len();
     }
 
     /// The number of the next collective of a group.
@@ -79,9 +119,12 @@ impl Calls {
 
     /// A peer declares its rate, perhaps in a group that this rank has not created yet.
     pub(crate) fn receive_rate(&mut self, group: u64, call: CallId, peer: u32, rate: f64) {
-        if self.groups.len() < MOST_GROUPS || self.groups.contains_key(&group) {
-            self.rates(group).receive(call.0, peer, Some(rate));
+        let is_new = !self.groups.contains_key(&group);
+        let mentioned = || self.groups.values().filter(|g| g.members.is_none()).count();
+        if is_new && (self.deleted.contains_key(&group) || mentioned() >= MOST_GROUPS) {
+            return;
         }
+        self.rates(group).receive(call.0, peer, Some(rate));
     }
 
     /// A collective has failed on some rank: voids the rates that were declared up to it.
@@ -130,7 +173,9 @@ impl Calls {
 
     /// Whether this rank has already finished or skipped the call of a frame that belongs to no call under way.
     pub(crate) fn is_over(&self, peer: u32, frame: &Frame) -> bool {
-        let Some(group) = self.groups.get(&frame.group) else { return false };
+        let Some(group) = self.groups.get(&frame.group) else {
+            return self.deleted.contains_key(&frame.group);
+        };
         match frame.call.as_message() {
             None => frame.call.0 < group.next,
             Some((tag, n)) => {
@@ -161,6 +206,7 @@ impl Calls {
         let members = active.body.members.clone();
         let message = active.body.request.message;
         let entered = active.entered;
+        active.body.pending.clear();
         self.void_rates(members.id, call);
         if let Some(op_slot) = members.op_slot(members.me, call).filter(|_| entered) {
             op_slot.fail(call.0);
@@ -190,7 +236,7 @@ impl Calls {
                 self.fail(i, error.clone(), true, out);
             }
         }
-        let group = self.groups.entry(members.id).or_default();
+        let group = self.group(members);
         let skipped = group.next..through;
         group.next = group.next.max(through);
         for call in skipped.map(CallId::collective) {

@@ -7,7 +7,7 @@ use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Loc, Place, Span};
 use trigram_core::{Error, ReduceOp, Result, reduce};
 
-use crate::call::body::{Body, EAGER};
+use crate::call::body::{Body, EAGER, PendingReduce};
 use crate::link::outbox::Outbox;
 
 /// Carries out the steps of one call.
@@ -18,6 +18,9 @@ pub(crate) struct StepRunner<'a> {
 
 /// Bytes reduced at a time: all tiles of one reduction stay in the first-level cache.
 const TILE: usize = 8 << 10;
+/// Bytes that the reductions of one call read and write in one turn: about a millisecond. Between two turns the thread
+/// that drives sends heartbeats and frames, and moves other calls.
+pub(crate) const TURN: usize = 8 << 20;
 
 #[repr(align(64))]
 struct Tile([u8; TILE]);
@@ -54,10 +57,56 @@ impl Io for StepRunner<'_> {
         Ok(Started::Done)
     }
 
-    fn reduce(&mut self, from: &[Loc], to: &[Loc], finish: bool) -> Result<()> {
+    fn reduce(&mut self, step: u32, from: &[Loc], to: &[Loc], finish: bool) -> Result<Started> {
         let body = &mut *self.body;
+        // What waits for its turn goes first.
+        let done = if body.pending.is_empty() { body.fold(from, to, finish, 0)? } else { Some(0) };
+        Ok(match done {
+            None => Started::Done,
+            Some(at) => {
+                body.pending.push_back(PendingReduce { step, at });
+                Started::Later
+            }
+        })
+    }
+
+    fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {
+        let body = &mut *self.body;
+        if ordinal == 0 && body.members.all_arrived(body.call_id, 0) {
+            return Ok(Started::Done); // the opening barrier, passed already
+        }
+        body.members.arrive(body.call_id, ordinal);
+        body.barrier = Some((step, ordinal));
+        Ok(Started::Later)
+    }
+}
+
+impl Body {
+    /// Folds `from` into each of `to` from byte `start` on, as far as this turn's bytes suffice. Returns where the
+    /// next turn goes on; `None` if all is done.
+    pub(crate) fn fold(
+        &mut self,
+        from: &[Loc],
+        to: &[Loc],
+        finish: bool,
+        start: usize,
+    ) -> Result<Option<usize>> {
+        let body = self;
         let (dtype, op) = (body.request.call.dtype, body.request.op);
-        let len = from.first().map_or(0, |l| l.span.len) * dtype.size();
+        let all = from.first().map_or(0, |l| l.span.len) * dtype.size();
+        let operands = from.len().max(to.len()).max(1);
+        let len = if (all - start) * operands <= body.turn {
+            all - start
+        } else {
+            // A multiple of the tile, which is one of every element's size; at least one in a turn.
+            let tiles = (body.turn / operands / TILE).max(usize::from(body.turn == TURN));
+            (tiles * TILE).min(all - start)
+        };
+        if len == 0 && all > start {
+            return Ok(Some(start));
+        }
+        body.turn -= (len * operands).min(body.turn);
+        let end = start + len;
         let divide_by = finish.then_some(body.members.layout.workers());
         let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
         // Most reductions have few operands; more than eight take a vector.
@@ -70,11 +119,14 @@ impl Io for StepRunner<'_> {
             &mut many[..]
         };
         for (end, loc) in ends.iter_mut().zip(from) {
-            end.0 = body.at(*loc)?;
+            // SAFETY: `at` has checked the span, of which `start` is at most the end.
+            end.0 = unsafe { body.at(*loc)?.add(start) };
         }
         for (end, loc) in ends.iter_mut().zip(to) {
-            end.1 = body.at(*loc)?;
+            // SAFETY: as above.
+            end.1 = unsafe { body.at(*loc)?.add(start) };
         }
+        let next = (end < all).then_some(end);
         let me = body.members.me;
         let away = from.iter().chain(to).filter(|l| l.place != me).count();
         body.direct_bytes += (away * len) as u64;
@@ -83,16 +135,17 @@ impl Io for StepRunner<'_> {
                 // SAFETY: both spans are checked and, being different, do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(ends[0].0, *to, len) };
             }
-            return Ok(());
+            return Ok(next);
         }
         if from == to && count <= 8 {
-            let mut all: [&mut [u8]; 8] = Default::default();
-            for (all, (at, _)) in all.iter_mut().zip(&*ends) {
+            let mut slices: [&mut [u8]; 8] = Default::default();
+            for (slice, (at, _)) in slices.iter_mut().zip(&*ends) {
                 // SAFETY: `at` has checked the spans, which are of different ranks and so do not overlap;
                 // between the barriers of its schedule nobody else reads or writes them.
-                *all = unsafe { std::slice::from_raw_parts_mut(*at, len) };
+                *slice = unsafe { std::slice::from_raw_parts_mut(*at, len) };
             }
-            return reduce::fold_into_all(dtype, op, divide_by, &mut all[..count]);
+            reduce::fold_into_all(dtype, op, divide_by, &mut slices[..count])?;
+            return Ok(next);
         }
         // A single destination that is no source is written directly.
         let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
@@ -134,16 +187,6 @@ impl Io for StepRunner<'_> {
             }
             at += n;
         }
-        Ok(())
-    }
-
-    fn barrier(&mut self, step: u32, ordinal: u32) -> Result<Started> {
-        let body = &mut *self.body;
-        if ordinal == 0 && body.members.all_arrived(body.call_id, 0) {
-            return Ok(Started::Done); // the opening barrier, passed already
-        }
-        body.members.arrive(body.call_id, ordinal);
-        body.barrier = Some((step, ordinal));
-        Ok(Started::Later)
+        Ok(next)
     }
 }

@@ -41,15 +41,17 @@ impl Unexpected {
     ///
     /// # Errors
     ///
-    /// [`Error::Io`] if that would take too much memory.
+    /// [`Error::Io`] if that would take too much memory; the message is lost then.
     pub(crate) fn keep(&mut self, peer: u32, frame: &Frame, payload: Vec<u8>) -> Result<()> {
-        self.bytes += payload.len() + MESSAGE_COST;
-        if self.bytes > MOST_MESSAGE_BYTES {
+        let bytes = self.bytes + payload.len() + MESSAGE_COST;
+        if bytes > MOST_MESSAGE_BYTES {
             return Err(Error::io(
-                "receiving from a peer",
-                "more than 1 GiB of messages for calls that this rank has not made yet",
+                format!("receiving from rank {peer}"),
+                "more than 1 GiB of messages wait for calls that this rank has not made; make the calls sooner on this \
+                 rank, or let the senders wait for it",
             ));
         }
+        self.bytes = bytes;
         self.messages.push(UnexpectedMessage { peer, frame: *frame, payload });
         Ok(())
     }
@@ -113,5 +115,34 @@ impl Unexpected {
     /// The failures that a peer has reported in a group.
     pub(crate) fn failures_of(&self, peer: u32, group: u64) -> impl Iterator<Item = &Error> {
         self.failures.iter().filter(move |f| f.peer == peer && f.group == group).map(|f| &f.error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::Signature;
+    use trigram_core::wire::Kind;
+
+    use super::*;
+
+    #[test]
+    fn a_message_without_room_changes_nothing() {
+        let mut unexpected = Unexpected::default();
+        let frame = Frame {
+            kind: Kind::Data,
+            group: 1,
+            call: CallId(0),
+            tag: 0,
+            len: 0,
+            signature: Signature::default(),
+        };
+        let half = || vec![0; MOST_MESSAGE_BYTES / 2]; // zeros that nobody touches take no memory
+        unexpected.keep(2, &frame, half()).unwrap();
+        let error = unexpected.keep(2, &frame, half()).unwrap_err();
+        assert!(matches!(&error, Error::Io { what, .. } if what.contains("rank 2")), "{error}");
+        unexpected.keep(3, &frame, vec![0; 1000]).unwrap();
+        assert_eq!(unexpected.frames().count(), 2);
+        unexpected.drop_messages(1, CallId(0));
+        unexpected.keep(2, &frame, half()).unwrap();
     }
 }

@@ -5,27 +5,28 @@
 //! computes. For the ranks of its host it increments a counter in its control segment; to each rank of another host
 //! it sends an empty frame if it has sent nothing else. Then it checks the other ranks.
 //!
-//! No user tunes a timeout. Silence is counted in the heartbeats of this rank, so that a rank that was stopped itself
-//! does not evict all others when it wakes. The tolerated silence follows from what is normal for the job: twice the
-//! longest silence that was only a pause, and never less than [`least_silence`]. (An adaptive failure detector in the
-//! sense of Chen, Toueg and Aguilera, IEEE Trans. Comp. 51(5), 2002.)
+//! Silence is not death: a debugger, a core dump, a frozen container or a cable that is out for seconds cause it too.
+//! So it is warned of soon, with its reason where this host knows it, and becomes a loss only after a limit that all
+//! ranks have agreed on. It is counted in the heartbeats of this rank, so that a rank that was stopped itself does not
+//! evict all others when it wakes.
 
 use std::time::{Duration, Instant};
 
 use trigram_core::wire::Kind;
 
 use crate::group::world::World;
-use crate::health::peers::{HEARTBEAT, Peers, least_silence};
+use crate::health::log_lines::LogLine;
+use crate::health::peers::{HEARTBEAT, Peers};
 use crate::link::frames::Rx;
 use crate::link::outbox::{Outbox, control_frame};
 
 /// Silence that is tolerated before a peer's first heartbeat: the peer may still be connecting to others, and its
 /// init has a timeout of its own.
 const FIRST: Duration = Duration::from_secs(300);
-/// The longest silence that is ever tolerated.
-const MOST: Duration = Duration::from_secs(60);
-/// A pause is half forgotten after this many heartbeats: a bit over a minute.
-const MEMORY: f64 = 1.0 / 1024.0;
+/// A log line warns of a silence of this length.
+const WARN: Duration = Duration::from_millis(1500);
+/// Up to this silence a peer's heartbeats count as coming in time.
+const IN_TIME: Duration = Duration::from_secs(1);
 
 /// The state of a peer, as of the last heartbeat.
 #[derive(Clone, Copy, Debug, Default)]
@@ -34,6 +35,8 @@ struct PeerState {
     seen: u64,
     /// For how long that number has not grown, in heartbeats of this rank.
     silent: Duration,
+    /// Whether a log line has warned of this silence.
+    warned: bool,
     /// Bytes sent to it as of the last heartbeat.
     written: u64,
 }
@@ -42,20 +45,26 @@ struct PeerState {
 #[derive(Debug)]
 pub(crate) struct Heartbeat {
     states: Vec<PeerState>,
-    /// The longest silence that was only a pause; it fades.
-    pause: f64,
     last: Instant,
+}
+
+/// A peer that has been silent for too long.
+pub(crate) struct Silence {
+    pub(crate) rank: u32,
+    pub(crate) silent: Duration,
+    /// Why, as far as this host knows; otherwise empty.
+    pub(crate) why: &'static str,
 }
 
 impl Heartbeat {
     /// For a world of `size` ranks, all alive now.
     pub(crate) fn new(size: usize) -> Self {
-        Self { states: vec![PeerState::default(); size], pause: 0.0, last: Instant::now() }
+        Self { states: vec![PeerState::default(); size], last: Instant::now() }
     }
 
-    /// The silence after which a rank is evicted.
-    fn limit(&self) -> Duration {
-        Duration::from_secs_f64(2.0 * self.pause).clamp(least_silence(), MOST.max(least_silence()))
+    /// Whether the heartbeats of a peer come in time.
+    pub(crate) fn is_in_time(&self, rank: u32) -> bool {
+        self.states.get(rank as usize).is_some_and(|state| state.silent < IN_TIME)
     }
 
     /// Sends heartbeats and checks those of the peers, whose data has just been read. Returns the peers that have
@@ -66,44 +75,54 @@ impl Heartbeat {
         peers: &mut Peers,
         out: &mut Outbox,
         rx: &[Option<Rx>],
-    ) -> Vec<(u32, Duration)> {
+    ) -> Vec<Silence> {
         let now = Instant::now();
         // If this rank was stopped, the others may have been stopped with it.
         let passed = (now - self.last).min(2 * HEARTBEAT);
         self.last = now;
         peers.note_sleep(now);
         peers.note_heartbeat(now);
-        self.pause -= self.pause * MEMORY;
-        let mut silent = Vec::new();
-        for rank in 0..self.states.len() {
-            let Some(rx) = &rx[rank] else { continue };
-            let state = &mut self.states[rank];
-            let seen = match world.neighbours.get(&(rank as u32)) {
-                Some(neighbour) => neighbour.control.heartbeats(),
-                None => rx.bytes,
+        let (me, limit) = (world.rank, peers.limit());
+        let mut lost = Vec::new();
+        for (rank, state) in (0..).zip(&mut self.states) {
+            let Some(rx) = &rx[rank as usize] else {
+                if std::mem::take(&mut state.silent) > Duration::ZERO {
+                    peers.note_silence(rank, Duration::ZERO); // it is lost: see the losses
+                }
+                continue;
             };
+            let neighbour = world.neighbours.get(&rank);
+            let seen = neighbour.map_or(rx.bytes, |neighbour| neighbour.control.heartbeats());
             if seen != state.seen {
-                self.pause = self.pause.max(state.silent.as_secs_f64());
+                if std::mem::take(&mut state.warned) {
+                    peers.log(LogLine::Resumed { me, rank, silent: state.silent });
+                }
+                if state.silent > WARN {
+                    peers.note_silence(rank, Duration::ZERO);
+                }
                 (state.seen, state.silent) = (seen, Duration::ZERO);
             } else {
                 state.silent += passed;
             }
-            let away = !world.neighbours.contains_key(&(rank as u32));
-            if let Some(tx) = out.to(rank as u32).filter(|_| away) {
+            if let Some(tx) = out.to(rank).filter(|_| neighbour.is_none()) {
                 if tx.written == state.written && tx.is_idle() {
                     tx.give(&control_frame(Kind::Heartbeat, 0, 0), Vec::new());
                 }
                 state.written = tx.written;
             }
-        }
-        let limit = self.limit();
-        peers.set_limit(limit);
-        for (rank, state) in (0..).zip(&self.states) {
-            let limit = if state.seen == 0 { limit.max(FIRST) } else { limit };
-            if rx[rank as usize].is_some() && state.silent > limit {
-                silent.push((rank, state.silent));
+            let silent = state.silent;
+            if silent <= WARN.min(limit) || state.seen == 0 && silent <= FIRST {
+                continue;
+            }
+            peers.note_silence(rank, silent);
+            let why = || neighbour.map_or("", |neighbour| neighbour.why_silent());
+            if silent > limit {
+                lost.push(Silence { rank, silent, why: why() });
+            } else if !state.warned {
+                state.warned = true;
+                peers.log(LogLine::Silent { me, rank, silent, why: why(), limit });
             }
         }
-        silent
+        lost
     }
 }

@@ -37,7 +37,7 @@ pub(crate) enum Helped {
 }
 
 impl Helper {
-    /// Helps a group from now on.
+    /// Helps a group from now on; a rank helps one group at a time.
     pub(crate) fn begin(&mut self, members: Arc<Members>) {
         self.group = Some(members);
     }

@@ -1,13 +1,15 @@
 //! Handles the loss of a peer: tells the others, removes its connection, and fails the calls that were sending to it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use trigram_core::Error;
+use trigram_core::planner::Opening;
 use trigram_core::wire::Kind;
+use trigram_core::{Error, Result};
 
+use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::calls::Calls;
 use crate::drive::failures::lost;
-use crate::group::world::World;
+use crate::group::world::{Neighbour, World};
 use crate::health::log_lines::LogLine;
 use crate::health::losses::LossKind;
 use crate::health::peers::Peers;
@@ -63,27 +65,100 @@ pub(crate) fn lose(
             calls.fail(i, error, true, out);
         }
     }
-    if kind == LossKind::Silent {
-        kill(peers, world, rank);
+    if let Some(neighbour) = world.neighbours.get(&rank).filter(|_| kind != LossKind::Left) {
+        lock_out(calls, out, peers, world, rank, neighbour, kind);
+        // The time that this took does not count as sleep of this rank.
+        peers.note_heartbeat(Instant::now());
     }
     tx.filter(|_| kind == LossKind::Silent && !world.neighbours.contains_key(&rank))
 }
 
-/// Kills the process of an evicted rank of this host, and records its death. The process may only be stopped, in the
-/// middle of a call that lets it write to this rank's memory, so it must never wake up.
-fn kill(peers: &mut Peers, world: &World, rank: u32) {
-    let Some(neighbour) = world.neighbours.get(&rank) else { return };
-    if neighbour.end() {
-        peers.log(LogLine::Killed { me: world.rank, rank });
-        peers.set_dead(rank);
+/// A process whose connection has closed may take this long to end.
+const DYING: Duration = Duration::from_millis(20);
+
+/// Takes care that a lost rank of this host does no more harm. Its process may only be stopped, in the middle of a call
+/// that lets it write to this rank's memory, and wake up at any time.
+fn lock_out(
+    calls: &mut Calls,
+    out: &mut Outbox,
+    peers: &mut Peers,
+    world: &World,
+    rank: u32,
+    neighbour: &Neighbour,
+    kind: LossKind,
+) {
+    let mut killed = false;
+    if kind == LossKind::Silent {
+        world.control.mark_evicted(world.index_on_host(rank));
+        killed = world.patience.kills && neighbour.end();
     }
-    neighbour.dismiss();
-    // The time that this took does not count as sleep of this rank.
-    peers.note_heartbeat(Instant::now());
+    let is_shown = |calls: &Calls| calls.active.iter().any(|call| is_shown_to(call, rank));
+    if !killed && is_shown(calls) {
+        let ended = match kind {
+            LossKind::Dead => neighbour.ends_within(DYING).unwrap_or(true),
+            _ => neighbour.ends_within(Duration::ZERO).unwrap_or(false),
+        };
+        // Where memory cannot be taken back, only the end of the process is safe.
+        killed = !ended && revoke(calls, out, peers, world, rank).is_err() && neighbour.end();
+    }
+    if killed {
+        peers.log(LogLine::Killed { me: world.rank, rank });
+    }
+    if kind == LossKind::Silent {
+        neighbour.dismiss();
+        if neighbour.socket().is_some() {
+            peers.set_dead(rank);
+        }
+    }
 }
 
-/// Tells `peer` that `rank`, perhaps `peer` itself, is evicted. This must arrive before the rank's process is killed,
-/// see [`kill`].
+/// Whether a rank of this host may write into the memory of a call, now or when it wakes.
+fn is_shown_to(call: &ActiveCall, rank: u32) -> bool {
+    let body = &call.body;
+    let place = body.members.place_of(rank);
+    call.entered
+        && call.opening != Opening::OneShot
+        && place.is_some_and(|place| body.members.may_be_inside(place, body.call_id))
+}
+
+/// Takes back the memory that a lost rank of this host may write into. The calls that show it fail.
+fn revoke(calls: &mut Calls, out: &mut Outbox, peers: &Peers, world: &World, rank: u32) -> Result<()> {
+    // First the failures: a rank that has not entered a failed call does not enter it any more.
+    for i in 0..calls.active.len() {
+        if calls.active[i].state != CallState::Closing && is_shown_to(&calls.active[i], rank) {
+            let error = lost(calls, i, rank, peers, world.rank);
+            calls.fail(i, error, true, out);
+        }
+    }
+    for i in 0..calls.active.len() {
+        let body = &calls.active[i].body;
+        let place = body.members.place_of(rank);
+        if !calls.active[i].entered || !place.is_some_and(|p| body.members.inside(body.call_id).contains(&p))
+        {
+            continue;
+        }
+        for (at, len) in body.shown() {
+            let Some((from, to)) = world.arena.revoke(at, len)? else { continue };
+            // Memory of other calls on the same pages is private now too.
+            for j in 0..calls.active.len() {
+                let other = &calls.active[j];
+                let touched =
+                    |&(at, len): &(*const u8, usize)| (at as usize) < to && from < at as usize + len;
+                if other.entered
+                    && other.state != CallState::Closing
+                    && other.body.shown().iter().any(touched)
+                {
+                    let error = lost(calls, j, rank, peers, world.rank);
+                    calls.fail(j, error, true, out);
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Tells `peer` that `rank`, perhaps `peer` itself, is evicted. This must arrive before the rank is locked out,
+/// see [`lock_out`].
 fn announce(out: &mut Outbox, peer: u32, rank: u32, why: &Error) {
     if let Ok(payload) = postcard::to_stdvec(why) {
         out.give(peer, &control_frame(Kind::Lost, rank, payload.len() as u32), payload);

@@ -226,7 +226,12 @@ impl Sink for Matching<'_> {
                     }
                 }
                 None if self.calls.is_over(peer, frame) => {}
-                None => self.calls.unexpected.keep(peer, frame, payload)?,
+                None => {
+                    if let Err(error) = self.calls.unexpected.keep(peer, frame, payload) {
+                        // It is this rank that lacks memory, so its calls fail: the sender has done no wrong.
+                        self.calls.broken.get_or_insert(error);
+                    }
+                }
             },
         }
         Ok(())

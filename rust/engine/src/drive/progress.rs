@@ -14,13 +14,13 @@ use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
 use crate::drive::failures::{check_losses, check_time};
-use crate::drive::heartbeat::Heartbeat;
+use crate::drive::heartbeat::{Heartbeat, Silence};
 use crate::drive::helper::{Helped, Helper};
 use crate::drive::losses::{evict, lose};
 use crate::drive::matching::Matching;
 use crate::drive::scheduling::Scheduling;
 use crate::group::members::Members;
-use crate::group::world::World;
+use crate::group::world::{Neighbour, World};
 use crate::health::counters::Counters;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
@@ -31,6 +31,9 @@ use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 
 /// On shutdown, how long to keep delivering LOST notices to evicted peers.
 const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
+
+/// On shutdown, how long to wait for peers to leave calls that have failed, before they lose their access to its memory.
+const LEAVING: Duration = Duration::from_secs(1);
 
 /// Everything that the progress lock protects.
 pub struct Progress {
@@ -63,8 +66,8 @@ impl Progress {
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Self {
         let counters = Arc::new(Counters::new(world.size()));
         Self {
+            peers: Peers::new(counters.clone(), world.patience.limit),
             world,
-            peers: Peers::new(counters.clone()),
             counters,
             calls: Calls::default(),
             out: Outbox::new(tx),
@@ -190,8 +193,7 @@ impl Progress {
         }
         moved |= scheduling.pump_out();
         self.redirect_failed();
-        let now = self.ticked;
-        moved |= self.reap(now);
+        moved |= self.scheduling().reap(false);
         if !moved {
             let now = Instant::now();
             if now - self.ticked > INTERRUPT_INTERVAL / 2 {
@@ -202,9 +204,10 @@ impl Progress {
         moved
     }
 
-    /// Ends the calls that are done, successfully or not; true if there were any.
-    pub fn reap(&mut self, now: Instant) -> bool {
-        self.scheduling().reap(now)
+    /// Ends all calls that have failed, although peers may still be inside: they lose their access to its memory.
+    pub fn end_failed(&mut self) {
+        self.redirect_failed();
+        self.scheduling().reap(true);
     }
 
     /// Fails calls that have timed out, announces stalled calls, and queues log lines about long waits.
@@ -217,8 +220,12 @@ impl Progress {
         self.closing.retain_mut(ClosingConnection::pump);
         let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
-        for (rank, silent) in silent {
-            let why = Error::Aborted(format!("no heartbeat from it for {:.1} s", silent.as_secs_f64()));
+        for Silence { rank, silent, why } in silent {
+            let mut text = format!("no heartbeat from it for {:.1} s", silent.as_secs_f64());
+            if !why.is_empty() {
+                text = format!("{text}: {why}");
+            }
+            let why = Error::Aborted(text);
             self.act_on(LossEvent { rank, why, kind: LossKind::Silent, reported_by: None });
         }
     }
@@ -261,7 +268,15 @@ impl Progress {
         }
         for rank in std::mem::take(&mut self.gone) {
             let Some(rx) = self.rx[rank as usize].as_ref() else { continue };
-            let (kind, why) = closed(rx, "its process has ended");
+            let (mine, theirs) =
+                (self.world.index_on_host(self.world.rank), self.world.neighbours.get(&rank));
+            let (kind, why) = match theirs.is_some_and(|n| n.control.has_evicted(mine)) {
+                true => {
+                    let why = "it evicted this rank, which had sent no heartbeat for too long";
+                    (LossKind::Refused, Error::Aborted(why.into()))
+                }
+                false => closed(rx, "its process has ended"),
+            };
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         moved
@@ -270,6 +285,15 @@ impl Progress {
     /// Handles the loss of a peer.
     fn act_on(&mut self, event: LossEvent) {
         let LossEvent { rank, why, kind, reported_by } = event;
+        // What this host sees of its ranks counts, and not what another host can only infer from its silence.
+        let here = |rank| self.world.neighbours.contains_key(&rank);
+        if reported_by.is_some_and(|reporter| !here(reporter))
+            && here(rank)
+            && matches!(why, Error::Aborted(_))
+            && self.heartbeat.is_in_time(rank)
+        {
+            return;
+        }
         // Two ranks that are cut off from each other blame each other: the second report is ignored.
         let kind_of = |rank| self.peers.kind(rank);
         if reported_by.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
@@ -312,8 +336,21 @@ impl Progress {
             rx.wake();
             while matches!(rx.pump(&mut sink), Ok(Pumped::Moved)) {}
         }
+        // Peers that are inside a call have just been told that it has failed.
         self.redirect_failed();
-        self.reap(Instant::now() + Duration::from_secs(60));
+        let patience = Instant::now() + LEAVING;
+        while !self.calls.active.is_empty() && Instant::now() < patience {
+            if !self.scheduling().reap(false) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
+        self.end_failed();
+    }
+
+    /// Closes the connections of an engine that cannot go on: its peers learn at once that this rank is lost.
+    pub(crate) fn hang_up(&mut self) {
+        self.out.all().for_each(|(_, tx)| tx.close());
+        self.world.neighbours.values().for_each(Neighbour::dismiss);
     }
 
     /// Redirects what still arrives for failed calls, because their memory is about to be returned to the callers.

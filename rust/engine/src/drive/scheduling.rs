@@ -4,7 +4,6 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
 use trigram_core::Result;
 use trigram_core::planner::{self, Opening};
@@ -25,9 +24,6 @@ use crate::health::counters::Counters;
 use crate::health::peers::Peers;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
-
-/// How long a failed call waits for peers to release its memory, in addition to the tolerated silence.
-const CLOSE: Duration = Duration::from_secs(2);
 
 /// What moving a call may change.
 pub(crate) struct Scheduling<'a> {
@@ -61,6 +57,7 @@ impl Scheduling<'_> {
         };
         // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
         let error = match (failed, gone) {
+            _ if calls.broken.is_some() => calls.broken.clone().map(|error| (error, true)),
             (Some(error), _) => {
                 self.peers.remove_failed_call(members.id);
                 Some((error, false))
@@ -85,7 +82,14 @@ impl Scheduling<'_> {
 
     /// Advances one call as far as possible; true if it moved.
     pub(crate) fn advance(&mut self, i: usize) -> bool {
-        let mut moved = false;
+        let active = &mut self.calls.active[i];
+        let mut moved = match active.take_turn(self.out) {
+            Ok(moved) => moved,
+            Err(error) => {
+                stop(self.calls, i, error, self.out, self.peers, self.world.rank);
+                return true;
+            }
+        };
         loop {
             let active = &self.calls.active[i];
             let before = (active.state, active.body.barrier);
@@ -123,17 +127,14 @@ impl Scheduling<'_> {
                 }
                 active.entered = true;
                 let Some(op_slot) = members.op_slot(members.me, call) else { return Ok(()) };
-                let tensors = &active.body.request.tensors;
-                let lent = planner::contribution(&active.body.request.call, &members.layout)
-                    * active.body.request.call.dtype.size();
-                let lent = lent.min(tensors.input_len);
                 if active.opening == Opening::OneShot {
                     op_slot.describe(&active.body.signature, None, None);
                     active.state = CallState::Opening;
                     let schedule = self.schedule(i)?;
                     return self.calls.active[i].run(schedule, self.out);
                 }
-                let input = self.world.arena.locate(tensors.input, lent);
+                let [(input, lent), _] = active.body.shown();
+                let input = self.world.arena.locate(input, lent);
                 let mut bounce_buffer = None;
                 if planner::uses_bounce_buffers(&active.body.request.call, &members.layout)
                     && let Some(buffer) = members.bounce_buffer(call, self.world)
@@ -239,8 +240,9 @@ impl Scheduling<'_> {
         self.finish_sends() | moved
     }
 
-    /// Ends the calls that are done, successfully or not; true if there were any.
-    pub(crate) fn reap(&mut self, now: Instant) -> bool {
+    /// Ends the calls that are done, successfully or not; true if there were any. A failed call waits until no peer can
+    /// write into its memory any more; with `at_once`, such peers lose their access instead.
+    pub(crate) fn reap(&mut self, at_once: bool) -> bool {
         let mut moved = false;
         let mut i = 0;
         while i < self.calls.active.len() {
@@ -253,10 +255,14 @@ impl Scheduling<'_> {
                 CallState::Closing if !active.entered => !members.busy(call).any(|p| p == members.me),
                 CallState::Closing => {
                     let held = members.inside(call).into_iter();
+                    // A rank that is lost has ended, or has lost its access.
                     let held = held.filter(|&p| !self.peers.is_lost(members.ranks[p as usize])).count();
-                    // A rank that holds the memory may be stopped: that is tolerated up to the limit, and ends in its
-                    // loss.
-                    held == 0 || now - active.moved > CLOSE + self.peers.limit()
+                    if held > 0 && at_once {
+                        for (at, len) in active.body.shown() {
+                            let _ = self.world.arena.revoke(at, len);
+                        }
+                    }
+                    held == 0 || at_once
                 }
                 _ => false,
             };

@@ -189,6 +189,14 @@ impl Members {
         busy.map(|l| l.place)
     }
 
+    /// Whether a member on this host, other than this rank, has not left a call: it is inside, or may still enter it.
+    pub(crate) fn may_be_inside(&self, place: Place, call: CallId) -> bool {
+        self.locals
+            .iter()
+            .filter(|l| l.place == place && l.place != self.me)
+            .any(|l| !l.is_past(self.id) && l.op_slot(self.id, call).is_none_or(|slot| slot.left() <= call.0))
+    }
+
     /// Members on this host, other than this rank, that are inside a call.
     pub fn inside(&self, call: CallId) -> Vec<Place> {
         let inside = self.locals.iter().filter(|l| {

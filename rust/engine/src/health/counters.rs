@@ -18,6 +18,8 @@ pub struct Counters {
     pub sent: Vec<AtomicU64>,
     /// Nanoseconds slept while a caller waited, by the world rank that was waited for.
     pub waited: Vec<AtomicU64>,
+    /// Nanoseconds since the last heartbeat, by world rank; 0 for ranks whose heartbeats come in time.
+    pub silent: Vec<AtomicU64>,
     /// Processor time of the background thread in nanoseconds, as of its last look at the clock.
     pub background: AtomicU64,
     failures: Mutex<Failures>,
@@ -29,7 +31,7 @@ impl Counters {
     /// All zero, for a world of this many ranks.
     pub(crate) fn new(ranks: usize) -> Self {
         let zeros = || (0..ranks).map(|_| AtomicU64::new(0)).collect();
-        Self { sent: zeros(), waited: zeros(), ..Self::default() }
+        Self { sent: zeros(), waited: zeros(), silent: zeros(), ..Self::default() }
     }
 
     /// Records that this rank slept while it waited for these ranks.

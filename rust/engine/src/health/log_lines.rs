@@ -41,6 +41,28 @@ pub(crate) enum LogLine {
         /// out of the last period of this length.
         window: Duration,
     },
+    /// A rank sends no heartbeats.
+    Silent {
+        /// This rank.
+        me: u32,
+        /// The silent rank.
+        rank: u32,
+        /// For how long.
+        silent: Duration,
+        /// Why, as far as it is known; otherwise empty.
+        why: &'static str,
+        /// After how long it is lost.
+        limit: Duration,
+    },
+    /// A rank sends heartbeats again.
+    Resumed {
+        /// This rank.
+        me: u32,
+        /// The other.
+        rank: u32,
+        /// For how long it had sent none.
+        silent: Duration,
+    },
     /// This rank has evicted another.
     Evicted {
         /// This rank.
@@ -73,14 +95,24 @@ impl fmt::Display for LogLine {
                 "rank {me} spent {seconds:.0} of the last {} s waiting for rank {rank}, the slowest rank",
                 window.as_secs()
             ),
+            Self::Silent { me, rank, silent, why, limit } => write!(
+                f,
+                "rank {me}: no heartbeat from rank {rank} for {:.1} s{}; after {} s it is lost (TRIGRAM_SILENCE)",
+                silent.as_secs_f64(),
+                if why.is_empty() { String::new() } else { format!(": {why}") },
+                limit.as_secs_f64()
+            ),
+            Self::Resumed { me, rank, silent } => {
+                write!(f, "rank {me}: rank {rank} sends heartbeats again after {:.1} s", silent.as_secs_f64())
+            }
             Self::Evicted { me, rank, why } => {
                 write!(f, "rank {me} evicted rank {rank}: {why}. Calls that need rank {rank} fail")
             }
             Self::Killed { me, rank } => {
                 write!(
                     f,
-                    "rank {me} ended the process of rank {rank} on this host: it was evicted, and could still have written to \
-                     shared memory"
+                    "rank {me} ended the process of rank {rank} on this host: it was evicted, and TRIGRAM_KILL=on is set or its \
+                     access to shared memory could not be taken back"
                 )
             }
         }

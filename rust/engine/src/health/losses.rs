@@ -76,7 +76,7 @@ impl Failures {
         self.order.insert(at, rank);
     }
 
-    /// The process of a lost peer has ended by now.
+    /// A lost peer can no longer take part: its process has ended, or it is locked out.
     pub(crate) fn set_dead(&mut self, rank: u32) {
         self.kinds.insert(rank, LossKind::Dead);
     }

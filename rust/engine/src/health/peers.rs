@@ -1,7 +1,8 @@
 //! Which peers are alive and which are lost, under the progress lock.
 
 use std::collections::BTreeMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
@@ -13,22 +14,10 @@ use crate::health::losses::{LossEvent, LossKind, peer_lost};
 
 /// The time between two heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
-/// Silence that is always tolerated, unless `TRIGRAM_SILENCE` is set.
-const LEAST: Duration = Duration::from_millis(1200);
 /// For this long after it woke, a rank takes closed connections for evictions.
 const DROWSY: Duration = Duration::from_secs(10);
 /// After a loss, a call that does not need the lost rank has this long to make progress.
 const GRACE: Duration = Duration::from_millis(500);
-
-/// Silence that is always tolerated: `TRIGRAM_SILENCE` seconds, for jobs that must survive longer pauses, such as the
-/// migration of a virtual machine or a debugger.
-pub(crate) fn least_silence() -> Duration {
-    static LEAST_NOW: OnceLock<Duration> = OnceLock::new();
-    *LEAST_NOW.get_or_init(|| {
-        let asked = std::env::var("TRIGRAM_SILENCE").ok().and_then(|s| s.parse().ok());
-        asked.and_then(|s: f64| Duration::try_from_secs_f64(s).ok()).map_or(LEAST, |s| s.max(HEARTBEAT * 5))
-    })
-}
 
 /// Lost peers, and losses that were reported but not acted on yet.
 #[derive(Debug)]
@@ -39,7 +28,7 @@ pub struct Peers {
     /// Lost peers that did not leave in good order, and when they were lost.
     broken: BTreeMap<u32, Instant>,
     events: Vec<LossEvent>,
-    /// The silence after which a rank is evicted, as of the last heartbeat.
+    /// The silence after which a rank is evicted: the same on all ranks.
     limit: Duration,
     /// When this rank last sent a heartbeat; when it last woke after sending none, and how long that had lasted.
     last_heartbeat: Instant,
@@ -48,13 +37,13 @@ pub struct Peers {
 
 impl Peers {
     /// All peers alive. Losses are also recorded in `counters`, for other threads.
-    pub fn new(counters: Arc<Counters>) -> Self {
+    pub fn new(counters: Arc<Counters>, limit: Duration) -> Self {
         Self {
             counters,
             lost: BTreeMap::new(),
             broken: BTreeMap::new(),
             events: Vec::new(),
-            limit: Duration::ZERO,
+            limit,
             last_heartbeat: Instant::now(),
             woke: None,
         }
@@ -120,7 +109,8 @@ impl Peers {
         (why, kind)
     }
 
-    /// The process of a lost peer has been killed.
+    /// A lost peer can no longer do harm: its process has ended, or it has lost its access to this host's memory and finds
+    /// out when it wakes.
     pub(crate) fn set_dead(&mut self, rank: u32) {
         self.counters.failures().set_dead(rank);
     }
@@ -150,14 +140,16 @@ impl Peers {
         std::mem::take(&mut self.events)
     }
 
-    /// The silence after which a rank is evicted, as of the last heartbeat.
+    /// The silence after which a rank is evicted.
     pub(crate) fn limit(&self) -> Duration {
         self.limit
     }
 
-    /// See [`Peers::limit`].
-    pub(crate) fn set_limit(&mut self, limit: Duration) {
-        self.limit = limit;
+    /// A peer has sent no heartbeat for this long.
+    pub(crate) fn note_silence(&self, rank: u32, silent: Duration) {
+        if let Some(counter) = self.counters.silent.get(rank as usize) {
+            counter.store(silent.as_nanos() as u64, Ordering::Relaxed);
+        }
     }
 
     /// This rank sends a heartbeat, or has just done something other than sleep.
@@ -168,7 +160,7 @@ impl Peers {
     /// Records it if this rank did not run for so long that others have evicted it.
     pub(crate) fn note_sleep(&mut self, now: Instant) {
         let slept = now - self.last_heartbeat;
-        if slept > least_silence().max(self.limit) {
+        if slept > self.limit {
             self.woke = Some((now, slept));
             self.last_heartbeat = now;
         }

@@ -13,7 +13,7 @@
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use trigram_core::{Error, Result};
@@ -29,7 +29,7 @@ pub const MAX_LOCAL: usize = 64;
 /// The most groups of one process with members on one host.
 pub const MAX_GROUPS: usize = 512;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x03\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x04\0");
 
 /// Directory entries that are no group's id.
 const NO_GROUP: u64 = 0;
@@ -40,6 +40,8 @@ struct Layout {
     magic: AtomicU64,
     bell: Words,
     heartbeats: AtomicU64,
+    /// By index on the host: whether the owner has evicted that rank.
+    evicted: [AtomicU32; MAX_LOCAL],
     pipes: [Pipe; MAX_LOCAL],
     groups: [AtomicU64; MAX_GROUPS],
     op_slots: [[OpSlot; OP_SLOTS]; MAX_GROUPS],
@@ -66,7 +68,7 @@ impl ControlSegment {
 
     /// A peer's control segment, from the descriptors that it passed.
     pub fn map(control: OwnedFd, event: OwnedFd) -> Result<Self> {
-        let control = Self::on(Arc::new(Segment::map(control)?), event)?;
+        let control = Self::on(Arc::new(Segment::map(&control)?), event)?;
         if control.layout().magic.load(Ordering::Acquire) != MAGIC {
             return Err(Error::Auth(
                 "a peer's control segment has another layout; do all ranks run the same version of trigram?"
@@ -112,6 +114,17 @@ impl ControlSegment {
     /// How many heartbeats the owner has sent.
     pub fn heartbeats(&self) -> u64 {
         self.layout().heartbeats.load(Ordering::Relaxed)
+    }
+
+    /// The owner evicts the rank at `index` of its host. That rank reads it when its connection closes: it may have
+    /// been stopped, and must not take the owner for dead.
+    pub fn mark_evicted(&self, index: usize) {
+        self.layout().evicted[index % MAX_LOCAL].store(1, Ordering::Release);
+    }
+
+    /// Whether the owner has evicted the rank at `index` of its host.
+    pub fn has_evicted(&self, index: usize) -> bool {
+        self.layout().evicted[index % MAX_LOCAL].load(Ordering::Acquire) != 0
     }
 
     /// The pipe to the owner from the rank at `index` of its host, and its ring's first byte.
@@ -175,7 +188,9 @@ mod tests {
     fn a_peer_reads_what_the_owner_shows() {
         let mine = ControlSegment::create().unwrap();
         let fd = |f: std::os::fd::BorrowedFd<'_>| f.try_clone_to_owned().unwrap();
-        let seen = ControlSegment::map(fd(mine.segment().fd()), fd(mine.bell().fd())).unwrap();
+        let seen = ControlSegment::map(fd(mine.segment().fd().unwrap()), fd(mine.bell().fd())).unwrap();
+        mine.mark_evicted(3);
+        assert!(seen.has_evicted(3) && !seen.has_evicted(2));
         let place = mine.enter_group(42).unwrap();
         assert_eq!(seen.find_group(42), Some(place));
         let s = Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 9);
@@ -204,7 +219,7 @@ mod tests {
     #[test]
     fn another_kind_of_segment_is_refused() {
         let small = Segment::create(4096).unwrap();
-        let fd = small.fd().try_clone_to_owned().unwrap();
+        let fd = small.fd().unwrap().try_clone_to_owned().unwrap();
         assert!(matches!(ControlSegment::map(fd, Doorbell::event().unwrap()), Err(Error::Auth(_))));
     }
 

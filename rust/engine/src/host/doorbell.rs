@@ -9,10 +9,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use rustix::event::EventfdFlags;
-use trigram_core::{Error, Result};
+use trigram_core::Result;
 
 use crate::host::doorbell_words::Words;
 use crate::sys::fork::GuardedFd;
+use crate::sys::limits::refused;
 use crate::sys::memory::Segment;
 
 /// A rank's doorbell, as its owner and as its peers see it.
@@ -39,7 +40,7 @@ impl Doorbell {
     /// A new eventfd for a doorbell.
     pub fn event() -> Result<OwnedFd> {
         rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::io("creating an eventfd", e))
+            .map_err(|e| refused("creating an eventfd", e))
     }
 
     fn words(&self) -> &Words {

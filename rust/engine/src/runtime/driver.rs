@@ -23,6 +23,7 @@ use crate::link::frames::{Rx, Tx};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 use crate::sys::fork::GuardedFd;
+use crate::sys::limits::refused;
 
 /// Rounds of progress at full speed, if every rank of the host has a core.
 const SPINS: u32 = 16;
@@ -36,6 +37,12 @@ const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 
 const BELL: u64 = u64::MAX;
 const SOCKET: u64 = 1 << 32;
+
+/// On shutdown, a failed call waits this long for its peers to leave it.
+const CLOSE: Duration = Duration::from_secs(1);
+
+/// What a rank did whose caller has stopped waiting.
+pub(crate) const STOPPED: &str = "was interrupted while it waited for this call";
 
 /// Why every call fails once a thread has panicked while it held the progress lock.
 pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
@@ -73,7 +80,7 @@ pub(crate) struct Driver {
 impl Driver {
     /// With one inward and one outward connection per world rank.
     pub(crate) fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Result<Self> {
-        let io = |e: rustix::io::Errno| Error::io("creating an epoll instance", e);
+        let io = |e: rustix::io::Errno| refused("creating an epoll instance", e);
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(io)?;
         let add = |fd: BorrowedFd<'_>, data: u64, flags: epoll::EventFlags| {
             epoll::add(&epoll, fd, epoll::EventData::new_u64(data), flags).map_err(io)
@@ -153,7 +160,10 @@ impl Driver {
                 }
                 Err(TryLockError::WouldBlock) => {}
                 // A rank that cannot go on must not claim to be alive.
-                Err(TryLockError::Poisoned(_)) => return,
+                Err(TryLockError::Poisoned(poisoned)) => {
+                    poisoned.into_inner().hang_up();
+                    return;
+                }
             }
             self.in_heartbeat.store(false, Ordering::Release);
             self.counters.log.write_out();
@@ -272,13 +282,21 @@ impl Driver {
     }
 
     /// Fails the call of a completion handle on all ranks.
-    fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
+    pub(crate) fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
         progress.stop(completion, Error::Aborted(format!("rank {} {why}", self.world.rank)));
     }
 
-    /// Moves everything until a failed call has ended.
-    fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
+    /// Moves everything until a failed call has ended. If the engine is closed, peers that stay inside the call lose
+    /// their access after a while.
+    pub(crate) fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
+        let since = Instant::now();
         while !completion.is_done() {
+            if self.due.load(Ordering::Relaxed) {
+                self.send_heartbeat(progress);
+            }
+            if self.closed.load(Ordering::Acquire) && since.elapsed() > CLOSE {
+                progress.end_failed();
+            }
             if !progress.poll() {
                 self.events(progress, Duration::from_millis(1));
             }
@@ -286,9 +304,13 @@ impl Driver {
     }
 
     pub(crate) fn take_inbox(&self, progress: &mut Progress) {
-        if self.waiting.load(Ordering::Acquire) == 0 {
-            return;
+        if self.waiting.load(Ordering::Acquire) > 0 {
+            self.empty_inbox(progress);
         }
+    }
+
+    /// The same, also while another thread is adding to the inbox.
+    pub(crate) fn empty_inbox(&self, progress: &mut Progress) {
         let commands = {
             let mut inbox = self.inbox.lock().unwrap_or_else(PoisonError::into_inner);
             self.waiting.store(0, Ordering::Release);
@@ -299,9 +321,7 @@ impl Driver {
                 Command::Submit(submission) => progress.admit(submission),
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
                 Command::Help(members) => progress.help(members),
-                Command::Stop(completion) => {
-                    self.abort_call(progress, &completion, "was interrupted while it waited for this call")
-                }
+                Command::Stop(completion) => self.abort_call(progress, &completion, STOPPED),
             }
         }
     }

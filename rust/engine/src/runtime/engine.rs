@@ -14,13 +14,19 @@ use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
-use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
+use crate::runtime::driver::{Command, Driver, ENGINE_FAILED, STOPPED};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::fork;
+
+fn shut_down() -> Error {
+    Error::misuse("trigram has been shut down; call trigram.init again")
+}
 
 /// Runs the calls of one job. A process has one per job.
 pub struct Engine {
     driver: Arc<Driver>,
+    /// The group that this rank helps, or has helped last.
+    helped: Mutex<Option<u64>>,
     background: Mutex<Option<JoinHandle<()>>>,
     heartbeat: Mutex<Option<JoinHandle<()>>>,
 }
@@ -38,7 +44,7 @@ impl Engine {
                 .map_err(|e| Error::io("starting a thread of the engine", e))
         });
         let heartbeat = Mutex::new(heartbeat.transpose()?);
-        Ok(Self { driver, background: Mutex::default(), heartbeat })
+        Ok(Self { driver, helped: Mutex::default(), background: Mutex::default(), heartbeat })
     }
 
     /// The job as this rank sees it.
@@ -54,9 +60,21 @@ impl Engine {
     fn check_open(&self) -> Result<()> {
         fork::check()?;
         if self.driver.closed.load(Ordering::Acquire) {
-            return Err(Error::misuse("trigram has been shut down; call trigram.init again"));
+            return Err(shut_down());
         }
         Ok(())
+    }
+
+    /// Whether the engine can go on.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Aborted`] after an internal error.
+    pub fn check_sound(&self) -> Result<()> {
+        match self.driver.progress.is_poisoned() {
+            true => Err(Error::Aborted(ENGINE_FAILED.into())),
+            false => Ok(()),
+        }
     }
 
     /// Makes a call and waits for its end, driving the work in this thread if nobody else does.
@@ -69,11 +87,7 @@ impl Engine {
         let completion = submission.completion.clone();
         completion.set_awaited();
         let driver = &self.driver;
-        let check_engine = || match driver.progress.is_poisoned() {
-            true => Err(Error::Aborted(ENGINE_FAILED.into())),
-            false => Ok(()),
-        };
-        let mut check_interrupt = || check_engine().and_then(|()| check_interrupt());
+        let mut check_interrupt = || self.check_sound().and_then(|()| check_interrupt());
         let waited = match self.driver.try_lock()? {
             Some(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait in the inbox come first.
@@ -87,7 +101,9 @@ impl Engine {
                         drop(progress);
                         self.driver.counters.log.write_out();
                         if more {
-                            self.wake_background()?;
+                            // Without a thread the heartbeat thread moves them, ten times a second.
+                            let _ = self.start_background();
+                            self.wake_background();
                         }
                         Ok(completion.outcome())
                     }
@@ -103,9 +119,16 @@ impl Engine {
         match waited {
             Ok(outcome) => outcome.unwrap_or(Ok(())),
             Err(stop) => {
-                // Return only when nobody uses the caller's memory any more.
-                self.command(Command::Stop(completion.clone()))?;
-                let _ = completion.wait(None, &mut || check_engine());
+                // Return only when nobody uses the caller's memory any more. If there is no other thread to see to that,
+                // this one does.
+                if self.command(Command::Stop(completion.clone())).is_err()
+                    && let Ok(mut progress) = driver.progress.lock()
+                {
+                    driver.take_inbox(&mut progress);
+                    driver.abort_call(&mut progress, &completion, STOPPED);
+                    driver.finish(&mut progress, &completion);
+                }
+                let _ = completion.wait(None, &mut || self.check_sound());
                 Err(stop)
             }
         }
@@ -124,7 +147,8 @@ impl Engine {
             drop(progress);
             self.driver.counters.log.write_out();
             if more {
-                self.wake_background()?;
+                let _ = self.start_background();
+                self.wake_background();
             }
         }
         self.driver.counters.failures().check(members, what)
@@ -143,10 +167,29 @@ impl Engine {
     }
 
     /// Takes part in all calls of a group that this rank helps.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Misuse`] if it helps another group already.
     pub fn help(&self, members: Arc<Members>) -> Result<()> {
         self.check_open()?;
+        let mut helped = self.helped.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.is_helping() {
+            return match *helped == Some(members.id) {
+                true => Ok(()),
+                false => Err(Error::misuse(format!(
+                    "group {}: this rank helps another group already; a rank helps one group at a time",
+                    members.name
+                ))),
+            };
+        }
+        *helped = Some(members.id);
         self.driver.helping.store(true, Ordering::Release);
-        self.command(Command::Help(members))
+        let asked = self.command(Command::Help(members));
+        if asked.is_err() {
+            self.driver.helping.store(false, Ordering::Release);
+        }
+        asked
     }
 
     /// Whether this rank still helps; not after a member is lost or the engine has failed.
@@ -155,16 +198,24 @@ impl Engine {
         self.driver.helping.load(Ordering::Acquire) && !over
     }
 
+    /// Leaves a command for the thread that drives. First the thread: if there can be none, nothing is left behind that
+    /// would run later, on memory that the caller no longer has.
     fn command(&self, command: Command) -> Result<()> {
+        self.start_background()?;
         let mut inbox = self.driver.inbox.lock().unwrap_or_else(PoisonError::into_inner);
+        // Under the inbox's lock: after it is closed, the inbox is emptied once more and then never again.
+        if self.driver.closed.load(Ordering::Acquire) {
+            return Err(shut_down());
+        }
         inbox.push(command);
         self.driver.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
         self.driver.world.control.bell().ring();
-        self.wake_background()
+        self.wake_background();
+        Ok(())
     }
 
-    fn wake_background(&self) -> Result<()> {
+    fn start_background(&self) -> Result<()> {
         let mut background = self.background.lock().unwrap_or_else(PoisonError::into_inner);
         if background.is_none() {
             let driver = self.driver.clone();
@@ -174,13 +225,15 @@ impl Engine {
                 .map_err(|e| Error::io("starting a thread of the engine", e))?;
             *background = Some(thread);
         }
-        drop(background);
+        Ok(())
+    }
+
+    fn wake_background(&self) {
         let mut idle = self.driver.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if *idle {
             *idle = false;
             self.driver.work.notify_one();
         }
-        Ok(())
     }
 
     /// Hands what is noted for the log to the logger, which the threads that drive do a moment later.
@@ -208,7 +261,7 @@ impl Engine {
             let _ = thread.join();
         }
         if let Ok(mut progress) = self.driver.progress.lock() {
-            self.driver.take_inbox(&mut progress);
+            self.driver.empty_inbox(&mut progress);
             let error = Error::Aborted(format!("rank {rank} shut down while this call was under way"));
             progress.fail_all(&error, true);
             progress.announce_leave();

@@ -102,6 +102,12 @@ impl Group {
                 "send/recv: rank {peer} is not another rank of this group of {world} ranks"
             )));
         }
+        if call.splits.is_some() && call.what != Collective::AllToAll {
+            return Err(Error::Unsupported(format!(
+                "{}: parts of different lengths are not supported; pad them to equal lengths, or use all_to_all",
+                call.what.name()
+            )));
+        }
         let size = call.dtype.size();
         let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
         if !aligned(tensors.input, tensors.input_len) || !aligned(tensors.output, tensors.output_len) {
@@ -152,7 +158,12 @@ impl Group {
         self.check(&request)?;
         let submission = self.submission(request, limit);
         let completion = submission.completion.clone();
-        self.engine.start(submission)?;
+        let counted = submission.request.message.is_none();
+        self.engine.start(submission).inspect_err(|_| {
+            if counted {
+                self.members.made.fetch_sub(1, Ordering::Relaxed); // it was not made
+            }
+        })?;
         Ok(completion)
     }
 

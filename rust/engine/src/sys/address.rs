@@ -37,7 +37,9 @@ pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<I
             socket.connect(to).ok()?;
             socket.local_addr().ok().map(|a| a.ip())
         });
-        if let Some(ip) = found {
+        // Some systems resolve the name of the host itself to 127.0.1.1, where no other host reaches this one.
+        let literal = toward == "localhost" || toward.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
+        if let Some(ip) = found.filter(|ip| literal || !ip.is_loopback()) {
             return Ok(ip);
         }
     }

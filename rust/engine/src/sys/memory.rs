@@ -7,21 +7,24 @@
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
 use crate::sys::fork::{self, GuardedFd};
+use crate::sys::limits::refused;
 
 /// Shared memory mapped into this process.
 #[derive(Debug)]
 pub struct Segment {
     base: NonNull<u8>,
     len: usize,
-    _guard: GuardedFd,
-    fd: OwnedFd,
+    /// The descriptor of a segment that this rank made. That of a peer's is closed once it is mapped: many ranks with
+    /// many segments would hold more descriptors than a process may have.
+    own: Option<(GuardedFd, OwnedFd)>,
 }
 
 // SAFETY: a segment is a plain range of memory; the schedules decide who accesses which part of it when.
@@ -32,29 +35,38 @@ unsafe impl Sync for Segment {}
 impl Segment {
     /// New zeroed shared memory.
     pub fn create(len: usize) -> Result<Self> {
-        let io = |e: rustix::io::Errno| Error::io(format!("creating {len} bytes of shared memory"), e);
+        let io = |e: rustix::io::Errno| refused(format!("creating {len} bytes of shared memory"), e);
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = rustix::fs::memfd_create("trigram", flags).map_err(io)?;
+        // Where vm.memfd_noexec is 2, only memory that can never be executed may be made; older kernels do not know
+        // the flag.
+        let fd = rustix::fs::memfd_create("trigram", flags | MemfdFlags::NOEXEC_SEAL)
+            .or_else(|e| match e {
+                rustix::io::Errno::INVAL => rustix::fs::memfd_create("trigram", flags),
+                e => Err(e),
+            })
+            .map_err(io)?;
         rustix::fs::ftruncate(&fd, len as u64).map_err(io)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).map_err(io)?;
-        Self::map(fd)
+        let mut segment = Self::map(&fd)?;
+        segment.own = Some((GuardedFd::new(&fd), fd));
+        Ok(segment)
     }
 
     /// Maps a segment that a peer made, after checking that it cannot shrink.
-    pub fn map(fd: OwnedFd) -> Result<Self> {
-        let io = |e: rustix::io::Errno| Error::io("mapping shared memory", e);
-        let seals = rustix::fs::fcntl_get_seals(&fd).map_err(io)?;
+    pub fn map(fd: &impl AsFd) -> Result<Self> {
+        let io = |e: rustix::io::Errno| refused("mapping shared memory", e);
+        let seals = rustix::fs::fcntl_get_seals(fd).map_err(io)?;
         if !seals.contains(SealFlags::SHRINK) {
             return Err(Error::Auth("a peer shared memory that it could still shrink, which no rank of trigram does; the connection is refused".into()));
         }
-        let len = rustix::fs::fstat(&fd).map_err(io)?.st_size as usize;
+        let len = rustix::fs::fstat(fd).map_err(io)?.st_size as usize;
         let prot = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
         let base = unsafe {
-            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, &fd, 0).map_err(io)?
+            rustix::mm::mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, 0).map_err(io)?
         };
         let base = NonNull::new(base.cast()).ok_or_else(|| Error::io("mapping shared memory", "null"))?;
-        Ok(Self { base, len, _guard: GuardedFd::new(&fd), fd })
+        Ok(Self { base, len, own: None })
     }
 
     /// Bytes.
@@ -74,9 +86,42 @@ impl Segment {
         (end <= self.len).then(|| unsafe { self.base.add(offset) })
     }
 
-    /// The descriptor, to pass it on.
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
+    /// The descriptor of a segment that this rank made, to pass it on.
+    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.own.as_ref().map(|(_, fd)| fd.as_fd())
+    }
+
+    /// Replaces the pages from `from` to `to` of a segment that this rank made by copies that no other process has.
+    /// Threads of this process may go on using them meanwhile.
+    fn make_private(&self, from: usize, to: usize) -> Result<()> {
+        let io = |e: rustix::io::Errno| refused("taking shared memory back from a rank", e);
+        let (Some((_, fd)), true) = (&self.own, to <= self.len) else {
+            return Err(Error::misuse(
+                "internal error: memory of another rank is taken back; please report it",
+            ));
+        };
+        let (prot, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+        // SAFETY: the pages lie inside this segment's mapping, and show the same bytes afterwards.
+        unsafe {
+            let at = self.base.as_ptr().add(from).cast();
+            rustix::mm::mmap(at, to - from, prot, flags, fd, from as u64).map_err(io)?;
+        }
+        for page in (from..to).step_by(ALIGN) {
+            // SAFETY: inside the mapping, and an atomic needs no alignment of more than a byte.
+            let byte = unsafe { AtomicU8::from_ptr(self.base.as_ptr().add(page)) };
+            // The first write copies the page. It must not undo a write of another thread.
+            let _ = byte.fetch_update(Ordering::Relaxed, Ordering::Relaxed, Some);
+        }
+        Ok(())
+    }
+
+    /// Gives the pages from `from` to `to`, whose contents nobody needs, back to the kernel. They are zeros afterwards.
+    fn empty(&self, from: usize, to: usize) {
+        if let Some((_, fd)) = &self.own {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            // Where it is refused, the memory stays taken, as it was.
+            let _ = rustix::fs::fallocate(fd, flags, from as u64, (to - from) as u64);
+        }
     }
 }
 
@@ -103,6 +148,10 @@ struct Region {
     number: u64,
     /// Free stretches by offset.
     free: BTreeMap<usize, usize>,
+    /// Free bytes that may still take memory.
+    idle: usize,
+    /// Ranges that are registered no more, see [`Arena::revoke`].
+    revoked: Vec<(usize, usize)>,
 }
 
 /// Hands out registered memory.
@@ -110,6 +159,9 @@ struct Region {
 pub struct Arena {
     regions: Mutex<Vec<Region>>,
 }
+
+/// Free memory that a region keeps for the next allocation; what is more goes back to the kernel.
+const MOST_IDLE: usize = 64 << 20;
 
 /// Allocations start on a page, so that no two share one.
 const ALIGN: usize = 4096;
@@ -136,6 +188,7 @@ impl Arena {
             let fit = region.free.iter().find(|&(_, &free)| free >= len).map(|(&at, &free)| (at, free));
             if let Some((at, free)) = fit {
                 region.free.remove(&at);
+                region.idle = region.idle.saturating_sub(len);
                 if free > len {
                     region.free.insert(at + len, free - len);
                 }
@@ -153,7 +206,7 @@ impl Arena {
         let announced = announce(number, &segment);
         let free = (size > len && announced.is_ok()).then_some((len, size - len)).into_iter().collect();
         // Some peers may have it even if others could not be told, so its number is never used again.
-        regions.push(Region { segment: segment.clone(), number, free });
+        regions.push(Region { segment: segment.clone(), number, free, idle: 0, revoked: Vec::new() });
         announced?;
         Ok(RegisteredBuffer { arena: self.clone(), segment, at: 0, len })
     }
@@ -164,8 +217,24 @@ impl Arena {
         regions.iter().find_map(|r| {
             let offset = (ptr as usize).checked_sub(r.segment.base.as_ptr() as usize)?;
             let end = offset.checked_add(len)?;
-            (end <= r.segment.len).then_some(SegmentOffset { segment: r.number, offset })
+            let registered = end <= r.segment.len && !r.revoked.iter().any(|&(a, b)| offset < b && a < end);
+            registered.then_some(SegmentOffset { segment: r.number, offset })
         })
+    }
+
+    /// Takes the pages of registered memory back from all other processes: this rank keeps a copy, under the same
+    /// addresses, and what others write from now on changes nothing here. The memory is ordinary memory afterwards.
+    /// Returns the first and the last address; `None` if it is not registered.
+    pub(crate) fn revoke(&self, ptr: *const u8, len: usize) -> Result<Option<(usize, usize)>> {
+        let Some(place) = self.locate(ptr, len.max(1)) else { return Ok(None) };
+        let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(region) = regions.iter_mut().find(|r| r.number == place.segment) else { return Ok(None) };
+        let from = place.offset / ALIGN * ALIGN;
+        let to = (place.offset + len.max(1)).next_multiple_of(ALIGN);
+        region.segment.make_private(from, to)?;
+        region.revoked.push((from, to));
+        let base = region.segment.base.as_ptr() as usize;
+        Ok(Some((base + from, base + to)))
     }
 
     /// All segments, for a peer that joins.
@@ -177,6 +246,14 @@ impl Arena {
     fn give_back(&self, segment: &Arc<Segment>, at: usize, len: usize) {
         let mut regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(region) = regions.iter_mut().find(|r| Arc::ptr_eq(&r.segment, segment)) else { return };
+        if region.revoked.iter().any(|&(a, b)| at < b && a < at + len) {
+            return; // a rank that was evicted still has the shared pages: nobody gets them again
+        }
+        region.idle += len;
+        if region.idle > MOST_IDLE {
+            region.idle -= len;
+            region.segment.empty(at, at + len);
+        }
         let (mut at, mut len) = (at, len);
         if let Some(next) = region.free.remove(&(at + len)) {
             len += next;
@@ -281,7 +358,8 @@ mod tests {
     #[test]
     fn a_segment_seen_twice_is_the_same_memory() {
         let a = Segment::create(8192).unwrap();
-        let b = Segment::map(a.fd().try_clone_to_owned().unwrap()).unwrap();
+        let b = Segment::map(&a.fd().unwrap()).unwrap();
+        assert!(b.fd().is_none(), "no descriptor stays open");
         let (p, q) = (a.at(4096, 1).unwrap(), b.at(4096, 1).unwrap());
         // SAFETY: both addresses are inside their mappings and nobody else has them.
         unsafe {
@@ -290,5 +368,65 @@ mod tests {
         }
         assert!(a.at(8192, 1).is_none());
         assert!(a.at(usize::MAX, 2).is_none());
+    }
+
+    #[test]
+    fn memory_that_is_taken_back_is_out_of_reach() {
+        let arena = Arc::new(Arena::default());
+        let mut theirs = None;
+        let mine = arena
+            .allocate(5 * ALIGN, |_, segment| {
+                theirs = Some(Segment::map(&segment.fd().unwrap()).unwrap());
+                Ok(())
+            })
+            .unwrap();
+        let theirs = theirs.unwrap();
+        let read = |at: usize| {
+            // SAFETY: inside the allocation, which only this test uses.
+            unsafe { mine.as_ptr().add(at).read_volatile() }
+        };
+        let write = |at: usize, value: u8| {
+            // SAFETY: the same memory as the peer maps it.
+            unsafe { theirs.at(at, 1).unwrap().as_ptr().write_volatile(value) }
+        };
+        (0..5 * ALIGN).for_each(|at| write(at, 3));
+        // SAFETY: inside the allocation.
+        let part = unsafe { mine.as_ptr().add(ALIGN + 100) };
+        assert!(arena.revoke(part, ALIGN).unwrap().is_some());
+        (0..5 * ALIGN).for_each(|at| write(at, 4));
+        let private = |at: usize| (ALIGN..3 * ALIGN).contains(&at);
+        assert!((0..5 * ALIGN).all(|at| read(at) == if private(at) { 3 } else { 4 }));
+        assert!(arena.locate(part, 8).is_none(), "it is not registered any more");
+        assert!(arena.locate(mine.as_ptr(), ALIGN).is_some(), "what lies beside it is");
+        assert_eq!(arena.revoke(part, 8).unwrap(), None);
+        let at = mine.as_ptr();
+        drop(mine);
+        assert_ne!(arena.allocate(ALIGN, |_, _| Ok(())).unwrap().as_ptr(), at, "nobody gets its pages again");
+    }
+
+    #[test]
+    fn free_memory_goes_back_to_the_kernel() {
+        let arena = Arc::new(Arena::default());
+        let taken = || {
+            let regions = arena.regions.lock().unwrap();
+            rustix::fs::fstat(regions[0].segment.fd().unwrap()).unwrap().st_blocks as usize * 512
+        };
+        let fill = |buffer: &RegisteredBuffer| {
+            for at in (0..buffer.len()).step_by(ALIGN) {
+                // SAFETY: inside the buffer.
+                unsafe { buffer.as_ptr().add(at).write_volatile(1) };
+            }
+        };
+        let (a, b) = (
+            arena.allocate(MOST_IDLE, |_, _| Ok(())).unwrap(),
+            arena.allocate(32 << 20, |_, _| Ok(())).unwrap(),
+        );
+        fill(&a);
+        fill(&b);
+        assert!(taken() >= MOST_IDLE + (32 << 20));
+        drop(a);
+        assert!(taken() >= MOST_IDLE + (32 << 20), "a little is kept for the next allocation");
+        drop(b);
+        assert!(taken() < MOST_IDLE + (1 << 20));
     }
 }

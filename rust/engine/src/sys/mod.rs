@@ -7,5 +7,7 @@ pub mod address;
 pub(crate) mod atomics;
 pub mod completion;
 pub mod fork;
+pub mod limits;
 pub mod memory;
+pub(crate) mod process_state;
 pub mod unix;

@@ -8,10 +8,12 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
     SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use trigram_core::{Error, Result};
+
+use crate::sys::limits::refused;
 
 /// The most descriptors in one message.
 const MOST_FDS: usize = 4;
@@ -21,6 +23,8 @@ const MOST_FDS: usize = 4;
 pub enum Received {
     /// A message and its descriptors.
     Message(Vec<u8>, Vec<OwnedFd>),
+    /// A message whose descriptors are lost, because this process may not have more.
+    WithoutFds(Vec<u8>),
     /// No message yet.
     Nothing,
     /// The peer has closed the connection.
@@ -30,7 +34,7 @@ pub enum Received {
 fn socket() -> Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
-        .map_err(|e| Error::io("opening a unix socket", e))
+        .map_err(|e| refused("opening a unix socket", e))
 }
 
 fn address(name: &str) -> Result<SocketAddrUnix> {
@@ -88,11 +92,11 @@ pub fn is_same_user(stream: &OwnedFd) -> bool {
     rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
 }
 
-/// The process at the other end, if it is another one and visible from this process's namespace.
-pub fn peer_process(stream: &OwnedFd) -> Option<OwnedFd> {
+/// The process at the other end and its number, if it is another one and visible from this process's namespace.
+pub fn peer_process(stream: &OwnedFd) -> Option<(OwnedFd, i32)> {
     let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
     let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
-    (pid != rustix::process::getpid()).then_some(process)
+    (pid != rustix::process::getpid()).then_some((process, pid.as_raw_nonzero().get()))
 }
 
 /// Sends a message with descriptors. A peer that has gone is no error here: the failure detector notices it.
@@ -118,8 +122,8 @@ pub fn receive(stream: &OwnedFd) -> Result<Received> {
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let into = &mut [IoSliceMut::new(&mut bytes)];
     let got = match rustix::net::recvmsg(stream.as_fd(), into, &mut control, RecvFlags::CMSG_CLOEXEC) {
-        Ok(got) => got.bytes,
-        Err(Errno::AGAIN | Errno::INTR) => return Ok(Received::Nothing),
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR | Errno::NOMEM | Errno::NOBUFS) => return Ok(Received::Nothing),
         Err(Errno::CONNRESET) => return Ok(Received::Closed),
         Err(e) => return Err(Error::io("receiving on a unix socket", e)),
     };
@@ -129,9 +133,11 @@ pub fn receive(stream: &OwnedFd) -> Result<Received> {
             fds.extend(rights);
         }
     }
-    if got == 0 && fds.is_empty() {
+    // More than there is room for: whoever sends that is no rank.
+    let lost = got.flags.contains(ReturnFlags::CTRUNC) && fds.len() < MOST_FDS;
+    if got.bytes == 0 && fds.is_empty() && !lost {
         return Ok(Received::Closed);
     }
-    bytes.truncate(got);
-    Ok(Received::Message(bytes, fds))
+    bytes.truncate(got.bytes);
+    Ok(if lost { Received::WithoutFds(bytes) } else { Received::Message(bytes, fds) })
 }

@@ -2,7 +2,8 @@
 //!
 //! If `TRIGRAM_CHAOS` names a file of four bytes when a rank starts, the rank's TCP connections read its first word:
 //! 1 flips one bit of what the rank sends next; 2 cuts the rank off: nothing it sends leaves, nothing arrives, and no
-//! connection closes, as if its cable had been pulled.
+//! connection closes, as if its cable had been pulled for good; 3 interrupts its connections: what they carry waits until
+//! the word is 0 again, as if the cable were back.
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
@@ -17,6 +18,7 @@ use crate::transport::stream::{Read, Receiver, Sender};
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
+const OUTAGE: u32 = 3;
 
 /// The word that commands this rank's connections, if `TRIGRAM_CHAOS` is set.
 fn word() -> Result<Option<&'static AtomicU32>> {
@@ -63,6 +65,7 @@ impl Sender for FaultySender {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
         match self.word.load(Ordering::Relaxed) {
             CUT => Ok(head.len() + body.len()),
+            OUTAGE => Ok(0),
             FLIP if !body.is_empty() => {
                 let mut bytes = [head, body].concat();
                 let at = head.len() + body.len() / 2;
@@ -111,6 +114,9 @@ struct FaultyReceiver {
 
 impl Receiver for FaultyReceiver {
     fn read(&mut self, into: &mut [u8]) -> Result<Read> {
+        if self.word.load(Ordering::Relaxed) == OUTAGE {
+            return Ok(Read::Nothing);
+        }
         let read = self.inner.read(into)?;
         Ok(if self.word.load(Ordering::Relaxed) == CUT { Read::Nothing } else { read })
     }

@@ -1,8 +1,9 @@
 //! Ranks as threads of one process, whose only connections are queues.
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use trigram_engine::group::world::World;
+use trigram_engine::group::world::{Patience, World};
 use trigram_engine::host::control_segment::ControlSegment;
 use trigram_engine::link::frames::{Rx, Tx};
 use trigram_engine::runtime::engine::Engine;
@@ -33,6 +34,7 @@ pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Ve
             neighbours: Default::default(),
             arena: Arc::default(),
             retired: Arc::default(),
+            patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use trigram_core::Error;
@@ -10,7 +10,7 @@ use trigram_engine::call::calls::Calls;
 use trigram_engine::call::request::Submission;
 use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
-use trigram_engine::group::world::{Neighbour, World};
+use trigram_engine::group::world::{Neighbour, Patience, World};
 use trigram_engine::host::control_segment::{ControlSegment, MAX_LOCAL, OP_SLOTS};
 use trigram_engine::host::doorbell::Doorbell;
 use trigram_engine::host::pipe::PIPE;
@@ -87,9 +87,9 @@ struct Hostile {
 fn meet(mine: &ControlSegment) -> (Hostile, Neighbour, Tx, Rx) {
     let control = ControlSegment::create().unwrap();
     let (ours, theirs) = socket();
-    let seen = ControlSegment::map(copy(control.segment().fd()), copy(control.bell().fd())).unwrap();
+    let seen = ControlSegment::map(copy(control.segment().fd().unwrap()), copy(control.bell().fd())).unwrap();
     let own = Segment::create(1 << 20).unwrap();
-    unix::send(&theirs, &0u64.to_le_bytes(), &[own.fd()]).unwrap();
+    unix::send(&theirs, &0u64.to_le_bytes(), &[own.fd().unwrap()]).unwrap();
     let (out, inn) = shm::pair(mine, 0, &seen, 1);
     let (tx, _) = shm::pair(&control, 1, mine, 0);
     (Hostile { control, socket: theirs, tx }, Neighbour::new(seen, Some(ours)), Tx::new(out), Rx::new(1, inn))
@@ -110,6 +110,7 @@ fn control_segments() {
             neighbours: [(1, neighbour)].into(),
             arena: Arc::default(),
             retired: Arc::default(),
+            patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
         });
         let before = ACCOUNT.begin();
         let mut memory: Vec<(Fenced, usize)> = (0..40)
@@ -219,7 +220,7 @@ fn segments() {
         let number = rng.below(4) as u64;
         bytes[..8].copy_from_slice(&number.to_le_bytes());
         let len = if rng.one_in(4) { rng.below(300) } else { 8 };
-        let fds = [small.fd(), small.fd(), event.as_fd(), file.as_fd(), unsealed.as_fd()];
+        let fds = [small.fd().unwrap(), small.fd().unwrap(), event.as_fd(), file.as_fd(), unsealed.as_fd()];
         let from = rng.below(fds.len());
         let fds = &fds[from..(from + rng.below(3)).min(fds.len())];
         unix::send(&theirs, &bytes[..len], fds).unwrap();

@@ -18,6 +18,7 @@ use crate::turn;
 #[derive(Deserialize)]
 struct EndpointRecord {
     _version: u32,
+    _release: String,
     _rank: u32,
     address: SocketAddr,
     _host: String,
@@ -95,7 +96,7 @@ fn introductions() {
                     unix::Connected::Nobody => panic!("it has given up after {heard} of {most} strangers"),
                 };
                 heard += 1;
-                let fds = vec![memory.fd(); rng.below(4)];
+                let fds = vec![memory.fd().unwrap(); rng.below(4)];
                 unix::send(&stream, &hello(&mut rng, &keys, Binding::Host), &fds).unwrap();
                 if rng.one_in(4) {
                     for _ in 0..20 {
@@ -104,7 +105,7 @@ fn introductions() {
                             answered += 1;
                             let mut proof = vec![0; rng.below(2 * PROOF)];
                             rng.fill(&mut proof);
-                            let _ = unix::send(&stream, &proof, &vec![memory.fd(); rng.below(4)]);
+                            let _ = unix::send(&stream, &proof, &vec![memory.fd().unwrap(); rng.below(4)]);
                             break;
                         }
                     }

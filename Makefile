@@ -47,7 +47,7 @@ test-rust:  ## Rust tests
 
 test-python: build  ## types and Python tests
 	$(BIN)/mypy
-	$(MAKE) -j3 test-elastic test-waiting test-computing  # the first two wait more than they compute
+	$(BIN)/python tools/run_tests.py
 
 test-elastic: build
 	$(BIN)/python -m pytest tests/elastic tests/cli -m "waits and not long"

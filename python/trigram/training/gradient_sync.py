@@ -249,8 +249,8 @@ class GradientSync(StepHooks):
             )
         if grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
             raise UnsupportedError(
-                f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, but a dense "
-                f"{bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
+                f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, but a "
+                f"dense {bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
                 "sparse=True, and change a parameter's dtype before with_bagua"
             )
         if grad.requires_grad:

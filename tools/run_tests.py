@@ -1,0 +1,58 @@
+"""Runs the Python tests in lanes beside each other, and those that fail a second time alone.
+
+The tests start real ranks, and two lanes of them wait more than they compute, so lanes beside each other save
+half of the time. A test that fails there and passes alone has met a busy machine or a race. It is named at the
+end, so that somebody looks at it; it does not fail the run. A run in which more than ``MOST`` tests fail is not
+repeated.
+
+    python tools/run_tests.py
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+LANES = {
+    "elastic": ["tests/elastic", "tests/cli", "-m", "waits and not long"],
+    "waiting": ["tests", "--ignore=tests/elastic", "--ignore=tests/cli", "-m", "waits and not long"],
+    "computing": ["tests", "-m", "not waits and not long"],
+}
+MOST = 12
+CACHE = Path(".pytest_cache")
+
+
+def _command(lane: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / lane}", *LANES[lane]]
+
+
+def _failed(lane: str) -> list[str]:
+    kept = CACHE / lane / "v" / "cache" / "lastfailed"
+    return sorted(json.loads(kept.read_text())) if kept.exists() else []
+
+
+def main() -> int:
+    """Runs all lanes; returns the exit status."""
+    for lane in LANES:
+        (CACHE / lane / "v" / "cache" / "lastfailed").unlink(missing_ok=True)
+    running = {lane: subprocess.Popen(_command(lane)) for lane in LANES}
+    statuses = {lane: process.wait() for lane, process in running.items()}
+    worst = max(statuses.values(), key=abs)
+    failed = {lane: _failed(lane) for lane, status in statuses.items() if status}
+    count = sum(map(len, failed.values()))
+    if worst == 0 or any(status not in (0, 1) for status in statuses.values()) or not 0 < count <= MOST:
+        return abs(worst)
+    print(f"\n{count} tests failed beside others; again, alone:", flush=True)
+    again = {lane: subprocess.run([*_command(lane), "--last-failed"]).returncode for lane in failed}
+    still = {lane: _failed(lane) for lane, status in again.items() if status}
+    for lane, names in failed.items():
+        for name in names:
+            verdict = "FAILED TWICE" if name in still.get(lane, []) else "FAILED ONCE, passes alone"
+            print(f"{verdict}: {name}")
+    return max(map(abs, again.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -145,7 +145,17 @@ def _run_ranks(world: int, keys: list[Key], patience: float) -> dict[Key, list[O
     return outcomes
 
 
+_alone: dict[tuple[int, str], Any] = {}  # the one process's weights, which all algorithms share
+
+
 def _run_alone(world: int, names: list[str]) -> dict[str, Any]:
+    missing = [name for name in names if (world, name) not in _alone]
+    if missing:
+        _alone.update({(world, name): weights for name, weights in _start_alone(world, missing).items()})
+    return {name: _alone[world, name] for name in names if (world, name) in _alone}
+
+
+def _start_alone(world: int, names: list[str]) -> dict[str, Any]:
     with Ranks(1, alone_main, names, world) as ranks:
         try:
             ranks.results(PATIENCE, renew=True)

@@ -1,4 +1,4 @@
-"""The Python code of README.md and docs/extending.md runs, with public names only and without warnings."""
+"""The Python code of README.md and of two pages runs, with public names only and without warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.harness import ROOT, run
 
-PAGES = ("README.md", "docs/extending.md")
+PAGES = ("README.md", "docs/extending.md", "docs/training.md")
 BLOCKS = {
     f"{page}:{number}": code
     for page in PAGES
@@ -21,7 +21,7 @@ PUBLIC = {"trigram", "trigram.codecs", "trigram.errors", "trigram.graphs", "trig
 
 
 def test_there_is_code() -> None:
-    assert len(BLOCKS) >= 4
+    assert len(BLOCKS) >= 7
 
 
 def _runs(rank: int, world: int, code: str) -> None:

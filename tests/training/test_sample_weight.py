@@ -196,8 +196,22 @@ def local_sgd(rank: int, world: int, label: str) -> None:
     agreed = [p.detach().double().clone() for p in replicas[0][0].parameters()]
     velocity = [torch.zeros_like(p) for p in agreed]
     for step in range(steps + 1):
-        if step and step % h == 0:
-            w = [sum(weight(r, s) for s in range(step - h, step)) for r in range(world)]
+        if step == 4 and label == "saved":  # in the middle of a round
+            kept, weights = trigram.algorithm_state(model), model.state_dict()
+            again, optimizer = ours()
+            again.load_state_dict(weights)
+            trigram.load_algorithm_state(again, kept)
+            model = again
+        at[0] = step
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+        for r, (m, o) in enumerate(replicas):
+            o.zero_grad()
+            loss(m, r, step).backward()
+            o.step()
+        if (step + 1) % h == 0:
+            w = [sum(weight(r, s) for s in range(step + 1 - h, step + 1)) for r in range(world)]
 
             def mean(parts: list[Tensor], w: list[float] = w) -> Tensor:
                 return sum(a * p.detach().double() for a, p in zip(w, parts, strict=True)) / sum(w)  # type: ignore[return-value]
@@ -216,20 +230,6 @@ def local_sgd(rank: int, world: int, label: str) -> None:
                     )
                     for p, (_, o) in zip(those, replicas, strict=True):
                         o.state[p]["momentum_buffer"].copy_(moved)
-        if step == 4 and label == "saved":  # in the middle of a round
-            kept, weights = trigram.algorithm_state(model), model.state_dict()
-            again, optimizer = ours()
-            again.load_state_dict(weights)
-            trigram.load_algorithm_state(again, kept)
-            model = again
-        at[0] = step
-        optimizer.zero_grad()
-        loss(model, rank, step).backward()
-        optimizer.step()
-        for r, (m, o) in enumerate(replicas):
-            o.zero_grad()
-            loss(m, r, step).backward()
-            o.step()
         for a, e in zip(model.parameters(), replicas[rank][0].parameters(), strict=True):
             close(a.detach(), e.detach(), 3e-5 * float(e.abs().max()), f"{label}, step {step}")
 
@@ -308,7 +308,7 @@ def nobody_weighs(rank: int, world: int, name: str) -> None:
 
     def step() -> None:
         loss(model, rank, 0).backward()
-        loss(model, rank, 1)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
 
     says(raises(trigram.MisuseError, step), "sample_weight", "0", "nothing to average")
 

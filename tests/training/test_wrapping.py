@@ -219,6 +219,64 @@ def methods_do_not_keep_the_model(rank: int, world: int) -> None:
     gc.enable()
 
 
+@CASES.over("gradient_allreduce", "local_sgd", "async")
+def join_of_two(rank: int, world: int, algorithm: str) -> None:
+    """Two models in one block, on unequal numbers of inputs; `join(a)` in `join(b)` is refused."""
+    models = [trigram.with_bagua(net(), algorithm), trigram.with_bagua(net(), "gradient_allreduce")]
+    with trigram.join(*models):
+        for step in range(2 + rank):
+            for model in models:
+                train(model, rank, step, 1)
+    for model in models:
+        if algorithm == "gradient_allreduce" or model is models[1]:
+            same_on_all_ranks(
+                rank,
+                world,
+                f"two-{algorithm}-{models.index(model)}",
+                [p.detach() for p in model.parameters()],
+            )
+            assert trigram.stats(model)["steps"] == 1 + world
+    with trigram.join(models[1]):
+        says(raises(trigram.MisuseError, trigram.join, *models), "join(a, b)")
+    for model in models:
+        train(model, rank, 9, 1)
+
+
+@CASES.over("gradient_allreduce", "decentralized", "local_sgd")
+def join_throws(rank: int, world: int, algorithm: str) -> None:
+    """All ranks raise when the first has no more inputs, and name it."""
+    model = trigram.with_bagua(net(), algorithm, **({"every": 1} if algorithm == "local_sgd" else {}))
+    done = []
+
+    def block() -> None:
+        with trigram.join(model, throw_on_early_termination=True):
+            for step in range(2 if rank == 0 else 6):
+                train(model, rank, step, 1)
+                done.append(step)
+
+    says(raises(trigram.MisuseError, block), "rank(s) 0 have no more inputs", "throw_on_early_termination")
+    assert 2 <= len(done) <= 3
+    other = trigram.with_bagua(net(), algorithm)
+    with other.join(throw_on_early_termination=True):
+        train(other, rank, 11, 2)
+
+
+@CASES
+def join_refuses(rank: int, world: int) -> None:
+    model = trigram.with_bagua(net())
+    says(raises(trigram.MisuseError, trigram.join), "models")
+    says(raises(trigram.MisuseError, trigram.join, model, model), "different")
+    says(raises(trigram.MisuseError, trigram.join, model, net()), "with_bagua")
+    asynchronous = trigram.with_bagua(net(), "async")
+    says(
+        raises(
+            trigram.UnsupportedError,
+            lambda: trigram.join(model, asynchronous, throw_on_early_termination=True),
+        ),
+        "asynchronous",
+    )
+
+
 # A new job.
 
 

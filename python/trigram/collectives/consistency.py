@@ -44,9 +44,14 @@ def listed(ranks: Iterable[int]) -> str:
 def fingerprint(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The BLAKE2b digest (128 bits) of the tensors' bytes, as two 64-bit integers."""
     digest = hashlib.blake2b(digest_size=16)
-    for part in (p for t in tensors if t.numel() for p in coalesced.parts(t.detach(), _CHUNK)):
+    for part in (p for t in tensors if t.numel() for p in coalesced.parts(_plain(t), _CHUNK)):
         digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return _words(digest.digest())
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    """The values; a view that conjugates or negates when it is read has no bytes of its own."""
+    return t.detach().resolve_conj().resolve_neg()
 
 
 def _words(digest: bytes) -> list[int]:

@@ -96,8 +96,8 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
     block = UnevenInputs(waiting, throw) if waiting else None
     if block is not None and _blocks:
         raise MisuseError(
-            "join: this rank is in another join block already, and the ranks would wait for each other at its "
-            "end; write join(a, b) for several models"
+            "join: this rank is in another join block already, and the ranks would wait for each other at "
+            "its end; write join(a, b) for several models"
         )
     if block is not None:
         _blocks.append(block)

@@ -3,6 +3,7 @@ bucket."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ class MomentumCorrectedCompressor(CodecCompressor):
     def __init__(self, codec: Codec, momentum: float) -> None:
         super().__init__(codec, codec, (True, True))
         self.momentum = momentum
-        self.velocity: dict[int, torch.Tensor] = {}
+        self.velocity: weakref.WeakKeyDictionary[Bucket, torch.Tensor] = weakref.WeakKeyDictionary()
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def _levels(self, groups: ModelGroups, like: torch.Tensor) -> HostLevels | None:
@@ -115,10 +116,9 @@ class MomentumCorrectedCompressor(CodecCompressor):
         return None
 
     def _of(self, bucket: Bucket) -> torch.Tensor:
-        at = bucket.memory.data_ptr()
-        if at not in self.velocity:
-            self.velocity[at] = torch.zeros(bucket.memory.numel(), device=bucket.memory.device)
-        return self.velocity[at]
+        if bucket not in self.velocity:
+            self.velocity[bucket] = torch.zeros(bucket.memory.numel(), device=bucket.memory.device)
+        return self.velocity[bucket]
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
         """Replaces the gradients by the velocity, which stays as it is where this rank has no gradient."""

@@ -152,6 +152,9 @@ class StepHooks:
         """This rank has no inputs left, inside ``trigram.join``."""
         self.abort_failed()
 
+    def skip_boundary(self) -> None:
+        """Counts a step that the other ranks have begun and that no rank completes."""
+
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A whole step of a rank that has no inputs left; ``src``: the group rank whose buffers all get."""
         raise NotImplementedError
@@ -292,8 +295,12 @@ class StepHooks:
 
     def _prepare_pass(self, model: nn.Module, in_backward: bool) -> None:
         self.prepared = True
-        with torch.no_grad():
-            self.before_pass(model, in_backward)
+        try:
+            with torch.no_grad():
+                self.before_pass(model, in_backward)
+        except BaseException:
+            self.prepared = False
+            raise
 
     @torch.compiler.disable
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:

@@ -36,6 +36,9 @@ class Joinable(Protocol):
     def inputs_end(self) -> None:
         """This rank has no inputs left; completes its last step."""
 
+    def skip_boundary(self) -> None:
+        """Counts a step that the other ranks have begun and that no rank completes."""
+
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
 
@@ -72,6 +75,8 @@ class UnevenInputs:
         self.number = max(told)
         absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
         if self.throw and absent and self.present:
+            if hooks is None:
+                self.models[self.number][1].skip_boundary()
             raise MisuseError(
                 f"join: rank(s) {listed(absent)} have no more inputs, and throw_on_early_termination=True "
                 "ends the training of all ranks then"

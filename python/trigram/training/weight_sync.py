@@ -228,7 +228,11 @@ class WeightSync(StepHooks):
         """Makes the boundaries of all training steps up to ``upto``."""
         while self.last_boundary < upto:
             if self.join is not None:
-                self.join.meet(self)
+                try:
+                    self.join.meet(self)
+                except MisuseError:
+                    self.last_boundary += 1  # of no effect, on all ranks
+                    raise
             self._make_boundary()
 
     def _make_boundary(self) -> None:
@@ -327,20 +331,26 @@ class WeightSync(StepHooks):
 
     @torch.no_grad()
     def inputs_end(self) -> None:
-        """Makes the boundary of the last step, and an overlapping averaging step that all ranks make now."""
+        """Makes the boundary of the last step, and starts an overlapping averaging step that is due: the
+        other ranks start it with their next step."""
         self.abort_failed()
         self._make_late_boundaries()
         self.schedule.begin_step()
-        self.schedule.before_update()
 
     @torch.no_grad()
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it takes part with the weights it has."""
+        self.schedule.before_update()
         self.steps += 1
         self.idle_steps += 1
         self._make_boundary()
         self.schedule.begin_step()
-        self.schedule.before_update()
+
+    def skip_boundary(self) -> None:
+        """The other ranks have made their update, and no rank averages after it."""
+        self.steps += 1
+        self.idle_steps += 1
+        self.last_boundary += 1
 
     @torch.no_grad()
     def drain(self, timeout: float | None = None) -> None:

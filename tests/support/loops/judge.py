@@ -67,17 +67,28 @@ def _play(row: Row, algorithm: str, rank: int, world: int) -> Outcome:
         for model in t.models:
             trigram.consensus(model)
         out.after = _flat(t.models)
-        for model in t.models:
-            if trigram.is_wrapped(model):
-                trigram.unwrap(model)
+        _unwrap(t)
     except REFUSALS as e:
-        return Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
+        refused = Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
+        try:  # so that the next row begins with nothing under way
+            if row.alike:
+                _unwrap(t)
+        except trigram.TrigramError:
+            text = f"{refused.text}, and then, in unwrap:\n{traceback.format_exc()}"
+            return Outcome("raised", t.at, t.iterations, text)
+        return refused
     except trigram.PeerLostError as e:
         lost = Outcome("told", t.at, t.iterations, f"{type(e).__name__}: {e}")
         return lost if not row.alike else Outcome("raised", t.at, t.iterations, traceback.format_exc())
     except BaseException:
         return Outcome("raised", t.at, t.iterations, traceback.format_exc())
     return out
+
+
+def _unwrap(t: Loop) -> None:
+    for model in t.models:
+        if trigram.is_wrapped(model):
+            trigram.unwrap(model)
 
 
 def ranks_main(rank: int, world: int, keys: list[Key], patience: float) -> None:
@@ -96,7 +107,7 @@ def ranks_main(rank: int, world: int, keys: list[Key], patience: float) -> None:
         with suppress(TimeoutError):
             until(lambda others=others: all(o.exists() for o in others), patience, "the other ranks")
         ends = {o.read_text() if o.exists() else "" for o in others}
-        if len(ends) != 1 or (outcome.end == "refused" and algorithm in ASYNC):
+        if len(ends) != 1:
             os._exit(0)
 
 

@@ -84,7 +84,7 @@ class VAE(nn.Module):
 def vae(t: Loop) -> None:
     """The loss is a method's, which samples."""
     model = t.wrap(VAE())
-    optimizer = sgd(model)
+    optimizer = sgd(model, 0.02)
     for step in t.steps():
         inputs = t.x(step) + 3 * t.batch(0)[1].mean(1, keepdim=True)
         optimizer.zero_grad()

@@ -67,17 +67,28 @@ def _play(row: Row, algorithm: str, rank: int, world: int) -> Outcome:
         for model in t.models:
             trigram.consensus(model)
         out.after = _flat(t.models)
-        for model in t.models:
-            if trigram.is_wrapped(model):
-                trigram.unwrap(model)
+        _unwrap(t)
     except REFUSALS as e:
-        return Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
+        refused = Outcome("refused", t.at, t.iterations, f"{type(e).__name__}: {e}")
+        try:  # so that the next row begins with nothing under way
+            if row.alike:
+                _unwrap(t)
+        except trigram.TrigramError:
+            text = f"{refused.text}, and then, in unwrap:\n{traceback.format_exc()}"
+            return Outcome("raised", t.at, t.iterations, text)
+        return refused
     except trigram.PeerLostError as e:
         lost = Outcome("told", t.at, t.iterations, f"{type(e).__name__}: {e}")
         return lost if not row.alike else Outcome("raised", t.at, t.iterations, traceback.format_exc())
     except BaseException:
         return Outcome("raised", t.at, t.iterations, traceback.format_exc())
     return out
+
+
+def _unwrap(t: Loop) -> None:
+    for model in t.models:
+        if trigram.is_wrapped(model):
+            trigram.unwrap(model)
 
 
 def ranks_main(rank: int, world: int, keys: list[Key], patience: float) -> None:
@@ -96,7 +107,7 @@ def ranks_main(rank: int, world: int, keys: list[Key], patience: float) -> None:
         with suppress(TimeoutError):
             until(lambda others=others: all(o.exists() for o in others), patience, "the other ranks")
         ends = {o.read_text() if o.exists() else "" for o in others}
-        if len(ends) != 1 or (outcome.end == "refused" and algorithm in ASYNC):
+        if len(ends) != 1:
             os._exit(0)
 
 
@@ -145,7 +156,17 @@ def _run_ranks(world: int, keys: list[Key], patience: float) -> dict[Key, list[O
     return outcomes
 
 
+_alone: dict[tuple[int, str], Any] = {}  # the one process's weights, which all algorithms share
+
+
 def _run_alone(world: int, names: list[str]) -> dict[str, Any]:
+    missing = [name for name in names if (world, name) not in _alone]
+    if missing:
+        _alone.update({(world, name): weights for name, weights in _start_alone(world, missing).items()})
+    return {name: _alone[world, name] for name in names if (world, name) in _alone}
+
+
+def _start_alone(world: int, names: list[str]) -> dict[str, Any]:
     with Ranks(1, alone_main, names, world) as ranks:
         try:
             ranks.results(PATIENCE, renew=True)

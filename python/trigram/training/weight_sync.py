@@ -69,7 +69,7 @@ class WeightSync(StepHooks):
         self.covered: set[int] = set()
         self.managed: set[int] = set()
         self.weights: WeightsSnapshot | None = None
-        self.has_optimizer = False
+        self.has_optimizer = self.has_looked = False
         self.perturbed = False
         self.perturbations = 0
         self.begun = self.forward_begun = False
@@ -216,7 +216,9 @@ class WeightSync(StepHooks):
 
     def _has_optimizer(self) -> bool:
         """Whether an optimizer of ``torch.optim`` has the parameters, even if it has not stepped yet."""
-        self.has_optimizer = self.has_optimizer or optimizer_hooks.any_optimizer_of(self.param_ids)
+        if not self.has_optimizer and not self.has_looked:  # looking takes long; one made later shows itself
+            self.has_looked = True
+            self.has_optimizer = optimizer_hooks.any_optimizer_of(self.param_ids)
         return self.has_optimizer
 
     def _model_name(self) -> str:

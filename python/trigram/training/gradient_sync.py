@@ -60,6 +60,8 @@ class GradientSync(StepHooks):
         self.bucket_bytes = bucket_bytes
         self.received: list[coalesced.Coalesced] = []
         self.local = self.copies = self.averaged = False
+        self.covered: set[int] = set()
+        self.managed: set[int] = set()
         self.assigned: GradientsSnapshot | None = None
         self.busy = 0.0
         self.idle = False
@@ -205,6 +207,7 @@ class GradientSync(StepHooks):
 
     def begin(self, param: int | None) -> None:
         """Resets the buckets and counters for a new pass."""
+        self.covered.clear()
         if self.has_other_training():
             model = self.model()
             assert model is not None
@@ -524,9 +527,14 @@ class GradientSync(StepHooks):
         self.assigned = GradientsSnapshot(self.params)
 
     def after_update(self, mine: set[int]) -> None:
-        """Ends the warm-up after the update that belongs to it."""
-        if not self.updating:
-            self.averaged = False
+        """Ends the warm-up when optimizers have updated all parameters that have gradients."""
+        self.covered |= mine
+        self.managed |= mine
+        if self.updating:
+            return
+        self.averaged = False
+        used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
+        if self.steps > 1 and used & self.managed <= self.covered:  # after one step not all are known
             self.end_warmup()
 
     def _has_local_gradients(self, mine: set[int]) -> bool:

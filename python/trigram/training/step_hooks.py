@@ -29,7 +29,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel
-from trigram.errors import MismatchError, MisuseError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
@@ -313,8 +313,9 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
-        if output is None and sys.exc_info()[0] is not None:
-            self._forward_failed(_model)
+        if output is None and (error := sys.exc_info()[1]) is not None:
+            if not isinstance(error, TrigramError):
+                self._forward_failed(_model)
             return
         # These hooks run in the outermost backward pass: gradients that arrive in a pass inside it (reentrant
         # checkpointing) belong to it.

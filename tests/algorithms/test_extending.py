@@ -34,19 +34,19 @@ def _elastic(rank: int, world: int) -> None:
     replicas = [[p.clone().requires_grad_() for p in start] for _ in range(world)]
     centre = [p.clone() for p in start]
     for step in range(14):
-        if step and step % EVERY == 0:
-            with torch.no_grad():
-                for k, c in enumerate(centre):
-                    mean = torch.stack([replica[k] for replica in replicas]).mean(0)
-                    for replica in replicas:
-                        replica[k] -= ALPHA * (replica[k] - c)
-                    centre[k] = c + min(ALPHA * world, 1.0) * (mean - c)
         for r, (weight, bias) in enumerate(replicas):
             x, y = _batch(r, step)
             grads = torch.autograd.grad((x @ weight.T + bias - y).square().mean(), (weight, bias))
             with torch.no_grad():
                 for p, g in zip((weight, bias), grads, strict=True):
                     p.sub_(RATE * g)
+        if (step + 1) % EVERY == 0:
+            with torch.no_grad():
+                for k, c in enumerate(centre):
+                    mean = torch.stack([replica[k] for replica in replicas]).mean(0)
+                    for replica in replicas:
+                        replica[k] -= ALPHA * (replica[k] - c)
+                    centre[k] = c + min(ALPHA * world, 1.0) * (mean - c)
         x, y = _batch(rank, step)
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()
@@ -66,6 +66,7 @@ def _register(rank: int, world: int) -> None:
     trigram.register("mine", trigram.Trigram("gossip:torus", "int4", "every:2"))
     model = trigram.with_bagua(nn.Linear(8, 2), "mine")
     for step in range(4):
+        model.zero_grad()
         model(_batch(rank, step)[0]).sum().backward()
     assert trigram.stats(model)["rounds"] == 1
     runpy.run_path(str(EXAMPLE))
@@ -95,6 +96,7 @@ def _old_names(rank: int, world: int) -> None:
         torch.manual_seed(rank)
         model = trigram.with_bagua(nn.Linear(3, 1), "halfway")
         for _ in range(5):
+            model.zero_grad()
             model(torch.randn(4, 3)).square().mean().backward()
     assert trigram.stats(model)["rounds"] == 2
     told = {str(w.message) for w in caught if w.category is DeprecationWarning}

@@ -58,7 +58,10 @@ class RobustOwners(Owners):
         super().__init__(codec or "", second or "", None, None, feedback)
         self.statistic = statistic
 
-    def __call__(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def __call__(
+        self, parts: Sequence[Tensor], spans: Sequence[slice] = (), used: Sequence[Sequence[bool]] = ()
+    ) -> tuple[list[Tensor], Tensor]:
+        """Where these are compared, all ranks use all parameters."""
         if not self.first:
             return list(parts), self.statistic(parts)
         n, length = len(parts), len(parts[0])

@@ -66,6 +66,7 @@ def _slow_rank(rank: int, world: int, algorithm: str) -> int:
     trigram.init(op_timeout=0.5)
     model = trigram.with_bagua(torch.nn.Linear(3, 1), algorithm)
     for step in range(30):
+        model.zero_grad()
         model(torch.ones(2, 3)).sum().backward()
         time.sleep(1.5 if rank == 1 and step in (5, 29) else 0.002)
     steps = int(trigram.stats(model)["steps"])

@@ -35,18 +35,19 @@ def card(store: Any, rank: int) -> bytes:
 
 
 def _port(card: bytes) -> tuple[int, int]:
-    """Where a card's port lies: after a letter, a version, a rank, the kind of address, and 4 numbers."""
-    end = 8
+    """Where a card's port lies: after a letter, a version, the release (its length and its text), a rank, the
+    kind of address, and 4 numbers."""
+    begin = end = 9 + card[2]
     while card[end] & 0x80:
         end += 1
-    return 8, end + 1
+    return begin, end + 1
 
 
 def address(card: bytes) -> tuple[str, int]:
     """Where the rank of this card listens."""
     begin, end = _port(card)
     port = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(card[begin:end]))
-    return ".".join(map(str, card[4:8])), port
+    return ".".join(map(str, card[begin - 4 : begin])), port
 
 
 def name(card: bytes) -> str:
@@ -57,12 +58,12 @@ def name(card: bytes) -> str:
 
 def readdressed(card: bytes, port: int, secret: str | None = SECRET) -> bytes:
     """The card of a rank that listens elsewhere: what somebody who knows the secret can make of it."""
-    _, end = _port(card)
+    begin, end = _port(card)
     number = []
     while port >= 0x80:
         number.append(port & 0x7F | 0x80)
         port >>= 7
-    body = card[1:4] + bytes([127, 0, 0, 1]) + bytes([*number, port]) + card[end:-32]
+    body = card[1 : begin - 4] + bytes([127, 0, 0, 1]) + bytes([*number, port]) + card[end:-32]
     seal = (
         hmac.new(secret.encode(), b"trigram record" + body, hashlib.sha256).digest() if secret else bytes(32)
     )

@@ -36,7 +36,7 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.model_changes import agree_on_change
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot
+from trigram.training.update_watch import GradientsSnapshot, UsedGradients
 
 
 class GradientSync(StepHooks):
@@ -61,6 +61,7 @@ class GradientSync(StepHooks):
         self.received: list[coalesced.Coalesced] = []
         self.local = self.copies = self.averaged = False
         self.assigned: GradientsSnapshot | None = None
+        self.used = UsedGradients()
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
@@ -312,6 +313,7 @@ class GradientSync(StepHooks):
         self.elastic.complete(self)
         self.steps += 1
         self.local, self.averaged = False, True
+        self.used.clear()
         received, self.received = self.received, []
         for buffers in received:
             # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
@@ -527,6 +529,7 @@ class GradientSync(StepHooks):
         """Ends the warm-up after the update that belongs to it."""
         if not self.updating:
             self.averaged = False
+            self.used.keep(self.params, mine)
             self.end_warmup()
 
     def _has_local_gradients(self, mine: set[int]) -> bool:
@@ -544,7 +547,9 @@ class GradientSync(StepHooks):
                 found.append(p)
         if found and self.assigned is not None:
             found = self.assigned.foreign(self.params, {id(p) for p in found})
-        return found
+        # The next gradients may be written into the memory of averages that an update has used.
+        rewritten = self.used.rewritten(self.params, mine) - {id(p) for p in found}
+        return found + [p for p in self.params if id(p) in rewritten]
 
     # State.
 

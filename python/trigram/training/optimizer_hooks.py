@@ -8,6 +8,7 @@ beginning of the outer ``step`` to its end.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any, Protocol
 
@@ -65,9 +66,22 @@ def any_optimizer_of(param_ids: set[int]) -> bool:
     )
 
 
+def forget_failed(listener: Updated) -> None:
+    """Forgets the optimizers whose ``step`` has raised an exception: no hook is called then. Those that are
+    still in it have a method on the stack."""
+    if not listener.updating:
+        return
+    frame, inside = sys._getframe(), set()
+    while frame is not None:
+        inside.add(id(frame.f_locals.get("self")))
+        frame = frame.f_back  # type: ignore[assignment]
+    listener.updating[:] = [o for o in listener.updating if o() is not None and id(o()) in inside]
+
+
 @torch.compiler.disable
 def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for listener, mine in _concerned(optimizer):
+        forget_failed(listener)
         # An optimizer that begins a step while it is in one has left that one by an exception.
         running = [o() for o in listener.updating]
         if optimizer in running:

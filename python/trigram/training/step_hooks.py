@@ -289,6 +289,7 @@ class StepHooks:
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
         self.abort_failed()
+        optimizer_hooks.forget_failed(self)
         if not self.updating and (following := self.end_warmup()) is not None:
             following._before_forward(model, args)
             return

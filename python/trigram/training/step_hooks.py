@@ -91,6 +91,7 @@ class StepHooks:
         self.sync = True
         self.join: UnevenInputs | None = None
         self.active = self.prepared = False
+        self._handled: int | None = None
         self._before_loading: ValuesSnapshot | None = None
         self.steps = self.idle_steps = 0
         self.bytes = 0
@@ -284,6 +285,7 @@ class StepHooks:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
         if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
@@ -314,7 +316,7 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
-        if output is None and sys.exc_info()[0] is not None:
+        if output is None and (raised := sys.exc_info()[1]) is not None and id(raised) != self._handled:
             self._forward_failed(_model)
             return
         # These hooks run in the outermost backward pass: gradients that arrive in a pass inside it (reentrant

@@ -21,10 +21,12 @@ class Updated(Protocol):
     """Who is told of updates.
 
     Attributes:
+        model: A weak reference to the model.
         param_ids: ``id()`` of each parameter whose updates it wants to know of.
         updating: The optimizers whose ``step`` is running, outermost first.
     """
 
+    model: weakref.ref[torch.nn.Module]
     param_ids: set[int]
     updating: list[weakref.ref[Optimizer]]
 
@@ -50,6 +52,11 @@ def listen(listener: Updated) -> None:
 def leave(listener: Updated) -> None:
     """Tells ``listener`` of no more updates."""
     _listeners.discard(listener)
+
+
+def has_listener(param: torch.Tensor) -> bool:
+    """Whether a model that still exists is told of updates of the parameter."""
+    return any(id(param) in listener.param_ids and listener.model() is not None for listener in _listeners)
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:

@@ -31,6 +31,7 @@ from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.gpu import device
+from trigram.runtime import world
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
@@ -59,6 +60,25 @@ class _Backward:
     def running(self) -> bool:
         """Whether the call is not over."""
         return self.callback() is not None
+
+
+class _GradientHook(WeakHook):
+    """Tells the hooks of a model of a gradient; raises if the script has dropped the model, and trains its
+    parameters nevertheless."""
+
+    def __init__(self, owner: StepHooks, i: int) -> None:
+        super().__init__(owner, "_on_gradient", i)
+        self._model, self._name, self._job = owner.model, owner.names[i], world.job()
+
+    def __call__(self, *args: Any) -> None:
+        """See the class."""
+        if self._model() is None and self._job == world.job() and not optimizer_hooks.has_listener(args[0]):
+            raise MisuseError(
+                f"with_bagua: parameter {self._name} is trained, but the wrapped model that it is in was "
+                "dropped, so its gradients are not averaged; keep a reference to the model as long as its "
+                "parameters train, or call trigram.unwrap before it is dropped"
+            )
+        super().__call__(*args)
 
 
 class StepHooks:
@@ -264,7 +284,7 @@ class StepHooks:
         for i, p in enumerate(self.params):
             if p.requires_grad and id(p) not in self._watched:
                 self._watched.add(id(p))
-                self.handles.append(p.register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i)))
+                self.handles.append(p.register_post_accumulate_grad_hook(_GradientHook(self, i)))
 
     def close(self) -> None:
         """Removes the hooks."""

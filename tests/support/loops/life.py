@@ -13,7 +13,7 @@ from torch import nn
 
 import trigram
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
+from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, WEIGHTS, row
 
 
 def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None:
@@ -249,6 +249,20 @@ def dropped_and_made_anew(t: Loop) -> None:
     t.iterations = 0
     del first
     train(t, t.wrap(Flat()), 0, 10)
+
+
+@row(refused=(tuple(ALGORITHMS), "dropped", "keep a reference"))
+def dropped_and_its_parts_trained(t: Loop) -> None:
+    """The parts are wrapped in a container that nobody keeps: they would train apart."""
+    first, second = nn.Linear(6, 5), nn.Linear(5, 3)
+    t.wrap(nn.ModuleList([first, second]))
+    t.models.clear()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.05)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(second(first(inputs)), targets).backward()
+        optimizer.step()
 
 
 @row()

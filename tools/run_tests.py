@@ -1,9 +1,9 @@
 """Runs the Python tests in lanes beside each other, and those that fail a second time alone.
 
-The tests start real ranks, and two lanes of them wait more than they compute, so lanes beside each other save
-half of the time. A test that fails there and passes alone has met a busy machine or a race. It is named at the
-end, so that somebody looks at it; it does not fail the run. A run in which more than ``MOST`` tests fail is not
-repeated.
+The tests start real ranks, and two lanes of them wait more than they compute, so lanes beside each other
+save half of the time. A test that fails there and passes alone has met a busy machine or a race. It is named
+at the end, so that somebody looks at it; it does not fail the run. A run in which more than ``MOST`` tests
+fail is not repeated.
 
     python tools/run_tests.py
 """
@@ -45,7 +45,7 @@ def main() -> int:
     if worst == 0 or any(status not in (0, 1) for status in statuses.values()) or not 0 < count <= MOST:
         return abs(worst)
     print(f"\n{count} tests failed beside others; again, alone:", flush=True)
-    again = {lane: subprocess.run([*_command(lane), "--last-failed"]).returncode for lane in failed}
+    again = {lane: subprocess.call([*_command(lane), "--last-failed"]) for lane in failed}
     still = {lane: _failed(lane) for lane, status in again.items() if status}
     for lane, names in failed.items():
         for name in names:

@@ -197,7 +197,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         The module: ``model``, or its ``module`` if it is a ``trigram.DistributedDataParallel``.
 
     Raises:
-        MisuseError: The model is not wrapped.
+        MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``.
         UnsupportedError: The model is elastic: other ranks may count on it.
     """
     wrapped = wrapped_models.get(model)
@@ -209,6 +209,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "unwrap: not supported for elastic models, because ranks may join at any step; call "
                 "trigram.shutdown first, or end the script"
             )
+        _check_outside_blocks(wrapped, "unwrap")
         if wrapped.hooks is not None:
             wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
@@ -217,6 +218,16 @@ def unwrap(model: nn.Module) -> nn.Module:
     remove(wrapped)
     methods.remove(module)
     return module
+
+
+def _check_outside_blocks(wrapped: WrappedModel, what: str) -> None:
+    """Raises inside of ``no_sync`` and ``join``: the block would end on hooks that are no longer there."""
+    hooks = wrapped.hooks
+    if hooks is not None and (hooks.join is not None or not hooks.sync):
+        raise MisuseError(
+            f"{what}: the model is in a block of {'no_sync' if hooks.join is None else 'join'}; call it after "
+            "the block, on all ranks"
+        )
 
 
 def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None, **options: Any) -> None:
@@ -233,8 +244,10 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
 
     Raises:
         UnsupportedError: See :func:`with_bagua`; the model then continues with the old algorithm.
+        MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``.
     """
     wrapped = lookup(model, "switch")
+    _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
     check(chosen, optimizer)
     wrapped.extras.check(chosen, wrapped.size)

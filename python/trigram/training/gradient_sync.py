@@ -36,7 +36,7 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.model_changes import agree_on_change
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot
+from trigram.training.update_watch import GradientsSnapshot, UsedGradients
 
 
 class GradientSync(StepHooks):
@@ -63,6 +63,7 @@ class GradientSync(StepHooks):
         self.covered: set[int] = set()
         self.managed: set[int] = set()
         self.assigned: GradientsSnapshot | None = None
+        self.used = UsedGradients()
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
@@ -315,6 +316,7 @@ class GradientSync(StepHooks):
         self.elastic.complete(self)
         self.steps += 1
         self.local, self.averaged = False, True
+        self.used.clear()
         received, self.received = self.received, []
         for buffers in received:
             # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
@@ -533,6 +535,7 @@ class GradientSync(StepHooks):
         if self.updating:
             return
         self.averaged = False
+        self.used.keep(self.params, mine)
         used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
         if self.steps > 1 and used & self.managed <= self.covered:  # after one step not all are known
             self.end_warmup()
@@ -552,7 +555,9 @@ class GradientSync(StepHooks):
                 found.append(p)
         if found and self.assigned is not None:
             found = self.assigned.foreign(self.params, {id(p) for p in found})
-        return found
+        # The next gradients may be written into the memory of averages that an update has used.
+        rewritten = self.used.rewritten(self.params, mine) - {id(p) for p in found}
+        return found + [p for p in self.params if id(p) in rewritten]
 
     # State.
 

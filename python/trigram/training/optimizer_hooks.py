@@ -8,6 +8,7 @@ beginning of the outer ``step`` to its end.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from typing import Any, Protocol
 
@@ -20,10 +21,12 @@ class Updated(Protocol):
     """Who is told of updates.
 
     Attributes:
+        model: A weak reference to the model.
         param_ids: ``id()`` of each parameter whose updates it wants to know of.
         updating: The optimizers whose ``step`` is running, outermost first.
     """
 
+    model: weakref.ref[torch.nn.Module]
     param_ids: set[int]
     updating: list[weakref.ref[Optimizer]]
 
@@ -51,6 +54,11 @@ def leave(listener: Updated) -> None:
     _listeners.discard(listener)
 
 
+def has_listener(param: torch.Tensor) -> bool:
+    """Whether a model that still exists is told of updates of the parameter."""
+    return any(id(param) in listener.param_ids and listener.model() is not None for listener in _listeners)
+
+
 def parameters_of(optimizer: Optimizer) -> set[int]:
     """``id()`` of each parameter of an optimizer."""
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -65,9 +73,22 @@ def any_optimizer_of(param_ids: set[int]) -> bool:
     )
 
 
+def forget_failed(listener: Updated) -> None:
+    """Forgets the optimizers whose ``step`` has raised an exception: no hook is called then. Those that are
+    still in it have a method on the stack."""
+    if not listener.updating:
+        return
+    frame, inside = sys._getframe(), set()
+    while frame is not None:
+        inside.add(id(frame.f_locals.get("self")))
+        frame = frame.f_back  # type: ignore[assignment]
+    listener.updating[:] = [o for o in listener.updating if o() is not None and id(o()) in inside]
+
+
 @torch.compiler.disable
 def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for listener, mine in _concerned(optimizer):
+        forget_failed(listener)
         # An optimizer that begins a step while it is in one has left that one by an exception.
         running = [o() for o in listener.updating]
         if optimizer in running:

@@ -31,6 +31,7 @@ from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
+from trigram.runtime import world
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
@@ -59,6 +60,25 @@ class _Backward:
     def running(self) -> bool:
         """Whether the call is not over."""
         return self.callback() is not None
+
+
+class _GradientHook(WeakHook):
+    """Tells the hooks of a model of a gradient; raises if the script has dropped the model, and trains its
+    parameters nevertheless."""
+
+    def __init__(self, owner: StepHooks, i: int) -> None:
+        super().__init__(owner, "_on_gradient", i)
+        self._model, self._name, self._job = owner.model, owner.names[i], world.job()
+
+    def __call__(self, *args: Any) -> None:
+        """See the class."""
+        if self._model() is None and self._job == world.job() and not optimizer_hooks.has_listener(args[0]):
+            raise MisuseError(
+                f"with_bagua: parameter {self._name} is trained, but the wrapped model that it is in was "
+                "dropped, so its gradients are not averaged; keep a reference to the model as long as its "
+                "parameters train, or call trigram.unwrap before it is dropped"
+            )
+        super().__call__(*args)
 
 
 class StepHooks:
@@ -91,6 +111,7 @@ class StepHooks:
         self.sync = True
         self.join: UnevenInputs | None = None
         self.active = self.prepared = False
+        self._handled: int | None = None
         self._before_loading: ValuesSnapshot | None = None
         self.steps = self.idle_steps = 0
         self.bytes = 0
@@ -263,7 +284,7 @@ class StepHooks:
         for i, p in enumerate(self.params):
             if p.requires_grad and id(p) not in self._watched:
                 self._watched.add(id(p))
-                self.handles.append(p.register_post_accumulate_grad_hook(WeakHook(self, "_on_gradient", i)))
+                self.handles.append(p.register_post_accumulate_grad_hook(_GradientHook(self, i)))
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -284,11 +305,13 @@ class StepHooks:
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
+        self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
         if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
         self.abort_failed()
+        optimizer_hooks.forget_failed(self)
         if not self.updating and (following := self.end_warmup()) is not None:
             following._before_forward(model, args)
             return
@@ -313,8 +336,9 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
-        if output is None and (error := sys.exc_info()[1]) is not None:
-            if not isinstance(error, TrigramError):
+        raised = sys.exc_info()[1]
+        if output is None and raised is not None and id(raised) != self._handled:
+            if not isinstance(raised, TrigramError):
                 self._forward_failed(_model)
             return
         # These hooks run in the outermost backward pass: gradients that arrive in a pass inside it (reentrant

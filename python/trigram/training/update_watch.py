@@ -103,3 +103,30 @@ class GradientsSnapshot:
             for p, kept in zip(params, self._kept, strict=True)
             if id(p) in ids and p.grad is not None and (kept is None or p.grad is not kept[0]())
         ]
+
+
+class UsedGradients:
+    """The gradients with which optimizers have updated parameters, to tell whether a script has written other
+    values into the same tensors since (``p.grad.copy_``, or backward passes in ``no_sync``)."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def clear(self) -> None:
+        """Forgets them: a backward pass has computed new ones."""
+        self._kept.clear()
+
+    def keep(self, params: Sequence[torch.Tensor], ids: set[int]) -> None:
+        """Remembers the gradients of the parameters with these ``id()``."""
+        for p in params:
+            if id(p) in ids and p.grad is not None:
+                self._kept[id(p)] = weakref.ref(p.grad), p.grad._version
+
+    def rewritten(self, params: Sequence[torch.Tensor], ids: set[int]) -> set[int]:
+        """``id()`` of those of the parameters with these ``id()`` whose gradients have changed in place."""
+        found = set()
+        for p in params:
+            kept = self._kept.get(id(p)) if id(p) in ids else None
+            if kept is not None and p.grad is kept[0]() and p.grad is not None and p.grad._version != kept[1]:
+                found.add(id(p))
+        return found

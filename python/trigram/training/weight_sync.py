@@ -29,7 +29,7 @@ from trigram.training import optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot, WeightsSnapshot
+from trigram.training.update_watch import GradientsSnapshot, UsedGradients, WeightsSnapshot
 
 _MOST_PERTURBATIONS = 5
 """Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
@@ -68,6 +68,7 @@ class WeightSync(StepHooks):
         self.skip_until = -1
         self.covered: set[int] = set()
         self.managed: set[int] = set()
+        self.used = UsedGradients()
         self.weights: WeightsSnapshot | None = None
         self.has_optimizer = self.has_looked = False
         self.perturbed = False
@@ -135,6 +136,7 @@ class WeightSync(StepHooks):
         if self.updating:
             return
         self.perturbed = False
+        self.used.clear()
         self.weights, self.gradients = WeightsSnapshot(self.trained), GradientsSnapshot(self.trained)
         if self.covered:  # optimizers have stepped inside backward
             self._make_boundaries(self.steps)
@@ -168,6 +170,8 @@ class WeightSync(StepHooks):
         if not self.due and self._is_assigned(mine):
             self.steps += 1
             self.gradients = GradientsSnapshot(self.trained)
+            self.used.clear()  # those of other optimizers were assigned for the same step
+        self.used.keep(self.trained, mine)
         used = {id(p) for p in self.trained if p.grad is not None}
         if self.due and used & self.managed <= self.covered:
             self._make_boundaries(self.steps)
@@ -185,8 +189,11 @@ class WeightSync(StepHooks):
         self.last_user_step = self.last_boundary
 
     def _is_assigned(self, mine: set[int]) -> bool:
-        """Whether a script has assigned gradients of parameters that an optimizer has updated."""
-        return bool(self.gradients.foreign(self.trained, mine))
+        """Whether a script has assigned gradients of parameters that an optimizer has updated, or has written
+        them into the tensors of earlier gradients."""
+        return bool(self.gradients.foreign(self.trained, mine)) or bool(
+            self.used.rewritten(self.trained, mine)
+        )
 
     def _step_is_over(self, param: int | None = None) -> bool:
         """Whether the update of the step that is due has been made or skipped.

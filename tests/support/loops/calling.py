@@ -186,6 +186,30 @@ class ReturnsLoss(Flat):
 
 
 @row(linear=True)
+def no_output_in_an_except_clause(t: Loop) -> None:
+    """The forward keeps its loss and returns None, while the script handles an exception of its own."""
+
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.flat = Flat()
+
+        def forward(self, inputs: Tensor, targets: Tensor) -> None:
+            self.loss = mse(self.flat(inputs), targets)
+
+    model = t.wrap(Keeps())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        try:
+            raise ValueError
+        except ValueError:
+            model(*t.batch(step))
+        model.loss.backward()
+        optimizer.step()
+
+
+@row(linear=True)
 def loss_in_forward(t: Loop) -> None:
     """The forward returns the loss."""
     train(t, t.wrap(ReturnsLoss()), lambda m, x, y: m(x, y))

@@ -101,6 +101,23 @@ def assigned_by_hand(t: Loop) -> None:
 
 
 @row(linear=True)
+def written_in_place(t: Loop) -> None:
+    """`autograd.grad`, copied into gradients that were allocated once: after the first step they are memory
+    of trigram, and the next gradients are written there."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        grads = torch.autograd.grad(mse(model(inputs), targets), list(model.parameters()))
+        for p, g in zip(model.parameters(), grads, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(g)
+        optimizer.step()
+
+
+@row(linear=True)
 def computed_by_hand(t: Loop) -> None:
     """No autograd at all: the gradient of a linear model, written into `p.grad`."""
     model = t.wrap(nn.Linear(6, 3))

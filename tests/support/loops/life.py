@@ -13,7 +13,7 @@ from torch import nn
 
 import trigram
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
+from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, WEIGHTS, row
 
 
 def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None:
@@ -251,6 +251,20 @@ def dropped_and_made_anew(t: Loop) -> None:
     train(t, t.wrap(Flat()), 0, 10)
 
 
+@row(refused=(tuple(ALGORITHMS), "dropped", "keep a reference"))
+def dropped_and_its_parts_trained(t: Loop) -> None:
+    """The parts are wrapped in a container that nobody keeps: they would train apart."""
+    first, second = nn.Linear(6, 5), nn.Linear(5, 3)
+    t.wrap(nn.ModuleList([first, second]))
+    t.models.clear()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.05)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(second(first(inputs)), targets).backward()
+        optimizer.step()
+
+
 @row()
 def many_hooks_are_not_left(t: Loop) -> None:
     """Fifty steps add no hooks to parameters or modules."""
@@ -304,6 +318,24 @@ def on_a_group_of_all(t: Loop) -> None:
     """The model is trained by a group."""
     group = {} if t.algorithm is None else {"group": trigram.new_group(list(range(t.world)))}
     model = t.wrap(nn.Linear(6, 3), **group)
+    train(t, model, 0, 10)
+
+
+@row()
+def replaced_inside_of_blocks(t: Loop) -> None:
+    """`switch` and `unwrap` inside of `no_sync`, and of `join` where ranks wait for each other, are errors, and
+    the training goes on as if nobody had tried."""
+    model = t.wrap(Flat())
+    blocks = [t.no_sync] if t.algorithm in ASYNC else [t.no_sync, t.join]
+    for block in blocks if t.algorithm is not None else []:
+        with block(model):
+            for call in (trigram.unwrap, lambda m: trigram.switch(m, "gradient_allreduce")):
+                try:
+                    call(model)
+                except trigram.MisuseError as e:
+                    assert "block" in str(e), e
+                else:
+                    raise AssertionError("nobody was told")
     train(t, model, 0, 10)
 
 

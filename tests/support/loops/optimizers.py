@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import torch
@@ -202,6 +203,22 @@ def lbfgs(t: Loop) -> None:
             return loss
 
         optimizer.step(closure)
+
+
+@row(linear=True)
+def step_raises_and_another_goes_on(t: Loop) -> None:
+    """The closure of an optimizer raises; the script goes on with another optimizer, and the first one is
+    still there."""
+    model = t.wrap(Flat())
+    first, optimizer = torch.optim.LBFGS(model.parameters()), sgd(model)
+
+    def closure() -> float:
+        raise StopIteration
+
+    with contextlib.suppress(StopIteration):
+        first.step(closure)
+    train(t, model, optimizer)
+    assert first.param_groups
 
 
 @row(linear=True)

@@ -79,6 +79,20 @@ def accumulated_with_no_sync(t: Loop) -> None:
 
 
 @row(linear=True)
+def accumulated_in_no_sync_only(t: Loop) -> None:
+    """All micro-batches under no_sync, and gradients that zero_grad fills with 0 instead of dropping them."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad(set_to_none=False)
+        for micro in range(2):
+            with t.no_sync(model):
+                inputs, targets = t.batch(100 * step + micro)
+                (mse(model(inputs), targets) / 2).backward()
+        optimizer.step()
+
+
+@row(linear=True)
 def forward_under_no_sync(t: Loop) -> None:
     """Only the forwards of the micro-batches are under no_sync, as by mistake; the backwards are outside."""
     model = t.wrap(Flat())

@@ -225,8 +225,8 @@ def _check_outside_blocks(wrapped: WrappedModel, what: str) -> None:
     hooks = wrapped.hooks
     if hooks is not None and (hooks.join is not None or not hooks.sync):
         raise MisuseError(
-            f"{what}: the model is in a block of {'no_sync' if hooks.join is None else 'join'}; call it after "
-            "the block, on all ranks"
+            f"{what}: the model is in a block of {'no_sync' if hooks.join is None else 'join'}; call it "
+            "after the block, on all ranks"
         )
 
 

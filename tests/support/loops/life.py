@@ -323,8 +323,8 @@ def on_a_group_of_all(t: Loop) -> None:
 
 @row()
 def replaced_inside_of_blocks(t: Loop) -> None:
-    """`switch` and `unwrap` inside of `no_sync`, and of `join` where ranks wait for each other, are errors, and
-    the training goes on as if nobody had tried."""
+    """`switch` and `unwrap` inside of `no_sync`, and of `join` where ranks wait for each other, are errors,
+    and the training goes on as if nobody had tried."""
     model = t.wrap(Flat())
     blocks = [t.no_sync] if t.algorithm in ASYNC else [t.no_sync, t.join]
     for block in blocks if t.algorithm is not None else []:

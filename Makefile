@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-libraries test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -108,6 +108,14 @@ wheel: .venv/ready  ## builds a wheel into dist/
 test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
 	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
 	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
+
+# Scripts on transformers, PEFT, timm, torchvision and schedulefree; no weights are downloaded.
+.venv/libraries: .venv/ready requirements-libraries.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-libraries.txt
+	touch $@
+
+test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
+	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries
 
 fmt: .venv/ready  ## formats Rust and Python
 	cargo fmt --all

@@ -1,0 +1,1 @@
+"""Scripts on public libraries, which `make test-libraries` installs and runs; `make test` does not."""

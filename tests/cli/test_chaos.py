@@ -42,7 +42,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [long("auto"), "tcp", long("pauses")])
+@pytest.mark.parametrize("case", [long("auto"), long("tcp"), long("pauses")])
 def test_a_job_under_fire(case: str) -> None:
     transport, faults, words = CASES[case]
     with Chaos(settings(transport, faults)) as chaos:

@@ -164,7 +164,7 @@ fn parts_of_different_lengths_are_refused() {
     for engines in [over_mem(2), met(2, Transport::Shm)] {
         on_all(engines, |_, group| {
             let mut data = vec![1f32; 30];
-            for what in [Collective::ReduceScatter, Collective::AllGather, Collective::AllReduce] {
+            for what in [Collective::AllReduce, Collective::Broadcast, Collective::Gather] {
                 let splits = Some((vec![10, 20], vec![10, 20]));
                 let call = Call { splits, ..call(what, DType::F32, 15) };
                 let tensors = in_place(data.as_mut_ptr().cast(), 120);

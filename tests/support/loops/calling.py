@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
-from tests.support.loops.table import ALGORITHMS, row
+from tests.support.loops.table import ALGORITHMS, GRADIENTS, WEIGHTS, row
 
 
 def train(t: Loop, model: Any, loss: Any, steps: int = 10) -> None:
@@ -390,10 +390,19 @@ def checkpoint_reentrant(t: Loop) -> None:
     train(t, t.wrap(Checkpointed(True)), lambda m, x, y: mse(m(x), y))
 
 
-@row()
+@row(only=WEIGHTS)
 def checkpoint_of_methods(t: Loop) -> None:
     """The loop itself checkpoints the model's parts, reentrantly."""
+    _checkpoints_methods(t)
 
+
+@row(only=GRADIENTS, passes=2)
+def checkpoint_of_methods_by_gradients(t: Loop) -> None:
+    """Each backward pass inside the other counts as a pass: nothing tells that there is an outer one."""
+    _checkpoints_methods(t)
+
+
+def _checkpoints_methods(t: Loop) -> None:
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         x = x.clone().requires_grad_(True)
         h = checkpoint(m.encode, x, use_reentrant=True)
@@ -418,14 +427,6 @@ def autocast(t: Loop) -> None:
 def scripted_before(t: Loop) -> None:
     """`torch.jit.script` before wrapping."""
     train(t, t.wrap(torch.jit.script(Flat())), lambda m, x, y: mse(m(x), y))
-
-
-@row(linear=True)
-def scripted_after(t: Loop) -> None:
-    """`torch.jit.script` of the wrapped model, which shares its parameters."""
-    model = t.wrap(Flat())
-    scripted = torch.jit.script(model)
-    train(t, model, lambda _, x, y: mse(scripted(x), y))
 
 
 @row(linear=True)

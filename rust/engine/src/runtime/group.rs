@@ -102,7 +102,9 @@ impl Group {
                 "send/recv: rank {peer} is not another rank of this group of {world} ranks"
             )));
         }
-        if call.splits.is_some() && call.what != Collective::AllToAll {
+        let parts =
+            matches!(call.what, Collective::AllToAll | Collective::ReduceScatter | Collective::AllGather);
+        if call.splits.is_some() && !parts {
             return Err(Error::Unsupported(format!(
                 "{}: parts of different lengths are not supported; pad them to equal lengths, or use all_to_all",
                 call.what.name()

@@ -292,7 +292,10 @@ impl Scheduling<'_> {
         };
         self.counters.direct_bytes.fetch_add(body.direct_bytes, Ordering::Relaxed);
         for (counter, tx) in self.counters.sent.iter().zip(self.out.connections()) {
-            counter.store(tx.as_ref().map_or(0, |tx| tx.bytes), Ordering::Relaxed);
+            // A peer that has left had its bytes all the same.
+            if let Some(tx) = tx {
+                counter.store(tx.bytes, Ordering::Relaxed);
+            }
         }
         let completion = active.completion.clone();
         self.calls.recycle(active);

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from trigram.backend.arguments import seconds
+from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.timeouts import seconds
 from trigram.backend.names import DEVICES, NAME
-from trigram.backend.starting import Starting
 from trigram.runtime.memory import empty
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trigram.backend.arguments import seconds
-from trigram.backend.barriers import Barriers
+from trigram.backend.calls.barriers import Barriers
+from trigram.backend.calls.reductions import Reductions
+from trigram.backend.calls.transfers import Transfers
+from trigram.backend.handles.timeouts import seconds
 from trigram.backend.identity import Identity, Options
-from trigram.backend.reductions import Reductions
-from trigram.backend.transfers import Transfers
 from trigram.errors import UnsupportedError
 from trigram.runtime import world
 from trigram.runtime.group import Group
@@ -19,7 +19,7 @@ from trigram.runtime.group import Group
 class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of ``torch.distributed`` whose calls the engine carries.
 
-    Calls return a :class:`trigram.backend.work.Work`. With ``asyncOp=False`` in their options they run in
+    Calls return a :class:`trigram.backend.handles.work.Work`. With ``asyncOp=False`` in their options they run in
     the caller's thread, and the handle that they return has finished.
 
     Args:
@@ -84,7 +84,8 @@ def create(asked: Any, options: Any) -> ProcessGroup:
         if (group.rank, group.size) != (asked.group_rank, asked.group_size):
             raise UnsupportedError(
                 f"init_process_group: trigram.init has made this rank {group.rank} of {group.size}, and "
-                f"torch asks for rank {asked.group_rank} of {asked.group_size}; call trigram.shutdown() before"
+                f"torch asks for rank {asked.group_rank} of {asked.group_size}; call trigram.shutdown() "
+                "before"
             )
     group.timeout = timeout
     return ProcessGroup(group, asked.store, asked.timeout, options, owns)

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from trigram.backend import profiling, sparse, tensors
-from trigram.backend.arguments import is_async, listed, only, options, reduce_op, seconds
-from trigram.backend.callbacks import _threads as callback_threads
-from trigram.backend.starting import Starting
-from trigram.backend.work import Work
+from trigram.backend.calls import profiling, sparse, tensors
+from trigram.backend.calls.arguments import is_async, listed, only, options, reduce_op
+from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.callbacks import _threads as callback_threads
+from trigram.backend.handles.timeouts import seconds
+from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError
 from trigram.runtime import engine_codes
 

@@ -6,7 +6,6 @@ pass a root, an operator and a timeout instead; these functions make options of 
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -46,14 +45,6 @@ def _factor(op: Any) -> Any:
     if hasattr(op, "factor"):
         return op.factor
     return op.__getstate__()[1]  # torch before 2.13 shows it only to pickle
-
-
-def seconds(given: Any) -> float | None:
-    """A timeout in seconds; None if the caller has set none."""
-    if given is None:
-        return None
-    value = given.total_seconds() if isinstance(given, timedelta) else float(given)
-    return value if value > 0 else None
 
 
 def is_async(opts: Any) -> bool:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from trigram.backend.arguments import is_async, options, seconds
-from trigram.backend.point_to_point import PointToPoint
-from trigram.backend.work import Work
+from trigram.backend.calls.arguments import is_async, options
+from trigram.backend.calls.point_to_point import PointToPoint
+from trigram.backend.handles.timeouts import seconds
+from trigram.backend.handles.work import Work
 from trigram.errors import TimeoutError, TrigramError
 from trigram.runtime import engine_codes
 

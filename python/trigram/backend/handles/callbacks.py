@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from trigram.backend.futures import Future
+from trigram.backend.handles.futures import Future
 from trigram.runtime import logs
 
 _threads: dict[int, Callbacks] = {}

@@ -13,7 +13,7 @@ _POLL = 0.5
 
 
 class Thread(Protocol):
-    """The thread on which callbacks run; :class:`trigram.backend.callbacks.Callbacks` is one."""
+    """The thread on which callbacks run; :class:`trigram.backend.handles.callbacks.Callbacks` is one."""
 
     def put(self, task: Callable[[], None]) -> None:
         """Queues a task."""

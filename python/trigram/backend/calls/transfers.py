@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from trigram.backend import tensors
-from trigram.backend.arguments import is_async, listed, only, options, seconds
-from trigram.backend.starting import Starting
-from trigram.backend.work import Work
+from trigram.backend.calls import tensors
+from trigram.backend.calls.arguments import is_async, listed, only, options
+from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.timeouts import seconds
+from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError
 from trigram.runtime import engine_codes
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trigram.backend.arguments import seconds
-from trigram.backend.callbacks import Callbacks
-from trigram.backend.futures import Future
+from trigram.backend.handles.callbacks import Callbacks
+from trigram.backend.handles.futures import Future
+from trigram.backend.handles.timeouts import seconds
 from trigram.collectives import work as in_flight
 from trigram.errors import TimeoutError
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from trigram.backend import profiling, tensors
-from trigram.backend.arguments import listed, only
-from trigram.backend.starting import Starting
-from trigram.backend.work import Work
+from trigram.backend.calls import profiling, tensors
+from trigram.backend.calls.arguments import listed, only
+from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError
 from trigram.gpu import routes
 from trigram.runtime import engine_codes

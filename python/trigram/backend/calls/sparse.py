@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from trigram.backend.arguments import SUM, reduce_op
-from trigram.backend.starting import Starting
-from trigram.backend.work import Work, finished
+from trigram.backend.calls.arguments import SUM, reduce_op
+from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.work import Work, finished
 from trigram.collectives import calls
 from trigram.errors import UnsupportedError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from trigram.backend import profiling
-from trigram.backend.callbacks import Callbacks, running
-from trigram.backend.work import Several, Work, finished
+from trigram.backend.calls import profiling
+from trigram.backend.handles.callbacks import Callbacks, running
+from trigram.backend.handles.work import Several, Work, finished
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import routes

@@ -6,11 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from trigram.backend import dynamo, out_variants
 from trigram.backend.calls.barriers import Barriers
 from trigram.backend.calls.reductions import Reductions
 from trigram.backend.calls.transfers import Transfers
+from trigram.backend.handles.futures import Future
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.identity import Identity, Options
+from trigram.backend.handles.work import Work
 from trigram.errors import UnsupportedError
 from trigram.runtime import world
 from trigram.runtime.group import Group
@@ -19,8 +22,8 @@ from trigram.runtime.group import Group
 class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup):  # type: ignore[misc]
     """A process group of ``torch.distributed`` whose calls the engine carries.
 
-    Calls return a :class:`trigram.backend.handles.work.Work`. With ``asyncOp=False`` in their options they run in
-    the caller's thread, and the handle that they return has finished.
+    Calls return a handle, ``handles/work.py``. With ``asyncOp=False`` in their options they run in the
+    caller's thread, and the handle that they return has finished.
 
     Args:
         group: The ranks.
@@ -34,6 +37,7 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
         # With a store as well, torch 2.13 answers that the class is no alias of its own.
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg,arg-type]
         self._start_with(group)
+        self._awaited = {}
         self._store, self._owns, self._job = store, owns, world.job()
         self._options = options if options is not None else Options(timeout)
 
@@ -60,8 +64,12 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
             world.shutdown()
 
 
+dynamo.skip(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith("trigram.")), Work, Future)
+
+
 def create(asked: Any, options: Any) -> ProcessGroup:
     """See :func:`trigram.backend.registration.create`."""
+    out_variants.reach_out_variants()
     ranks = list(asked.global_ranks_in_group)
     timeout = seconds(asked.timeout)
     owns = False

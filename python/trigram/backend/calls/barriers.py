@@ -24,6 +24,8 @@ _TAG = (1 << 31) - 1
 class Barriers(PointToPoint):
     """The part of a process group that waits for its ranks."""
 
+    _awaited: dict[int, Work]
+
     def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
         """Waits until every rank has called it."""
         opts = options(c10d.BarrierOptions, opts, timeout)
@@ -60,21 +62,23 @@ class Barriers(PointToPoint):
                     f"{group.ranks[0]} within {limit} s: {e}"
                 ) from e
             return
-        arrivals = {r: self.recv([word.clone()], r, _TAG) for r in range(1, group.size)}
+        # The message of a rank that came too late for an earlier barrier counts for this one.
+        arrivals = {
+            r: self._awaited.pop(r, None) or self.recv([word.clone()], r, _TAG) for r in range(1, group.size)
+        }
         absent = []
         for r, arrival in arrivals.items():
             try:
                 arrival.wait(left())
-            except TrigramError as e:
-                absent.append(group.ranks[r])
+            except TrigramError:
+                absent.append(r)
                 if not wait_all_ranks:
-                    raise TimeoutError(
-                        f"monitored_barrier: rank {group.ranks[0]} timed out: rank {group.ranks[r]} failed "
-                        f"to pass monitoredBarrier in {_milliseconds(limit)}: {e}"
-                    ) from e
+                    break
         if absent:
+            self._awaited = {r: a for r, a in arrivals.items() if not a.is_completed()}
+            names = ", ".join(str(group.ranks[r]) for r in absent)
             raise TimeoutError(
-                f"monitored_barrier: rank {group.ranks[0]}: ranks {', '.join(map(str, absent))} failed to "
+                f"monitored_barrier on rank {group.ranks[0]}: Rank{'s' * (len(absent) > 1)} {names} failed to "
                 f"pass monitoredBarrier in {_milliseconds(limit)}"
             )
         for release in [self.send([word], r, _TAG) for r in arrivals]:

@@ -50,6 +50,7 @@ ROOMS = {
 }
 """Which rooms each room may use."""
 OUTSIDE = {
+    "integrations": set(ROOMS) | {"package"},
     "graphs": {"algorithms"},
     "exchange": {"mixing"},
     "cli": set(ROOMS) | {"package"},

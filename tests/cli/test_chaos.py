@@ -28,8 +28,8 @@ def losses(logs: dict[int, str]) -> list[float]:
 
 def settings(transport: str, faults: list[str]) -> Settings:
     """A job of four ranks, and a fault every other second while enough are whole."""
-    # 2,000 steps last more than 80 s: on a busy machine too, there is time for a fault of each kind, though the
-    # next one waits until the rank that the last one ended has joined again.
+    # 2,000 steps last more than 80 s: on a busy machine too, there is time for a fault of each kind, though
+    # the next one waits until the rank that the last one ended has joined again.
     command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.04"]
     environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
     own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}

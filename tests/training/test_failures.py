@@ -91,7 +91,7 @@ def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
 
 
 def told_apart(rank: int, world: int, algorithm: str, passes: list[int], updates: list[bool]) -> None:
-    """Steps of so many passes, each with an update or not; the pass that meets another one raises on all ranks."""
+    """Steps of so many passes, each with an update or not; the one that meets another raises on all ranks."""
     torch.manual_seed(1)
     options: dict[str, Any] = {"warmup_steps": 2} if algorithm == "powersgd" else {}
     model = trigram.with_bagua(mlp(), algorithm, bucket_mb=0.0001, **options)
@@ -112,7 +112,7 @@ def told_apart(rank: int, world: int, algorithm: str, passes: list[int], updates
 
 @CASES.over(*GRADIENTS)
 def one_pass_more(rank: int, world: int, algorithm: str) -> None:
-    """One rank accumulates one micro-batch more than the others: its gradients would meet those of their next step."""
+    """One rank accumulates a micro-batch more than the others, which would meet their next step."""
     more = rank == world - 1
     told_apart(rank, world, algorithm, [2, 2, 2, 2, 3 if more else 2, 2], [True] * 6)
 
@@ -136,7 +136,7 @@ def steps_without_updates(rank: int, world: int) -> None:
         if step == 4:
             with torch.no_grad():
                 for p in model.parameters():
-                    p -= 0.1 * p.grad
+                    p.sub_(p.grad, alpha=0.1)
         else:
             optimizer.step()
     same_on_all_ranks(rank, world, "skipped", model.parameters())

@@ -234,9 +234,9 @@ class GradientSync(StepHooks):
             self.groups.sample_weight.begin_backward(idle, self.redoing)
 
     def _number_calls(self) -> None:
-        """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or fewer
-        updates, is found when its pass meets theirs. Ranks without inputs make no updates, and ranks that join
-        have made none: with these, nothing is numbered."""
+        """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or
+        fewer updates, is found when its pass meets theirs. Ranks without inputs make no updates, and ranks
+        that join have made none: with these, nothing is numbered."""
         comparable = self.join is None and not self.elastic.can_redo
         self.groups.main.core.set_pass(min(self.passes + 1, 0xFFFF) if comparable else 0)
 
@@ -502,6 +502,16 @@ class GradientSync(StepHooks):
         self.idle_steps += 1
 
     # Updates.
+
+    waits_for_closure = True
+
+    def closure_ignored(self, mine: set[int], optimizer: str) -> None:
+        """Raises if an optimizer that did not call its closure has used gradients of this rank only."""
+        if self._has_local_gradients(mine):
+            raise MisuseError(
+                f"{self.groups.name}: {optimizer}.step(closure) has not called the closure, and updated the "
+                "weights with the gradients of this rank only; call step() without a closure"
+            )
 
     def before_update(self, mine: set[int]) -> None:
         """Averages gradients that no backward pass has averaged: those that a script has assigned, and those

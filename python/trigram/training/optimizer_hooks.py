@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,14 +25,20 @@ class Updated(Protocol):
         model: A weak reference to the model.
         param_ids: ``id()`` of each parameter whose updates it wants to know of.
         updating: The optimizers whose ``step`` is running, outermost first.
+        waits_for_closure: A closure given to ``step`` is called first, and then :meth:`before_update`: the
+            closure may have gradients of this rank completed by a backward pass.
     """
 
     model: weakref.ref[torch.nn.Module]
     param_ids: set[int]
     updating: list[weakref.ref[Optimizer]]
+    waits_for_closure: bool
 
     def before_update(self, mine: set[int]) -> None:
         """An optimizer is about to update the parameters with these ``id()``."""
+
+    def closure_ignored(self, mine: set[int], optimizer: str) -> None:
+        """An optimizer of this class has updated them without calling the closure that it was given."""
 
     def after_update(self, mine: set[int]) -> None:
         """An optimizer has updated the parameters with these ``id()``."""
@@ -85,8 +92,28 @@ def forget_failed(listener: Updated) -> None:
     listener.updating[:] = [o for o in listener.updating if o() is not None and id(o()) in inside]
 
 
+class _Closure:
+    """A script's closure, after which the listeners are told."""
+
+    def __init__(self, closure: Callable[[], Any], waiting: list[tuple[Updated, set[int]]]) -> None:
+        self.closure, self.waiting, self.called = closure, waiting, False
+
+    def __call__(self) -> Any:
+        self.called = True
+        value = self.closure()
+        for listener, mine in self.waiting:
+            listener.before_update(mine)
+        return value
+
+
+def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 @torch.compiler.disable
-def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    closure = _closure(args, kwargs)
+    waiting: list[tuple[Updated, set[int]]] = []
     for listener, mine in _concerned(optimizer):
         forget_failed(listener)
         # An optimizer that begins a step while it is in one has left that one by an exception.
@@ -94,16 +121,29 @@ def _before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if optimizer in running:
             del listener.updating[running.index(optimizer) :]
         listener.updating.append(weakref.ref(optimizer))
+        if listener.waits_for_closure and callable(closure):
+            waiting.append((listener, mine))
+            continue
         try:
             listener.before_update(mine)
         except BaseException:
             listener.updating.pop()
             raise
+    if not waiting:
+        return None
+    checked = _Closure(closure, waiting)
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
 
 
 @torch.compiler.disable
-def _after(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    closure = _closure(args, kwargs)
+    ignored = isinstance(closure, _Closure) and not closure.called
     for listener, mine in _concerned(optimizer):
+        if ignored and listener.waits_for_closure:
+            listener.closure_ignored(mine, type(optimizer).__name__)
         running = [o() for o in listener.updating]
         if optimizer in running:
             del listener.updating[running.index(optimizer) :]

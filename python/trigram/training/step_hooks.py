@@ -96,6 +96,7 @@ class StepHooks:
         prepared: Whether the next pass has been prepared.
         weights_differ: Whether ranks may hold different weights.
         in_step: Whether all ranks make the same step at a time.
+        waits_for_closure: See :class:`trigram.training.optimizer_hooks.Updated`.
         join: The block of ``trigram.join`` that the model is in, or None.
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
         number: The order in which hooks were made.
@@ -103,6 +104,7 @@ class StepHooks:
 
     weights_differ = False
     in_step = True
+    waits_for_closure = False
 
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
@@ -159,6 +161,9 @@ class StepHooks:
 
     def before_update(self, mine: set[int]) -> None:
         """An optimizer is about to update the parameters with these ``id()``."""
+
+    def closure_ignored(self, mine: set[int], optimizer: str) -> None:
+        """An optimizer of this class has updated them without calling the closure that it was given."""
 
     def after_update(self, mine: set[int]) -> None:
         """An optimizer has updated the parameters with these ``id()``."""

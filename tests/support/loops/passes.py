@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from tests.support.loops.loop import Flat, Loop, Net, after_steps, mse, sgd, train, train_by_rank
-from tests.support.loops.table import ASYNC, row
+from tests.support.loops.table import ASYNC, GRADIENTS, row
 
 
 @row(linear=True, passes=2)
@@ -76,6 +77,65 @@ def accumulated_with_no_sync(t: Loop) -> None:
         inputs, targets = t.batch(100 * step + 3)
         (mse(model(inputs), targets) / 3).backward()
         optimizer.step()
+
+
+@row(linear=True)
+def accumulated_up_to_a_closure(t: Loop) -> None:
+    """All but the last micro-batch under no_sync; the last is in the optimizer's closure, as in Lightning."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        for micro in range(2):
+            with t.no_sync(model):
+                inputs, targets = t.batch(100 * step + micro)
+                (mse(model(inputs), targets) / 3).backward()
+
+        def closure(step: int = step) -> Tensor:
+            inputs, targets = t.batch(100 * step + 3)
+            loss = mse(model(inputs), targets) / 3
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+@row(linear=True)
+def accumulated_before_a_closure(t: Loop) -> None:
+    """All micro-batches under no_sync, and a closure that only returns the loss."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        with t.no_sync(model):
+            inputs, targets = t.batch(step)
+            loss = mse(model(inputs), targets)
+            loss.backward()
+        optimizer.step(lambda loss=loss: loss)  # type: ignore[misc]
+
+
+class IgnoresClosures(torch.optim.SGD):
+    """An optimizer that takes a closure and does not call it."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        with torch.no_grad():
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-group["lr"])
+
+
+@row(only=GRADIENTS, refused=(GRADIENTS, "has not called the closure"))
+def closure_that_is_ignored(t: Loop) -> None:
+    """Gradients from no_sync, and an optimizer that does not call the closure that it is given."""
+    model = t.wrap(Flat())
+    optimizer = IgnoresClosures(model.parameters(), lr=0.05)
+    for step in t.steps():
+        optimizer.zero_grad()
+        with t.no_sync(model):
+            inputs, targets = t.batch(step)
+            mse(model(inputs), targets).backward()
+        optimizer.step(lambda: None)
 
 
 @row(linear=True)

@@ -1,0 +1,56 @@
+"""The algorithm's states of all ranks in a checkpoint that one rank writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trigram
+from trigram.errors import MisuseError
+from trigram.model.wrapped import lookup
+
+KEY = "trigram"
+"""Under which they are in a checkpoint."""
+
+
+def weights_differ(model: nn.Module) -> bool:
+    """Whether a wrapped model has other weights on each rank between averaging steps. Where it has not, rank
+    0's weights and buffers are saved as they are, as those of ``DistributedDataParallel`` are."""
+    return not lookup(model, "weights_differ").algorithm.gradients
+
+
+def averaged_state(model: nn.Module, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``state_dict()`` returns, with the average of the weights. All ranks call it, between steps."""
+    if not (trigram.is_wrapped(model) and weights_differ(model)):
+        return state_dict()
+    with trigram.consensus(model):
+        return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_dict().items()}
+
+
+def gathered(model: nn.Module) -> list[dict[str, Any]] | None:
+    """The states of all ranks, on rank 0; None on the others. All ranks call it, between steps.
+
+    Rank 0 needs memory for them: nothing for algorithms that keep no tensors, up to the size of the model
+    from each rank for those that keep residuals.
+    """
+    mine = trigram.algorithm_state(model)
+    states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, states, dst=0)
+    return states
+
+
+def load(model: nn.Module, states: list[dict[str, Any]]) -> None:
+    """Gives each rank its state; all ranks call it, after the weights have been loaded.
+
+    Raises:
+        MisuseError: The states do not fit the model, its algorithm or the number of ranks.
+    """
+    if not isinstance(states, list) or not states:
+        raise MisuseError("the algorithm's states in this checkpoint are not those of a Trigram training")
+    # With another number of ranks any state will do, or load_algorithm_state says why none does.
+    same = len(states) == dist.get_world_size()
+    trigram.load_algorithm_state(model, states[dist.get_rank() if same else 0])

@@ -1,0 +1,242 @@
+"""Lightning's Trainer and Fabric with the strategy "trigram", beside "ddp"."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trigram
+from tests.support.checks import raises
+from tests.support.harness import await_flag, flag, free_port, run, scratch
+
+lightning = pytest.importorskip("lightning")
+
+pytestmark = pytest.mark.waits
+
+WEIGHTS = {"decentralized": {}, "local_sgd": {"every": 3}, "async": {}}
+"""Algorithms under which the ranks' weights differ in training."""
+CLOSE = {"bytegrad": {}, "qadam": {"warmup_steps": 2}}
+
+
+class Module(lightning.LightningModule):
+    """A small net with a BatchNorm, which trains through a submodule as many scripts do."""
+
+    def __init__(self, optimizer: str = "sgd") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 2))
+        self.name = optimizer
+        self.losses: list[float] = []
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], number: int) -> None:
+        self.log("val", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        self.losses.append(float(self.trainer.callback_metrics["val"]))
+
+    def configure_optimizers(self) -> Any:
+        if self.name == "qadam":
+            return trigram.QAdam(self.parameters(), lr=0.01)
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)]
+
+
+class Manual(Module):
+    """Manual optimization with two optimizers, as a GAN has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Not a BatchNorm: with manual optimization Lightning keeps DDP from broadcasting buffers.
+        self.net[1] = nn.LayerNorm(16)
+        self.critic = nn.Linear(2, 1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        first, second = self.optimizers()
+        fake = self.net(batch[0])
+        self.toggle_optimizer(second)
+        loss = self.critic(fake.detach()).square().mean() - self.critic(batch[1]).mean().tanh()
+        second.zero_grad()
+        self.manual_backward(loss)
+        second.step()
+        self.untoggle_optimizer(second)
+        self.toggle_optimizer(first)
+        loss = -self.critic(self.net(batch[0])).tanh().mean()
+        first.zero_grad()
+        self.manual_backward(loss)
+        first.step()
+        self.untoggle_optimizer(first)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.05), torch.optim.SGD(
+            self.critic.parameters(), lr=0.05
+        )
+
+
+def batches(count: int) -> torch.utils.data.DataLoader[Any]:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(count, 6, generator=generator)
+    y = torch.stack([x.sum(1).sin(), x.prod(1).tanh()], 1)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=4)
+
+
+def trainer(strategy: Any, epochs: int = 2, ranks: int = 2, **more: Any) -> Any:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    more.setdefault("enable_checkpointing", False)
+    return lightning.Trainer(
+        accelerator="cpu", devices=ranks, strategy=strategy, max_epochs=epochs,
+        default_root_dir=scratch(), **quiet, **more,
+    )  # fmt: skip
+
+
+SETTINGS: dict[str, tuple[Callable[[], Module], dict[str, Any]]] = {
+    "plain": (Module, {}),
+    "accumulation": (Module, {"accumulate_grad_batches": 3}),
+    "clipping": (Module, {"gradient_clip_val": 0.1}),
+    "bf16": (Module, {"precision": "bf16-mixed"}),
+    "manual": (Manual, {}),
+}
+
+
+def fitted(strategy: Any, setting: str, ranks: int) -> tuple[dict[str, Tensor], list[float]]:
+    """The state and the validation losses after two epochs of 15 steps."""
+    make, more = SETTINGS[setting]
+    module = make()
+    trainer(strategy, ranks=ranks, **more).fit(module, batches(120), batches(24))
+    assert not trigram.is_wrapped(module)
+    return {k: v.clone() for k, v in module.state_dict().items()}, module.losses
+
+
+def new_group(rank: int) -> None:
+    """The next strategy makes a process group of its own backend."""
+    torch.distributed.destroy_process_group()
+    if rank == 0:
+        (scratch() / "port").write_text(str(free_port()))
+        flag("port")
+    await_flag("port")
+    os.environ["MASTER_PORT"] = (scratch() / "port").read_text()
+
+
+def _trained_like_ddp(rank: int, world: int) -> None:
+    ddp = {"manual": "ddp_find_unused_parameters_true"}
+    expected = {name: fitted(ddp.get(name, "ddp"), name, world) for name in SETTINGS}
+    new_group(rank)
+    from trigram.integrations.lightning import TrigramStrategy
+
+    for name, (state, losses) in expected.items():
+        ours, our_losses = fitted("trigram" if name == "plain" else TrigramStrategy(), name, world)
+        assert torch.distributed.get_backend() == "trigram"
+        for key, value in state.items():
+            if world == 2:
+                assert torch.equal(ours[key], value), f"{name}: {key}"
+            else:
+                torch.testing.assert_close(ours[key], value, msg=lambda m, n=name, k=key: f"{n}: {k}: {m}")
+        assert losses == pytest.approx(our_losses, rel=0 if world == 2 else 1e-5), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_default_algorithm_trains_like_ddp(world: int) -> None:
+    run(world, _trained_like_ddp, timeout=120)
+
+
+def _trained(rank: int, world: int) -> None:
+    from trigram.integrations.lightning import TrigramStrategy
+
+    untrained = Module()
+    reference = untrained.state_dict()
+    for algorithm, options in {**CLOSE, **WEIGHTS}.items():
+        module = Module("qadam" if algorithm == "qadam" else "sgd")
+        trainer(TrigramStrategy(algorithm, options), 4).fit(module, batches(120), batches(24))
+        assert module.losses[-1] < 0.9 * module.losses[0], (algorithm, module.losses)
+        assert not trigram.is_wrapped(module)
+        mine = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+        others = [torch.empty_like(mine) for _ in range(world)]
+        torch.distributed.all_gather(others, mine)
+        assert all(torch.equal(o, mine) for o in others), (
+            f"{algorithm}: the weights after fit are the average"
+        )
+    assert any(not torch.equal(v, reference[k]) for k, v in module.state_dict().items())
+
+
+def test_other_algorithms_train() -> None:
+    run(2, _trained, timeout=120)
+
+
+def _resumed(rank: int, world: int) -> None:
+    from trigram.integrations.lightning import TrigramStrategy
+
+    for algorithm, options in {"gradient_allreduce": {}, "bytegrad": {}, "decentralized": {}}.items():
+        path = scratch() / f"{algorithm}.ckpt"
+        whole = Module()
+        trainer(TrigramStrategy(algorithm, options), 4).fit(whole, batches(120), batches(24))
+        half = trainer(TrigramStrategy(algorithm, options), 2)
+        first = Module()
+        saves = lightning.pytorch.callbacks.LambdaCallback(
+            on_train_epoch_end=lambda t, m, path=path: t.save_checkpoint(path)
+        )
+        half.callbacks.append(saves)
+        half.fit(first, batches(120), batches(24))
+        saved = torch.load(path, weights_only=False)
+        assert len(saved["trigram"]) == world
+        second = Module()
+        trainer(TrigramStrategy(algorithm, options), 4).fit(second, batches(120), batches(24), ckpt_path=path)
+        if algorithm == "decentralized":  # resumed from the average of the weights
+            assert second.losses[-1] < 0.9 * first.losses[0]
+            for key, value in first.state_dict().items():
+                torch.testing.assert_close(saved["state_dict"][key], value)
+            continue
+        for key, value in whole.state_dict().items():
+            assert torch.equal(second.state_dict()[key], value), f"{algorithm}: {key}"
+
+
+def test_training_is_resumed_from_a_checkpoint() -> None:
+    run(2, _resumed, timeout=120)
+
+
+def _fabric(rank: int, world: int, strategy: str, folder: Path) -> tuple[dict[str, Tensor], str]:
+    if strategy == "trigram":
+        import trigram.integrations.lightning  # noqa: F401  # registers the name
+    fabric = lightning.Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    model, optimizer = Module().net, None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(batches(120))
+    for number, (x, y) in enumerate(loader):
+        with fabric.no_backward_sync(model, enabled=number % 3 != 2):
+            fabric.backward(nn.functional.mse_loss(model(x), y))
+        if number % 3 == 2:
+            fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+    fabric.save(folder / strategy, {"model": model})
+    return {k: v.clone() for k, v in model.state_dict().items()}, torch.distributed.get_backend()
+
+
+def test_fabric(tmp_path: Path) -> None:
+    theirs = run(2, _fabric, "ddp", tmp_path, timeout=60)
+    ours = run(2, _fabric, "trigram", tmp_path, timeout=60)
+    for (expected, _), (state, backend) in zip(theirs, ours, strict=True):
+        assert backend == "trigram"
+        assert state.keys() == expected.keys()
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+    saved = [torch.load(tmp_path / s, weights_only=True)["model"] for s in ("ddp", "trigram")]
+    assert all(torch.equal(saved[1][k], v) for k, v in saved[0].items())
+
+
+def test_arguments_of_ddp_are_refused() -> None:
+    from trigram.integrations.lightning import TrigramStrategy
+
+    said = raises(trigram.MisuseError, lambda: TrigramStrategy(find_unused_parameters=True))
+    assert "find_unused_parameters" in said and "options" in said

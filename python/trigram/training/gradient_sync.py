@@ -31,12 +31,16 @@ from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
+from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.model_changes import agree_on_change
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
+
+_LATE = 4
+"""Passes after a warm-up in which its end is waited for."""
 
 
 class GradientSync(StepHooks):
@@ -74,6 +78,8 @@ class GradientSync(StepHooks):
         self.keep_residuals = True
         self.redoing = False
         super().__init__(model, groups)
+        # Gradients that are there already, from before or from a warm-up: a script may write others into them.
+        self.used.keep(self.params, {id(p) for p in self.params})
 
     # Parameters and buckets.
 
@@ -210,6 +216,7 @@ class GradientSync(StepHooks):
     def begin(self, param: int | None) -> None:
         """Resets the buckets and counters for a new pass."""
         self.covered.clear()
+        self._check_warmup()
         if self.has_other_training():
             model = self.model()
             assert model is not None
@@ -232,6 +239,18 @@ class GradientSync(StepHooks):
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
+
+    def _check_warmup(self) -> None:
+        """Raises if a warm-up is over and nothing tells where it may end: it would last for ever."""
+        if self.successor is None or self.managed or self.steps < self.limit + _LATE or self.join is not None:
+            return
+        if not optimizer_hooks.any_optimizer_of(self.param_ids):
+            raise MisuseError(
+                f"{self.groups.name}: the warm-up of {self.limit} steps cannot end, because the weights of "
+                f"{type(self.model()).__name__} are changed without an optimizer of torch.optim and without "
+                "a call of the model itself, so trigram cannot tell where a training step ends; call "
+                "trigram.step(model) after each update, on all ranks"
+            )
 
     def _number_calls(self) -> None:
         """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or

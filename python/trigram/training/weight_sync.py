@@ -79,6 +79,8 @@ class WeightSync(StepHooks):
         super().__init__(model, groups)
         if not groups.joining:
             self._prepare()
+            # Gradients that are there already: a script may write others into them.
+            self.used.keep(self.trained, {id(p) for p in self.trained})
 
     def _prepare(self) -> None:
         self.trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]

@@ -118,6 +118,23 @@ def written_in_place(t: Loop) -> None:
 
 
 @row(linear=True)
+def written_into_what_was_there(t: Loop) -> None:
+    """The same, but the gradients were allocated before the model was wrapped."""
+    module = Flat()
+    for p in module.parameters():
+        p.grad = torch.zeros_like(p)
+    model = t.wrap(module)
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        grads = torch.autograd.grad(mse(model(inputs), targets), list(model.parameters()))
+        for p, g in zip(model.parameters(), grads, strict=True):
+            assert p.grad is not None
+            p.grad.copy_(g)
+        optimizer.step()
+
+
+@row(linear=True)
 def computed_by_hand(t: Loop) -> None:
     """No autograd at all: the gradient of a linear model, written into `p.grad`."""
     model = t.wrap(nn.Linear(6, 3))

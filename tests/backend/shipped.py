@@ -49,8 +49,6 @@ def prepare(world: int, posing_as: str, folder: str) -> Any:
 
     for feature in ("ddp", "subgroup", "plugin"):
         common.DistTestCases.backend_feature[feature].add(NAME)
-    import torch._dynamo  # what a rank would import alone takes seconds
-    import torch._inductor.utils
     import torch.testing._internal.distributed.distributed_test as shipped
 
     class Tests(shipped.TestDistBackend, shipped.DistributedTest._DistTestBase):

@@ -12,8 +12,8 @@ from trigram.backend.calls.reductions import Reductions
 from trigram.backend.calls.transfers import Transfers
 from trigram.backend.handles.futures import Future
 from trigram.backend.handles.timeouts import seconds
-from trigram.backend.identity import Identity, Options
 from trigram.backend.handles.work import Work
+from trigram.backend.identity import Identity, Options
 from trigram.errors import UnsupportedError
 from trigram.runtime import world
 from trigram.runtime.group import Group

@@ -1,4 +1,5 @@
-"""A mesh of 2 x 2 ranks: tensor parallel inside a row, data parallel with sharded weights (FSDP2) across rows.
+"""A mesh of 2 x 2 ranks: tensor parallel inside a row; data parallel with sharded weights (FSDP2) across
+rows.
 
 torchrun --nproc-per-node 4 examples/data_and_tensor_parallel.py
 """

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-The layouts, for n ranks, in the notation of MindSpore's strategies (parts along each dimension of an operator's
-inputs) and of DTensor:
+The layouts, for n ranks, in the notation of MindSpore's strategies (parts along each dimension of an
+operator's inputs) and of DTensor:
 
     operator            strategy              input        weight      output       what moves
     LayerNorm           ((1, n, 1),)          Shard(1)     Replicate   Shard(1)

@@ -2,9 +2,9 @@
 
     python -m tests.backend.shipped --world 2 --as gloo [--real] [--out FILE] [NAME ...]
 
-`--as trigram` runs them under our own name, which leaves out what they have for gloo alone; `--as gloo` in gloo's
-place: the tests ask for gloo, and get us. `--real` runs real gloo, for comparison. Ranks are forked from this
-process, which has imported everything, so that a test takes tenths of a second.
+`--as trigram` runs them under our own name, which leaves out what they have for gloo alone; `--as gloo` in
+gloo's place: the tests ask for gloo, and get us. `--real` runs real gloo, for comparison. Ranks are forked
+from this process, which has imported everything, so that a test takes tenths of a second.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -83,7 +83,8 @@ def _factor(op: Any) -> Any:
     if isinstance(op, tuple) and len(op) == 2 and op[0] == "premul_sum":
         return op[1]
     if type(op) is dist.ReduceOp and op == _PREMUL_SUM:
-        return op.__getstate__()[1]
+        state: Any = op.__getstate__()
+        return state[1]
     return None
 
 
@@ -148,13 +149,9 @@ def _dispatch(
     return None
 
 
-Tensors = torch.Tensor | Sequence[torch.Tensor]
+Tensors = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 """One tensor, or several that a call sees one after another, as one."""
 _NO_MEMORY = (0, 0, 0, 0)
-
-
-def _is_list(t: object) -> bool:
-    return isinstance(t, (list, tuple))
 
 
 def _check_all(tensors: Sequence[torch.Tensor], what: str) -> int:
@@ -188,7 +185,7 @@ def _by_rank(whole: Tensors, size: int, what: str) -> list[torch.Tensor]:
 
 
 def _blocks(
-    group: Group, whole: Sequence[Any], own: Tensors, what: str
+    group: Group, whole: Any, own: Any, what: str
 ) -> tuple[int, list[torch.Tensor], list[torch.Tensor], list[int]]:
     """What an all_gather or reduce_scatter takes, given in lists.
 
@@ -203,6 +200,13 @@ def _blocks(
         The code of the dtype, the tensors that make up the whole and those that make up the own part, in the
         order in which the engine takes them, and the length of each rank's part.
     """
+    for given in (whole, own):
+        if not isinstance(given, (torch.Tensor, list, tuple)):
+            _refuse(given, what)
+    if isinstance(whole, torch.Tensor):
+        raise MisuseError(
+            f"{what}: one of out and t is a list of tensors; then both are, or the larger one is"
+        )
     parts = [own] if isinstance(own, torch.Tensor) else list(own)
     wholes = [whole] if isinstance(own, torch.Tensor) else list(whole)
     if len(parts) != len(wholes):
@@ -300,20 +304,22 @@ def all_reduce(
         async_op: Return at once, with a :class:`Work`.
         timeout: Seconds; None: the group's.
     """
-    several = list(t) if _is_list(t) else None
-    dtype = _check(t, "all_reduce") if several is None else _check_all(several, "all_reduce")
     if via not in engine_codes.VIAS:
         raise UnsupportedError(
             f"all_reduce: unknown via {via!r}; use one of {', '.join(v for v in engine_codes.VIAS if v)}"
         )
-    count = sum(x.numel() for x in several) if several is not None else t.numel()
-    asked = (engine_codes.ALL_REDUCE, dtype, count, _op(op, "all_reduce"), engine_codes.VIAS[via], 0)
+    how, code = engine_codes.VIAS[via], _op(op, "all_reduce")
+    if isinstance(t, (list, tuple)):
+        dtype = _check_all(t, "all_reduce")
+        if type(op) is not str and (factor := _factor(op)) is not None:
+            for x in t:
+                x.detach().mul_(factor)
+        asked = (engine_codes.ALL_REDUCE, dtype, sum(x.numel() for x in t), code, how, 0)
+        return _dispatch_lists(resolve(group), asked, t, t, async_op, "all_reduce", None, timeout)
+    dtype = _check(t, "all_reduce")
+    asked = (engine_codes.ALL_REDUCE, dtype, t.numel(), code, how, 0)
     if type(op) is not str and (factor := _factor(op)) is not None:
-        for x in [t] if several is None else several:
-            x.detach().mul_(factor)
-    if several is not None:
-        g = resolve(group)
-        return _dispatch_lists(g, asked, several, several, async_op, "all_reduce", None, timeout)
+        t.detach().mul_(factor)
     return _dispatch(resolve(group), asked, t, t, async_op, "all_reduce", None, timeout)
 
 
@@ -363,7 +369,7 @@ def barrier(group: AnyGroup = None, async_op: bool = False, timeout: float | Non
 
 
 def all_gather(
-    out: Tensors | Sequence[Tensors],
+    out: Tensors | list[Tensors] | tuple[Tensors, ...],
     t: Tensors,
     group: AnyGroup = None,
     async_op: bool = False,
@@ -384,7 +390,7 @@ def all_gather(
         timeout: Seconds; None: the group's.
     """
     g = resolve(group)
-    if _is_list(out):
+    if not (isinstance(out, torch.Tensor) and isinstance(t, torch.Tensor)):
         dtype, whole, own, lengths = _blocks(g, out, t, "all_gather")
         asked = (engine_codes.ALL_GATHER, dtype, 0, 0, 0, 0)
         return _dispatch_lists(g, asked, own, whole, async_op, "all_gather", (lengths, lengths), timeout)
@@ -403,7 +409,7 @@ def all_gather(
 
 def reduce_scatter(
     out: Tensors,
-    t: Tensors | Sequence[Tensors],
+    t: Tensors | list[Tensors] | tuple[Tensors, ...],
     op: Any = "sum",
     group: AnyGroup = None,
     async_op: bool = False,
@@ -426,26 +432,26 @@ def reduce_scatter(
     """
     g = resolve(group)
     code = _op(op, "reduce_scatter")
-    if _is_list(t):
+    factor = None if type(op) is str else _factor(op)
+    if not (isinstance(out, torch.Tensor) and isinstance(t, torch.Tensor)):
         dtype, whole, own, lengths = _blocks(g, t, out, "reduce_scatter")
-        if type(op) is not str and (factor := _factor(op)) is not None:
+        if factor is not None:
             whole = [(x.detach() * factor).to(x.dtype) for x in whole]
         asked = (engine_codes.REDUCE_SCATTER, dtype, 0, code, 0, 0)
-        splits = (lengths, lengths)
-        return _dispatch_lists(g, asked, whole, own, async_op, "reduce_scatter", splits, timeout)
+        both = lengths, lengths
+        return _dispatch_lists(g, asked, whole, own, async_op, "reduce_scatter", both, timeout)
     dtype = _check(t, "reduce_scatter")
     _check(out, "reduce_scatter")
-    if type(op) is not str and (factor := _factor(op)) is not None:
-        t = (t.detach() * factor).to(t.dtype)
+    source: torch.Tensor = t if factor is None else (t.detach() * factor).to(t.dtype)
     if splits is not None:
-        lengths = _parts(g, t, out, splits, "reduce_scatter")
+        lengths = _parts(g, source, out, splits, "reduce_scatter")
         asked = (engine_codes.REDUCE_SCATTER, dtype, 0, code, 0, 0)
-        if not t.is_cpu:
-            return _uneven_on_device(g, asked, t, out, async_op, "reduce_scatter", lengths, timeout)
-        return _dispatch(g, asked, t, out, async_op, "reduce_scatter", (lengths, lengths), timeout)
-    _same(t, out, g.size, "reduce_scatter")
+        if not source.is_cpu:
+            return _uneven_on_device(g, asked, source, out, async_op, "reduce_scatter", lengths, timeout)
+        return _dispatch(g, asked, source, out, async_op, "reduce_scatter", (lengths, lengths), timeout)
+    _same(source, out, g.size, "reduce_scatter")
     asked = (engine_codes.REDUCE_SCATTER, dtype, out.numel(), code, 0, 0)
-    return _dispatch(g, asked, t, out, async_op, "reduce_scatter", None, timeout)
+    return _dispatch(g, asked, source, out, async_op, "reduce_scatter", None, timeout)
 
 
 def _parts(
@@ -505,17 +511,17 @@ def gather(
     g = resolve(group)
     root = g.group_rank(dst, "gather")
     dtype = _check(t, "gather")
-    if g.rank == root and _is_list(out):
-        parts = _equal_parts(g, out, t, "gather")
-        asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
-        return _dispatch_lists(g, asked, [t], parts, async_op, "gather", None, timeout)
-    if g.rank == root:
-        if out is None:
-            raise MisuseError(f"gather: out is None on rank {dst}, which is dst; pass a tensor there")
-        _check(out, "gather")
-        _same(out, t, g.size, "gather")
     asked = (engine_codes.GATHER, dtype, t.numel(), 0, 0, root)
-    return _dispatch(g, asked, t, out if g.rank == root else None, async_op, "gather", None, timeout)
+    if g.rank != root:
+        return _dispatch(g, asked, t, None, async_op, "gather", None, timeout)
+    if out is None:
+        raise MisuseError(f"gather: out is None on rank {dst}, which is dst; pass a tensor there")
+    if isinstance(out, (list, tuple)):
+        parts = _equal_parts(g, out, t, "gather")
+        return _dispatch_lists(g, asked, [t], parts, async_op, "gather", None, timeout)
+    _check(out, "gather")
+    _same(out, t, g.size, "gather")
+    return _dispatch(g, asked, t, out, async_op, "gather", None, timeout)
 
 
 def scatter(
@@ -533,22 +539,20 @@ def scatter(
     g = resolve(group)
     root = g.group_rank(src, "scatter")
     dtype = _check(t, "scatter")
-    if g.rank == root and _is_list(inp):
-        parts = _equal_parts(g, inp, t, "scatter")
-        asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
-        return _dispatch_lists(g, asked, parts, [t], async_op, "scatter", None, timeout)
-    if g.rank == root:
-        if inp is None:
-            raise MisuseError(f"scatter: inp is None on rank {src}, which is src; pass a tensor there")
-        _check(inp, "scatter")
-        _same(inp, t, g.size, "scatter")
     asked = (engine_codes.SCATTER, dtype, t.numel(), 0, 0, root)
-    return _dispatch(g, asked, inp if g.rank == root else None, t, async_op, "scatter", None, timeout)
+    if g.rank != root:
+        return _dispatch(g, asked, None, t, async_op, "scatter", None, timeout)
+    if inp is None:
+        raise MisuseError(f"scatter: inp is None on rank {src}, which is src; pass a tensor there")
+    if isinstance(inp, (list, tuple)):
+        parts = _equal_parts(g, inp, t, "scatter")
+        return _dispatch_lists(g, asked, parts, [t], async_op, "scatter", None, timeout)
+    _check(inp, "scatter")
+    _same(inp, t, g.size, "scatter")
+    return _dispatch(g, asked, inp, t, async_op, "scatter", None, timeout)
 
 
-def _equal_parts(
-    group: Group, parts: Sequence[torch.Tensor], t: torch.Tensor, what: str
-) -> list[torch.Tensor]:
+def _equal_parts(group: Group, parts: Tensors, t: torch.Tensor, what: str) -> list[torch.Tensor]:
     """The tensors of a list, one for each rank and all like ``t``."""
     found = _by_rank(parts, group.size, what)
     _check_all([t, *found], what)
@@ -580,15 +584,17 @@ def all_to_all(
         timeout: Seconds; None: the group's.
     """
     g = resolve(group)
-    if _is_list(out) or _is_list(inp):
-        if not (_is_list(out) and _is_list(inp)) or out_splits is not None or in_splits is not None:
-            raise MisuseError("all_to_all: pass two lists without splits, or two tensors")
+    if isinstance(out, (list, tuple)) and isinstance(inp, (list, tuple)):
+        if out_splits is not None or in_splits is not None:
+            raise MisuseError("all_to_all: lists of tensors take no splits; leave them out")
         given, wanted = _by_rank(inp, g.size, "all_to_all"), _by_rank(out, g.size, "all_to_all")
         dtype = _check_all([*given, *wanted], "all_to_all")
         _same(given[g.rank], wanted[g.rank], 1, "all_to_all")
         parts = [t.numel() for t in given], [t.numel() for t in wanted]
         asked = (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0)
         return _dispatch_lists(g, asked, given, wanted, async_op, "all_to_all", parts, timeout)
+    if isinstance(out, (list, tuple)) or isinstance(inp, (list, tuple)):
+        raise MisuseError("all_to_all: one of out and inp is a list; pass two lists, or two tensors")
     dtype = _check(inp, "all_to_all")
     _check(out, "all_to_all")
     _alike(inp, out, "all_to_all")
@@ -643,6 +649,40 @@ def send(
     """
     work, _ = _message(True, t, dst, tag, group, async_op, timeout)
     return work
+
+
+@overload
+def recv(
+    t: torch.Tensor,
+    src: int | None = None,
+    tag: int = 0,
+    group: AnyGroup = None,
+    async_op: Literal[False] = False,
+    timeout: float | None = None,
+) -> int: ...
+
+
+@overload
+def recv(
+    t: torch.Tensor,
+    src: int | None = None,
+    tag: int = 0,
+    group: AnyGroup = None,
+    *,
+    async_op: Literal[True],
+    timeout: float | None = None,
+) -> Work: ...
+
+
+@overload
+def recv(
+    t: torch.Tensor,
+    src: int | None = None,
+    tag: int = 0,
+    group: AnyGroup = None,
+    async_op: bool = False,
+    timeout: float | None = None,
+) -> Work | int: ...
 
 
 def recv(

@@ -5,6 +5,10 @@
 //! message has come that is the next of its sender. Until then, receives with the same tag that were made after it have
 //! none either. A message that is too large to be sent unasked is announced by its sender ([`Kind::Offer`]).
 //!
+//! The message that such a receive waits for may be that of any rank of the group. So it fails when one of them dies, as
+//! with other libraries; a rank that leaves in good order has sent what it had, and the receive goes on while another is
+//! there. What has come before is received in either case.
+//!
 //! [`Kind::Offer`]: trigram_core::wire::Kind::Offer
 
 use crate::drive::matching::Matching;

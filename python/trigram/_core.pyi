@@ -10,6 +10,7 @@ VIAS: list[tuple[str, int]]
 _Asked = tuple[int, int, int, int, int, int]
 _Memory = tuple[int, int, int, int]
 _Splits = tuple[list[int], list[int]] | None
+_Lists = tuple[list[tuple[int, int]], list[tuple[int, int]]] | None
 
 class Rendezvous:
     def __init__(
@@ -45,16 +46,28 @@ class Group:
     def help(self) -> None: ...
     def is_helping(self) -> bool: ...
     def run(
-        self, asked: _Asked, memory: _Memory, timeout: float | None = None, splits: _Splits = None
+        self,
+        asked: _Asked,
+        memory: _Memory,
+        timeout: float | None = None,
+        splits: _Splits = None,
+        lists: _Lists = None,
     ) -> None: ...
     def start(
-        self, asked: _Asked, memory: _Memory, timeout: float | None = None, splits: _Splits = None
+        self,
+        asked: _Asked,
+        memory: _Memory,
+        timeout: float | None = None,
+        splits: _Splits = None,
+        lists: _Lists = None,
     ) -> Work: ...
-    def check_consistency(self, asked: _Asked, timeout: float | None = None) -> Work: ...
+    def check_consistency(
+        self, asked: _Asked, timeout: float | None = None, splits: _Splits = None
+    ) -> Work: ...
     def message(
         self,
         sends: bool,
-        peer: int,
+        peer: int | None,
         tag: int,
         dtype: int,
         len: int,
@@ -62,13 +75,15 @@ class Group:
         background: bool,
         timeout: float | None,
         /,
-    ) -> Work | None: ...
+    ) -> tuple[Work | None, int | None]: ...
     def next(self) -> int: ...
     def rates(self) -> list[float]: ...
     def abort(self, through: int, why: str, /) -> None: ...
+    def abort_all(self, why: str, /) -> None: ...
 
 class Work:
     def is_completed(self) -> bool: ...
+    def sender(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> bool: ...
 
 class Nccl:

@@ -357,7 +357,7 @@ def tensors_that_do_not_do(rank: int, world: int) -> None:
         (trigram.broadcast, (torch.zeros(10)[::2], 0), ("contiguous",)),
         (trigram.all_gather, (torch.zeros(8 * world)[::2], torch.zeros(4)), ("contiguous",)),
         (trigram.all_reduce, (torch.zeros(4, device="meta"),), ("meta",)),
-        (trigram.all_reduce, (torch.zeros(4, dtype=torch.complex64),), ("complex64",)),
+        (trigram.all_reduce, (torch.zeros(4, dtype=torch.complex32),), ("complex32",)),
         (trigram.all_reduce, (torch.zeros(4).to_sparse(),), ("sparse",)),
         (
             trigram.all_gather,

@@ -135,6 +135,7 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 call: base,
                 message: message(false, left_hand),
                 tensors: in_place(all, len * 4),
+                lists: None,
                 op: ReduceOp::Sum,
                 declared: None,
             };

@@ -57,7 +57,7 @@ fn on_all<T: Send>(engines: Vec<Arc<Engine>>, f: impl Fn(usize, Group) -> T + Sy
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
     let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+    let request = Request { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None };
     // SAFETY: `data` outlives the call.
     unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
 }
@@ -168,7 +168,8 @@ fn parts_of_different_lengths_are_refused() {
                 let splits = Some((vec![10, 20], vec![10, 20]));
                 let call = Call { splits, ..call(what, DType::F32, 15) };
                 let tensors = in_place(data.as_mut_ptr().cast(), 120);
-                let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                let request =
+                    Request { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None };
                 // SAFETY: `data` outlives the call.
                 let error = unsafe { group.run(request, None, &mut || Ok(())) }.unwrap_err();
                 assert!(matches!(&error, Error::Unsupported(text) if text.contains(what.name())), "{error}");
@@ -250,12 +251,106 @@ fn messages_larger_than_any_buffer_arrive() {
                 call: call(Collective::SendRecv, DType::F32, len),
                 op: ReduceOp::Sum,
                 tensors: in_place(data.as_mut_ptr().cast(), len * 4),
+                lists: None,
                 message: Some(message),
                 declared: None,
             };
             // SAFETY: `data` outlives the call.
             unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();
             assert!(data.iter().enumerate().all(|(i, x)| *x == i as f32));
+        });
+    }
+}
+
+fn message(data: &mut [f32], message: Message) -> Request {
+    Request {
+        call: call(Collective::SendRecv, DType::F32, data.len()),
+        tensors: in_place(data.as_mut_ptr().cast(), size_of_val(data)),
+        message: Some(message),
+        ..Request::nothing()
+    }
+}
+
+/// Small messages, and large ones that are announced first.
+#[test]
+fn a_receive_from_any_source_takes_what_comes() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let limit = Some(Duration::from_secs(20));
+            for len in [0, 10, 600_000] {
+                let mut data = vec![rank as f32; len];
+                if rank > 0 {
+                    let sent = message(&mut data, Message { peer: 0, tag: 3, sends: true });
+                    // SAFETY: `data` outlives the call.
+                    unsafe { group.run(sent, limit, &mut || Ok(())) }.unwrap();
+                    continue;
+                }
+                let mut senders = [1, 2].map(|_| {
+                    let taken = message(&mut data, Message { peer: Message::ANY, tag: 3, sends: false });
+                    // SAFETY: as above.
+                    let sender = unsafe { group.receive(taken, limit, &mut || Ok(())) }.unwrap();
+                    assert!(data.iter().all(|x| *x == sender as f32));
+                    sender
+                });
+                senders.sort_unstable();
+                assert_eq!(senders, [1, 2]);
+            }
+        });
+    }
+}
+
+#[test]
+fn an_aborted_group_ends_for_all() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let other = Group::new(group.engine(), "other".into(), vec![0, 1, 2], 9, 0).unwrap();
+            let mut data = vec![1f32; 100_000];
+            all_reduce(&other, &mut data, Via::Auto).unwrap();
+            if rank == 2 {
+                other.abort_all("enough").unwrap();
+            }
+            let error = all_reduce(&other, &mut data, Via::Auto).unwrap_err();
+            assert!(
+                matches!(&error, Error::Aborted(text) if text.contains("rank 2") && text.contains("enough"))
+            );
+            let error = all_reduce(&other, &mut data, Via::Auto).unwrap_err();
+            assert!(matches!(&error, Error::Aborted(_)), "{error}");
+            data.fill(1.0);
+            all_reduce(&group, &mut data, Via::Auto).unwrap();
+            assert!(data.iter().all(|x| *x == 3.0));
+        });
+    }
+}
+
+/// Lists of tensors that ranks cut differently, by every way.
+#[test]
+fn lists_are_reduced_where_they_are() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(2, Transport::Tcp)] {
+        let n = engines.len();
+        on_all(engines, |rank, group| {
+            for via in [Via::Auto, Via::Ring, Via::Tree, Via::RecursiveDoubling, Via::ScatterGather] {
+                for total in [7, 5000, 700_001] {
+                    let cuts = [0, total / 7, total / (2 + rank), total / (2 + rank), total];
+                    let mut parts: Vec<Vec<f32>> = cuts
+                        .windows(2)
+                        .map(|w| (w[0]..w[1]).map(|i| (i % 23) as f32 + rank as f32).collect())
+                        .collect();
+                    let places: Vec<(usize, usize)> =
+                        parts.iter_mut().map(|p| (p.as_mut_ptr().addr(), size_of_val(&p[..]))).collect();
+                    let request = Request {
+                        call: Call { via, ..call(Collective::AllReduce, DType::F32, total) },
+                        ..Request::nothing()
+                    };
+                    let request = request.in_lists(Some((places.clone(), places)));
+                    // SAFETY: `parts` outlive the call.
+                    unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();
+                    let extra = (n * (n - 1) / 2) as f32;
+                    let all = parts.iter().flatten().enumerate();
+                    all.for_each(|(i, x)| {
+                        assert_eq!(*x, (i % 23) as f32 * n as f32 + extra, "{via:?} {total} {i}")
+                    });
+                }
+            }
         });
     }
 }

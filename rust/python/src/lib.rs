@@ -258,6 +258,8 @@ struct Group(group::Group);
 type Asked = (u8, u8, usize, u8, u8, u32);
 /// Addresses and bytes of input and output.
 type Memory = (usize, usize, usize, usize);
+/// Addresses and bytes of each tensor of the input and of the output, where they are lists.
+type Lists = Option<(Vec<(usize, usize)>, Vec<(usize, usize)>)>;
 /// Lengths to and from each peer.
 type Splits = Option<(Vec<usize>, Vec<usize>)>;
 
@@ -289,6 +291,7 @@ fn request(
             output: memory.2 as *mut u8,
             output_len: memory.3,
         },
+        lists: None,
         message: None,
         declared: None,
     })
@@ -322,7 +325,7 @@ impl Group {
     }
 
     /// A collective, in this thread.
-    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None, lists=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -330,8 +333,9 @@ impl Group {
         memory: Memory,
         timeout: Option<f64>,
         splits: Splits,
+        lists: Lists,
     ) -> PyResult<()> {
-        let request = request(asked, memory, splits).raise(py)?;
+        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
@@ -339,7 +343,7 @@ impl Group {
     }
 
     /// A collective in the background.
-    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None, lists=None))]
     fn start(
         &self,
         py: Python<'_>,
@@ -347,8 +351,9 @@ impl Group {
         memory: Memory,
         timeout: Option<f64>,
         splits: Splits,
+        lists: Lists,
     ) -> PyResult<Work> {
-        let request = request(asked, memory, splits).raise(py)?;
+        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors until the work is done.
         let completion = py.detach(|| unsafe { self.0.start(request, limit) });
@@ -356,33 +361,42 @@ impl Group {
     }
 
     /// An empty call that stands for one on GPU memory.
-    #[pyo3(signature = (asked, timeout=None))]
-    fn check_consistency(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
-        let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
+    #[pyo3(signature = (asked, timeout=None, splits=None))]
+    fn check_consistency(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        timeout: Option<f64>,
+        splits: Splits,
+    ) -> PyResult<Work> {
+        let request = request(asked, (0, 0, 0, 0), splits).raise(py)?;
         let limit = seconds(timeout);
         py.detach(|| self.0.consistency_check(request, limit)).map(|c| self.work(c)).raise(py)
     }
 
-    /// A message to or from `peer`, in this thread or in the background.
+    /// A message to or from `peer`, in this thread or in the background; `peer` None: from any. Returns the work, or
+    /// the world rank whose message was received.
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn message(
         &self,
         py: Python<'_>,
         sends: bool,
-        peer: u32,
+        peer: Option<u32>,
         tag: u32,
         dtype: u8,
         len: usize,
         address: usize,
         background: bool,
         timeout: Option<f64>,
-    ) -> PyResult<Option<Work>> {
+    ) -> PyResult<(Option<Work>, Option<u32>)> {
+        let peer = peer.unwrap_or(Message::ANY);
         let dtype = DType::from_code(dtype).raise(py)?;
         let memory = group::in_place(address as *mut u8, len * dtype.size());
         let request = Request {
             call: group::call(Collective::SendRecv, dtype, len),
             op: ReduceOp::Sum,
             tensors: memory,
+            lists: None,
             message: Some(Message { peer, tag, sends }),
             declared: None,
         };
@@ -390,11 +404,16 @@ impl Group {
         if background {
             // SAFETY: as in `start`.
             let completion = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok(Some(self.work(completion.raise(py)?)));
+            return Ok((Some(self.work(completion.raise(py)?)), None));
+        }
+        if sends {
+            // SAFETY: as in `run`.
+            wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
+            return Ok((None, None));
         }
         // SAFETY: as in `run`.
-        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
-        Ok(None)
+        let sender = wait(py, |check_interrupt| unsafe { self.0.receive(request, limit, check_interrupt) })?;
+        Ok((None, Some(sender)))
     }
 
     /// Takes part in all calls of the group, in the background, until a member is gone.
@@ -417,6 +436,11 @@ impl Group {
         self.0.next()
     }
 
+    /// Aborts the group for good, on all ranks.
+    fn abort_all(&self, py: Python<'_>, why: &str) -> PyResult<()> {
+        py.detach(|| self.0.abort_all(why)).raise(py)
+    }
+
     /// Gives up the collectives before the `through`-th, on all ranks.
     fn abort(&self, py: Python<'_>, through: u64, why: &str) -> PyResult<()> {
         py.detach(|| self.0.abort(through, why)).raise(py)
@@ -431,6 +455,11 @@ struct Work(Arc<Completion>, Weak<engine::Engine>);
 impl Work {
     fn is_completed(&self) -> bool {
         self.0.is_done()
+    }
+
+    /// The world rank whose message a receive takes, once that is known.
+    fn sender(&self) -> Option<u32> {
+        self.0.sender()
     }
 
     /// Waits for the end; false if `timeout` seconds came first.

@@ -7,7 +7,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
-use trigram_core::wire::Kind;
+use trigram_core::wire::{Frame, Kind};
 
 use crate::call::calls::Calls;
 use crate::call::pacing::Pacing;
@@ -105,6 +105,16 @@ impl Progress {
         self.calls.abort(members, through, error, &mut self.out);
     }
 
+    /// Aborts a group for good, on all ranks.
+    pub(crate) fn abort_group(&mut self, members: &Members, error: &Error) {
+        self.calls.abort_group(members.id, error, &mut self.out);
+        let Ok(payload) = postcard::to_stdvec(error) else { return };
+        let frame = Frame { group: members.id, ..control_frame(Kind::Abort, 0, payload.len() as u32) };
+        for &rank in members.ranks.iter().filter(|&&rank| rank != self.world.rank) {
+            self.out.give(rank, &frame, payload.clone());
+        }
+    }
+
     /// Fails one call on all ranks, if it is still under way.
     pub(crate) fn stop(&mut self, completion: &Arc<Completion>, error: Error) {
         if let Some(i) = self.calls.active.iter().position(|j| Arc::ptr_eq(&j.completion, completion)) {
@@ -169,6 +179,7 @@ impl Progress {
     /// Moves everything once; true if anything moved.
     pub fn poll(&mut self) -> bool {
         let mut moved = self.read();
+        moved |= self.match_receives();
         // Only now: frames that a peer sent before its connection closed come first.
         for event in self.peers.take_events() {
             self.act_on(event);
@@ -280,6 +291,15 @@ impl Progress {
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         moved
+    }
+
+    /// Matches receives from any source with what has arrived; true if there were any.
+    fn match_receives(&mut self) -> bool {
+        if self.calls.unmatched == 0 {
+            return false;
+        }
+        let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
+        Matching { world: &self.world, peers, calls, out }.match_receives()
     }
 
     /// Handles the loss of a peer.

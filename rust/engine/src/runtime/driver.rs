@@ -51,6 +51,7 @@ pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an in
 pub(crate) enum Command {
     Submit(Submission),
     Abort(Arc<Members>, u64, Error),
+    AbortGroup(Arc<Members>, Error),
     Help(Arc<Members>),
     /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
     Stop(Arc<Completion>),
@@ -320,6 +321,7 @@ impl Driver {
             match command {
                 Command::Submit(submission) => progress.admit(submission),
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
+                Command::AbortGroup(members, error) => progress.abort_group(&members, &error),
                 Command::Help(members) => progress.help(members),
                 Command::Stop(completion) => self.abort_call(progress, &completion, STOPPED),
             }

@@ -166,6 +166,12 @@ impl Engine {
         self.command(Command::Abort(members, through, error))
     }
 
+    /// Aborts a group for good, on all ranks: calls under way and later ones fail.
+    pub fn abort_group(&self, members: Arc<Members>, error: Error) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::AbortGroup(members, error))
+    }
+
     /// Takes part in all calls of a group that this rank helps.
     ///
     /// # Errors

@@ -76,7 +76,7 @@ impl Group {
     }
 
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
-        let Request { call, op, tensors, message, .. } = request;
+        let Request { call, op, tensors, lists, message, .. } = request;
         let world = self.members.ranks.len();
         if self.members.me >= self.members.layout.workers() {
             return Err(Error::misuse(format!(
@@ -95,8 +95,8 @@ impl Group {
                 call.root
             )));
         }
-        if let Some(Message { peer, .. }) = message
-            && (*peer as usize >= world || *peer == self.members.me)
+        if let Some(Message { peer, .. }) = message.filter(|m| !m.is_from_any())
+            && (peer as usize >= world || peer == self.members.me)
         {
             return Err(Error::misuse(format!(
                 "send/recv: rank {peer} is not another rank of this group of {world} ranks"
@@ -110,9 +110,23 @@ impl Group {
                 call.what.name()
             )));
         }
-        let size = call.dtype.size();
+        if let Some((sent, received)) = &call.splits
+            && (sent.len() != world || received.len() != world)
+        {
+            return Err(Error::misuse(format!(
+                "{}: {} and {} lengths for {world} ranks; give one for each rank",
+                call.what.name(),
+                sent.len(),
+                received.len()
+            )));
+        }
+        let size = call.dtype.align();
         let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
-        if !aligned(tensors.input, tensors.input_len) || !aligned(tensors.output, tensors.output_len) {
+        let is_aligned = match lists.as_deref() {
+            Some((inputs, outputs)) => inputs.are_aligned(size) && outputs.are_aligned(size),
+            None => aligned(tensors.input, tensors.input_len) && aligned(tensors.output, tensors.output_len),
+        };
+        if !is_aligned {
             return Err(Error::misuse(format!(
                 "{}: the tensor's memory is not aligned to the size of its elements; pass a copy (tensor.clone())",
                 call.what.name()
@@ -122,6 +136,7 @@ impl Group {
     }
 
     fn submission(&self, request: Request, limit: Option<Duration>) -> Submission {
+        let request = request.normal(self.members.me);
         if request.message.is_none() {
             self.members.made.fetch_add(1, Ordering::Relaxed);
         }
@@ -148,6 +163,26 @@ impl Group {
     ) -> Result<()> {
         self.check(&request)?;
         self.engine.run(self.submission(request, limit), check_interrupt)
+    }
+
+    /// Makes a receive and waits for its end. Returns the world rank whose message it has taken.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Group::run`].
+    pub unsafe fn receive(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<u32> {
+        self.check(&request)?;
+        let submission = self.submission(request, limit);
+        let completion = submission.completion.clone();
+        self.engine.run(submission, check_interrupt)?;
+        completion.sender().ok_or_else(|| {
+            Error::misuse("internal error: a receive has ended without a sender; please report it")
+        })
     }
 
     /// Starts a call that the background thread carries out.
@@ -177,7 +212,7 @@ impl Group {
         limit: Option<Duration>,
     ) -> Result<Arc<Completion>> {
         self.check(&request)?;
-        let mut signature = request.signature();
+        let mut signature = request.normal(self.members.me).signature();
         signature.extra |= Signature::DEVICE;
         request = Request { declared: Some(signature), ..Request::nothing() };
         // SAFETY: it has no memory.
@@ -211,7 +246,17 @@ impl Group {
         self.fail(through, Error::Aborted(why.to_string()))
     }
 
-    /// The same with another error.
+    /// Aborts this group for good, on all ranks: calls and messages under way and all later ones fail with
+    /// [`Error::Aborted`].
+    pub fn abort_all(&self, why: &str) -> Result<()> {
+        let rank = self.engine.world().rank;
+        let name = &self.members.name;
+        let why = if why.is_empty() { String::new() } else { format!(": {why}") };
+        let error = format!("rank {rank} has aborted group {name}{why}; make a new group to go on");
+        self.engine.abort_group(self.members.clone(), Error::Aborted(error))
+    }
+
+    /// As [`Group::abort`], with another error.
     pub fn fail(&self, through: u64, why: Error) -> Result<()> {
         self.members.made.fetch_max(through, Ordering::Relaxed);
         self.engine.abort(self.members.clone(), through, why)

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use trigram_core::Result;
 
-use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
+use crate::sys::atomics::{AtomicBool, AtomicU32, Condvar, Mutex};
 
 /// How often a waiting caller checks for an interrupt such as Ctrl-C (invariant PY-3).
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
@@ -22,6 +22,8 @@ pub struct Completion {
     /// Whether a thread sleeps on `arrived`: a wake-up is a system call, even if no thread sleeps.
     asleep: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
+    /// One more than the rank whose message a receive has taken; 0: none yet.
+    sender: AtomicU32,
     arrived: Condvar,
 }
 
@@ -46,10 +48,23 @@ impl Completion {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Records whose message a receive takes.
+    pub fn set_sender(&self, rank: u32) {
+        self.sender.store(rank.wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// The world rank whose message a receive takes, once it is known; to be asked after the end.
+    pub fn sender(&self) -> Option<u32> {
+        self.sender.load(Ordering::Relaxed).checked_sub(1)
+    }
+
     /// Ends the call.
     pub fn resolve(&self, outcome: Result<()>) {
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        let mut ended = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        *ended = Some(outcome);
+        // Under the lock: whoever has waited for the outcome finds that the call is done.
         self.done.store(true, Ordering::Release);
+        drop(ended);
         if self.asleep.load(Ordering::Relaxed) {
             self.arrived.notify_all(); // set before the lock was let go that we have held above
         }

@@ -51,7 +51,8 @@ pub struct Calls {
     /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
     failed: Vec<u64>,
     scratch: Vec<Scratch>,
-    last_id: u64,
+    /// The number in this process of the call that was taken up last.
+    pub(crate) last_id: u64,
 }
 
 impl Calls {

@@ -1,5 +1,7 @@
 """Types of the extension module, the Rust engine (``rust/python/src/lib.rs``)."""
 
+from collections.abc import Callable
+
 __version__: str
 
 COLLECTIVES: list[tuple[str, int]]
@@ -82,9 +84,40 @@ class Group:
     def abort_all(self, why: str, /) -> None: ...
 
 class Work:
-    def is_completed(self) -> bool: ...
-    def sender(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
+    """A collective or message under way, from ``Group.start`` or ``Group.message``.
+
+    A small call is begun by the thread that starts it. Then whoever waits for it drives it; if nobody waits within
+    some 0.2 to 0.5 ms, the background thread takes it up. A large call is driven by the background thread at once.
+    """
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, successfully or not. Moves the call on if no other thread does."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end; drives the call in this thread if no other thread drives.
+
+        Args:
+            timeout: Seconds; None: no limit but the call's own, from ``Group.start``.
+
+        Returns:
+            False if ``timeout`` came first; the call goes on, and ``wait`` may be called again.
+
+        Raises:
+            TrigramError: The call failed.
+        """
+
+    def sender(self) -> int | None:
+        """The world rank whose message a receive has taken; None if it is not known, or the call is no receive."""
+
+    def add_done_callback(self, callback: Callable[[], object], /) -> None:
+        """Has ``callback()`` returned by ``next_done_callbacks`` once the call has ended, also if it failed or has
+        ended before; then ``wait`` returns or raises at once. May be called several times.
+
+        The callbacks of one group's collectives come in the order in which they were added, each after those
+        before it; those of messages, and of different groups, as the calls end. The call is driven in the
+        background from now on, unless somebody waits for it. Use ``trigram.collectives.callbacks.when_done``, which starts the
+        thread that runs them.
+        """
 
 class Nccl:
     def __init__(self, site_packages: list[str], /) -> None: ...
@@ -131,6 +164,7 @@ def is_endpoint_record(record: bytes, rank: int, /) -> bool: ...
 def interfaces() -> list[tuple[str, str]]: ...
 def log_line(level: int, text: str, /) -> None: ...
 def next_log_lines(timeout_seconds: float) -> list[tuple[int, str]]: ...
+def next_done_callbacks(timeout_seconds: float) -> list[Callable[[], object]]: ...
 
 class Codec:
     def __init__(self, name: str, block: int | None, /) -> None: ...

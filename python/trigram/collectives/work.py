@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from trigram import _core
+from trigram.collectives import callbacks
 from trigram.errors import MisuseError, TimeoutError
 from trigram.gpu import device
 from trigram.runtime import logs, world
@@ -88,23 +89,28 @@ class Work:
             TrigramError: The collective failed.
         """
         try:
-            if not self._wait(timeout):
-                raise TimeoutError(
-                    f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
-                )
-        finally:
+            if self._describe is None:
+                done = self._core.wait(timeout)
+            else:
+                with logs.waiting(self._what, self._describe):
+                    done = self._core.wait(timeout)
+        except BaseException:
             if self._core.is_completed():
                 release(self)
+            raise
+        if not done:
+            raise TimeoutError(
+                f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
+            )
+        release(self)
         return True
 
-    def _wait(self, timeout: float | None) -> bool:
-        if self._describe is None:
-            return self._core.wait(timeout)
-        with logs.waiting(self._what, self._describe):
-            return self._core.wait(timeout)
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the list of output tensors; a thread waits for the collective."""
+        """A future of the list of output tensors.
+
+        Its callbacks run in one thread per process, for the collectives of one group in the order in which their
+        futures were asked for. For GPU tensors a thread of its own waits for the collective.
+        """
         outputs = self._tensors[len(self._tensors) - self._outputs :]
         devices: list[Any] = [t.device for t in outputs if t is not None and not t.is_cpu]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
@@ -117,7 +123,10 @@ class Work:
             else:
                 future.set_result([t for t in outputs if t is not None])
 
-        threading.Thread(target=finish, name="trigram-future", daemon=True).start()
+        if isinstance(self._core, _core.Work):
+            callbacks.when_done(self._core, finish)
+        else:
+            threading.Thread(target=finish, name="trigram-future", daemon=True).start()
         return future
 
 

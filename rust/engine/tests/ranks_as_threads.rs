@@ -5,8 +5,9 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
@@ -122,6 +123,79 @@ fn no_call_is_left_behind_by_a_shutdown() {
             });
         });
     }
+}
+
+/// Small calls are begun by the thread that starts them; here nobody comes to wait for them, and nobody asks for them.
+#[test]
+fn a_small_call_that_nobody_waits_for_ends() {
+    for engines in [met(3, Transport::Auto), met(3, Transport::Tcp), over_mem(2)] {
+        on_all(engines, |rank, group| {
+            let mut data = vec![[rank as f32; 40]; 30];
+            let calls: Vec<_> = data
+                .iter_mut()
+                .enumerate()
+                .map(|(i, data)| {
+                    // Ranks come at different times.
+                    std::thread::sleep(Duration::from_micros(((rank * 7 + i) % 5 * 300) as u64));
+                    let call = call(Collective::AllReduce, DType::F32, data.len());
+                    let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
+                    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                    // SAFETY: the loop below waits until all have ended.
+                    unsafe { group.start(request, None).unwrap() }
+                })
+                .collect();
+            let end = Instant::now() + Duration::from_secs(60);
+            while !calls.iter().all(|call| call.is_done()) {
+                assert!(Instant::now() < end, "rank {rank}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let sum = (0..group.members().ranks.len()).sum::<usize>() as f32;
+            assert!(data.iter().flatten().all(|&x| x == sum));
+        });
+    }
+}
+
+/// Who waits for an asynchronous call drives it, and comes back when its time is over; the call goes on.
+#[test]
+fn a_wait_ends_at_its_deadline_and_the_call_goes_on() {
+    on_all(met(2, Transport::Auto), |rank, group| {
+        let engine = group.engine().clone();
+        let started = || {
+            // SAFETY: it has no memory.
+            unsafe { group.start(Request::nothing(), None).unwrap() }
+        };
+        let told = Arc::new(AtomicUsize::new(0));
+        if rank == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let call = started();
+        let tell = told.clone();
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 0));
+        if rank == 0 {
+            let (before, limit) = (Instant::now(), Duration::from_millis(60));
+            assert_eq!(engine.wait(&call, Some(before + limit), &mut || Ok(())), Ok(None));
+            assert!(before.elapsed() >= limit && before.elapsed() < Duration::from_millis(250));
+            let stop = Error::Aborted("stopped".into());
+            let mut stopping = || Err(stop.clone());
+            assert_eq!(engine.wait(&call, None, &mut stopping), Err(stop.clone()));
+            assert!(!call.is_done() && told.load(Ordering::SeqCst) == 0);
+        }
+        assert_eq!(engine.wait(&call, None, &mut || Ok(())), Ok(Some(Ok(()))));
+        assert_eq!(told.load(Ordering::SeqCst), 1);
+        let tell = told.clone();
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 1));
+        assert_eq!(told.load(Ordering::SeqCst), 2, "at once, since it has ended");
+        // With a listener, it ends though nobody waits.
+        let (call, tell) = (started(), told.clone());
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 2));
+        engine.hurry();
+        let end = Instant::now() + Duration::from_secs(60);
+        while told.load(Ordering::SeqCst) < 3 {
+            assert!(Instant::now() < end, "rank {rank}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        all_reduce(&group, &mut [1.0], Via::Auto).unwrap();
+    });
 }
 
 #[test]

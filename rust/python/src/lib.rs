@@ -4,6 +4,7 @@
 //! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
 //! Ctrl-C (PY-3).
 
+mod callbacks;
 mod codec;
 mod device;
 mod errors;
@@ -194,6 +195,7 @@ impl Engine {
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
         log_sink::wake();
+        callbacks::wake();
         py.detach(|| {
             self.0.shutdown();
             // Those on their way back need the interpreter lock to get there: let them have it.
@@ -298,9 +300,10 @@ fn request(
 }
 
 impl Group {
-    /// The handle of a call of this group. It does not keep the engine: a collected engine has ended its calls.
+    /// The handle of a collective of this group. It does not keep the engine: a collected engine has ended its calls.
     fn work(&self, completion: Arc<Completion>) -> Work {
-        Work(completion, Arc::downgrade(self.0.engine()))
+        let group = Some(self.0.members().id);
+        Work { completion, engine: Arc::downgrade(self.0.engine()), group }
     }
 }
 
@@ -404,7 +407,7 @@ impl Group {
         if background {
             // SAFETY: as in `start`.
             let completion = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok((Some(self.work(completion.raise(py)?)), None));
+            return Ok((Some(Work { group: None, ..self.work(completion.raise(py)?) }), None));
         }
         if sends {
             // SAFETY: as in `run`.
@@ -449,26 +452,42 @@ impl Group {
 
 /// A call under way.
 #[pyclass(module = "trigram._core", frozen)]
-struct Work(Arc<Completion>, Weak<engine::Engine>);
+struct Work {
+    completion: Arc<Completion>,
+    engine: Weak<engine::Engine>,
+    /// The group whose collective it is; `None` for a message.
+    group: Option<u64>,
+}
 
 #[pymethods]
 impl Work {
-    fn is_completed(&self) -> bool {
-        self.0.is_done()
+    /// Whether it has ended; moves it on, if no other thread does.
+    fn is_completed(&self, py: Python<'_>) -> bool {
+        let completion = &self.completion;
+        match self.engine.upgrade() {
+            Some(engine) if !completion.is_done() => py.detach(|| engine.test(completion)),
+            _ => completion.is_done(),
+        }
     }
 
     /// The world rank whose message a receive takes, once that is known.
     fn sender(&self) -> Option<u32> {
-        self.0.sender()
+        self.completion.sender()
     }
 
-    /// Waits for the end; false if `timeout` seconds came first.
+    /// Has `callback()` run when the call has ended, by the thread that runs [`next_done_callbacks`].
+    fn add_done_callback(&self, callback: Py<PyAny>) {
+        callbacks::add(self.group, &self.completion, &self.engine, callback);
+    }
+
+    /// Waits for the end, and drives the call if no other thread does; false if `timeout` seconds came first.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        let check_engine = || self.1.upgrade().map_or(Ok(()), |engine| engine.check_sound());
-        match wait(py, |check_interrupt| {
-            self.0.wait(deadline, &mut || check_engine().and_then(|()| check_interrupt()))
+        let completion = &self.completion;
+        match wait(py, |check_interrupt| match self.engine.upgrade() {
+            Some(engine) => engine.wait(completion, deadline, check_interrupt),
+            None => completion.wait(deadline, check_interrupt),
         })? {
             Some(outcome) => outcome.raise(py).map(|()| true),
             None => Ok(false),
@@ -531,6 +550,21 @@ fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
     lines
 }
 
+/// The callbacks of calls that have ended. Where there are none, waits up to `timeout_seconds` for one.
+#[pyfunction]
+fn next_done_callbacks(py: Python<'_>, timeout_seconds: f64) -> Vec<Py<PyAny>> {
+    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
+    let deadline = Instant::now() + limit.min(Duration::from_secs(3600));
+    waiting().fetch_add(1, Ordering::AcqRel);
+    let callbacks = py.detach(|| {
+        let callbacks = callbacks::next(deadline, || EXITING.load(Ordering::Acquire));
+        park_if_exiting();
+        callbacks
+    });
+    waiting().fetch_sub(1, Ordering::AcqRel);
+    callbacks
+}
+
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     log_sink::install();
@@ -553,5 +587,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
+    m.add_function(wrap_pyfunction!(next_done_callbacks, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

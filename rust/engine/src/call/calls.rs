@@ -55,7 +55,8 @@ pub struct Calls {
     /// How many calls are [`CallState::Unmatched`].
     pub(crate) unmatched: usize,
     scratch: Vec<Scratch>,
-    last_id: u64,
+    /// The number in this process of the call that was taken up last.
+    pub(crate) last_id: u64,
 }
 
 impl Calls {

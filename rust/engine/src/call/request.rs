@@ -15,6 +15,9 @@ use crate::sys::runs::Runs;
 /// The most elements of a call that a helper takes part in: a peer decides the size, so it must be bounded.
 const LARGEST_HELPED: usize = 1 << 30;
 
+/// The most bytes of a small call, see [`Request::is_small`].
+const SMALL: usize = 64 << 10;
+
 /// A caller's memory. The caller keeps it valid until the call's completion handle is resolved.
 #[derive(Clone, Copy, Debug)]
 pub struct Tensors {
@@ -113,6 +116,11 @@ impl Request {
             self.call.splits = None;
         }
         self
+    }
+
+    /// Whether it is so small that the thread that starts it may begin it: it takes less time than to wake another thread.
+    pub(crate) fn is_small(&self) -> bool {
+        self.lists.is_none() && self.tensors.input_len.max(self.tensors.output_len) <= SMALL
     }
 
     /// The signature that ranks compare.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use trigram_core::Error;
 use trigram_core::wire::{Frame, Kind};
 
+use crate::call::active_call::ActiveCall;
 use crate::call::calls::Calls;
 use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
@@ -100,6 +101,17 @@ impl Progress {
         self.scheduling().admit(submission);
     }
 
+    /// Takes up a small call in the thread of its caller.
+    pub(crate) fn begin(&mut self, submission: Submission) {
+        self.admit(submission);
+        if self.calls.active.len() == 1 {
+            self.poll(); // perhaps this is all that it takes
+        } else {
+            // The others may be large, and they have a thread.
+            self.scheduling().pump_out();
+        }
+    }
+
     /// Aborts the collectives of a group before the `through`-th, on all ranks.
     pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
         self.calls.abort(members, through, error, &mut self.out);
@@ -140,6 +152,22 @@ impl Progress {
     /// Whether no call is under way, and none can come without a caller.
     pub fn is_idle(&self) -> bool {
         self.calls.active.is_empty() && self.helper.is_idle()
+    }
+
+    /// Whether what is under way needs a thread that moves it at once: somebody waits for it, or it is large.
+    pub(crate) fn is_urgent(&self) -> bool {
+        let urgent = |call: &ActiveCall| call.completion.is_urgent() || !call.body.request.is_small();
+        !self.helper.is_idle() || self.calls.active.iter().any(urgent)
+    }
+
+    /// The number of the call that was taken up last.
+    pub(crate) fn newest(&self) -> u64 {
+        self.calls.last_id
+    }
+
+    /// Whether all that is under way was taken up after the call with this number.
+    pub(crate) fn is_newer(&self, than: u64) -> bool {
+        self.calls.active.iter().all(|call| call.body.id > than)
     }
 
     /// Whether anything waits to be sent.

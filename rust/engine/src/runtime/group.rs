@@ -185,7 +185,7 @@ impl Group {
         })
     }
 
-    /// Starts a call that the background thread carries out.
+    /// Starts a call. Somebody waits for it with [`Engine::wait`] soon, or else the background thread carries it out.
     ///
     /// # Safety
     ///
@@ -193,10 +193,19 @@ impl Group {
     /// else until the completion handle is resolved.
     pub unsafe fn start(&self, request: Request, limit: Option<Duration>) -> Result<Arc<Completion>> {
         self.check(&request)?;
+        self.start_with(request, limit, Engine::start)
+    }
+
+    fn start_with(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        start: impl FnOnce(&Engine, Submission) -> Result<()>,
+    ) -> Result<Arc<Completion>> {
         let submission = self.submission(request, limit);
         let completion = submission.completion.clone();
         let counted = submission.request.message.is_none();
-        self.engine.start(submission).inspect_err(|_| {
+        start(&self.engine, submission).inspect_err(|_| {
             if counted {
                 self.members.made.fetch_sub(1, Ordering::Relaxed); // it was not made
             }
@@ -215,8 +224,8 @@ impl Group {
         let mut signature = request.normal(self.members.me).signature();
         signature.extra |= Signature::DEVICE;
         request = Request { declared: Some(signature), ..Request::nothing() };
-        // SAFETY: it has no memory.
-        unsafe { self.start(request, limit) }
+        self.check(&request)?;
+        self.start_with(request, limit, Engine::start_now)
     }
 
     /// Makes this rank, a helper, take part in all calls of the group in the background, until a member is lost.

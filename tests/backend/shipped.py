@@ -196,6 +196,7 @@ def main() -> int:
         if not args.real:
             # Registers the backend; after torch's tests have been imported, which read the environment.
             import trigram
+            import trigram.backend.process_group
 
             assert trigram.__version__
             if args.posing_as == "gloo":

@@ -187,7 +187,7 @@ class Reductions(Starting):
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
         limit = seconds(opts.timeout)
-        if not equal:
+        if not equal and not out.is_cpu:
             return self._scatter_uneven(what, out, sent, lengths, flat, code, opts)
         finish = target.finish
         if wider:
@@ -207,9 +207,12 @@ class Reductions(Starting):
                     arrived()
                 then()
 
+        per = sent.numel() // max(flat.numel(), 1)
+        parts = [n * per for n in lengths]
+        splits = None if equal else (parts, parts)
         asked = (engine_codes.REDUCE_SCATTER, _DTYPES[sent.dtype], received.numel(), code, 0, 0)
         return self._start(
-            what, asked, sent, received, is_async(opts), limit, finish, outputs or [out], inputs=given
+            what, asked, sent, received, is_async(opts), limit, finish, outputs or [out], splits, given
         )
 
     def _scatter_uneven(
@@ -222,7 +225,7 @@ class Reductions(Starting):
         code: int,
         opts: Any,
     ) -> Work:
-        """Parts of different lengths: all ranks reduce everything, and keep theirs."""
+        """Parts of different lengths on a GPU, which NCCL cannot scatter: all ranks reduce everything."""
         if sent.data_ptr() == flat.data_ptr():
             sent = sent.clone()
         per = sent.numel() // max(flat.numel(), 1)

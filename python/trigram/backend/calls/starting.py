@@ -109,7 +109,7 @@ class Starting:
         try:
             t = source if source is not None else target
             if t is not None and not t.is_cpu:
-                call: Any = _OnDevice(routes.start(group, asked, source, target, splits))
+                call: Any = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
                 if not background:
                     call.wait()
             else:

@@ -16,7 +16,6 @@ from trigram.runtime import engine_codes
 
 _DTYPES = engine_codes.DTYPES
 _WIDER = {
-    torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     **{
@@ -88,13 +87,13 @@ def reduced(flat: torch.Tensor, op: int, what: str) -> tuple[torch.Tensor, bool]
     Raises:
         UnsupportedError: No wider dtype is known, or the operator has no meaning on complex numbers.
     """
-    if flat.dtype in _DTYPES:
+    wider = _WIDER.get(flat.dtype)
+    if wider is None and flat.dtype in _DTYPES and not flat.is_complex():
         return flat, False
     if flat.is_complex() and flat.dtype != torch.complex32:
         if op not in (engine_codes.OPS["sum"], engine_codes.OPS["avg"]):
             raise UnsupportedError(f"{what}: complex tensors can be summed and averaged only")
         return torch.view_as_real(flat).view(-1), False
-    wider = _WIDER.get(flat.dtype)
     if wider is None:
         raise UnsupportedError(f"{what}: dtype {flat.dtype} is not supported; cast the tensor")
     return flat.to(wider), True

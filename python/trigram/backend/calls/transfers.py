@@ -141,11 +141,16 @@ class Transfers(Starting):
         background, limit = is_async(opts), seconds(opts.timeout)
         if uneven:
             per = received.numel() // max(sum(lengths), 1)
-            splits = ([sent.numel()] * group.size, [n * per for n in lengths])
-            repeated = sent.repeat(group.size)
-            asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
+            parts = [n * per for n in lengths]
+            if not sent.is_cpu:  # NCCL has no uneven gather
+                repeated, splits = sent.repeat(group.size), ([sent.numel()] * group.size, parts)
+                asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
+                return self._start(
+                    what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]
+                )
+            asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], 0, 0, 0, 0)
             return self._start(
-                what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]
+                what, asked, sent, received, background, limit, target.finish, outs, (parts, parts), [mine]
             )
         asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], sent.numel(), 0, 0, 0)
         return self._start(what, asked, sent, received, background, limit, target.finish, outs, inputs=[mine])

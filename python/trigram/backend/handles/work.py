@@ -36,6 +36,7 @@ class Work(dist.Work):
     _future: Future | None = None
     _error: Exception | None = None
     _peer = -1
+    _sender: Callable[[], int] | None = None
     _limit: float | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -82,6 +83,10 @@ class Work(dist.Work):
         self._call, self._kept = None, ()
         in_flight.release(self)
 
+    def call(self) -> Any:
+        """The engine's call; None if it has ended."""
+        return self._call
+
     def is_completed(self) -> bool:
         """Whether the call has finished or failed."""
         call = self._call
@@ -115,7 +120,9 @@ class Work(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """The group rank that sent a received message."""
+        """The group rank that sent a received message; -1 if it is not known yet."""
+        if self._peer < 0 and self._sender is not None:
+            self._peer = self._sender()
         return self._peer
 
     _source_rank = source_rank

@@ -1,4 +1,4 @@
-"""Deaths, calls that differ, timeouts, aborts and strangers through c10d: the error names the rank, nobody hangs,
+"""Deaths, calls that differ, timeouts, aborts and strangers through c10d: errors name the rank, no rank hangs,
 and the process can begin again."""
 
 from __future__ import annotations

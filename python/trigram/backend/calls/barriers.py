@@ -59,8 +59,8 @@ class Barriers(PointToPoint):
             except TrigramError as e:
                 raise TimeoutError(
                     f"monitored_barrier: Rank {group.ranks[group.rank]} successfully reached "
-                    f"monitoredBarrier, but rank {group.ranks[0]} did not release it within "
-                    f"{_milliseconds(limit)}: {e}"
+                    f"monitoredBarrier, but received errors while waiting for send/recv from rank "
+                    f"{group.ranks[0]}, which did not release it within {_milliseconds(limit)}: {e}"
                 ) from e
             return
         late, self._awaited = self._awaited, {}

@@ -1,4 +1,4 @@
-"""The backend of torch.distributed next to gloo, to trigram's own calls and to with_bagua, in turn in one job.
+"""The backend of torch.distributed next to gloo, to trigram's own calls and to with_bagua, in turn.
 
     python benches/backend.py [--ranks 2] [--seconds 0.4]
 

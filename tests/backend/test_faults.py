@@ -1,5 +1,5 @@
-"""Deaths, calls that differ, timeouts, aborts and strangers through c10d: errors name the rank, no rank hangs,
-and the process can begin again."""
+"""Deaths, calls that differ, timeouts, aborts and strangers through c10d: the error names the rank,
+no rank hangs, and the process can begin again."""
 
 from __future__ import annotations
 

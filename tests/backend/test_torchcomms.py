@@ -1,7 +1,8 @@
 """The adapter for torchcomms, with a stand-in for its module: torchcomms has no wheel on the index of Python.
 
-The stand-in keeps its contract for backends in Python: a class without arguments, `init(device, name, options)`,
-and calls that are given tensors, operator and `async_op` by position, and return None or a handle with `wait`.
+The stand-in keeps its contract for backends in Python: a class without arguments, `init(device, name,
+options)`, and calls that are given tensors, operator and `async_op` by position, and return None or a handle
+with `wait`.
 """
 
 from __future__ import annotations

@@ -158,6 +158,9 @@ def _check_all(tensors: Sequence[torch.Tensor], what: str) -> int:
     """As :func:`_check`, of a list of CPU tensors of one dtype."""
     if not tensors:
         raise MisuseError(f"{what}: the list of tensors is empty; pass at least one")
+    for t in tensors:
+        if not isinstance(t, torch.Tensor):
+            raise MisuseError(f"{what}: the list has a {type(t).__name__}; pass a list of tensors")
     dtype = _check(tensors[0], what)
     for t in tensors:
         _check(t, what)

@@ -1,8 +1,8 @@
 """torch's own tests of c10d pass over our backend, in gloo's place and under our own name.
 
-`left_out.txt` lists the tests that do not run: a line has the name that the tests ask for, the numbers
-of ranks, the test and the reason. A test that is skipped and not listed fails here, and one that is listed and
-not skipped too. Real gloo skips or fails the same ones, except for those whose reason says `posing`.
+`left_out.txt` lists the tests that do not run: a line has the name that the tests ask for, the numbers of
+ranks, the test and the reason. A test that is skipped and not listed fails here, and one that is listed and
+passes too. Real gloo skips or fails the same ones, except for those whose reason says `posing`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,48 @@ from tests.support.marks import long
 pytestmark = pytest.mark.timeout(1800)
 
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
-QUICK = """
-test_all_gather test_all_gather_coalesced_simple test_all_gather_object_default_pg test_all_reduce_coalesced_sum
-test_all_reduce_complex_unsupported_ops test_all_reduce_product test_all_reduce_sum_async test_all_reduce_sum_complex
-test_all_to_all_single_unequal_split_full_group test_all_to_all_single_equal_split_complex test_average_parameters
-test_barrier_timeout_global test_batch_isend_irecv_gloo_tags test_broadcast test_broadcast_object_list
-test_ddp_buffer_hook_allreduce test_ddp_comm_hook_logging test_ddp_control_flow_same_across_ranks
-test_ddp_get_bucket_sizes test_ddp_join_model_equivalence test_ddp_logging_data_gpu test_ddp_sync_bn_training_vs_eval
-test_gather test_gather_object test_isend_autograd_profiler test_monitored_barrier_gloo
-test_monitored_barrier_gloo_rank_0_timeout test_monitored_barrier_wait_all_ranks test_new_subgroups_by_enumeration
-test_periodic_model_averager test_reduce_sum test_reduce_full_group_max test_scatter test_send_recv
-test_send_recv_any_source test_send_recv_any_source_autograd_profiler test_sparse_all_reduce_sum test_static_graph_api_cpu
-test_undefined_grad_parity_unused_parameters test_verify_model_across_rank_without_logger
-""".split()
+QUICK = [
+    "test_all_gather",
+    "test_all_gather_coalesced_simple",
+    "test_all_gather_object_default_pg",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_product",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_all_to_all_single_unequal_split_full_group",
+    "test_all_to_all_single_equal_split_complex",
+    "test_average_parameters",
+    "test_barrier_timeout_global",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast",
+    "test_broadcast_object_list",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_control_flow_same_across_ranks",
+    "test_ddp_get_bucket_sizes",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_logging_data_gpu",
+    "test_ddp_sync_bn_training_vs_eval",
+    "test_gather",
+    "test_gather_object",
+    "test_isend_autograd_profiler",
+    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_rank_0_timeout",
+    "test_monitored_barrier_wait_all_ranks",
+    "test_new_subgroups_by_enumeration",
+    "test_periodic_model_averager",
+    "test_reduce_sum",
+    "test_reduce_full_group_max",
+    "test_scatter",
+    "test_send_recv",
+    "test_send_recv_any_source",
+    "test_send_recv_any_source_autograd_profiler",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+    "test_undefined_grad_parity_unused_parameters",
+    "test_verify_model_across_rank_without_logger",
+]
 
 
 def left_out(posing_as: str, world: int) -> dict[str, str]:
@@ -53,7 +82,7 @@ def outcomes(posing_as: str, world: int, names: list[str], out: Path) -> dict[st
 
 
 def check(found: dict[str, tuple[str, str]], listed: dict[str, str]) -> None:
-    """Fails for a test that has failed, for one that is skipped without a line, and for a line without one."""
+    """Fails for a test that has failed, one that is skipped without a line, and one that passes with a line."""
     failed = {name: why for name, (how, why) in found.items() if how == "failed"}
     assert not failed, "\n".join(f"{name}\n{why[-3000:]}" for name, why in failed.items())
     skipped = {name: why for name, (how, why) in found.items() if how == "skipped"}

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from trigram.backend.calls import profiling, sparse, tensors
-from trigram.backend.calls.arguments import is_async, listed, only, options, reduce_op
+from trigram.backend.calls.arguments import AVG, SUM, is_async, listed, only, options, reduce_op
 from trigram.backend.calls.starting import Starting
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.timeouts import seconds
@@ -94,6 +94,9 @@ class Reductions(Starting):
             target = tensors.Target(given, filled=True)
             memory = target.flat
         finish = target.finish if target is not None and gets else None
+        if code == AVG and _is_integer(given[0]):
+            code = SUM
+            finish = self._divides(memory, finish) if gets else None
         sent, wider = tensors.reduced(
             memory if factor is None else tensors.scaled(memory, factor), code, what
         )
@@ -116,6 +119,23 @@ class Reductions(Starting):
             what, asked, sent, received if gets else None, is_async(opts), seconds(opts.timeout),
             finish, given, inputs=given,
         )  # fmt: skip
+
+    def _divides(
+        self,
+        memory: torch.Tensor,
+        then: Callable[[], None] | None = None,
+        first: Callable[[], None] | None = None,
+    ) -> Callable[[], None]:
+        """Ends an average of integers, which the engine does not divide: rounded towards 0, as by NCCL."""
+
+        def finish() -> None:
+            if first is not None:
+                first()
+            memory.copy_(memory.div(self.trigram_group.size, rounding_mode="trunc"))
+            if then is not None:
+                then()
+
+        return finish
 
     def reduce_scatter_single(self, out: Any, given: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Reduces a tensor over all ranks; rank i gets the i-th part."""
@@ -165,6 +185,8 @@ class Reductions(Starting):
             tensors.check(t, what)
         tensors.same(out, given, what)
         code, factor = reduce_op(opts.reduceOp, what)
+        divides = code == AVG and _is_integer(out)
+        code = SUM if divides else code
         target = tensors.Target([out])
         flat = torch.cat([tensors.source(t) for t in given]) if len(given) > 1 else tensors.source(given[0])
         if factor is not None:
@@ -188,7 +210,7 @@ class Reductions(Starting):
             torch.autograd.graph.increment_version(out)
         limit = seconds(opts.timeout)
         if not equal and not out.is_cpu:
-            return self._scatter_uneven(what, out, sent, lengths, flat, code, opts)
+            return self._scatter_uneven(what, out, sent, lengths, flat, code, opts, divides)
         finish = target.finish
         if wider:
             part = torch.empty(target.flat.numel(), dtype=sent.dtype, device=sent.device)
@@ -199,6 +221,8 @@ class Reductions(Starting):
             received = part
         else:
             received = tensors.reduced(target.flat, code, what)[0]
+        if divides:
+            finish = self._divides(out.detach(), first=finish)
         if then is not None:
             arrived = finish
 
@@ -224,6 +248,7 @@ class Reductions(Starting):
         flat: torch.Tensor,
         code: int,
         opts: Any,
+        divides: bool,
     ) -> Work:
         """Parts of different lengths on a GPU, which NCCL cannot scatter: all ranks reduce everything."""
         if sent.data_ptr() == flat.data_ptr():
@@ -235,9 +260,15 @@ class Reductions(Starting):
         def finish() -> None:
             values = torch.view_as_complex(mine.view(-1, 2)) if out.is_complex() else mine
             out.detach().copy_(values.view(out.shape))
+            if divides:
+                self._divides(out.detach())()
 
         asked = (engine_codes.ALL_REDUCE, _DTYPES[sent.dtype], sent.numel(), code, 0, 0)
         return self._start(what, asked, sent, sent, is_async(opts), seconds(opts.timeout), finish, [out])
 
     _reduce_scatter_base = reduce_scatter_single
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+
+def _is_integer(t: torch.Tensor) -> bool:
+    return not t.is_floating_point() and not t.is_complex()

@@ -82,7 +82,7 @@ def outcomes(posing_as: str, world: int, names: list[str], out: Path) -> dict[st
 
 
 def check(found: dict[str, tuple[str, str]], listed: dict[str, str]) -> None:
-    """Fails for a test that has failed, one that is skipped without a line, and one that passes with a line."""
+    """Fails for a test that has failed, one that is skipped without a line, one that passes with one."""
     failed = {name: why for name, (how, why) in found.items() if how == "failed"}
     assert not failed, "\n".join(f"{name}\n{why[-3000:]}" for name, why in failed.items())
     skipped = {name: why for name, (how, why) in found.items() if how == "skipped"}

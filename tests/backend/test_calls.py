@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from tests.backend.ranks import world_group
 from tests.support.cases import Cases
@@ -130,7 +129,7 @@ def reduce_ops(rank: int, world: int) -> None:
 def premultiplied_sum(rank: int, world: int) -> None:
     world_group()
     for factor in (2.0, torch.tensor([0.5])):
-        op = c10d._make_nccl_premul_sum(factor)
+        op = torch._C._distributed_c10d._make_nccl_premul_sum(factor)
         t = torch.full((5,), rank + 1.0)
         dist.all_reduce(t, op)
         equal(t, torch.full((5,), float(factor) * world * (world + 1) / 2))

@@ -54,7 +54,7 @@ class PointToPoint(Starting):
         flat = tensors.moved(memory)
         code = engine_codes.DTYPES[flat.dtype]
         call: Any
-        if not t.is_cpu:
+        if not tensors.on_host(t):
             if peer is None:
                 raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
             call = routes.message(group, sends, peer, tag, flat, code)

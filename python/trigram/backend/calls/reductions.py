@@ -209,7 +209,7 @@ class Reductions(Starting):
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
         limit = seconds(opts.timeout)
-        if not equal and not out.is_cpu:
+        if not equal and not tensors.on_host(out):
             return self._scatter_uneven(what, out, sent, lengths, flat, code, opts, divides)
         finish = target.finish
         if wider:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trigram.backend.calls import profiling
+from trigram.backend.calls import profiling, tensors
 from trigram.backend.handles.callbacks import Callbacks, running
 from trigram.backend.handles.work import Work, explained, finished
 from trigram.collectives import work as in_flight
@@ -108,7 +108,7 @@ class Starting:
         event = profiling.begin(what, inputs or outputs) if profiling.enabled() else None
         try:
             t = source if source is not None else target
-            if t is not None and not t.is_cpu:
+            if t is not None and not tensors.on_host(t):
                 call: Any = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
                 if not background:
                     call.wait()

@@ -27,6 +27,11 @@ _WIDER = {
 """Where the engine does not reduce a dtype: the one that holds its values and the sums of a few of them."""
 
 
+def on_host(t: torch.Tensor) -> bool:
+    """Whether the engine takes a tensor itself; :mod:`trigram.gpu.routes` takes the others."""
+    return bool(t.is_cpu)
+
+
 def check(t: torch.Tensor, what: str) -> None:
     """Raises if the tensor is none, is sparse, or is on a device that no route serves."""
     if not isinstance(t, torch.Tensor):

@@ -142,7 +142,7 @@ class Transfers(Starting):
         if uneven:
             per = received.numel() // max(sum(lengths), 1)
             parts = [n * per for n in lengths]
-            if not sent.is_cpu:  # NCCL has no uneven gather
+            if not tensors.on_host(sent):  # NCCL has no uneven gather
                 repeated, splits = sent.repeat(group.size), ([sent.numel()] * group.size, parts)
                 asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
                 return self._start(

@@ -18,24 +18,21 @@ assert "trigram" in torch.distributed.Backend.backend_list
 assert torch.distributed.Backend.backend_capability["trigram"] == ["cpu", "cuda"]
 assert torch.distributed.get_default_backend_for_device("cpu") == "gloo"
 new = sorted(name for name in set(sys.modules) - before)
-print(" ".join(name for name in new if name.startswith(("torch._dynamo", "trigram.backend"))))
+print(" ".join(name for name in new if name.startswith("trigram.backend")))
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("trigram", store=store, rank=0, world_size=1)
 t = torch.ones(3)
 torch.distributed.all_reduce(t)
 torch.distributed.destroy_process_group()
-print("torch._dynamo" in sys.modules)
 """
 
 
 def test_import_is_cheap() -> None:
-    """No part of the backend but the registration is imported, and never Dynamo."""
+    """No part of the backend but the registration is imported."""
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    modules, dynamo = done.stdout.splitlines()
-    assert modules.split() == ["trigram.backend", "trigram.backend.names", "trigram.backend.registration"]
-    assert dynamo == "False"
+    assert done.stdout.split() == ["trigram.backend", "trigram.backend.names", "trigram.backend.registration"]
 
 
 def test_registering_again_does_nothing() -> None:

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-libraries test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -113,6 +113,9 @@ test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
 .venv/libraries: .venv/ready requirements-libraries.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-libraries.txt
 	touch $@
+
+test-backend: build  ## torch's tests of c10d over our backend at 2, 3 and 4 ranks, and our own of it
+	$(BIN)/python -m pytest tests/backend
 
 test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries

@@ -50,6 +50,7 @@ from trigram.model.checkpoint import algorithm_state, load_algorithm_state
 from trigram.model.consensus import consensus, consensus_state_dict
 from trigram.model.counters import stats
 from trigram.model.ddp import DistributedDataParallel
+from trigram.model.shards import local_shards
 from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
@@ -91,6 +92,7 @@ __all__ = [
     "is_wrapped",
     "join",
     "load_algorithm_state",
+    "local_shards",
     "new_group",
     "no_sync",
     "rank",

@@ -1,5 +1,7 @@
 """Types of the extension module, the Rust engine (``rust/python/src/lib.rs``)."""
 
+from collections.abc import Callable
+
 __version__: str
 
 COLLECTIVES: list[tuple[str, int]]
@@ -10,6 +12,7 @@ VIAS: list[tuple[str, int]]
 _Asked = tuple[int, int, int, int, int, int]
 _Memory = tuple[int, int, int, int]
 _Splits = tuple[list[int], list[int]] | None
+_Lists = tuple[list[tuple[int, int]], list[tuple[int, int]]] | None
 
 class Rendezvous:
     def __init__(
@@ -45,16 +48,28 @@ class Group:
     def help(self) -> None: ...
     def is_helping(self) -> bool: ...
     def run(
-        self, asked: _Asked, memory: _Memory, timeout: float | None = None, splits: _Splits = None
+        self,
+        asked: _Asked,
+        memory: _Memory,
+        timeout: float | None = None,
+        splits: _Splits = None,
+        lists: _Lists = None,
     ) -> None: ...
     def start(
-        self, asked: _Asked, memory: _Memory, timeout: float | None = None, splits: _Splits = None
+        self,
+        asked: _Asked,
+        memory: _Memory,
+        timeout: float | None = None,
+        splits: _Splits = None,
+        lists: _Lists = None,
     ) -> Work: ...
-    def check_consistency(self, asked: _Asked, timeout: float | None = None) -> Work: ...
+    def check_consistency(
+        self, asked: _Asked, timeout: float | None = None, splits: _Splits = None
+    ) -> Work: ...
     def message(
         self,
         sends: bool,
-        peer: int,
+        peer: int | None,
         tag: int,
         dtype: int,
         len: int,
@@ -62,15 +77,48 @@ class Group:
         background: bool,
         timeout: float | None,
         /,
-    ) -> Work | None: ...
+    ) -> tuple[Work | None, int | None]: ...
     def next(self) -> int: ...
     def set_pass(self, number: int, /) -> None: ...
     def rates(self) -> list[float]: ...
     def abort(self, through: int, why: str, /) -> None: ...
+    def abort_all(self, why: str, /) -> None: ...
 
 class Work:
-    def is_completed(self) -> bool: ...
-    def wait(self, timeout: float | None = None) -> bool: ...
+    """A collective or message under way, from ``Group.start`` or ``Group.message``.
+
+    A small call is begun by the thread that starts it. Then whoever waits for it drives it; if nobody waits within
+    some 0.2 to 0.5 ms, the background thread takes it up. A large call is driven by the background thread at once.
+    """
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, successfully or not. Moves the call on if no other thread does."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits for the end; drives the call in this thread if no other thread drives.
+
+        Args:
+            timeout: Seconds; None: no limit but the call's own, from ``Group.start``.
+
+        Returns:
+            False if ``timeout`` came first; the call goes on, and ``wait`` may be called again.
+
+        Raises:
+            TrigramError: The call failed.
+        """
+
+    def sender(self) -> int | None:
+        """The world rank whose message a receive has taken; None if it is not known, or the call is no receive."""
+
+    def add_done_callback(self, callback: Callable[[], object], /) -> None:
+        """Has ``callback()`` returned by ``next_done_callbacks`` once the call has ended, also if it failed or has
+        ended before; then ``wait`` returns or raises at once. May be called several times.
+
+        The callbacks of one group's collectives come in the order in which they were added, each after those
+        before it; those of messages, and of different groups, as the calls end. The call is driven in the
+        background from now on, unless somebody waits for it. Use ``trigram.collectives.callbacks.when_done``, which starts the
+        thread that runs them.
+        """
 
 class Nccl:
     def __init__(self, site_packages: list[str], /) -> None: ...
@@ -117,6 +165,7 @@ def is_endpoint_record(record: bytes, rank: int, /) -> bool: ...
 def interfaces() -> list[tuple[str, str]]: ...
 def log_line(level: int, text: str, /) -> None: ...
 def next_log_lines(timeout_seconds: float) -> list[tuple[int, str]]: ...
+def next_done_callbacks(timeout_seconds: float) -> list[Callable[[], object]]: ...
 
 class Codec:
     def __init__(self, name: str, block: int | None, /) -> None: ...

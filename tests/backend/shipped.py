@@ -2,9 +2,9 @@
 
     python -m tests.backend.shipped --world 2 --as gloo [--real] [--out FILE] [NAME ...]
 
-`--as trigram` runs them under our own name, which leaves out what they have for gloo alone; `--as gloo` in gloo's
-place: the tests ask for gloo, and get us. `--real` runs real gloo, for comparison. Ranks are forked from this
-process, which has imported everything, so that a test takes tenths of a second.
+`--as trigram` runs them under our own name, which leaves out what they have for gloo alone; `--as gloo` in
+gloo's place: the tests ask for gloo, and get us. `--real` runs real gloo, for comparison. Ranks are forked
+from this process, which has imported everything, so that a test takes tenths of a second.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import multiprocessing as mp
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -81,6 +82,14 @@ def pose() -> None:
 def names(tests: Any) -> list[str]:
     """All tests, in the order in which torch would run them."""
     return unittest.TestLoader().getTestCaseNames(tests)  # type: ignore[return-value]
+
+
+def all_names(posing_as: str, world: int) -> list[str]:
+    """All tests, found in a process of its own: their module reads the environment when it is imported."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.backend.shipped", "--names"]
+    command += ["--world", str(world), "--as", posing_as]
+    told = subprocess.run(command, capture_output=True, text=True, check=True)
+    return told.stdout.split()
 
 
 def _rank(pipe: Connection, tests: Any, name: str, rank: int, world: int, folder: str, backend: str) -> None:
@@ -189,13 +198,20 @@ def main() -> int:
     parser.add_argument("--as", dest="posing_as", choices=["gloo", NAME], default="gloo")
     parser.add_argument("--real", action="store_true")
     parser.add_argument("--out")
+    parser.add_argument(
+        "--names", dest="only_names", action="store_true", help="print the names of all tests"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="trigram-shipped-") as folder:
         place = f"{folder}/test"
         tests = prepare(args.world, args.posing_as, place)
+        if args.only_names:
+            print("\n".join(names(tests)))
+            return 0
         if not args.real:
             # Registers the backend; after torch's tests have been imported, which read the environment.
             import trigram
+            import trigram.backend.process_group
 
             assert trigram.__version__
             if args.posing_as == "gloo":

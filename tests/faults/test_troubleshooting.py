@@ -108,8 +108,8 @@ def drifted(rank: int) -> object:
 
 
 def dtype(rank: int) -> object:
-    """Complex numbers."""
-    return trigram.all_reduce(torch.ones(2, dtype=torch.complex64))
+    """Complex numbers of half floats."""
+    return trigram.all_reduce(torch.ones(2, dtype=torch.complex32))
 
 
 def lazy(rank: int) -> object:

@@ -6,19 +6,31 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.checks import equal, raises
 from tests.support.harness import await_flag, flag, free_port, run, until
 from tests.support.marks import long
+from trigram.runtime.rendezvous import find_store
 
 pytestmark = pytest.mark.waits
+
+
+def test_the_host_of_a_store_is_found_behind_prefixes() -> None:
+    store: dist.Store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+    for prefix in ("one", "two"):
+        store = dist.PrefixStore(prefix, store)
+    found = find_store(store, 0, 2, time.monotonic() + 10)
+    assert found[1:] == (0, 2, "127.0.0.1")
+    assert find_store(dist.PrefixStore("one", dist.HashStore()), 1, 2, time.monotonic() + 10)[3] is None
 
 
 def _entries(what: str) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from trigram.backend.calls import reductions, tensors
 from trigram.collectives import calls
 from trigram.collectives.work import Work
 from trigram.gpu import device, nccl, routes
@@ -77,32 +78,41 @@ COUNT = {"calls": 0}
 
 
 def _on_device(
-    group: Any, asked: Any, source: Any, target: Any, async_op: bool, what: str, splits: Any = None
+    group: Any,
+    asked: Any,
+    source: Any,
+    target: Any,
+    async_op: bool,
+    what: str,
+    splits: Any = None,
+    timeout: Any = None,
 ) -> Any:
     t = source if source is not None else target
     bitwise = asked[3] >= engine_codes.OPS["band"] and (
         asked[1] != engine_codes.DTYPES[torch.bool] or asked[3] == engine_codes.OPS["bxor"]
     )
     if t is None or asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
-        return _dispatch(group, asked, source, target, async_op, what, splits)
+        return _dispatch(group, asked, source, target, async_op, what, splits, timeout)
     COUNT["calls"] += 1
-    call = routes.start(group, asked, source, target, splits)
+    call = routes.start(group, asked, source, target, splits, timeout or group.timeout)
     if async_op:
         return Work(call, (source, target), what)
     call.order()
     return None
 
 
-def _message(sends: bool, t: torch.Tensor, peer: int, tag: int, group: Any, async_op: bool) -> Any:
+def _message(
+    sends: bool, t: torch.Tensor, peer: int, tag: int, group: Any, async_op: bool, timeout: Any
+) -> Any:
     what = "send" if sends else "recv"
     g = world.resolve(group)
     code = calls._check(t, what)
     call = routes.message(g, sends, g.group_rank(peer, what), tag, t, code)
     COUNT["calls"] += 1
     if async_op:
-        return Work(call, (t,), what)
+        return Work(call, (t,), what), None
     call.wait()
-    return None
+    return None, peer
 
 
 def use() -> None:
@@ -112,3 +122,5 @@ def use() -> None:
     nccl._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
     calls._dispatch = _on_device  # type: ignore[assignment]
     calls._message = _message
+    tensors.on_host = lambda t: False
+    reductions._STRIDED = None  # no tensor takes the short way of those on the host

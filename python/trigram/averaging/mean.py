@@ -12,7 +12,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.robust import RobustAverage
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import coalesced
-from trigram.runtime.engine_codes import DTYPES
+from trigram.runtime.engine_codes import AVERAGED
 
 CHUNK = 4 << 20
 """Bytes that are averaged at a time, so that the memory needed does not grow with the model."""
@@ -36,7 +36,7 @@ def mean_of(
         dtype = chunk[0].dtype
         coalesced_tensor = coalesced.Coalesced(
             chunk,
-            dtype if dtype in DTYPES else torch.float32,
+            dtype if dtype in AVERAGED else torch.float32,
             None if rule is None else lambda total: padded(total, n),
         )
         coalesced_tensor.pack()

@@ -50,7 +50,7 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
         if self._job != world.job() or not world.is_initialized():
             return
         for group in (self.trigram_group, *self._beside.values()):
-            group.core.abort(group.core.next(), f"{why} on rank {world.current().rank}")
+            group.core.abort_all(f"{why} on rank {world.current().rank}")
         if self._owns:
             self.shutdown()
 

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from trigram import _core
-from trigram.errors import TimeoutError
+from trigram.collectives import callbacks
+from trigram.errors import MisuseError, TimeoutError
 from trigram.gpu import device
 from trigram.runtime import logs, world
 
@@ -42,7 +43,7 @@ def release(work: InFlight) -> None:
 class Work:
     """The handle of an asynchronous collective, from a call with ``async_op=True``."""
 
-    __slots__ = ("__weakref__", "_core", "_describe", "_tensors", "_what")
+    __slots__ = ("__weakref__", "_core", "_describe", "_outputs", "_tensors", "_what")
 
     def __init__(
         self,
@@ -50,8 +51,10 @@ class Work:
         tensors: tuple[torch.Tensor | None, ...],
         what: str,
         describe: Callable[[], str] | None = None,
+        outputs: int = 1,
     ) -> None:
         self._core = core
+        self._outputs = outputs
         self._describe = describe
         self._tensors = tensors
         self._what = what
@@ -60,6 +63,17 @@ class Work:
     def is_completed(self) -> bool:
         """Whether the collective has finished or failed."""
         return self._core.is_completed()
+
+    def source_rank(self) -> int:
+        """The world rank whose message a receive has taken.
+
+        Raises:
+            MisuseError: It is no receive, it was on a GPU, or it is from any source and no message has come.
+        """
+        sender = self._core.sender() if isinstance(self._core, _core.Work) else None
+        if sender is None or self._what != "recv":
+            raise MisuseError(f"source_rank: this {self._what} has received no message yet; wait for a recv")
+        return sender
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits until the collective has finished.
@@ -75,24 +89,30 @@ class Work:
             TrigramError: The collective failed.
         """
         try:
-            if not self._wait(timeout):
-                raise TimeoutError(
-                    f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
-                )
-        finally:
+            if self._describe is None:
+                done = self._core.wait(timeout)
+            else:
+                with logs.waiting(self._what, self._describe):
+                    done = self._core.wait(timeout)
+        except BaseException:
             if self._core.is_completed():
                 release(self)
+            raise
+        if not done:
+            raise TimeoutError(
+                f"{self._what}: not finished after {timeout} s; it is still running, call wait() again"
+            )
+        release(self)
         return True
 
-    def _wait(self, timeout: float | None) -> bool:
-        if self._describe is None:
-            return self._core.wait(timeout)
-        with logs.waiting(self._what, self._describe):
-            return self._core.wait(timeout)
-
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the list of output tensors; a thread waits for the collective."""
-        devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
+        """A future of the list of output tensors.
+
+        Its callbacks run in one thread per process, for the collectives of one group in the order in which their
+        futures were asked for. For GPU tensors a thread of its own waits for the collective.
+        """
+        outputs = self._tensors[len(self._tensors) - self._outputs :]
+        devices: list[Any] = [t.device for t in outputs if t is not None and not t.is_cpu]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)
 
         def finish() -> None:
@@ -101,9 +121,12 @@ class Work:
             except Exception as e:
                 future.set_exception(e)  # type: ignore[arg-type]  # torch's stub is wrong
             else:
-                future.set_result([t for t in self._tensors[-1:] if t is not None])
+                future.set_result([t for t in outputs if t is not None])
 
-        threading.Thread(target=finish, name="trigram-future", daemon=True).start()
+        if isinstance(self._core, _core.Work):
+            callbacks.when_done(self._core, finish)
+        else:
+            threading.Thread(target=finish, name="trigram-future", daemon=True).start()
         return future
 
 

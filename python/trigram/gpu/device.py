@@ -174,6 +174,7 @@ class StartCall(Protocol):
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         splits: Splits,
+        timeout: float | None,
     ) -> Call:
         """Starts the call ``asked``, which reads ``source`` and writes ``target``."""
 

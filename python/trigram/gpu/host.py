@@ -76,7 +76,7 @@ class HostRoute:
         if asked[0] == engine_codes.ALL_REDUCE:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
-        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
+        transfer = _Transfer(self, self.asked.check_consistency(asked, timeout, splits))
         host = None if source is None else transfer.fetch(source.view(-1))
         wanted = host if target is source else None if target is None else transfer.buffer(target.view(-1))
         memory = _address(host) + _address(wanted)
@@ -114,7 +114,7 @@ class HostRoute:
         core, timeout = group.core, group.timeout
 
         def send() -> _core.Work:
-            work = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, timeout)
+            work, _ = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, timeout)
             assert work is not None
             return work
 

@@ -68,12 +68,17 @@ def abort(group: Group, why: str) -> None:
 
 
 def start(
-    group: Group, asked: Asked, source: torch.Tensor | None, target: torch.Tensor | None, splits: Splits
+    group: Group,
+    asked: Asked,
+    source: torch.Tensor | None,
+    target: torch.Tensor | None,
+    splits: Splits,
+    timeout: float | None,
 ) -> Call:
     """Starts the collective ``asked`` on tensors of one device."""
     t = source if source is not None else target
     assert t is not None
-    return route(group, t.device).start(asked, source, target, splits, group.timeout)
+    return route(group, t.device).start(asked, source, target, splits, timeout)
 
 
 def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:

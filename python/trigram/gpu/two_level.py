@@ -75,12 +75,12 @@ class TwoLevelGroups:
         """Reduce-scatters ``t`` in place inside the host: each rank's shard becomes the sum (or other
         ``op``)."""
         asked = (engine_codes.REDUCE_SCATTER, engine_codes.DTYPES[t.dtype], 0, op, 0, 0)
-        self.start(self.local, asked, t, t, (shards, shards)).order()
+        self.start(self.local, asked, t, t, (shards, shards), self.local.timeout).order()
 
     def spread(self, t: torch.Tensor, shards: list[int]) -> None:
         """All-gathers the shards of ``t`` in place inside the host."""
         asked = (engine_codes.ALL_GATHER, engine_codes.DTYPES[t.dtype], 0, 0, 0, 0)
-        self.start(self.local, asked, t, t, (shards, shards)).order()
+        self.start(self.local, asked, t, t, (shards, shards), self.local.timeout).order()
 
     def abort(self, why: str) -> None:
         """Aborts the calls in flight of both levels, on all their ranks."""

@@ -19,6 +19,9 @@ REDUCE_SCATTER, GATHER, SCATTER, ALL_TO_ALL = (
 
 DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for name, code in _core.DTYPES}
 
+AVERAGED = frozenset((torch.float32, torch.float64, torch.float16, torch.bfloat16))
+"""The real dtypes whose averages the engine computes."""
+
 OP_NAMES = tuple(name for name, _ in _core.OPS)
 OPS: dict[Any, int] = dict(_core.OPS)
 _TORCH_NAMES = {"prod": "PRODUCT"}

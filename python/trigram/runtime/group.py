@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, cast
 
 import torch
 
@@ -12,6 +13,13 @@ from trigram.errors import MisuseError
 
 _HELPER_POLL = 0.02
 """Seconds between two checks by a helper whether the group still exists."""
+
+
+class _Route(Protocol):
+    """The route of GPU tensors, as far as a group knows it."""
+
+    def abort(self, why: str) -> None:
+        """Aborts the calls in flight."""
 
 
 class Group:
@@ -100,6 +108,22 @@ class Group:
         """Takes over the members of another group, because an elastic job has changed its membership."""
         self.name, self.ordinal, self.derived, self.routes = other.name, other.ordinal, 0, {}
         self.ranks, self.size, self.rank, self._core = other.ranks, other.size, other.rank, other._core
+
+    def abort(self, why: str = "") -> None:
+        """Aborts the group on all ranks: its calls and messages under way and all later ones raise
+        ``AbortedError``. Other groups go on.
+
+        Returns at once, also if other ranks are stuck in a call; one member is enough to call it.
+
+        Args:
+            why: For the error message.
+
+        Raises:
+            MisuseError: This rank is not a member.
+        """
+        self.core.abort_all(why)
+        for route in self.routes.values():
+            cast(_Route, route).abort(why or "the group was aborted")
 
     def help(self) -> None:
         """Takes part in all calls of the group as one of its ``helpers``; returns when a member has left."""

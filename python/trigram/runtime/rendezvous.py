@@ -40,10 +40,11 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     if store is not None:
         if rank is None or world_size is None:
             raise MisuseError("init: store is given without rank or world_size; pass all three")
-        return dist.PrefixStore("trigram", store), rank, world_size, _host(store)
+        return dist.PrefixStore("trigram", store), rank, world_size, _host_of(store)
     if dist.is_available() and dist.is_initialized():
-        default = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
-        return default, dist.get_rank(), dist.get_world_size(), env.get("MASTER_ADDR")
+        store = dist.distributed_c10d._get_default_store()
+        host = _host_of(store) or env.get("MASTER_ADDR")
+        return dist.PrefixStore("trigram", store), dist.get_rank(), dist.get_world_size(), host
     if rank is None and "RANK" not in env:
         refuse_unseen(env)
     rank = _number("RANK") if rank is None and "RANK" in env else rank
@@ -65,11 +66,12 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]
 
 
-def _host(store: Any) -> str | None:
-    """The host that serves a store, behind any prefixes; None if the store has no server."""
+def _host_of(store: dist.Store) -> str | None:
+    """The host that serves a store, also where the store lies behind prefixes; None: not known."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return getattr(store, "host", None)
+    host = getattr(store, "host", None)
+    return str(host) if host else None
 
 
 def _from_environment(rank: int, deadline: float) -> dist.Store:

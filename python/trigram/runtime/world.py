@@ -190,7 +190,7 @@ def current() -> World:
     return _world
 
 
-def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
+def new_group(ranks: Sequence[int], helpers: Sequence[int] = (), timeout: float | None = None) -> Group:
     """Creates a group of some ranks of the world.
 
     Every member must create the same groups in the same order. Other ranks may call it too; they get a group
@@ -201,9 +201,12 @@ def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
         helpers: Other world ranks, which have no data and do part of the reduction, as much as the
             bandwidth of their links allows. Such a group supports only ``all_reduce``. Helpers call
             ``new_group`` too, and then :meth:`Group.help`.
+        timeout: Seconds that a call of the group may take by default; None: the ``op_timeout`` of ``init``,
+            ``math.inf`` or 0: no limit. The attribute ``timeout`` of the group changes it.
 
     Raises:
         MisuseError: A rank is listed twice or is not in the world, or there are no ranks.
+        ConfigError: The timeout is negative or not a number.
     """
     world = current()
     ranks, helpers = [int(r) for r in ranks], [int(r) for r in helpers]
@@ -214,7 +217,10 @@ def new_group(ranks: Sequence[int], helpers: Sequence[int] = ()) -> Group:
             f"new_group: ranks {members} must be one or more distinct ranks of the world, which has "
             f"{_listed(there)}"
         )
-    return world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
+    limit = world.op_timeout if timeout is None else _limit(timeout, "new_group: timeout")
+    group = world.new_group(ranks, f"of ranks {ranks}", _USER, helpers)
+    group.timeout = limit
+    return group
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -361,13 +367,13 @@ def _leave_at_end_of_child() -> None:
         multiprocessing.util.Finalize(None, shutdown, exitpriority=100)
 
 
-def _limit(op_timeout: float | None) -> float | None:
+def _limit(op_timeout: float | None, what: str = "init: op_timeout") -> float | None:
     """The seconds that a collective may take; None: no limit."""
     if op_timeout is None:
         return OP_TIMEOUT
     if not op_timeout >= 0:
         raise ConfigError(
-            f"init: op_timeout={op_timeout!r} is invalid; pass a number of seconds, None for "
+            f"{what}={op_timeout!r} is invalid; pass a number of seconds, None for "
             f"{OP_TIMEOUT:.0f}, or math.inf for no limit"
         )
     return None if op_timeout in (0, math.inf) else float(op_timeout)

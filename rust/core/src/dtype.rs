@@ -24,11 +24,25 @@ pub enum DType {
     I64 = 7,
     /// `torch.bool`, one byte, 0 or 1
     Bool = 8,
+    /// `torch.int16`
+    I16 = 9,
+    /// `torch.complex64`, summed as two `float32`
+    C64 = 10,
+    /// `torch.complex128`, summed as two `float64`
+    C128 = 11,
+    /// `torch.float8_e4m3fn`, which only moves
+    F8E4M3 = 12,
+    /// `torch.float8_e5m2`, which only moves
+    F8E5M2 = 13,
+    /// `torch.float8_e4m3fnuz`, which only moves
+    F8E4M3Fnuz = 14,
+    /// `torch.float8_e5m2fnuz`, which only moves
+    F8E5M2Fnuz = 15,
 }
 
 impl DType {
     /// Every type, in the order of the codes.
-    pub const ALL: [DType; 9] = [
+    pub const ALL: [DType; 16] = [
         DType::F32,
         DType::F64,
         DType::F16,
@@ -38,16 +52,30 @@ impl DType {
         DType::I32,
         DType::I64,
         DType::Bool,
+        DType::I16,
+        DType::C64,
+        DType::C128,
+        DType::F8E4M3,
+        DType::F8E5M2,
+        DType::F8E4M3Fnuz,
+        DType::F8E5M2Fnuz,
     ];
 
     /// Bytes per element.
     pub const fn size(self) -> usize {
         match self {
-            DType::F64 | DType::I64 => 8,
+            DType::C128 => 16,
+            DType::F64 | DType::I64 | DType::C64 => 8,
             DType::F32 | DType::I32 => 4,
-            DType::F16 | DType::BF16 => 2,
+            DType::F16 | DType::BF16 | DType::I16 => 2,
             DType::I8 | DType::U8 | DType::Bool => 1,
+            DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => 1,
         }
+    }
+
+    /// What addresses of elements are multiples of.
+    pub const fn align(self) -> usize {
+        if self.is_complex() { self.size() / 2 } else { self.size() }
     }
 
     /// torch's name of the type.
@@ -62,6 +90,13 @@ impl DType {
             DType::I32 => "int32",
             DType::I64 => "int64",
             DType::Bool => "bool",
+            DType::I16 => "int16",
+            DType::C64 => "complex64",
+            DType::C128 => "complex128",
+            DType::F8E4M3 => "float8_e4m3fn",
+            DType::F8E5M2 => "float8_e5m2",
+            DType::F8E4M3Fnuz => "float8_e4m3fnuz",
+            DType::F8E5M2Fnuz => "float8_e5m2fnuz",
         }
     }
 
@@ -78,6 +113,16 @@ impl DType {
         matches!(self, DType::F16 | DType::BF16)
     }
 
+    /// Eight-bit floats: they can be sent, not reduced.
+    pub const fn is_fp8(self) -> bool {
+        matches!(self, DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz)
+    }
+
+    /// Pairs of floats.
+    pub const fn is_complex(self) -> bool {
+        matches!(self, DType::C64 | DType::C128)
+    }
+
     const fn is_float(self) -> bool {
         matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::BF16)
     }
@@ -87,7 +132,7 @@ impl DType {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
-    /// Sum; integers wrap.
+    /// Sum; integers wrap, and of bools it is whether any is true.
     Sum = 0,
     /// Sum divided by the number of ranks, rounded once.
     Avg = 1,
@@ -95,7 +140,7 @@ pub enum ReduceOp {
     Min = 2,
     /// Maximum; NaN wins.
     Max = 3,
-    /// Product; integers wrap.
+    /// Product; integers wrap, and of bools it is whether all are true.
     Prod = 4,
     /// Bitwise and; logical for bool.
     Band = 5,
@@ -140,20 +185,25 @@ impl ReduceOp {
             .ok_or_else(|| Error::misuse(format!("{code} is not the code of a reduce op")))
     }
 
-    /// Refuses what makes no sense: bits of floats, an average of integers, arithmetic on bool.
+    /// Refuses what makes no sense: bits of floats, an average of integers, an order of complex numbers, any reduction of
+    /// eight-bit floats.
     pub fn check(self, dtype: DType) -> Result<()> {
         let fits = match self {
-            ReduceOp::Sum | ReduceOp::Prod => dtype != DType::Bool,
-            ReduceOp::Avg => dtype.is_float(),
-            ReduceOp::Min | ReduceOp::Max => true,
-            ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => !dtype.is_float(),
+            _ if dtype.is_fp8() => false,
+            ReduceOp::Sum => true,
+            ReduceOp::Avg => dtype.is_float() || dtype.is_complex(),
+            ReduceOp::Prod | ReduceOp::Min | ReduceOp::Max => !dtype.is_complex(),
+            ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor => !dtype.is_float() && !dtype.is_complex(),
         };
         if fits {
             return Ok(());
         }
         let hint = match self {
+            _ if dtype.is_fp8() => {
+                "eight-bit floats can be sent and gathered; cast to a wider float to reduce them"
+            }
             ReduceOp::Avg => "use sum and divide, or cast to a float",
-            ReduceOp::Sum | ReduceOp::Prod => "use bor (any), band (all) or cast to int32",
+            ReduceOp::Prod | ReduceOp::Min | ReduceOp::Max => "complex numbers can be summed and averaged",
             _ => "bitwise operators take integers and bool",
         };
         Err(Error::Unsupported(format!("op {} does not work on {}: {hint}", self.name(), dtype.name())))
@@ -172,7 +222,7 @@ mod tests {
         for op in ReduceOp::ALL {
             assert_eq!(ReduceOp::from_code(op as u8), Ok(op));
         }
-        assert!(DType::from_code(9).is_err());
+        assert!(DType::from_code(16).is_err());
         assert!(ReduceOp::from_code(8).is_err());
     }
 
@@ -180,7 +230,10 @@ mod tests {
     fn nonsense_is_refused() {
         assert!(ReduceOp::Bor.check(DType::F32).is_err());
         assert!(ReduceOp::Avg.check(DType::I32).is_err());
-        assert!(ReduceOp::Sum.check(DType::Bool).is_err());
+        assert!(ReduceOp::Max.check(DType::C64).is_err());
+        assert!(ReduceOp::Bxor.check(DType::C128).is_err());
+        assert!(ReduceOp::ALL.iter().all(|op| op.check(DType::F8E5M2).is_err()));
+        assert!(ReduceOp::Avg.check(DType::C64).is_ok());
         assert!(ReduceOp::Max.check(DType::Bool).is_ok());
     }
 }

@@ -8,6 +8,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::schedule::{Place, Schedule, even_shares};
 use crate::signature::{Collective, Via};
+use crate::topology::blocks::Blocks;
 use crate::topology::{
     Shape, balance, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
 };
@@ -53,8 +54,24 @@ pub struct Call {
     pub root: Place,
     /// What the caller asked for.
     pub via: Via,
-    /// Lengths to and from each peer, for an uneven all_to_all.
+    /// Lengths that differ: to and from each peer in an all_to_all; of each rank's block, twice, in an all_gather or
+    /// reduce_scatter, whose `len` is then that of the longest.
     pub splits: Option<(Vec<usize>, Vec<usize>)>,
+}
+
+impl Call {
+    /// The blocks that ranks give or get.
+    pub fn blocks(&self) -> Blocks<'_> {
+        match (self.what, &self.splits) {
+            (Collective::AllGather | Collective::ReduceScatter, Some((lengths, _))) => Blocks::Of(lengths),
+            _ => Blocks::Equal(self.len),
+        }
+    }
+
+    /// Whether its lengths are known to the two ranks that exchange them, and to nobody else.
+    pub fn is_pairwise(&self) -> bool {
+        self.what == Collective::AllToAll && self.splits.is_some()
+    }
 }
 
 /// A group as schedules see it.
@@ -128,7 +145,7 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
         return Opening::Messages;
     }
     let fits = layout.is_one_host()
-        && call.splits.is_none()
+        && !call.is_pairwise()
         && matches!(call.via, Via::Auto | Via::Shared)
         && inline_len(call, layout) * call.dtype.size() <= INLINE_BYTES;
     if fits { Opening::OneShot } else { Opening::Barrier }
@@ -136,11 +153,11 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
 
 /// The most elements that any rank would copy into its inline buffer.
 fn inline_len(call: &Call, layout: &Layout) -> usize {
-    let blocks = match call.what {
-        Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter => layout.world as usize,
-        _ => 1,
-    };
-    call.len.saturating_mul(blocks)
+    match call.what {
+        Collective::ReduceScatter => call.blocks().start(layout.world),
+        Collective::AllToAll | Collective::Scatter => call.len.saturating_mul(layout.world as usize),
+        _ => call.len,
+    }
 }
 
 fn shape(call: &Call, layout: &Layout, piece_bytes: usize) -> Shape {
@@ -154,12 +171,12 @@ fn shape(call: &Call, layout: &Layout, piece_bytes: usize) -> Shape {
 
 /// The schedule of a call whose payload fits the inline buffer.
 pub fn one_shot(call: &Call, layout: &Layout) -> Schedule {
-    shared::one_shot(call.what, call.root, shape(call, layout, INLINE_BYTES))
+    shared::one_shot(call.what, call.root, shape(call, layout, INLINE_BYTES), call.blocks())
 }
 
 /// Elements of input that this rank gives to the collective, which its peers may read directly.
 pub fn contribution(call: &Call, layout: &Layout) -> usize {
-    shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES))
+    shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES), call.blocks())
 }
 
 /// Whether rates may matter to a call: an AllReduce whose way is open, among ranks with a link each.
@@ -206,9 +223,14 @@ pub fn uses_bounce_buffers(call: &Call, layout: &Layout) -> bool {
         && layout.world > 1
         && layout.helpers == 0
         && call.len > 0
-        && call.splits.is_none()
+        && !call.is_pairwise()
         && matches!(call.via, Via::Auto | Via::Shared)
         && !matches!(call.what, Collective::Barrier | Collective::SendRecv)
+}
+
+/// Whether the ranks of a host may read or write each other's memory in this call.
+pub fn may_lend(call: &Call, layout: &Layout) -> bool {
+    call.what == Collective::AllReduce || uses_bounce_buffers(call, layout)
 }
 
 /// The schedule of a call. `lent`: what all ranks of this host lend each other; `links` matter to calls that
@@ -233,14 +255,16 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     if layout.helpers > 0 {
         return aided(call, layout, s, links.rates);
     }
-    if call.len == 0 && call.splits.is_none() {
+    // An all_to_all whose parts are empty here may have others elsewhere.
+    if call.len == 0 && call.what != Collective::AllToAll {
         return Ok(direct::barrier(s));
     }
     if uses_bounce_buffers(call, layout) {
         match lent {
-            Lent::Inputs => return Ok(shared::direct(call.what, call.root, s)),
+            Lent::Inputs => return Ok(shared::direct(call.what, call.root, s, call.blocks())),
             Lent::BounceBuffers => {
-                return Ok(bounce::bounce(call.what, call.root, s, BOUNCE_BYTES / call.dtype.size()));
+                let buffer = BOUNCE_BYTES / call.dtype.size();
+                return Ok(bounce::bounce(call.what, call.root, s, call.blocks(), buffer));
             }
             Lent::Nothing => {}
         }
@@ -284,10 +308,10 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
         Collective::Reduce => direct::reduce(s, call.root),
         Collective::Broadcast if !flat => hierarchical::broadcast(s, hosts, call.root, small),
         Collective::Broadcast => direct::broadcast(s, call.root, small),
-        Collective::AllGather if !flat => hierarchical::all_gather(s, hosts),
-        Collective::AllGather => direct::all_gather(s),
-        Collective::ReduceScatter if !flat => hierarchical::reduce_scatter(s, hosts),
-        Collective::ReduceScatter => direct::reduce_scatter(s),
+        Collective::AllGather if !flat => hierarchical::all_gather(s, hosts, call.blocks()),
+        Collective::AllGather => direct::all_gather(s, call.blocks()),
+        Collective::ReduceScatter if !flat => hierarchical::reduce_scatter(s, hosts, call.blocks()),
+        Collective::ReduceScatter => direct::reduce_scatter(s, call.blocks()),
         Collective::Gather => direct::gather(s, call.root),
         Collective::Scatter => direct::scatter(s, call.root),
         Collective::AllToAll => match &call.splits {

@@ -111,7 +111,8 @@ impl Via {
 pub struct Signature {
     /// Elements per rank, as the collective counts them.
     pub count: u64,
-    /// What else must agree: 1 where lengths differ by peer, [`Signature::DEVICE`] on a GPU, and the pass.
+    /// What else must agree: [`Signature::PAIRWISE`], [`Signature::DEVICE`], a sum of lengths that differ by rank, and
+    /// the pass.
     pub extra: u64,
     /// Root's place in the group, for rooted collectives.
     pub root: u32,
@@ -138,6 +139,31 @@ impl Signature {
     /// See [`Signature::in_pass`].
     pub fn pass(&self) -> u16 {
         (self.extra >> Self::PASS) as u16
+    }
+
+    /// In [`Signature::extra`]: each pair of ranks has lengths of its own, which no other rank knows.
+    pub const PAIRWISE: u64 = 1;
+
+    /// What [`Signature::extra`] has of lengths that all ranks know, for them to compare: never 0, nor a flag, nor a
+    /// pass.
+    pub fn sum_of(lengths: &[usize]) -> u64 {
+        let mut sum = 0xcbf2_9ce4_8422_2325u64;
+        for &len in lengths {
+            sum = (sum ^ len as u64).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
+        }
+        (sum | 2) & !(Self::DEVICE | Self::PAIRWISE | (u64::MAX << Self::PASS))
+    }
+
+    /// Whether two ranks may work together in this call. In an all_to_all each rank may give its lengths or none: those
+    /// that two ranks have for each other are compared when they exchange them.
+    pub fn agrees(&self, other: &Self) -> bool {
+        let mut theirs = *other;
+        let pairwise = (self.extra | other.extra) & Self::PAIRWISE != 0;
+        if pairwise && self.collective() == Some(Collective::AllToAll) {
+            theirs.count = self.count;
+            theirs.extra = other.extra & !Self::PAIRWISE | self.extra & Self::PAIRWISE;
+        }
+        *self == theirs
     }
 
     /// The signature of a call.
@@ -183,6 +209,11 @@ impl fmt::Display for Signature {
         }
         if let Some(via) = Via::ALL.get(self.via as usize).filter(|v| **v != Via::Auto) {
             write!(f, ", via {}", via.name())?;
+        }
+        match self.extra & !Self::DEVICE {
+            0 => {}
+            Self::PAIRWISE => write!(f, ", lengths by rank")?,
+            sum => write!(f, ", lengths by rank with sum {sum:x}")?,
         }
         if self.extra & Self::DEVICE != 0 {
             write!(f, ", on a GPU")?;

@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::signature::Signature;
 
 /// First bytes of every frame; the last byte is the version of the protocol.
-pub const MAGIC: u32 = u32::from_le_bytes(*b"TGM\x02");
+pub const MAGIC: u32 = u32::from_le_bytes(*b"TGM\x03");
 
 /// Bytes of a header.
 pub const HEADER: usize = size_of::<Header>();
@@ -40,12 +40,16 @@ pub enum Kind {
     Lost = 6,
     /// The sender is alive and has nothing else to say.
     Heartbeat = 7,
+    /// "I have a message for you that is too large to send unasked": a receive from any source finds it by this.
+    Offer = 8,
+    /// The sender has aborted the group: its calls under way and all later ones fail with the error in the payload.
+    Abort = 9,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         use Kind::*;
-        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat].into_iter().find(|k| *k as u8 == code)
+        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat, Offer, Abort].into_iter().find(|k| *k as u8 == code)
     }
 }
 

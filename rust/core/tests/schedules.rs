@@ -9,6 +9,7 @@ use trigram_core::planner::{self, Call, Layout, Lent, Opening};
 use trigram_core::schedule::{Loc, Place, Schedule, Step, even_shares};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank, Report};
+use trigram_core::topology::blocks::Blocks;
 use trigram_core::topology::{
     Shape, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
 };
@@ -90,8 +91,11 @@ fn all_reduces(world: u32, len: usize, piece: usize) -> Vec<(&'static str, Vec<S
         ("scatter_gather", all(&|s| scatter_gather::all_reduce(s, &even_shares(len, world as usize)))),
         ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares))),
         ("shared", all(&shared::all_reduce)),
-        ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s))),
-        ("bounce buffers", all(&|s| bounce::bounce(Collective::AllReduce, 0, s, 200.max(len)))),
+        ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s, Blocks::Equal(s.len)))),
+        (
+            "bounce buffers",
+            all(&|s| bounce::bounce(Collective::AllReduce, 0, s, Blocks::Equal(s.len), 200.max(len))),
+        ),
     ]
 }
 
@@ -226,8 +230,8 @@ fn direct_schedule(what: Collective, s: Shape, root: u32) -> Schedule {
     match what {
         Collective::Reduce => direct::reduce(s, root),
         Collective::Broadcast => direct::broadcast(s, root, 16),
-        Collective::AllGather => direct::all_gather(s),
-        Collective::ReduceScatter => direct::reduce_scatter(s),
+        Collective::AllGather => direct::all_gather(s, Blocks::Equal(s.len)),
+        Collective::ReduceScatter => direct::reduce_scatter(s, Blocks::Equal(s.len)),
         Collective::Gather => direct::gather(s, root),
         Collective::Scatter => direct::scatter(s, root),
         Collective::AllToAll => direct::all_to_all(s, &even, &even),
@@ -246,9 +250,9 @@ fn other_collectives_are_right_by_messages_and_by_shared_memory() {
                     };
                     let go = |s| check(what, s, root as usize, len, &one_host(world), u64::from(root));
                     go(of(&|s| direct_schedule(what, s, root)));
-                    go(of(&|s| shared::one_shot(what, root, s)));
-                    go(of(&|s| shared::direct(what, root, s)));
-                    go(of(&|s| bounce::bounce(what, root, s, 36)));
+                    go(of(&|s| shared::one_shot(what, root, s, Blocks::Equal(s.len))));
+                    go(of(&|s| shared::direct(what, root, s, Blocks::Equal(s.len))));
+                    go(of(&|s| bounce::bounce(what, root, s, Blocks::Equal(s.len), 36)));
                 }
             }
         }
@@ -297,9 +301,9 @@ fn nobody_writes_what_another_reads() {
                 (0..world).map(|me| f(Shape { me, world, len, piece: 64 })).collect()
             };
             for what in [&OTHERS[..], &[Collective::AllReduce]].concat() {
-                assert_no_conflict(&of(&|s| bounce::bounce(what, world - 1, s, 600)));
-                assert_no_conflict(&of(&|s| shared::direct(what, world - 1, s)));
-                assert_no_conflict(&of(&|s| shared::one_shot(what, world - 1, s)));
+                assert_no_conflict(&of(&|s| bounce::bounce(what, world - 1, s, Blocks::Equal(s.len), 600)));
+                assert_no_conflict(&of(&|s| shared::direct(what, world - 1, s, Blocks::Equal(s.len))));
+                assert_no_conflict(&of(&|s| shared::one_shot(what, world - 1, s, Blocks::Equal(s.len))));
             }
         }
     }
@@ -342,12 +346,77 @@ fn hierarchies_are_right_and_cross_between_hosts_once() {
                     assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * len);
                     check(Collective::Broadcast, s, root as usize, len, &hosts, 1);
                 }
-                let s = of(&|s| hierarchical::all_gather(s, &hosts));
+                let s = of(&|s| hierarchical::all_gather(s, &hosts, Blocks::Equal(s.len)));
                 assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * world * len);
                 check(Collective::AllGather, s, 0, len, &hosts, 1);
-                let s = of(&|s| hierarchical::reduce_scatter(s, &hosts));
+                let s = of(&|s| hierarchical::reduce_scatter(s, &hosts, Blocks::Equal(s.len)));
                 assert_eq!(crossing(&s, &hosts), (hosts.len() - 1) * world * len);
                 check(Collective::ReduceScatter, s, 0, len, &hosts, 1);
+            }
+        }
+    }
+}
+
+/// Blocks of different lengths, some empty, of which no rank gives or gets the same.
+#[test]
+fn blocks_of_different_lengths_are_right_everywhere() {
+    for sizes in [&[1][..], &[2], &[3], &[5], &[2, 2], &[1, 3], &[3, 2, 2], &[4, 1, 2], &[1, 1, 1]] {
+        for (dealt, scale) in [(false, 1), (true, 7), (false, 40)] {
+            let hosts = hosts_of(sizes, dealt);
+            let world: usize = sizes.iter().sum();
+            let patterns: [&dyn Fn(usize) -> usize; 3] =
+                [&|p| p * 3 % 4 * scale, &|p| usize::from(p + 1 == world) * 5 * scale, &|p| {
+                    (world - p) * scale
+                }];
+            for lengths in patterns.map(|f| (0..world).map(f).collect::<Vec<usize>>()) {
+                let blocks = Blocks::Of(&lengths);
+                let total: usize = lengths.iter().sum();
+                let of = |f: &dyn Fn(Shape) -> Schedule| -> Vec<Schedule> {
+                    let shape = |me| Shape { me, world: world as u32, len: blocks.longest(), piece: 16 };
+                    (0..world as u32).map(|me| f(shape(me))).collect()
+                };
+                for what in [Collective::AllGather, Collective::ReduceScatter] {
+                    let mut ways = vec![match what {
+                        Collective::AllGather => of(&|s| hierarchical::all_gather(s, &hosts, blocks)),
+                        _ => of(&|s| hierarchical::reduce_scatter(s, &hosts, blocks)),
+                    }];
+                    if hosts.len() == 1 || hosts.len() == world {
+                        ways.push(match what {
+                            Collective::AllGather => of(&|s| direct::all_gather(s, blocks)),
+                            _ => of(&|s| direct::reduce_scatter(s, blocks)),
+                        });
+                    }
+                    if hosts.len() == 1 {
+                        ways.push(of(&|s| shared::one_shot(what, 0, s, blocks)));
+                        ways.push(of(&|s| shared::direct(what, 0, s, blocks)));
+                        ways.push(of(&|s| bounce::bounce(what, 0, s, blocks, 72)));
+                        ways[1..].iter().for_each(|way| assert_no_conflict(way));
+                    }
+                    for (way, schedules) in ways.into_iter().enumerate() {
+                        let label = format!("{what:?} {sizes:?} {lengths:?} way {way}");
+                        let report = simulate(
+                            schedules,
+                            |r| input(r, total),
+                            Some(total),
+                            &hosts,
+                            ReduceOp::Sum,
+                            1 + way as u64,
+                        );
+                        for me in 0..world {
+                            let at = blocks.start(me as u32);
+                            let want: Vec<f32> = match what {
+                                Collective::AllGather => {
+                                    (0..world).flat_map(|r| input(r, lengths[r])).collect()
+                                }
+                                _ => (0..lengths[me])
+                                    .map(|i| (1..world).fold(value(0, at + i), |a, r| a + value(r, at + i)))
+                                    .collect(),
+                            };
+                            let got = floats(&report.output[me]);
+                            assert!(close(&got[..want.len()], &want), "{label} rank {me}: {got:?} {want:?}");
+                        }
+                    }
+                }
             }
         }
     }

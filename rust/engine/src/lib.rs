@@ -21,7 +21,7 @@
 //!
 //! Unsafe code is in `sys::memory`, `sys::fork`, `sys::atomics` (two copies), `host`, `transport::shm`,
 //! `transport::tcp` (one socket option), `transport::faulty` (one mapping), `link`, `link::rate_meter` (two ioctls),
-//! `call`, `drive::matching` (one copy), and `runtime::group` and `device` (callers' memory).
+//! `call`, `sys::runs` (addresses), and `runtime::group` and `device` (callers' memory).
 
 pub mod bootstrap;
 pub mod call;

@@ -135,8 +135,10 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 call: base,
                 message: message(false, left_hand),
                 tensors: in_place(all, len * 4),
+                lists: None,
                 op: ReduceOp::Sum,
                 declared: None,
+                pass: 0,
             };
             // SAFETY: both tensors live until both completion handles are resolved.
             let sent = unsafe { group.start(send, None)? };

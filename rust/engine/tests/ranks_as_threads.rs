@@ -5,8 +5,9 @@
 mod common;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
@@ -57,7 +58,8 @@ fn on_all<T: Send>(engines: Vec<Arc<Engine>>, f: impl Fn(usize, Group) -> T + Sy
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
     let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 };
+    let request =
+        Request { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None, pass: 0 };
     // SAFETY: `data` outlives the call.
     unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
 }
@@ -124,6 +126,79 @@ fn no_call_is_left_behind_by_a_shutdown() {
     }
 }
 
+/// Small calls are begun by the thread that starts them; here nobody comes to wait for them, and nobody asks for them.
+#[test]
+fn a_small_call_that_nobody_waits_for_ends() {
+    for engines in [met(3, Transport::Auto), met(3, Transport::Tcp), over_mem(2)] {
+        on_all(engines, |rank, group| {
+            let mut data = vec![[rank as f32; 40]; 30];
+            let calls: Vec<_> = data
+                .iter_mut()
+                .enumerate()
+                .map(|(i, data)| {
+                    // Ranks come at different times.
+                    std::thread::sleep(Duration::from_micros(((rank * 7 + i) % 5 * 300) as u64));
+                    let call = call(Collective::AllReduce, DType::F32, data.len());
+                    let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
+                    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                    // SAFETY: the loop below waits until all have ended.
+                    unsafe { group.start(request, None).unwrap() }
+                })
+                .collect();
+            let end = Instant::now() + Duration::from_secs(60);
+            while !calls.iter().all(|call| call.is_done()) {
+                assert!(Instant::now() < end, "rank {rank}");
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            let sum = (0..group.members().ranks.len()).sum::<usize>() as f32;
+            assert!(data.iter().flatten().all(|&x| x == sum));
+        });
+    }
+}
+
+/// Who waits for an asynchronous call drives it, and comes back when its time is over; the call goes on.
+#[test]
+fn a_wait_ends_at_its_deadline_and_the_call_goes_on() {
+    on_all(met(2, Transport::Auto), |rank, group| {
+        let engine = group.engine().clone();
+        let started = || {
+            // SAFETY: it has no memory.
+            unsafe { group.start(Request::nothing(), None).unwrap() }
+        };
+        let told = Arc::new(AtomicUsize::new(0));
+        if rank == 1 {
+            std::thread::sleep(Duration::from_millis(300));
+        }
+        let call = started();
+        let tell = told.clone();
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 0));
+        if rank == 0 {
+            let (before, limit) = (Instant::now(), Duration::from_millis(60));
+            assert_eq!(engine.wait(&call, Some(before + limit), &mut || Ok(())), Ok(None));
+            assert!(before.elapsed() >= limit && before.elapsed() < Duration::from_millis(250));
+            let stop = Error::Aborted("stopped".into());
+            let mut stopping = || Err(stop.clone());
+            assert_eq!(engine.wait(&call, None, &mut stopping), Err(stop.clone()));
+            assert!(!call.is_done() && told.load(Ordering::SeqCst) == 0);
+        }
+        assert_eq!(engine.wait(&call, None, &mut || Ok(())), Ok(Some(Ok(()))));
+        assert_eq!(told.load(Ordering::SeqCst), 1);
+        let tell = told.clone();
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 1));
+        assert_eq!(told.load(Ordering::SeqCst), 2, "at once, since it has ended");
+        // With a listener, it ends though nobody waits.
+        let (call, tell) = (started(), told.clone());
+        call.when_done(move || assert_eq!(tell.fetch_add(1, Ordering::SeqCst), 2));
+        engine.hurry();
+        let end = Instant::now() + Duration::from_secs(60);
+        while told.load(Ordering::SeqCst) < 3 {
+            assert!(Instant::now() < end, "rank {rank}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        all_reduce(&group, &mut [1.0], Via::Auto).unwrap();
+    });
+}
+
 #[test]
 fn a_rank_helps_one_group_at_a_time() {
     let engines = over_mem(3);
@@ -168,8 +243,15 @@ fn parts_of_different_lengths_are_refused() {
                 let splits = Some((vec![10, 20], vec![10, 20]));
                 let call = Call { splits, ..call(what, DType::F32, 15) };
                 let tensors = in_place(data.as_mut_ptr().cast(), 120);
-                let request =
-                    Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 };
+                let request = Request {
+                    call,
+                    op: ReduceOp::Sum,
+                    tensors,
+                    lists: None,
+                    message: None,
+                    declared: None,
+                    pass: 0,
+                };
                 // SAFETY: `data` outlives the call.
                 let error = unsafe { group.run(request, None, &mut || Ok(())) }.unwrap_err();
                 assert!(matches!(&error, Error::Unsupported(text) if text.contains(what.name())), "{error}");
@@ -251,6 +333,7 @@ fn messages_larger_than_any_buffer_arrive() {
                 call: call(Collective::SendRecv, DType::F32, len),
                 op: ReduceOp::Sum,
                 tensors: in_place(data.as_mut_ptr().cast(), len * 4),
+                lists: None,
                 message: Some(message),
                 declared: None,
                 pass: 0,
@@ -258,6 +341,100 @@ fn messages_larger_than_any_buffer_arrive() {
             // SAFETY: `data` outlives the call.
             unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();
             assert!(data.iter().enumerate().all(|(i, x)| *x == i as f32));
+        });
+    }
+}
+
+fn message(data: &mut [f32], message: Message) -> Request {
+    Request {
+        call: call(Collective::SendRecv, DType::F32, data.len()),
+        tensors: in_place(data.as_mut_ptr().cast(), size_of_val(data)),
+        message: Some(message),
+        ..Request::nothing()
+    }
+}
+
+/// Small messages, and large ones that are announced first.
+#[test]
+fn a_receive_from_any_source_takes_what_comes() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let limit = Some(Duration::from_secs(20));
+            for (tag, len) in (3..).zip([0, 10, 600_000]) {
+                let mut data = vec![rank as f32; len];
+                if rank > 0 {
+                    let sent = message(&mut data, Message { peer: 0, tag, sends: true });
+                    // SAFETY: `data` outlives the call.
+                    unsafe { group.run(sent, limit, &mut || Ok(())) }.unwrap();
+                    continue;
+                }
+                let mut senders = [1, 2].map(|_| {
+                    let taken = message(&mut data, Message { peer: Message::ANY, tag, sends: false });
+                    // SAFETY: as above.
+                    let sender = unsafe { group.receive(taken, limit, &mut || Ok(())) }.unwrap();
+                    assert!(data.iter().all(|x| *x == sender as f32));
+                    sender
+                });
+                senders.sort_unstable();
+                assert_eq!(senders, [1, 2]);
+            }
+        });
+    }
+}
+
+#[test]
+fn an_aborted_group_ends_for_all() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let other = Group::new(group.engine(), "other".into(), vec![0, 1, 2], 9, 0).unwrap();
+            let mut data = vec![1f32; 100_000];
+            all_reduce(&other, &mut data, Via::Auto).unwrap();
+            all_reduce(&group, &mut data[..1], Via::Auto).unwrap(); // nobody is in the first call any more
+            if rank == 2 {
+                other.abort_all("enough").unwrap();
+            }
+            let error = all_reduce(&other, &mut data, Via::Auto).unwrap_err();
+            assert!(
+                matches!(&error, Error::Aborted(text) if text.contains("rank 2") && text.contains("enough"))
+            );
+            let error = all_reduce(&other, &mut data, Via::Auto).unwrap_err();
+            assert!(matches!(&error, Error::Aborted(_)), "{error}");
+            data.fill(1.0);
+            all_reduce(&group, &mut data, Via::Auto).unwrap();
+            assert!(data.iter().all(|x| *x == 3.0));
+        });
+    }
+}
+
+/// Lists of tensors that ranks cut differently, by every way.
+#[test]
+fn lists_are_reduced_where_they_are() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(2, Transport::Tcp)] {
+        let n = engines.len();
+        on_all(engines, |rank, group| {
+            for via in [Via::Auto, Via::Ring, Via::Tree, Via::RecursiveDoubling, Via::ScatterGather] {
+                for total in [7, 5000, 700_001] {
+                    let cuts = [0, total / 7, total / (2 + rank), total / (2 + rank), total];
+                    let mut parts: Vec<Vec<f32>> = cuts
+                        .windows(2)
+                        .map(|w| (w[0]..w[1]).map(|i| (i % 23) as f32 + rank as f32).collect())
+                        .collect();
+                    let places: Vec<(usize, usize)> =
+                        parts.iter_mut().map(|p| (p.as_mut_ptr().addr(), size_of_val(&p[..]))).collect();
+                    let request = Request {
+                        call: Call { via, ..call(Collective::AllReduce, DType::F32, total) },
+                        ..Request::nothing()
+                    };
+                    let request = request.in_lists(Some((places.clone(), places)));
+                    // SAFETY: `parts` outlive the call.
+                    unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();
+                    let extra = (n * (n - 1) / 2) as f32;
+                    let all = parts.iter().flatten().enumerate();
+                    all.for_each(|(i, x)| {
+                        assert_eq!(*x, (i % 23) as f32 * n as f32 + extra, "{via:?} {total} {i}")
+                    });
+                }
+            }
         });
     }
 }

@@ -4,6 +4,7 @@
 //! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
 //! Ctrl-C (PY-3).
 
+mod callbacks;
 mod codec;
 mod device;
 mod errors;
@@ -194,6 +195,7 @@ impl Engine {
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
         EXITING.store(exiting, Ordering::Release);
         log_sink::wake();
+        callbacks::wake();
         py.detach(|| {
             self.0.shutdown();
             // Those on their way back need the interpreter lock to get there: let them have it.
@@ -258,6 +260,8 @@ struct Group(group::Group);
 type Asked = (u8, u8, usize, u8, u8, u32);
 /// Addresses and bytes of input and output.
 type Memory = (usize, usize, usize, usize);
+/// Addresses and bytes of each tensor of the input and of the output, where they are lists.
+type Lists = Option<(Vec<(usize, usize)>, Vec<(usize, usize)>)>;
 /// Lengths to and from each peer.
 type Splits = Option<(Vec<usize>, Vec<usize>)>;
 
@@ -289,6 +293,7 @@ fn request(
             output: memory.2 as *mut u8,
             output_len: memory.3,
         },
+        lists: None,
         message: None,
         declared: None,
         pass: 0,
@@ -296,9 +301,10 @@ fn request(
 }
 
 impl Group {
-    /// The handle of a call of this group. It does not keep the engine: a collected engine has ended its calls.
+    /// The handle of a collective of this group. It does not keep the engine: a collected engine has ended its calls.
     fn work(&self, completion: Arc<Completion>) -> Work {
-        Work(completion, Arc::downgrade(self.0.engine()))
+        let group = Some(self.0.members().id);
+        Work { completion, engine: Arc::downgrade(self.0.engine()), group }
     }
 }
 
@@ -323,7 +329,7 @@ impl Group {
     }
 
     /// A collective, in this thread.
-    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None, lists=None))]
     fn run(
         &self,
         py: Python<'_>,
@@ -331,8 +337,9 @@ impl Group {
         memory: Memory,
         timeout: Option<f64>,
         splits: Splits,
+        lists: Lists,
     ) -> PyResult<()> {
-        let request = request(asked, memory, splits).raise(py)?;
+        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
@@ -340,7 +347,7 @@ impl Group {
     }
 
     /// A collective in the background.
-    #[pyo3(signature = (asked, memory, timeout=None, splits=None))]
+    #[pyo3(signature = (asked, memory, timeout=None, splits=None, lists=None))]
     fn start(
         &self,
         py: Python<'_>,
@@ -348,8 +355,9 @@ impl Group {
         memory: Memory,
         timeout: Option<f64>,
         splits: Splits,
+        lists: Lists,
     ) -> PyResult<Work> {
-        let request = request(asked, memory, splits).raise(py)?;
+        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors until the work is done.
         let completion = py.detach(|| unsafe { self.0.start(request, limit) });
@@ -357,33 +365,42 @@ impl Group {
     }
 
     /// An empty call that stands for one on GPU memory.
-    #[pyo3(signature = (asked, timeout=None))]
-    fn check_consistency(&self, py: Python<'_>, asked: Asked, timeout: Option<f64>) -> PyResult<Work> {
-        let request = request(asked, (0, 0, 0, 0), None).raise(py)?;
+    #[pyo3(signature = (asked, timeout=None, splits=None))]
+    fn check_consistency(
+        &self,
+        py: Python<'_>,
+        asked: Asked,
+        timeout: Option<f64>,
+        splits: Splits,
+    ) -> PyResult<Work> {
+        let request = request(asked, (0, 0, 0, 0), splits).raise(py)?;
         let limit = seconds(timeout);
         py.detach(|| self.0.consistency_check(request, limit)).map(|c| self.work(c)).raise(py)
     }
 
-    /// A message to or from `peer`, in this thread or in the background.
+    /// A message to or from `peer`, in this thread or in the background; `peer` None: from any. Returns the work, or
+    /// the world rank whose message was received.
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn message(
         &self,
         py: Python<'_>,
         sends: bool,
-        peer: u32,
+        peer: Option<u32>,
         tag: u32,
         dtype: u8,
         len: usize,
         address: usize,
         background: bool,
         timeout: Option<f64>,
-    ) -> PyResult<Option<Work>> {
+    ) -> PyResult<(Option<Work>, Option<u32>)> {
+        let peer = peer.unwrap_or(Message::ANY);
         let dtype = DType::from_code(dtype).raise(py)?;
         let memory = group::in_place(address as *mut u8, len * dtype.size());
         let request = Request {
             call: group::call(Collective::SendRecv, dtype, len),
             op: ReduceOp::Sum,
             tensors: memory,
+            lists: None,
             message: Some(Message { peer, tag, sends }),
             declared: None,
             pass: 0,
@@ -392,11 +409,16 @@ impl Group {
         if background {
             // SAFETY: as in `start`.
             let completion = py.detach(|| unsafe { self.0.start(request, limit) });
-            return Ok(Some(self.work(completion.raise(py)?)));
+            return Ok((Some(Work { group: None, ..self.work(completion.raise(py)?) }), None));
+        }
+        if sends {
+            // SAFETY: as in `run`.
+            wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
+            return Ok((None, None));
         }
         // SAFETY: as in `run`.
-        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
-        Ok(None)
+        let sender = wait(py, |check_interrupt| unsafe { self.0.receive(request, limit, check_interrupt) })?;
+        Ok((None, Some(sender)))
     }
 
     /// Takes part in all calls of the group, in the background, until a member is gone.
@@ -424,6 +446,11 @@ impl Group {
         self.0.set_pass(pass);
     }
 
+    /// Aborts the group for good, on all ranks.
+    fn abort_all(&self, py: Python<'_>, why: &str) -> PyResult<()> {
+        py.detach(|| self.0.abort_all(why)).raise(py)
+    }
+
     /// Gives up the collectives before the `through`-th, on all ranks.
     fn abort(&self, py: Python<'_>, through: u64, why: &str) -> PyResult<()> {
         py.detach(|| self.0.abort(through, why)).raise(py)
@@ -432,21 +459,42 @@ impl Group {
 
 /// A call under way.
 #[pyclass(module = "trigram._core", frozen)]
-struct Work(Arc<Completion>, Weak<engine::Engine>);
+struct Work {
+    completion: Arc<Completion>,
+    engine: Weak<engine::Engine>,
+    /// The group whose collective it is; `None` for a message.
+    group: Option<u64>,
+}
 
 #[pymethods]
 impl Work {
-    fn is_completed(&self) -> bool {
-        self.0.is_done()
+    /// Whether it has ended; moves it on, if no other thread does.
+    fn is_completed(&self, py: Python<'_>) -> bool {
+        let completion = &self.completion;
+        match self.engine.upgrade() {
+            Some(engine) if !completion.is_done() => py.detach(|| engine.test(completion)),
+            _ => completion.is_done(),
+        }
     }
 
-    /// Waits for the end; false if `timeout` seconds came first.
+    /// The world rank whose message a receive takes, once that is known.
+    fn sender(&self) -> Option<u32> {
+        self.completion.sender()
+    }
+
+    /// Has `callback()` run when the call has ended, by the thread that runs [`next_done_callbacks`].
+    fn add_done_callback(&self, callback: Py<PyAny>) {
+        callbacks::add(self.group, &self.completion, &self.engine, callback);
+    }
+
+    /// Waits for the end, and drives the call if no other thread does; false if `timeout` seconds came first.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let deadline = seconds(timeout).and_then(|t| Instant::now().checked_add(t));
-        let check_engine = || self.1.upgrade().map_or(Ok(()), |engine| engine.check_sound());
-        match wait(py, |check_interrupt| {
-            self.0.wait(deadline, &mut || check_engine().and_then(|()| check_interrupt()))
+        let completion = &self.completion;
+        match wait(py, |check_interrupt| match self.engine.upgrade() {
+            Some(engine) => engine.wait(completion, deadline, check_interrupt),
+            None => completion.wait(deadline, check_interrupt),
         })? {
             Some(outcome) => outcome.raise(py).map(|()| true),
             None => Ok(false),
@@ -509,6 +557,21 @@ fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
     lines
 }
 
+/// The callbacks of calls that have ended. Where there are none, waits up to `timeout_seconds` for one.
+#[pyfunction]
+fn next_done_callbacks(py: Python<'_>, timeout_seconds: f64) -> Vec<Py<PyAny>> {
+    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
+    let deadline = Instant::now() + limit.min(Duration::from_secs(3600));
+    waiting().fetch_add(1, Ordering::AcqRel);
+    let callbacks = py.detach(|| {
+        let callbacks = callbacks::next(deadline, || EXITING.load(Ordering::Acquire));
+        park_if_exiting();
+        callbacks
+    });
+    waiting().fetch_sub(1, Ordering::AcqRel);
+    callbacks
+}
+
 #[pymodule]
 fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     log_sink::install();
@@ -531,5 +594,6 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
+    m.add_function(wrap_pyfunction!(next_done_callbacks, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

@@ -43,7 +43,7 @@ class Barriers(PointToPoint):
                 not released them.
         """
         group = self.trigram_group
-        limit = seconds(timeout) or group.timeout
+        limit = group.timeout if timeout is None else timeout.total_seconds()
         end = None if limit is None else time.monotonic() + limit
         word = torch.zeros(1, dtype=torch.uint8)
 
@@ -53,18 +53,19 @@ class Barriers(PointToPoint):
             return timedelta(seconds=max(end - time.monotonic(), 0.001))
 
         if group.rank != 0:
-            self.send([word], 0, _TAG).wait(left())
             try:
+                self.send([word], 0, _TAG).wait(left())
                 self.recv([word], 0, _TAG).wait(left())
             except TrigramError as e:
                 raise TimeoutError(
-                    f"monitored_barrier: rank {group.ranks[group.rank]} was not released by rank "
-                    f"{group.ranks[0]} within {limit} s: {e}"
+                    f"monitored_barrier: Rank {group.ranks[group.rank]} successfully reached "
+                    f"monitoredBarrier, but received errors while waiting for send/recv from rank "
+                    f"{group.ranks[0]}, which did not release it within {_milliseconds(limit)}: {e}"
                 ) from e
             return
-        # The message of a rank that came too late for an earlier barrier counts for this one.
+        late, self._awaited = self._awaited, {}
         arrivals = {
-            r: self._awaited.pop(r, None) or self.recv([word.clone()], r, _TAG) for r in range(1, group.size)
+            r: late[r] if r in late else self.recv([word.clone()], r, _TAG) for r in range(1, group.size)
         }
         absent = []
         for r, arrival in arrivals.items():
@@ -78,8 +79,9 @@ class Barriers(PointToPoint):
             self._awaited = {r: a for r, a in arrivals.items() if not a.is_completed()}
             names = ", ".join(str(group.ranks[r]) for r in absent)
             raise TimeoutError(
-                f"monitored_barrier on rank {group.ranks[0]}: Rank{'s' * (len(absent) > 1)} {names} failed to "
-                f"pass monitoredBarrier in {_milliseconds(limit)}"
+                f"monitored_barrier: Rank {group.ranks[0]} timed out in monitoredBarrier after "
+                f"{_milliseconds(limit)}: Rank{'s' * (len(absent) > 1)} {names} failed to pass "
+                "monitoredBarrier"
             )
         for release in [self.send([word], r, _TAG) for r in arrivals]:
             release.wait(left())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from trigram.backend.calls import profiling, tensors
 from trigram.backend.calls.arguments import listed, only
 from trigram.backend.calls.starting import Starting
 from trigram.backend.handles.work import Work
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import routes
 from trigram.runtime import engine_codes
+from trigram.runtime.group import Group
 
 
 class PointToPoint(Starting):
@@ -26,8 +28,12 @@ class PointToPoint(Starting):
         """Receives the next message of a rank with this tag."""
         return self._message(False, given, src, tag)
 
-    def _message(self, sends: bool, given: Any, peer: int, tag: int) -> Work:
-        what = "send" if sends else "recv"
+    def recv_anysource(self, given: Any, tag: int = 0) -> Work:
+        """Receives the message with this tag that comes first, of any rank of the group."""
+        return self._message(False, given, None, tag)
+
+    def _message(self, sends: bool, given: Any, peer: int | None, tag: int) -> Work:
+        what = "send" if sends else "recv" if peer is not None else "recvAnySource"
         t = only(listed(given), what)
         tensors.check(t, what)
         group = self._group()
@@ -48,20 +54,31 @@ class PointToPoint(Starting):
         flat = tensors.moved(memory)
         code = engine_codes.DTYPES[flat.dtype]
         call: Any
-        if not t.is_cpu:
+        if not tensors.on_host(t):
+            if peer is None:
+                raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
             call = routes.message(group, sends, peer, tag, flat, code)
         else:
-            call = group.core.message(
+            call, _ = group.core.message(
                 sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, group.timeout
             )
         work = self._handle(what, call, flat, () if sends else (t,), finish, event)
-        work._peer = self.trigram_group.rank if sends else peer
+        if peer is None:
+            work._sender = partial(_place, call, group)
+        else:
+            work._peer = group.rank if sends else peer
         return work
 
-    def _check_message(self, what: str, peer: int, tag: int) -> None:
+    def _check_message(self, what: str, peer: int | None, tag: int) -> None:
         if not 0 <= tag < 1 << 31:
             raise MisuseError(f"{what}: tag {tag} is invalid; it must be from 0 to 2**31 - 1")
-        if not 0 <= peer < self.trigram_group.size:
+        if peer is not None and not 0 <= peer < self.trigram_group.size:
             raise MisuseError(
                 f"{what}: rank {peer} is not in the group, which has ranks 0 to {self.trigram_group.size - 1}"
             )
+
+
+def _place(call: Any, group: Group) -> int:
+    """The group rank of the message that a receive has taken; -1 if it has taken none."""
+    sender = call.sender()
+    return -1 if sender is None else group.ranks.index(sender)

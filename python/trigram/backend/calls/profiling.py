@@ -22,7 +22,7 @@ class _Ender:
     """The thread that ends events; it starts with the first event."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[torch.futures.Future[None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started = False
 
@@ -32,8 +32,9 @@ class _Ender:
             if not self._started:
                 threading.Thread(target=self._serve, name="trigram-profiler", daemon=True).start()
                 self._started = True
-        self._queue.put(event)
-        event.wait()
+        begun, ended = event
+        self._queue.put(begun)
+        ended.wait()  # and not for the first, which is complete before its callbacks have run
 
     def _serve(self) -> None:
         while True:
@@ -44,16 +45,16 @@ class _Ender:
 
 _ender = _Ender()
 
-Event = torch.futures.Future[None]
-"""An event that has begun; it ends when the future is complete."""
+Event = tuple[torch.futures.Future[None], torch.futures.Future[None]]
+"""An event that has begun: it ends when the first future is complete, and the second is complete then."""
 
 
 def begin(what: str, tensors: Sequence[torch.Tensor]) -> Event:
     """Begins the event of a call."""
     record = torch._C._autograd._record_function_with_args_enter(PREFIX + what, *tensors)
-    event: Event = torch.futures.Future()
-    torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, event)
-    return event
+    begun: torch.futures.Future[None] = torch.futures.Future()
+    ended = torch.ops.profiler._call_end_callbacks_on_jit_fut._RecordFunction(record, begun)
+    return begun, ended
 
 
 def end(event: Event | None) -> None:

@@ -147,14 +147,19 @@ class Reductions(Starting):
     ) -> Work:
         """The same for several tensors."""
         opts = options(c10d.ReduceScatterOptions, opts, timeout, reduceOp=None)
+        what, size = "reduce_scatter_single_coalesced", self.trigram_group.size
         if len(outs) == 1:
-            return self._scatter_sums("reduce_scatter_single_coalesced", outs, [given], opts)
-        return self._together(
-            [
-                self._scatter_sums("reduce_scatter_single_coalesced", [out], [[t]], opts)
-                for out, t in zip(outs, given, strict=True)
-            ]
-        )
+            return self._scatter_sums(what, outs, [given], opts)
+        for out, t in zip(outs, given, strict=True):
+            tensors.check(t, what)
+            if t.numel() != size * out.numel():
+                raise MisuseError(
+                    f"{what}: an input has {t.numel()} elements and its output {out.numel()}; with {size} "
+                    f"ranks the input must have {size * out.numel()}"
+                )
+        packed = torch.cat([tensors.source(t).view(size, -1) for t in given], dim=1)
+        target = tensors.Target(outs)
+        return self._scatter_sums(what, [target.flat], [[packed]], opts, target.finish, outs)
 
     def reduce_scatter(
         self, outs: Any, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None
@@ -164,7 +169,16 @@ class Reductions(Starting):
         lists = given if isinstance(given[0], list | tuple) else [given]
         return self._scatter_sums("reduce_scatter", listed(outs), [list(only(lists, "reduce_scatter"))], opts)
 
-    def _scatter_sums(self, what: str, outs: list[Any], lists: list[list[Any]], opts: Any) -> Work:
+    def _scatter_sums(
+        self,
+        what: str,
+        outs: list[Any],
+        lists: list[list[Any]],
+        opts: Any,
+        then: Callable[[], None] | None = None,
+        outputs: list[Any] | None = None,
+    ) -> Work:
+        """Reduces and scatters; ``then`` gives what has arrived to ``outputs``, if these are not ``outs``."""
         group = self.trigram_group
         out, given = only(outs, what), only(lists, what)
         for t in (out, *given):
@@ -195,7 +209,7 @@ class Reductions(Starting):
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
         limit = seconds(opts.timeout)
-        if not equal:
+        if not equal and not tensors.on_host(out):
             return self._scatter_uneven(what, out, sent, lengths, flat, code, opts, divides)
         finish = target.finish
         if wider:
@@ -209,8 +223,21 @@ class Reductions(Starting):
             received = tensors.reduced(target.flat, code, what)[0]
         if divides:
             finish = self._divides(out.detach(), first=finish)
+        if then is not None:
+            arrived = finish
+
+            def finish() -> None:
+                if arrived is not None:
+                    arrived()
+                then()
+
+        per = sent.numel() // max(flat.numel(), 1)
+        parts = [n * per for n in lengths]
+        splits = None if equal else (parts, parts)
         asked = (engine_codes.REDUCE_SCATTER, _DTYPES[sent.dtype], received.numel(), code, 0, 0)
-        return self._start(what, asked, sent, received, is_async(opts), limit, finish, [out], inputs=given)
+        return self._start(
+            what, asked, sent, received, is_async(opts), limit, finish, outputs or [out], splits, given
+        )
 
     def _scatter_uneven(
         self,
@@ -223,7 +250,7 @@ class Reductions(Starting):
         opts: Any,
         divides: bool,
     ) -> Work:
-        """Parts of different lengths: all ranks reduce everything, and keep theirs."""
+        """Parts of different lengths on a GPU, which NCCL cannot scatter: all ranks reduce everything."""
         if sent.data_ptr() == flat.data_ptr():
             sent = sent.clone()
         per = sent.numel() // max(flat.numel(), 1)

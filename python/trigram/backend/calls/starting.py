@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from trigram.backend.calls import profiling
+from trigram.backend.calls import profiling, tensors
 from trigram.backend.handles.callbacks import Callbacks, running
-from trigram.backend.handles.work import Several, Work, finished
+from trigram.backend.handles.work import Work, explained, finished
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import routes
@@ -108,8 +108,8 @@ class Starting:
         event = profiling.begin(what, inputs or outputs) if profiling.enabled() else None
         try:
             t = source if source is not None else target
-            if t is not None and not t.is_cpu:
-                call: Any = _OnDevice(routes.start(group, asked, source, target, splits))
+            if t is not None and not tensors.on_host(t):
+                call: Any = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
                 if not background:
                     call.wait()
             else:
@@ -132,7 +132,7 @@ class Starting:
         finally:
             if not background:
                 profiling.end(event)
-        return self._handle(what, call, (source, target, inputs), outputs, finish, event)
+        return self._handle(what, call, (source, target, inputs), outputs, finish, event, timeout)
 
     def _run(
         self, group: Group, asked: engine_codes.Asked, memory: Any, timeout: float | None, splits: Any
@@ -141,7 +141,7 @@ class Starting:
             group.core.run(asked, memory, timeout, splits)
         except TrigramError as e:
             routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, which must end
-            raise
+            raise explained(e, timeout) from None
 
     def _handle(
         self,
@@ -151,10 +151,15 @@ class Starting:
         outputs: Sequence[torch.Tensor],
         finish: Callable[[], None] | None = None,
         event: Any = None,
+        timeout: float | None = None,
     ) -> Work:
         """The handle of a call in flight, which holds its tensors until it has finished."""
         work = Work()
-        work._call, work._kept = call, kept
+        work._call, work._kept, work._limit = (
+            call,
+            kept,
+            self.trigram_group.timeout if timeout is None else timeout,
+        )
         work._what, work._outputs, work._callbacks = what, outputs, self._callbacks
         if event is not None:
             finish = profiling.ending(event, finish)
@@ -162,17 +167,3 @@ class Starting:
             work._finish = finish
         in_flight.hold(work)
         return work
-
-    def _together(self, works: list[Work]) -> Work:
-        """One handle of several calls that have been started."""
-        flying = [work for work in works if work._call is not None]
-        outputs = [t for work in works for t in work.result()]
-        if not flying:
-            return works[-1]
-
-        def finish() -> None:
-            for work in flying:
-                work.wait()
-
-        calls = Several([work._call for work in flying])
-        return self._handle(flying[0]._what, calls, flying, outputs, finish)

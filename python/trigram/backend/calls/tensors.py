@@ -16,7 +16,6 @@ from trigram.runtime import engine_codes
 
 _DTYPES = engine_codes.DTYPES
 _WIDER = {
-    torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
     **{
@@ -26,6 +25,11 @@ _WIDER = {
     },
 }
 """Where the engine does not reduce a dtype: the one that holds its values and the sums of a few of them."""
+
+
+def on_host(t: torch.Tensor) -> bool:
+    """Whether the engine takes a tensor itself; :mod:`trigram.gpu.routes` takes the others."""
+    return bool(t.is_cpu)
 
 
 def check(t: torch.Tensor, what: str) -> None:
@@ -88,13 +92,13 @@ def reduced(flat: torch.Tensor, op: int, what: str) -> tuple[torch.Tensor, bool]
     Raises:
         UnsupportedError: No wider dtype is known, or the operator has no meaning on complex numbers.
     """
-    if flat.dtype in _DTYPES:
+    wider = _WIDER.get(flat.dtype)
+    if wider is None and flat.dtype in _DTYPES and not flat.is_complex():
         return flat, False
     if flat.is_complex() and flat.dtype != torch.complex32:
         if op not in (engine_codes.OPS["sum"], engine_codes.OPS["avg"]):
             raise UnsupportedError(f"{what}: complex tensors can be summed and averaged only")
         return torch.view_as_real(flat).view(-1), False
-    wider = _WIDER.get(flat.dtype)
     if wider is None:
         raise UnsupportedError(f"{what}: dtype {flat.dtype} is not supported; cast the tensor")
     return flat.to(wider), True

@@ -55,11 +55,19 @@ class Transfers(Starting):
     ) -> Work:
         """The same for several tensors."""
         opts = options(c10d.AllgatherOptions, opts, timeout)
-        what = "all_gather_single_coalesced"
-        works = [
-            self._all_gather(what, [out], t, opts) for out, t in zip(listed(outs), listed(given), strict=True)
-        ]
-        return self._together(works)
+        outs, given = listed(outs), listed(given)
+        size = self.trigram_group.size
+        for out, t in zip(outs, given, strict=True):
+            if out.numel() != size * t.numel():
+                raise MisuseError(
+                    f"all_gather_single_coalesced: an output has {out.numel()} elements and its input "
+                    f"{t.numel()}; with {size} ranks the output must have {size * t.numel()}"
+                )
+        if len(given) == 1:
+            return self._all_gather("all_gather_single_coalesced", outs, given[0], opts)
+        parts = [list(out.detach().view(size, -1).unbind()) for out in outs]
+        by_rank = [[part[r] for part in parts] for r in range(size)]
+        return self._all_gather_packed("all_gather_single_coalesced", by_rank, given, opts)
 
     def allgather(self, outs: Any, given: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Collects the tensors of all ranks in a list, in rank order; their lengths may differ."""
@@ -76,11 +84,37 @@ class Transfers(Starting):
                 f"all_gather_coalesced: pass {self.trigram_group.size} lists of {len(given)} tensors, one "
                 "list for each rank"
             )
-        works = [
-            self._all_gather("all_gather_coalesced", [one[i] for one in outs], t, opts, True)
-            for i, t in enumerate(given)
-        ]
-        return self._together(works)
+        return self._all_gather_packed("all_gather_coalesced", outs, given, opts)
+
+    def _all_gather_packed(
+        self, what: str, by_rank: Sequence[Sequence[Any]], given: Sequence[Any], opts: Any
+    ) -> Work:
+        """Gathers several tensors of each rank as the bytes of one."""
+        for t in (*given, *(t for one in by_rank for t in one)):
+            tensors.check(t, what)
+        for one in by_rank:
+            for out, t in zip(one, given, strict=True):
+                tensors.same(t, [out], what)
+                if out.numel() != t.numel():
+                    raise MisuseError(
+                        f"{what}: an output has {out.numel()} elements and its input {t.numel()}; make "
+                        "them equal"
+                    )
+        sent = torch.cat([tensors.source(t).view(torch.uint8) for t in given])
+        received = sent.new_empty(self.trigram_group.size, sent.numel())
+        lengths = [t.nbytes for t in given]
+
+        def finish() -> None:
+            with torch.no_grad():
+                for memory, one in zip(received.unbind(), by_rank, strict=True):
+                    for part, out in zip(memory.split(lengths), one, strict=True):
+                        out.copy_(part.clone().view(out.dtype).view(out.shape))
+
+        asked = (engine_codes.ALL_GATHER, _DTYPES[torch.uint8], sent.numel(), 0, 0, 0)
+        outputs = [t for one in by_rank for t in one]
+        return self._start(
+            what, asked, sent, received, is_async(opts), seconds(opts.timeout), finish, outputs, inputs=given
+        )
 
     def _all_gather(
         self, what: str, outs: list[Any], mine: torch.Tensor, opts: Any, by_rank: bool = False
@@ -107,11 +141,16 @@ class Transfers(Starting):
         background, limit = is_async(opts), seconds(opts.timeout)
         if uneven:
             per = received.numel() // max(sum(lengths), 1)
-            splits = ([sent.numel()] * group.size, [n * per for n in lengths])
-            repeated = sent.repeat(group.size)
-            asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
+            parts = [n * per for n in lengths]
+            if not tensors.on_host(sent):  # NCCL has no uneven gather
+                repeated, splits = sent.repeat(group.size), ([sent.numel()] * group.size, parts)
+                asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
+                return self._start(
+                    what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]
+                )
+            asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], 0, 0, 0, 0)
             return self._start(
-                what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]
+                what, asked, sent, received, background, limit, target.finish, outs, (parts, parts), [mine]
             )
         asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], sent.numel(), 0, 0, 0)
         return self._start(what, asked, sent, received, background, limit, target.finish, outs, inputs=[mine])

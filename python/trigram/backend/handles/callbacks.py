@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from trigram import _core
 from trigram.backend.handles.futures import Future
+from trigram.collectives.callbacks import when_done
 from trigram.runtime import logs
 
 _threads: dict[int, Callbacks] = {}
@@ -36,7 +38,14 @@ class Callbacks:
 
         devices = list({t.device for t in work.result() if not t.is_cpu})
         future = Future(self, run, True, devices)
-        self.put(future.complete)  # C++ may wait for it, which only this thread can complete
+        # C++ may wait for it, so it is completed here, also if nobody in Python waits.
+        call = work.call()
+        if call is None:
+            future.complete()
+        elif isinstance(call, _core.Work):
+            when_done(call, future.complete)
+        else:
+            self.put(future.complete)
         return future
 
     def put(self, task: Callable[[], None]) -> None:

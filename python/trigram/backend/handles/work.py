@@ -36,6 +36,8 @@ class Work(dist.Work):
     _future: Future | None = None
     _error: Exception | None = None
     _peer = -1
+    _sender: Callable[[], int] | None = None
+    _limit: float | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the call has finished. On a GPU only the current stream waits, as in torch.
@@ -71,15 +73,19 @@ class Work(dist.Work):
         except Exception as e:
             if call is None or not call.is_completed():
                 raise
-            self._error = e
+            self._error = explained(e, self._limit)
             self._release()
-            raise
+            raise self._error from None
         self._release()
         return True
 
     def _release(self) -> None:
         self._call, self._kept = None, ()
         in_flight.release(self)
+
+    def call(self) -> Any:
+        """The engine's call; None if it has ended."""
+        return self._call
 
     def is_completed(self) -> bool:
         """Whether the call has finished or failed."""
@@ -114,7 +120,9 @@ class Work(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """The group rank that sent a received message."""
+        """The group rank that sent a received message; -1 if it is not known yet."""
+        if self._peer < 0 and self._sender is not None:
+            self._peer = self._sender()
         return self._peer
 
     _source_rank = source_rank
@@ -128,23 +136,15 @@ class Work(dist.Work):
         return self._future
 
 
+def explained(error: Exception, limit: float | None) -> Exception:
+    """The error of a call, with a word on where its timeout comes from."""
+    if not isinstance(error, TimeoutError) or limit is None:
+        return error
+    return TimeoutError(f"{error}; the timeout of the process group or of this call is {limit:g} s")
+
+
 def finished(callbacks: Callbacks | None = None, outputs: Sequence[torch.Tensor] = ()) -> Work:
     """The handle of a call that has finished."""
     work = Work()
     work._callbacks, work._outputs = callbacks, outputs
     return work
-
-
-class Several:
-    """Engine calls that are one call of c10d: finished when all are."""
-
-    def __init__(self, calls: Sequence[Any]) -> None:
-        self.calls = calls
-
-    def wait(self, limit: float | None = None) -> bool:
-        """Waits for all; ``limit`` holds for each."""
-        return min([call.wait(limit) for call in self.calls])
-
-    def is_completed(self) -> bool:
-        """Whether all have finished or failed."""
-        return all(call.is_completed() for call in self.calls)

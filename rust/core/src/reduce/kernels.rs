@@ -28,7 +28,7 @@ macro_rules! own_width {
         }
     )*};
 }
-own_width!(f32, f64, i8, u8, i32, i64);
+own_width!(f32, f64, i8, u8, i16, i32, i64);
 
 macro_rules! wider {
     ($t:ty, $widen:path, $narrow:path) => {

@@ -41,10 +41,22 @@ pub fn fold(
         DType::F64 => fold_float::<f64>(op, mean.map(f64::from), srcs, out),
         DType::F16 => fold_float::<f16>(op, mean.map(|n| n as f32), srcs, out),
         DType::BF16 => fold_float::<bf16>(op, mean.map(|n| n as f32), srcs, out),
+        // A complex number is two floats, whose sums do not mix.
+        DType::C64 if op.check(dtype).is_ok() => fold_float::<f32>(op, mean.map(|n| n as f32), srcs, out),
+        DType::C128 if op.check(dtype).is_ok() => fold_float::<f64>(op, mean.map(f64::from), srcs, out),
         DType::I8 => fold_int::<i8>(op, srcs, out),
-        DType::U8 | DType::Bool => fold_int::<u8>(op, srcs, out),
+        DType::I16 => fold_int::<i16>(op, srcs, out),
+        DType::U8 => fold_int::<u8>(op, srcs, out),
+        DType::Bool => match op {
+            ReduceOp::Sum => fold_int::<u8>(ReduceOp::Max, srcs, out),
+            ReduceOp::Prod => fold_int::<u8>(ReduceOp::Min, srcs, out),
+            op => fold_int::<u8>(op, srcs, out),
+        },
         DType::I32 => fold_int::<i32>(op, srcs, out),
         DType::I64 => fold_int::<i64>(op, srcs, out),
+        DType::C64 | DType::C128 | DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => {
+            op.check(dtype)
+        }
     }
 }
 
@@ -69,11 +81,11 @@ pub fn fold_into_all(
     let mean = divide_by.filter(|_| op == ReduceOp::Avg);
     if matches!(op, ReduceOp::Sum | ReduceOp::Avg) && (2..=4).contains(&ends.len()) {
         match dtype {
-            DType::F32 => return sum_into_all::<f32>(mean.map(|n| n as f32), ends),
-            DType::F64 => return sum_into_all::<f64>(mean.map(f64::from), ends),
+            DType::F32 | DType::C64 => return sum_into_all::<f32>(mean.map(|n| n as f32), ends),
+            DType::F64 | DType::C128 => return sum_into_all::<f64>(mean.map(f64::from), ends),
             DType::F16 => return sum_into_all::<f16>(mean.map(|n| n as f32), ends),
             DType::BF16 => return sum_into_all::<bf16>(mean.map(|n| n as f32), ends),
-            DType::I8 | DType::U8 | DType::Bool | DType::I32 | DType::I64 => {}
+            _ => {}
         }
     }
     let mut block = [0u64; BLOCK / 8];
@@ -165,7 +177,7 @@ macro_rules! int {
         }
     )*};
 }
-int!(i8, u8, i32, i64);
+int!(i8, u8, i16, i32, i64);
 
 fn fold_int<T: Int>(op: ReduceOp, srcs: &[&[u8]], out: &mut [u8]) -> Result<()> {
     match op {
@@ -241,9 +253,31 @@ mod tests {
     }
 
     #[test]
+    fn complex_numbers_are_pairs_and_bools_are_logical() {
+        let srcs = vec![vec![1f32, -2.0, 3.0, 4.0], vec![10.0, 20.0, -30.0, 40.0]];
+        assert_eq!(run(DType::C64, ReduceOp::Sum, None, &srcs), vec![11.0, 18.0, -27.0, 44.0]);
+        assert_eq!(run(DType::C64, ReduceOp::Avg, Some(2), &srcs), vec![5.5, 9.0, -13.5, 22.0]);
+        let srcs = vec![vec![1u8, 1, 0], vec![1, 0, 0]];
+        assert_eq!(run(DType::Bool, ReduceOp::Sum, None, &srcs), vec![1, 1, 0]);
+        assert_eq!(run(DType::Bool, ReduceOp::Prod, None, &srcs), vec![1, 0, 0]);
+        let bytes: Vec<&[u8]> = srcs.iter().map(|s| &s[..]).collect();
+        assert!(fold(DType::F8E4M3, ReduceOp::Sum, None, &bytes, &mut [0; 3]).is_err());
+    }
+
+    #[test]
     #[cfg_attr(miri, ignore = "takes miri a long time")]
     fn into_all_is_the_same_fold() {
-        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I8, DType::I64] {
+        for dtype in [
+            DType::F32,
+            DType::F64,
+            DType::F16,
+            DType::BF16,
+            DType::I8,
+            DType::I16,
+            DType::I64,
+            DType::C64,
+            DType::C128,
+        ] {
             for op in [ReduceOp::Sum, ReduceOp::Avg, ReduceOp::Prod, ReduceOp::Max] {
                 if op.check(dtype).is_err() {
                     continue;

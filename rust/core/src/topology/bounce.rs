@@ -11,15 +11,16 @@
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
 use crate::topology::Shape;
+use crate::topology::blocks::Blocks;
 use crate::topology::shared::{Pull, contribution, in_place, pulls};
 
 /// A collective through bounce buffers of `buffer` elements. AllToAll has equal splits.
-pub fn bounce(what: Collective, root: Place, shape: Shape, buffer: usize) -> Schedule {
+pub fn bounce(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>, buffer: usize) -> Schedule {
     let mut b = Builder::new(shape.me, in_place(what));
     b.barrier(); // only here the ranks find out that they need bounce buffers
     match what {
         Collective::AllReduce => all_reduce(&mut b, shape, buffer / 3),
-        _ => pull(&mut b, what, root, shape, buffer / 2),
+        _ => pull(&mut b, what, root, shape, blocks, buffer / 2),
     }
     b.finish()
 }
@@ -79,37 +80,47 @@ fn all_reduce(b: &mut Builder, shape: Shape, part: usize) {
 }
 
 /// Everybody copies what it gives to its buffer, and takes what it needs from the others'.
-fn pull(b: &mut Builder, what: Collective, root: Place, shape: Shape, part: usize) {
-    let Shape { me, world, len, .. } = shape;
+fn pull(b: &mut Builder, what: Collective, root: Place, shape: Shape, lengths: Blocks<'_>, part: usize) {
+    let Shape { me, world, .. } = shape;
+    let len = shape.len.max(lengths.longest());
     // Whoever gives blocks to each rank puts the same stretch of all of them in its buffer.
     let per_rank = matches!(what, Collective::ReduceScatter | Collective::AllToAll | Collective::Scatter);
     let blocks = if per_rank { world as usize } else { 1 };
     let room = part / blocks;
     let chunks = chunks(len, room);
-    let given = match what {
-        Collective::Reduce | Collective::Gather if me == root => 0,
-        _ => contribution(what, root, shape) / len.max(1),
+    let given = contribution(what, root, shape, lengths);
+    let given: Vec<Span> = match what {
+        Collective::Reduce | Collective::Gather if me == root => vec![],
+        _ if given == 0 => vec![],
+        _ if per_rank => (0..world).map(|p| lengths.span(Buf::In, p)).collect(),
+        _ => vec![Span::new(Buf::In, 0, given)],
+    };
+    // What of a block is in the k-th chunk; blocks that are shorter than others have less of it.
+    let cut = |block: Span, k: usize| {
+        let (at, n) = chunks[k];
+        let n = n.min(block.len.saturating_sub(at));
+        (n > 0).then(|| Span::new(block.buf, block.start + at, n))
     };
     let give = |b: &mut Builder, k: usize| {
-        let (at, n) = chunks[k];
-        for block in (0..given).filter(|&block| blocks == 1 || block != me as usize) {
-            let to = Span::new(Buf::Bounce, k % 2 * part + block * room, n);
-            b.copy(Span::new(Buf::In, block * len + at, n), to);
+        for (block, span) in given.iter().enumerate().filter(|&(p, _)| blocks == 1 || p != me as usize) {
+            if let Some(from) = cut(*span, k) {
+                b.copy(from, Span::new(Buf::Bounce, k % 2 * part + block * room, from.len));
+            }
         }
     };
-    let pulls = pulls(what, root, shape);
+    let pulls = pulls(what, root, shape, lengths);
     let take = |b: &mut Builder, k: usize| {
-        let (at, n) = chunks[k];
-        for Pull { out, from } in &pulls {
+        for Pull { out, from, block } in &pulls {
+            let Some(to) = cut(*out, k) else { continue };
             let source = |&(place, start): &(Place, usize)| {
                 let span = match place == me {
-                    true => Span::new(Buf::In, start + at, n),
-                    false => Span::new(Buf::Bounce, k % 2 * part + start / len * room, n),
+                    true => Span::new(Buf::In, start + to.start - out.start, to.len),
+                    false => Span::new(Buf::Bounce, k % 2 * part + block * room, to.len),
                 };
                 Loc { place, span }
             };
             let from: Vec<Loc> = from.iter().map(source).collect();
-            b.reduce(&from, &[Loc { place: me, span: Span::new(out.buf, out.start + at, n) }], true);
+            b.reduce(&from, &[Loc { place: me, span: to }], true);
         }
     };
     for k in 0..=chunks.len() {

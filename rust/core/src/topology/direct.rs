@@ -6,6 +6,7 @@
 
 use crate::schedule::{Buf, Builder, Place, Schedule, Span, even_shares, share_spans};
 use crate::topology::Shape;
+use crate::topology::blocks::{self, Blocks, messages};
 
 /// Hensgen, Finkel and Manber's dissemination barrier, 1988: `ceil(log2 p)` rounds of tokens.
 pub fn barrier(shape: Shape) -> Schedule {
@@ -86,35 +87,47 @@ pub(crate) fn broadcast_among(
     }
 }
 
-/// `In` of every rank (`len` elements) to `Out` of all (`world * len`), in rank order.
-pub fn all_gather(shape: Shape) -> Schedule {
-    let Shape { me, world, len, piece } = shape;
+/// `In` of every rank, its block, to `Out` of all, in rank order.
+pub fn all_gather(shape: Shape, blocks: Blocks<'_>) -> Schedule {
+    let Shape { me, world, piece, .. } = shape;
     let mut b = Builder::new(me, false);
-    let block = |p: u32| Span::new(Buf::Out, p as usize * len, len);
-    for span in Span::new(Buf::In, 0, len).pieces(piece) {
-        (1..world).for_each(|d| b.send(shape.after(d), span));
-        (1..world).for_each(|d| {
-            let from = shape.before(d);
-            b.recv(from, Span { start: block(from).start + span.start, buf: Buf::Out, ..span });
-        });
+    let own = Span::new(Buf::In, 0, blocks.len(me));
+    for k in 0..blocks.longest().div_ceil(piece.max(1)).max(1) {
+        if let Some(span) = blocks::message(own, k, piece) {
+            (1..world).for_each(|d| b.send(shape.after(d), span));
+        }
+        for from in (1..world).map(|d| shape.before(d)) {
+            if let Some(span) = blocks::message(blocks.span(Buf::Out, from), k, piece) {
+                b.recv(from, span);
+            }
+        }
     }
-    b.copy(Span::new(Buf::In, 0, len), block(me));
+    b.copy(own, blocks.span(Buf::Out, me));
     b.finish()
 }
 
-/// `In` (`world * len` elements): block j of every rank, summed in rank order, to `Out` (`len`) of
-/// rank j.
-pub fn reduce_scatter(shape: Shape) -> Schedule {
-    let Shape { me, world, len, piece } = shape;
+/// `In`, a block for each rank: block j of every rank, summed in rank order, to `Out` of rank j.
+pub fn reduce_scatter(shape: Shape, blocks: Blocks<'_>) -> Schedule {
+    let Shape { me, world, piece, .. } = shape;
     let mut b = Builder::new(me, false);
-    let block = |p: u32| Span::new(Buf::In, p as usize * len, len);
-    let landings: Vec<Span> = (0..world).map(|p| if p == me { block(me) } else { b.scratch(len) }).collect();
-    for out in Span::new(Buf::Out, 0, len).pieces(piece) {
-        let part = |of: Span| Span { start: of.start + out.start, len: out.len, buf: of.buf };
-        (1..world).for_each(|d| b.send(shape.after(d), part(block(shape.after(d)))));
-        (1..world).for_each(|d| b.recv(shape.before(d), part(landings[shape.before(d) as usize])));
-        let parts: Vec<Span> = landings.iter().map(|&l| part(l)).collect();
-        b.fold(&parts, out, true);
+    let len = blocks.len(me);
+    let mine = blocks.span(Buf::In, me);
+    let landings: Vec<Span> = (0..world).map(|p| if p == me { mine } else { b.scratch(len) }).collect();
+    for k in 0..blocks.longest().div_ceil(piece.max(1)).max(1) {
+        for to in (1..world).map(|d| shape.after(d)) {
+            if let Some(span) = blocks::message(blocks.span(Buf::In, to), k, piece) {
+                b.send(to, span);
+            }
+        }
+        for from in (1..world).map(|d| shape.before(d)) {
+            if let Some(span) = blocks::message(landings[from as usize], k, piece) {
+                b.recv(from, span);
+            }
+        }
+        if let Some(out) = Span::new(Buf::Out, 0, len).piece(k, piece) {
+            let parts: Vec<Span> = landings.iter().filter_map(|l| l.piece(k, piece)).collect();
+            b.fold(&parts, out, true);
+        }
     }
     b.finish()
 }
@@ -205,9 +218,9 @@ pub fn all_to_all(shape: Shape, send: &[usize], recv: &[usize]) -> Schedule {
     let (input, output) = (|p: u32| sent[p as usize], |p: u32| received[p as usize]);
     for d in 1..world {
         let to = shape.after(d);
-        message(input(to), piece).for_each(|span| b.send(to, span));
+        messages(input(to), piece).for_each(|span| b.send(to, span));
         let from = shape.before(d);
-        message(output(from), piece).for_each(|span| b.recv(from, span));
+        messages(output(from), piece).for_each(|span| b.recv(from, span));
     }
     b.copy(input(me), output(me));
     agree(&mut b, shape);
@@ -217,19 +230,13 @@ pub fn all_to_all(shape: Shape, send: &[usize], recv: &[usize]) -> Schedule {
 /// One message of `In` to `to`.
 pub fn send(me: u32, to: u32, len: usize, piece: usize) -> Schedule {
     let mut b = Builder::new(me, false);
-    message(Span::new(Buf::In, 0, len), piece).for_each(|span| b.send(to, span));
+    messages(Span::new(Buf::In, 0, len), piece).for_each(|span| b.send(to, span));
     b.finish()
 }
 
 /// One message from `from` to `Out`.
 pub fn recv(me: u32, from: u32, len: usize, piece: usize) -> Schedule {
     let mut b = Builder::new(me, false);
-    message(Span::new(Buf::Out, 0, len), piece).for_each(|span| b.recv(from, span));
+    messages(Span::new(Buf::Out, 0, len), piece).for_each(|span| b.recv(from, span));
     b.finish()
-}
-
-/// The pieces of a message; an empty one is a token, for it too must arrive.
-fn message(span: Span, piece: usize) -> impl Iterator<Item = Span> {
-    let token = (span.len == 0).then_some(Span::TOKEN);
-    span.pieces(piece).chain(token)
 }

@@ -5,6 +5,7 @@
 //! ranks of all hosts form a rail and carry slice i.
 
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
+use crate::topology::blocks::{Blocks, messages};
 use crate::topology::{Shape, direct, scatter_gather};
 
 /// Where a rank stands among the hosts.
@@ -129,15 +130,15 @@ pub fn broadcast(shape: Shape, hosts: &[Vec<Place>], root: Place, small: usize) 
     b.finish()
 }
 
-/// `In` of every rank to `Out` of all: a block crosses to each other host once and is passed on.
-pub fn all_gather(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
-    let Shape { me, len, piece, .. } = shape;
+/// `In` of every rank, its block, to `Out` of all: a block crosses to each other host once and is passed on.
+pub fn all_gather(shape: Shape, hosts: &[Vec<Place>], blocks: Blocks<'_>) -> Schedule {
+    let Shape { me, piece, .. } = shape;
     let at = Standing::of(me, hosts);
     let mut b = Builder::new(me, false);
-    let block = |p: Place| Span::new(Buf::Out, p as usize * len, len);
-    let input = Span::new(Buf::In, 0, len);
+    let block = |p: Place| blocks.span(Buf::Out, p);
+    let input = Span::new(Buf::In, 0, blocks.len(me));
     b.copy(input, block(me));
-    for span in input.pieces(piece) {
+    for span in messages(input, piece) {
         for host in (0..hosts.len()).filter(|&h| h != at.host) {
             b.send(at.counterpart(host, at.index), span);
         }
@@ -148,7 +149,7 @@ pub fn all_gather(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
     for host in here.into_iter().chain(there) {
         for (index, &owner) in hosts[host].iter().enumerate().filter(|(_, o)| **o != me) {
             let relay = at.counterpart(at.host, index);
-            for span in block(owner).pieces(piece) {
+            for span in messages(block(owner), piece) {
                 if host == at.host {
                     b.recv(owner, span);
                 } else if relay == me {
@@ -165,18 +166,18 @@ pub fn all_gather(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
 
 /// Block j of every rank's `In`, summed, to `Out` of rank j: each host sums its ranks' parts
 /// before they cross.
-pub fn reduce_scatter(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
-    let Shape { me, len, piece, .. } = shape;
+pub fn reduce_scatter(shape: Shape, hosts: &[Vec<Place>], blocks: Blocks<'_>) -> Schedule {
+    let Shape { me, piece, .. } = shape;
     let at = Standing::of(me, hosts);
     let local = at.local();
     let mut b = Builder::new(me, false);
-    let block = |p: Place| Span::new(Buf::In, p as usize * len, len);
+    let block = |p: Place| blocks.span(Buf::In, p);
     // My parts for others: to the rank on my host that sums that block (the owner, if it is here).
     for (host, ranks) in hosts.iter().enumerate() {
         for (index, &owner) in ranks.iter().enumerate() {
             let summer = if host == at.host { owner } else { at.counterpart(at.host, index) };
             if summer != me {
-                block(owner).pieces(piece).for_each(|span| b.send(summer, span));
+                messages(block(owner), piece).for_each(|span| b.send(summer, span));
             }
         }
     }
@@ -188,15 +189,19 @@ pub fn reduce_scatter(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
             if summer != me {
                 continue;
             }
+            let len = blocks.len(owner);
             let landings: Vec<Span> =
                 local.iter().map(|&p| if p == me { block(owner) } else { b.scratch(len) }).collect();
             let sum = b.scratch(len);
-            for span in sum.pieces(piece) {
+            for span in messages(sum, piece) {
+                let part = |landing: &Span| if len == 0 { span } else { landing.like(span, sum) };
                 for (&peer, landing) in local.iter().zip(&landings).filter(|(p, _)| **p != me) {
-                    b.recv(peer, landing.like(span, sum));
+                    b.recv(peer, part(landing));
                 }
-                let copies: Vec<Span> = landings.iter().map(|l| l.like(span, sum)).collect();
-                b.fold(&copies, span, false);
+                if len > 0 {
+                    let copies: Vec<Span> = landings.iter().map(part).collect();
+                    b.fold(&copies, span, false);
+                }
                 if owner != me {
                     b.send(owner, span);
                 }
@@ -206,13 +211,13 @@ pub fn reduce_scatter(shape: Shape, hosts: &[Vec<Place>]) -> Schedule {
             }
         }
         if host != at.host {
-            let landing = b.scratch(len);
+            let landing = b.scratch(blocks.len(me));
             let summer = at.counterpart(host, at.index);
-            landing.pieces(piece).for_each(|span| b.recv(summer, span));
+            messages(landing, piece).for_each(|span| b.recv(summer, span));
             parts.push(landing);
         }
     }
-    let out = Span::new(Buf::Out, 0, len);
+    let out = Span::new(Buf::Out, 0, blocks.len(me));
     for span in out.pieces(piece) {
         let copies: Vec<Span> = parts.iter().map(|p| p.like(span, out)).collect();
         b.fold(&copies, span, true);

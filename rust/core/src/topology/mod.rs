@@ -6,6 +6,7 @@
 //! `rust/core/tests` hold this for every topology, worlds 1 to 17 and odd lengths.
 
 pub mod balance;
+pub mod blocks;
 pub mod bounce;
 pub mod direct;
 pub mod hierarchical;

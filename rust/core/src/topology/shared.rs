@@ -10,43 +10,50 @@
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::signature::Collective;
 use crate::topology::Shape;
+use crate::topology::blocks::Blocks;
 
 /// The sources of one piece of a rank's output: folded in this order.
 pub(super) struct Pull {
     pub out: Span,
+    /// Of each source, where it begins.
     pub from: Vec<(Place, usize)>,
+    /// Which block of the sources' inputs it is; 0 where they have one.
+    pub block: usize,
 }
 
 /// What rank `me` needs from whom.
-pub(super) fn pulls(what: Collective, root: Place, shape: Shape) -> Vec<Pull> {
+pub(super) fn pulls(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>) -> Vec<Pull> {
     let Shape { me, world, len, .. } = shape;
-    let block = |p: u32| Span::new(Buf::Out, p as usize * len, len);
     let whole = Span::new(Buf::Out, 0, len);
+    let own = Span::new(Buf::Out, 0, blocks.len(me));
     let all = |at: usize| (0..world).map(|p| (p, at)).collect::<Vec<_>>();
-    let mine = me as usize * len;
+    let (mine, at) = (me as usize, blocks.start(me));
+    let each = |block: usize, at: usize| -> Vec<Pull> {
+        let pull = |p| Pull { out: blocks.span(Buf::Out, p), from: vec![(p, at)], block };
+        (0..world).map(pull).collect()
+    };
     match what {
-        Collective::AllReduce => vec![Pull { out: whole, from: all(0) }],
-        Collective::Reduce if me == root => vec![Pull { out: whole, from: all(0) }],
-        Collective::ReduceScatter => vec![Pull { out: whole, from: all(mine) }],
-        Collective::Broadcast if me != root => vec![Pull { out: whole, from: vec![(root, 0)] }],
-        Collective::Scatter => vec![Pull { out: whole, from: vec![(root, mine)] }],
-        Collective::AllGather => (0..world).map(|p| Pull { out: block(p), from: vec![(p, 0)] }).collect(),
-        Collective::Gather if me == root => {
-            (0..world).map(|p| Pull { out: block(p), from: vec![(p, 0)] }).collect()
-        }
-        Collective::AllToAll => (0..world).map(|p| Pull { out: block(p), from: vec![(p, mine)] }).collect(),
+        Collective::AllReduce => vec![Pull { out: whole, from: all(0), block: 0 }],
+        Collective::Reduce if me == root => vec![Pull { out: whole, from: all(0), block: 0 }],
+        Collective::ReduceScatter => vec![Pull { out: own, from: all(at), block: mine }],
+        Collective::Broadcast if me != root => vec![Pull { out: whole, from: vec![(root, 0)], block: 0 }],
+        Collective::Scatter => vec![Pull { out: whole, from: vec![(root, at)], block: mine }],
+        Collective::AllGather => each(0, 0),
+        Collective::Gather if me == root => each(0, 0),
+        Collective::AllToAll => each(mine, at),
         _ => vec![],
     }
 }
 
 /// Elements of input that a rank gives to a collective; 0 if nobody reads from it.
-pub fn contribution(what: Collective, root: Place, shape: Shape) -> usize {
+pub fn contribution(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>) -> usize {
     let Shape { me, world, len, .. } = shape;
     match what {
-        Collective::ReduceScatter | Collective::AllToAll => len * world as usize,
-        Collective::Scatter if me == root => len * world as usize,
+        Collective::ReduceScatter | Collective::AllToAll => blocks.start(world),
+        Collective::Scatter if me == root => blocks.start(world),
         Collective::Broadcast if me == root => len,
-        Collective::AllReduce | Collective::Reduce | Collective::AllGather | Collective::Gather => len,
+        Collective::AllGather => blocks.len(me),
+        Collective::AllReduce | Collective::Reduce | Collective::Gather => len,
         _ => 0,
     }
 }
@@ -56,23 +63,23 @@ pub(super) const fn in_place(what: Collective) -> bool {
 }
 
 /// A payload that fits the inline buffer: copy it there, pass a barrier, read every rank's buffer.
-pub fn one_shot(what: Collective, root: Place, shape: Shape) -> Schedule {
+pub fn one_shot(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>) -> Schedule {
     let mut b = Builder::new(shape.me, in_place(what));
-    let given = contribution(what, root, shape);
+    let given = contribution(what, root, shape, blocks);
     b.copy(Span::new(Buf::In, 0, given), Span::new(Buf::Bounce, 0, given));
     b.barrier();
-    pull_from(&mut b, Buf::Bounce, pulls(what, root, shape), usize::MAX);
+    pull_from(&mut b, Buf::Bounce, pulls(what, root, shape, blocks), usize::MAX);
     b.finish()
 }
 
 /// Registered memory: pass a barrier, read straight from the peers' input, pass another.
-pub fn direct(what: Collective, root: Place, shape: Shape) -> Schedule {
+pub fn direct(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>) -> Schedule {
     if what == Collective::AllReduce {
         return all_reduce(shape);
     }
     let mut b = Builder::new(shape.me, in_place(what));
     b.barrier();
-    pull_from(&mut b, Buf::In, pulls(what, root, shape), shape.piece);
+    pull_from(&mut b, Buf::In, pulls(what, root, shape, blocks), shape.piece);
     b.barrier();
     b.finish()
 }

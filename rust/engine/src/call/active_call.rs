@@ -14,7 +14,7 @@ use trigram_core::wire::{CallId, Kind};
 use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER};
-use crate::call::request::Request;
+use crate::call::request::{Message, Request};
 use crate::call::steps::{StepRunner, TURN};
 use crate::group::members::Members;
 use crate::link::outbox::Outbox;
@@ -24,6 +24,8 @@ use crate::sys::memory::Scratch;
 /// The state of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallState {
+    /// A receive that does not know yet which message it takes, see `drive::receives`.
+    Unmatched,
     /// An earlier call still uses its operation slot.
     Waiting,
     /// Not all ranks of this host have entered the call.
@@ -107,6 +109,13 @@ impl ActiveCall {
             out.give(rank, &frame, Vec::new());
             out.pump_to(rank); // now, and not after the reductions that this schedule begins with
         }
+        if let Some(Message { peer, sends: true, .. }) = self.body.request.message
+            && schedule.sent_to(peer) * size > EAGER
+            && !self.body.inside.contains(&peer)
+        {
+            let rank = self.body.members.ranks[peer as usize];
+            out.give(rank, &self.body.frame(Kind::Offer, 0, 0), Vec::new());
+        }
         self.exec.reset(schedule);
         self.exec.start(&mut StepRunner { body: &mut self.body, out })
     }
@@ -165,6 +174,10 @@ impl ActiveCall {
     pub fn waiting_for(&self) -> Vec<Place> {
         let body = &self.body;
         let mut places = match self.state {
+            CallState::Unmatched => match body.request.message {
+                Some(Message { peer, .. }) if peer != Message::ANY => vec![peer],
+                _ => (0..body.members.ranks.len() as Place).collect(),
+            },
             CallState::Waiting => body.members.busy(body.call_id).collect(),
             CallState::Opening => body.members.absent(body.call_id, 0),
             CallState::Running => {

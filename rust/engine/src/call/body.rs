@@ -20,6 +20,7 @@ use crate::host::control_segment::OpSlot;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
 use crate::sys::memory::Scratch;
+use crate::sys::runs::Runs;
 
 /// A call sends messages of up to this many bytes per peer at once. For more, it waits until the peer is known to be
 /// in the call too, so that no peer is flooded.
@@ -135,11 +136,20 @@ impl Body {
     /// The signature that a frame from a peer in the same call must have. Messages of an all-to-all with unequal
     /// lengths carry the length that the two ranks agree on, because no other rank knows it.
     pub fn expected(&self, peer: Place, kind: Kind) -> Signature {
-        let mut expected = self.signature;
-        if let (Some((_, lengths)), Kind::Data) = (&self.request.call.splits, kind) {
-            expected.count = lengths.get(peer as usize).copied().unwrap_or_default() as u64;
+        match kind {
+            Kind::Data => self.pairwise(self.request.call.splits.as_ref().map(|s| &s.1), peer),
+            _ => self.signature,
         }
-        expected
+    }
+
+    /// The signature of a message whose length the two ranks know, of these by place.
+    fn pairwise(&self, lengths: Option<&Vec<usize>>, peer: Place) -> Signature {
+        let mut signature = self.signature;
+        if let Some(lengths) = lengths.filter(|_| self.request.call.is_pairwise()) {
+            signature.count = lengths.get(peer as usize).copied().unwrap_or_default() as u64;
+            signature.extra &= !Signature::PAIRWISE;
+        }
+        signature
     }
 
     /// The memory that this rank shows to the ranks of its host in this call: its input, and its bounce buffer.
@@ -189,10 +199,83 @@ impl Body {
         Ok(Lent::Nothing)
     }
 
-    /// The address of a span of this rank's own memory, checked.
+    /// The list of tensors that a span of this rank's memory lies in, if it is one.
+    fn list(&self, buf: Buf) -> Option<&Runs> {
+        let lists = self.request.lists.as_deref()?;
+        match buf {
+            Buf::In => Some(&lists.0),
+            Buf::Out => Some(&lists.1),
+            Buf::Scratch | Buf::Bounce => None,
+        }
+    }
+
+    /// The places of a span that lies in several tensors of a list; `None` if it lies in one place.
+    fn places(&self, span: Span) -> Result<Option<Vec<(*mut u8, usize)>>> {
+        let Some(list) = self.list(span.buf) else { return Ok(None) };
+        let size = self.request.call.dtype.size();
+        let (at, len) = (span.start * size, span.len * size);
+        match list.find(at) {
+            Some((_, have)) if len <= have => Ok(None),
+            _ => list.cut(at, len).map(Some).ok_or_else(|| outside(span, list.len())),
+        }
+    }
+
+    /// Copies what was received for a span of this rank's memory, of as many bytes.
+    pub(crate) fn put(&self, span: Span, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        if let Some(places) = self.places(span)? {
+            let mut rest = bytes;
+            for (place, n) in places {
+                let (now, later) = rest.split_at(n.min(rest.len()));
+                // SAFETY: `places` has checked that these lie in our memory.
+                unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), place, now.len()) };
+                rest = later;
+            }
+            return Ok(());
+        }
+        let to = self.own(span)?;
+        // SAFETY: `own` has checked that the span, which is as long as `bytes`, lies in our memory.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Whether a span of this rank's memory lies in one place.
+    pub(crate) fn is_in_one_place(&self, span: Span) -> Result<bool> {
+        Ok(self.places(span)?.is_none())
+    }
+
+    /// How many bytes from byte `at` of a span on lie in one place.
+    pub(crate) fn run_length(&self, loc: Loc, at: usize) -> usize {
+        let list = self.list(loc.span.buf).filter(|_| loc.place == self.members.me);
+        let start = loc.span.start * self.request.call.dtype.size() + at;
+        list.map_or(usize::MAX, |list| list.find(start).map_or(usize::MAX, |(_, have)| have))
+    }
+
+    /// The address of byte `at` of a span of any rank's memory on this host, checked. The bytes of
+    /// [`Body::run_length`] follow there.
+    pub(crate) fn at_byte(&self, loc: Loc, at: usize) -> Result<*mut u8> {
+        match self.list(loc.span.buf).filter(|_| loc.place == self.members.me) {
+            Some(list) => {
+                let start = loc.span.start * self.request.call.dtype.size() + at;
+                list.find(start).map(|found| found.0).ok_or_else(|| outside(loc.span, list.len()))
+            }
+            // SAFETY: `at` has checked the span, of which `at` is at most the end.
+            None => Ok(unsafe { self.at(loc)?.add(at) }),
+        }
+    }
+
+    /// The address of a span of this rank's own memory, checked; of a list, a span that lies in one place.
     pub fn own(&self, span: Span) -> Result<*mut u8> {
         let size = self.request.call.dtype.size();
         let tensors = &self.request.tensors;
+        if let Some(list) = self.list(span.buf) {
+            return match list.find(span.start * size) {
+                Some((at, have)) if span.len * size <= have => Ok(at),
+                _ => Err(outside(span, list.len())),
+            };
+        }
         let (base, have) = match span.buf {
             Buf::In => (tensors.input.cast_mut(), tensors.input_len),
             Buf::Out => (tensors.output, tensors.output_len),
@@ -232,14 +315,30 @@ impl Body {
         out: &mut Outbox,
     ) -> Result<Started> {
         let len = span.len * self.request.call.dtype.size();
-        let at = if len == 0 { std::ptr::dangling() } else { self.own(span)?.cast_const() };
+        let places = if len == 0 { None } else { self.places(span)? };
+        let at = match places {
+            None if len > 0 => self.own(span)?.cast_const(),
+            _ => std::ptr::dangling(),
+        };
         let mut frame = self.frame(Kind::Data, tag, len as u32);
-        if let Some((lengths, _)) = &self.request.call.splits {
-            frame.signature.count = lengths.get(to as usize).copied().unwrap_or_default() as u64;
-        }
+        frame.signature = self.pairwise(self.request.call.splits.as_ref().map(|s| &s.0), to);
         let rank = self.members.ranks[to as usize];
         let what = || self.signature.to_string();
         let token = Token { call: self.id, step };
+        if let Some(places) = places {
+            let mut bytes = Vec::with_capacity(len);
+            for (place, n) in places {
+                // SAFETY: `places` has checked that these lie in our memory.
+                bytes.extend_from_slice(unsafe { std::slice::from_raw_parts(place, n) });
+            }
+            let Some(tx) = out.to(rank) else {
+                let why = "there is no connection to it".to_string();
+                return Err(Error::PeerLost { rank, what: what(), why });
+            };
+            tx.bytes += len as u64;
+            tx.give(&frame, bytes);
+            return Ok(Started::Done);
+        }
         // SAFETY: the span is checked; a call takes its frames back before its memory goes.
         match unsafe { out.lend(rank, &frame, at, len, token) } {
             Some(Ok(true)) => Ok(Started::Done),
@@ -258,8 +357,12 @@ fn inside(base: *mut u8, have: usize, span: Span, size: usize) -> Result<*mut u8
     match from.checked_add(len) {
         // SAFETY: the offset is inside the memory.
         Some(end) if end <= have => Ok(unsafe { base.add(from) }),
-        _ => Err(Error::misuse(format!(
-            "internal error: a call touches {span:?}, outside of its {have} bytes of memory; please report it"
-        ))),
+        _ => Err(outside(span, have)),
     }
+}
+
+fn outside(span: Span, have: usize) -> Error {
+    Error::misuse(format!(
+        "internal error: a call touches {span:?}, outside of its {have} bytes of memory; please report it"
+    ))
 }

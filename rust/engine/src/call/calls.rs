@@ -31,6 +31,8 @@ struct GroupState {
     /// Messages so far, by world rank of the peer, user's tag, and whether we send.
     messages: HashMap<(u32, u32, bool), u64>,
     rates: AgreedRates,
+    /// Why the group can make no calls any more.
+    aborted: Option<Error>,
 }
 
 /// The calls under way, under the progress lock.
@@ -50,8 +52,11 @@ pub struct Calls {
     deadlines: HashMap<u64, Instant>,
     /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
     failed: Vec<u64>,
+    /// How many calls are [`CallState::Unmatched`].
+    pub(crate) unmatched: usize,
     scratch: Vec<Scratch>,
-    last_id: u64,
+    /// The number in this process of the call that was taken up last.
+    pub(crate) last_id: u64,
 }
 
 impl Calls {
@@ -75,6 +80,96 @@ impl Calls {
                 (CallId::message(tag, *n - 1), Some(rank))
             }
         }
+    }
+
+    /// The next receive that can be matched: its index, and the peer whose next message with its tag it takes.
+    ///
+    /// A message goes to the receive that was made first, of those with its tag that are from its sender or from any
+    /// source. Messages count in the order in which they came.
+    pub(crate) fn next_match(&self) -> Option<(usize, u32)> {
+        if self.unmatched == 0 {
+            return None;
+        }
+        let came =
+            self.unexpected.frames().filter(|(_, frame)| matches!(frame.kind, Kind::Data | Kind::Offer));
+        let came = came.map(|(peer, frame)| (peer, frame.group, frame.call));
+        for (peer, group, call) in came.chain(self.unexpected.failed_messages()) {
+            let Some((tag, n)) = call.as_message() else { continue };
+            let Some(state) = self.groups.get(&group) else { continue };
+            let next = state.messages.get(&(peer, tag, false)).copied().unwrap_or_default();
+            if n == next & 0xffff_ffff
+                && let Some(i) = self.first_unmatched(group, tag, |m, ranks| {
+                    m.is_from_any() && ranks.contains(&peer) || ranks.get(m.peer as usize) == Some(&peer)
+                })
+            {
+                return Some((i, peer));
+            }
+        }
+        // A receive from a known rank waits only for those from any source that were made before it.
+        self.active.iter().enumerate().find_map(|(i, active)| {
+            let message = active.body.request.message.filter(|m| !m.is_from_any());
+            let message = message.filter(|_| active.state == CallState::Unmatched)?;
+            let from_any = self.first_unmatched(active.body.members.id, message.tag, |m, _| m.is_from_any());
+            let waits = from_any.is_some_and(|j| self.active[j].body.id < active.body.id);
+            let rank = active.body.members.ranks.get(message.peer as usize)?;
+            (!waits).then_some((i, *rank))
+        })
+    }
+
+    /// The unmatched receive of a group with this tag that was made first, of those that fit.
+    fn first_unmatched(
+        &self,
+        group: u64,
+        tag: u32,
+        fits: impl Fn(&Message, &[u32]) -> bool,
+    ) -> Option<usize> {
+        let fits = |active: &ActiveCall| {
+            let body = &active.body;
+            active.state == CallState::Unmatched
+                && body.members.id == group
+                && body.request.message.is_some_and(|m| m.tag == tag && fits(&m, &body.members.ranks))
+        };
+        let fitting = self.active.iter().enumerate().filter(|(_, active)| fits(active));
+        fitting.min_by_key(|(_, active)| active.body.id).map(|(i, _)| i)
+    }
+
+    /// Whether a receive must wait for its message to know its number: it is from any source, or made after one that
+    /// still waits.
+    pub(crate) fn is_unmatched(&self, members: &Members, message: Message) -> bool {
+        let behind = || self.first_unmatched(members.id, message.tag, |m, _| m.is_from_any()).is_some();
+        message.is_from_any() || !message.sends && self.unmatched > 0 && behind()
+    }
+
+    /// Adds a receive that has no number yet, and returns its index.
+    pub(crate) fn enter_unmatched(
+        &mut self,
+        members: Arc<Members>,
+        message: Message,
+        request: Request,
+        completion: Arc<Completion>,
+    ) -> usize {
+        self.group(&members);
+        let i = self.enter(members, CallId::message(message.tag, u64::MAX), request, completion);
+        self.active[i].state = CallState::Unmatched;
+        self.unmatched += 1;
+        i
+    }
+
+    /// Matches a receive with the next message of a peer: gives it its number.
+    pub(crate) fn bind(&mut self, i: usize, peer: u32) {
+        let members = self.active[i].body.members.clone();
+        let (Some(mut message), Some(place)) = (self.active[i].body.request.message, members.place_of(peer))
+        else {
+            return;
+        };
+        message.peer = place;
+        let (call, _) = self.number(&members, Some(message));
+        let active = &mut self.active[i];
+        active.body.request.message = Some(message);
+        active.body.call_id = call;
+        active.state = CallState::Waiting;
+        active.completion.set_sender(peer);
+        self.unmatched -= 1;
     }
 
     /// The state of a group of this rank.
@@ -177,6 +272,7 @@ impl Calls {
             return self.deleted.contains_key(&frame.group);
         };
         match frame.call.as_message() {
+            _ if group.aborted.is_some() => true,
             None => frame.call.0 < group.next,
             Some((tag, n)) => {
                 let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
@@ -199,6 +295,8 @@ impl Calls {
         if active.state == CallState::Closing {
             return;
         }
+        let unmatched = active.state == CallState::Unmatched;
+        self.unmatched -= usize::from(unmatched);
         active.state = CallState::Closing;
         active.error = Some(error.clone());
         active.moved = Instant::now();
@@ -216,8 +314,10 @@ impl Calls {
         }
         out.take_back(id);
         self.failed.push(id);
-        self.unexpected.drop_messages(members.id, call);
-        if tell {
+        let peer = message.and_then(|m| members.ranks.get(m.peer as usize).copied());
+        self.unexpected.drop_messages(members.id, call, peer);
+        // A receive that has found no message has a number that means nothing to others.
+        if tell && !unmatched {
             announce(&members, call, message, signature, &error, out);
         }
     }
@@ -247,6 +347,29 @@ impl Calls {
         }
     }
 
+    /// Aborts a group for good: its calls under way and all later ones fail. For an unknown group, what is kept is
+    /// bounded.
+    pub(crate) fn abort_group(&mut self, group: u64, error: &Error, out: &mut Outbox) {
+        let mentioned = || self.groups.values().filter(|g| g.members.is_none()).count();
+        if !self.groups.contains_key(&group)
+            && (self.deleted.contains_key(&group) || mentioned() >= MOST_GROUPS)
+        {
+            return;
+        }
+        self.groups.entry(group).or_default().aborted.get_or_insert_with(|| error.clone());
+        for i in 0..self.active.len() {
+            if self.active[i].body.members.id == group {
+                self.fail(i, error.clone(), false, out);
+            }
+        }
+        self.unexpected.drop_group(group);
+    }
+
+    /// Why a group can make no calls any more, if it cannot.
+    pub(crate) fn aborted(&self, group: u64) -> Option<Error> {
+        self.groups.get(&group)?.aborted.clone()
+    }
+
     /// Whether frames may still arrive into the memory of a failed call.
     pub(crate) fn is_written(&self, id: u64) -> bool {
         self.failed.contains(&id)
@@ -272,20 +395,23 @@ impl Calls {
 
 fn find(active: &[ActiveCall], peer: u32, frame: &Frame) -> Option<usize> {
     active.iter().position(|j| {
-        j.body.members.id == frame.group && j.body.call_id == frame.call && {
-            match j.body.request.message {
-                None => true,
-                Some(m) => {
-                    let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
-                    let sends = match frame.kind {
-                        Kind::Data => false,
-                        Kind::Ready => true,
-                        _ => frame.tag == 0, // the peer received, so we send
-                    };
-                    from && m.sends == sends
+        j.body.members.id == frame.group
+            && j.body.call_id == frame.call
+            && j.state != CallState::Unmatched
+            && {
+                match j.body.request.message {
+                    None => true,
+                    Some(m) => {
+                        let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
+                        let sends = match frame.kind {
+                            Kind::Data | Kind::Offer => false,
+                            Kind::Ready => true,
+                            _ => frame.tag == 0, // the peer received, so we send
+                        };
+                        from && m.sends == sends
+                    }
                 }
             }
-        }
     })
 }
 

@@ -18,7 +18,14 @@ pub(crate) fn agree(members: &Members, call: CallId, mine: &Signature) -> Result
             sides.push((members.ranks[place as usize], theirs));
         }
     }
-    if sides.len() < 2 { Ok(()) } else { Err(mismatch(members, call, &sides)) }
+    let all_agree = |a: &Signature| sides.iter().all(|b| a.agrees(&b.1));
+    if sides.iter().all(|a| all_agree(&a.1)) { Ok(()) } else { Err(mismatch(members, call, &sides)) }
+}
+
+/// Whether a rank of this host has lengths that only it and one other rank know.
+pub(crate) fn is_pairwise(members: &Members, call: CallId) -> bool {
+    let mut slots = members.local_places().filter_map(|place| members.op_slot(place, call));
+    slots.any(|op_slot| op_slot.signature().extra & Signature::PAIRWISE != 0)
 }
 
 pub(crate) fn mismatch(members: &Members, call: CallId, sides: &[(u32, Signature)]) -> Error {

@@ -10,9 +10,13 @@ use trigram_core::{DType, ReduceOp};
 
 use crate::group::members::Members;
 use crate::sys::completion::Completion;
+use crate::sys::runs::Runs;
 
 /// The most elements of a call that a helper takes part in: a peer decides the size, so it must be bounded.
 const LARGEST_HELPED: usize = 1 << 30;
+
+/// The most bytes of a small call, see [`Request::is_small`].
+const SMALL: usize = 64 << 10;
 
 /// A caller's memory. The caller keeps it valid until the call's completion handle is resolved.
 #[derive(Clone, Copy, Debug)]
@@ -39,6 +43,8 @@ pub struct Request {
     pub op: ReduceOp,
     /// The memory.
     pub tensors: Tensors,
+    /// Input and output where they are lists of tensors; then the addresses of `tensors` mean nothing.
+    pub lists: Option<Box<(Runs, Runs)>>,
     /// For messages between two ranks: the peer, the user's tag, and whether we send.
     pub message: Option<Message>,
     /// For a consistency check: the signature of the call that this one stands for, which the ranks compare.
@@ -60,7 +66,7 @@ impl Request {
             via: Via::Auto,
             splits: None,
         };
-        Self { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 }
+        Self { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None, pass: 0 }
     }
 
     /// What a helper does in a call with this signature. For a call that no helper can take part in: an empty call,
@@ -74,6 +80,51 @@ impl Request {
         Self { call, op, pass: signature.pass(), ..Self::nothing() }
     }
 
+    /// With input and output in lists of tensors: their addresses and bytes.
+    #[allow(clippy::type_complexity)] // as it comes from Python
+    pub fn in_lists(mut self, lists: Option<(Vec<(usize, usize)>, Vec<(usize, usize)>)>) -> Self {
+        self.lists = lists.map(|(inputs, outputs)| Box::new((Runs::new(inputs), Runs::new(outputs))));
+        self
+    }
+
+    /// The same request in the form in which all ranks write it: parts of equal lengths without lengths, `len` that of
+    /// the longest part, and for parts in place, where input and output are the same whole, this rank's own.
+    pub(crate) fn normal(mut self, me: Place) -> Self {
+        let Some((lengths, received)) = &self.call.splits else { return self };
+        let is_equal = lengths.iter().all(|len| Some(len) == lengths.first());
+        if self.call.what == Collective::AllToAll {
+            if is_equal && lengths == received {
+                self.call.len = lengths.first().copied().unwrap_or_default();
+                self.call.splits = None;
+            }
+            return self;
+        }
+        let (size, me) = (self.call.dtype.size(), me as usize);
+        let tensors = &mut self.tensors;
+        let whole = lengths.iter().sum::<usize>() * size;
+        let in_place = self.lists.is_none()
+            && tensors.input.addr() == tensors.output.addr()
+            && (tensors.input_len, tensors.output_len) == (whole, whole);
+        if let (true, Some(before), Some(own)) = (in_place, lengths.get(..me), lengths.get(me)) {
+            let start = before.iter().sum::<usize>() * size;
+            if self.call.what == Collective::AllGather {
+                (tensors.input, tensors.input_len) = (tensors.input.wrapping_add(start), own * size);
+            } else {
+                (tensors.output, tensors.output_len) = (tensors.output.wrapping_add(start), own * size);
+            }
+        }
+        self.call.len = lengths.iter().copied().max().unwrap_or_default();
+        if is_equal {
+            self.call.splits = None;
+        }
+        self
+    }
+
+    /// Whether it is so small that the thread that starts it may begin it: it takes less time than to wake another thread.
+    pub(crate) fn is_small(&self) -> bool {
+        self.lists.is_none() && self.tensors.input_len.max(self.tensors.output_len) <= SMALL
+    }
+
     /// The signature that ranks compare.
     pub fn signature(&self) -> Signature {
         if let Some(declared) = self.declared {
@@ -82,9 +133,11 @@ impl Request {
         let call = &self.call;
         let mut signature =
             Signature::new(call.what, call.dtype, self.op, call.via, call.root, call.len as u64);
-        if call.what == Collective::AllToAll && call.splits.is_some() {
-            signature.count = 0; // lengths differ by rank; each message is checked by its own
-            signature.extra = 1;
+        if let Some((lengths, _)) = &call.splits {
+            (signature.count, signature.extra) = match call.is_pairwise() {
+                true => (0, Signature::PAIRWISE), // each message is checked by its own length
+                false => (lengths.iter().sum::<usize>() as u64, Signature::sum_of(lengths)),
+            };
         }
         signature.in_pass(self.pass)
     }
@@ -93,12 +146,22 @@ impl Request {
 /// A message between two ranks.
 #[derive(Clone, Copy, Debug)]
 pub struct Message {
-    /// The other rank's place in the group.
+    /// The other rank's place in the group, or [`Message::ANY`].
     pub peer: Place,
     /// The user's tag.
     pub tag: u32,
     /// Whether this rank sends.
     pub sends: bool,
+}
+
+impl Message {
+    /// As the peer of a receive: it takes the message of any rank that comes first.
+    pub const ANY: Place = Place::MAX;
+
+    /// Whether this receives a message of any rank, and none has been found yet.
+    pub fn is_from_any(&self) -> bool {
+        !self.sends && self.peer == Self::ANY
+    }
 }
 
 /// A call on its way from the caller's thread to the one that drives.

@@ -49,11 +49,7 @@ impl Io for StepRunner<'_> {
                 what: format!("it sent {} bytes in a message of {} elements", bytes.len(), span.len),
             });
         }
-        if !bytes.is_empty() {
-            let to = body.own(span)?;
-            // SAFETY: `own` has checked that the span lies in our memory.
-            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
-        }
+        body.put(span, &bytes)?;
         Ok(Started::Done)
     }
 
@@ -91,6 +87,30 @@ impl Body {
         finish: bool,
         start: usize,
     ) -> Result<Option<usize>> {
+        if self.request.lists.is_none() {
+            return self.fold_run(from, to, finish, start, usize::MAX);
+        }
+        let mut at = start;
+        loop {
+            // As far as all tensors of lists go.
+            let runs = from.iter().chain(to).map(|loc| self.run_length(*loc, at));
+            let most = runs.min().unwrap_or(usize::MAX);
+            match self.fold_run(from, to, finish, at, most)? {
+                Some(next) if next > at => at = next,
+                end => return Ok(end),
+            }
+        }
+    }
+
+    /// The same, of at most `most` bytes of each operand, which lie in one place.
+    fn fold_run(
+        &mut self,
+        from: &[Loc],
+        to: &[Loc],
+        finish: bool,
+        start: usize,
+        most: usize,
+    ) -> Result<Option<usize>> {
         let body = self;
         let (dtype, op) = (body.request.call.dtype, body.request.op);
         let all = from.first().map_or(0, |l| l.span.len) * dtype.size();
@@ -102,6 +122,7 @@ impl Body {
             let tiles = (body.turn / operands / TILE).max(usize::from(body.turn == TURN));
             (tiles * TILE).min(all - start)
         };
+        let len = len.min(most);
         if len == 0 && all > start {
             return Ok(Some(start));
         }
@@ -119,12 +140,10 @@ impl Body {
             &mut many[..]
         };
         for (end, loc) in ends.iter_mut().zip(from) {
-            // SAFETY: `at` has checked the span, of which `start` is at most the end.
-            end.0 = unsafe { body.at(*loc)?.add(start) };
+            end.0 = body.at_byte(*loc, start)?;
         }
         for (end, loc) in ends.iter_mut().zip(to) {
-            // SAFETY: as above.
-            end.1 = unsafe { body.at(*loc)?.add(start) };
+            end.1 = body.at_byte(*loc, start)?;
         }
         let next = (end < all).then_some(end);
         let me = body.members.me;
@@ -140,7 +159,7 @@ impl Body {
         if from == to && count <= 8 {
             let mut slices: [&mut [u8]; 8] = Default::default();
             for (slice, (at, _)) in slices.iter_mut().zip(&*ends) {
-                // SAFETY: `at` has checked the spans, which are of different ranks and so do not overlap;
+                // SAFETY: `at_byte` has checked the spans, which are of different ranks and so do not overlap;
                 // between the barriers of its schedule nobody else reads or writes them.
                 *slice = unsafe { std::slice::from_raw_parts_mut(*at, len) };
             }
@@ -162,7 +181,7 @@ impl Body {
         let mut at = 0;
         while at < len {
             let n = TILE.min(len - at);
-            // SAFETY: `at` has checked every span against its memory. Between the barriers of its
+            // SAFETY: `at_byte` has checked every span against its memory. Between the barriers of its
             // schedule nobody else writes to these spans, and no slice outlives the block.
             let source = |p: *mut u8| unsafe { std::slice::from_raw_parts(p.add(at).cast_const(), n) };
             let sources: &[&[u8]] = if from.len() <= sources.len() {

@@ -68,13 +68,24 @@ impl Unexpected {
         Some((at, message))
     }
 
-    /// Drops the messages of a collective that has failed.
-    pub(crate) fn drop_messages(&mut self, group: u64, call: CallId) {
-        let is_dropped =
-            |e: &UnexpectedMessage| e.frame.group == group && e.frame.call == call && !call.is_message();
+    /// Drops the messages of a call that has failed; `peer` is the other rank of a message.
+    pub(crate) fn drop_messages(&mut self, group: u64, call: CallId, peer: Option<u32>) {
+        let is_dropped = |e: &UnexpectedMessage| {
+            e.frame.group == group
+                && e.frame.call == call
+                && if call.is_message() { peer == Some(e.peer) } else { true }
+        };
         let dropped = self.messages.iter().filter(|e| is_dropped(e));
         self.bytes -= dropped.map(|e| e.payload.len() + MESSAGE_COST).sum::<usize>();
         self.messages.retain(|e| !is_dropped(e));
+    }
+
+    /// Drops the messages and failures of a group that is aborted.
+    pub(crate) fn drop_group(&mut self, group: u64) {
+        let dropped = self.messages.iter().filter(|e| e.frame.group == group);
+        self.bytes -= dropped.map(|e| e.payload.len() + MESSAGE_COST).sum::<usize>();
+        self.messages.retain(|e| e.frame.group != group);
+        self.failures.retain(|f| f.group != group);
     }
 
     /// The headers of the messages, and who sent them.
@@ -105,6 +116,11 @@ impl Unexpected {
     /// Whether a call has failed on another rank.
     pub(crate) fn has_failed(&self, group: u64, call: CallId) -> bool {
         self.failures.iter().any(|f| f.group == group && f.call == call)
+    }
+
+    /// Messages between two ranks that have failed on the other one: that rank, the group and the number.
+    pub(crate) fn failed_messages(&self) -> impl Iterator<Item = (u32, u64, CallId)> {
+        self.failures.iter().filter(|f| f.call.is_message()).map(|f| (f.peer, f.group, f.call))
     }
 
     /// Drops the failures of a call that this rank skips.
@@ -142,7 +158,7 @@ mod tests {
         assert!(matches!(&error, Error::Io { what, .. } if what.contains("rank 2")), "{error}");
         unexpected.keep(3, &frame, vec![0; 1000]).unwrap();
         assert_eq!(unexpected.frames().count(), 2);
-        unexpected.drop_messages(1, CallId(0));
+        unexpected.drop_messages(1, CallId(0), None);
         unexpected.keep(2, &frame, half()).unwrap();
     }
 }

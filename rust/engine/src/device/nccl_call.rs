@@ -129,14 +129,22 @@ pub(crate) fn data_type(dtype: DType) -> Result<DataType> {
         DType::U8 | DType::Bool => DataType::Uint8,
         DType::I32 => DataType::Int32,
         DType::I64 => DataType::Int64,
+        // They are only moved.
+        DType::F8E4M3 | DType::F8E5M2 | DType::F8E4M3Fnuz | DType::F8E5M2Fnuz => DataType::Uint8,
+        DType::I16 | DType::C64 | DType::C128 => {
+            return Err(Error::Unsupported(format!(
+                "NCCL has no {}; use a CPU tensor, or a view of the tensor as another dtype",
+                dtype.name()
+            )));
+        }
     })
 }
 
 fn operator(op: ReduceOp, dtype: DType) -> Result<Op> {
     Ok(match (op, dtype) {
         // For zeros and ones, max is or, and min is and.
-        (ReduceOp::Bor, DType::Bool) => Op::MAX,
-        (ReduceOp::Band, DType::Bool) => Op::MIN,
+        (ReduceOp::Bor | ReduceOp::Sum, DType::Bool) => Op::MAX,
+        (ReduceOp::Band | ReduceOp::Prod, DType::Bool) => Op::MIN,
         (ReduceOp::Sum, _) => Op::SUM,
         (ReduceOp::Avg, _) => Op::AVG,
         (ReduceOp::Min, _) => Op::MIN,

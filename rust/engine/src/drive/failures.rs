@@ -69,9 +69,15 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
         }
         let members = &active.body.members;
         // Before its schedule begins, a call waits for messages from every member.
-        let all = active.state == CallState::Waiting && active.opening == Opening::Messages;
+        let message = active.body.request.message;
+        let all =
+            active.state == CallState::Waiting && active.opening == Opening::Messages && message.is_none();
         let ranks = if all { members.ranks.clone() } else { members.ranks_of(&active.waiting_for()) };
-        if let Some(rank) = peers.first_lost(&ranks) {
+        let lost_rank = match message.is_some_and(|m| m.is_from_any()) {
+            true => peers.first_missed(&ranks, me),
+            false => peers.first_lost(&ranks),
+        };
+        if let Some(rank) = lost_rank {
             // A helper need not tell then: ranks that have left may have had their result without it.
             let tell = !all || members.me < members.layout.workers();
             let error = lost(calls, i, rank, peers, me);

@@ -3,7 +3,7 @@
 //! A message finds its call by group and number, and its step by sender and tag. If the step has begun, the payload
 //! goes straight into the call's memory; otherwise it is kept until the step begins.
 
-use trigram_core::schedule::{Place, Step};
+use trigram_core::schedule::{Place, Span, Step};
 use trigram_core::wire::{Frame, Kind};
 use trigram_core::{Error, Result};
 
@@ -72,7 +72,7 @@ impl Matching<'_> {
         let body = &self.calls.active[i].body;
         let Some(place) = body.members.place_of(peer) else { return false };
         let mine = body.expected(place, frame.kind);
-        if mine == frame.signature {
+        if mine == frame.signature || frame.kind != Kind::Data && mine.agrees(&frame.signature) {
             return true;
         }
         let mut sides = [(self.world.rank, mine), (peer, frame.signature)];
@@ -111,7 +111,9 @@ impl Matching<'_> {
 /// So peers can make this rank keep only what the call was to receive anyway.
 fn is_due(active: &ActiveCall, place: Place, tag: u32, step: Option<u32>, len: usize) -> bool {
     let arrived = &active.body.arrived;
-    let known = !active.exec.schedule().steps.is_empty() || active.state == CallState::Running;
+    // A call may turn out to need messages when all ranks of the host have shown what they call.
+    let may_change = active.state == CallState::Opening;
+    let known = !may_change && !active.exec.schedule().steps.is_empty() || active.state == CallState::Running;
     let held = if known { 0 } else { arrived.iter().map(|m| m.2.len() + MESSAGE_COST).sum() };
     held + len <= MOST_MESSAGE_BYTES
         && (!known || step.is_some_and(|s| !active.exec.is_finished(s)))
@@ -121,7 +123,7 @@ fn is_due(active: &ActiveCall, place: Place, tag: u32, step: Option<u32>, len: u
 /// Copies the last message that arrived into the memory of the step that waits for it.
 fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
     let Some((place, _, bytes)) = active.body.arrived.pop() else { return Ok(()) };
-    let (to, len) = destination(active, step)?;
+    let (span, len) = destination(active, step)?;
     if bytes.len() != len {
         let rank = active.body.members.ranks[place as usize];
         return Err(Error::Corrupt {
@@ -129,18 +131,14 @@ fn deliver(active: &mut ActiveCall, step: u32, out: &mut Outbox) -> Result<()> {
             what: format!("it sent {} bytes in a message of {len}", bytes.len()),
         });
     }
-    // SAFETY: `destination` has checked that the span lies in the call's memory.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, len) };
+    active.body.put(span, &bytes)?;
     active.complete(step, out)
 }
 
 /// Where a `Recv` step puts what it receives, and its length in bytes.
-fn destination(active: &ActiveCall, step: u32) -> Result<(*mut u8, usize)> {
+fn destination(active: &ActiveCall, step: u32) -> Result<(Span, usize)> {
     match &active.exec.schedule().steps[step as usize] {
-        Step::Recv { span, .. } if span.len == 0 => Ok((std::ptr::dangling_mut(), 0)),
-        Step::Recv { span, .. } => {
-            Ok((active.body.own(*span)?, span.len * active.body.request.call.dtype.size()))
-        }
+        Step::Recv { span, .. } => Ok((*span, span.len * active.body.request.call.dtype.size())),
         _ => Err(Error::misuse("internal error: a message for a step that receives none; please report it")),
     }
 }
@@ -150,7 +148,7 @@ impl Sink for Matching<'_> {
         let heap = || Target::Heap(vec![0; AHEAD.min(frame.len as usize)]);
         if frame.kind != Kind::Data {
             let most = match frame.kind {
-                Kind::Fail | Kind::Lost => MOST_ERROR_BYTES,
+                Kind::Fail | Kind::Lost | Kind::Abort => MOST_ERROR_BYTES,
                 Kind::Rate => size_of::<f64>(),
                 _ => 0,
             };
@@ -171,12 +169,16 @@ impl Sink for Matching<'_> {
         let Some(place) = active.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
         let step = active.exec.schedule().recv_step(place, frame.tag);
         let Some(step) = step.filter(|&s| active.exec.is_started(s)) else { return Ok(heap()) };
-        let (to, len) = destination(active, step)?;
+        let (span, len) = destination(active, step)?;
         if len != frame.len as usize {
             let what = format!("it sent {} bytes in a message of {len}", frame.len);
             self.calls.fail(i, Error::Corrupt { rank: peer, what }, true, self.out);
             return Ok(Target::Nowhere);
         }
+        if len > 0 && !active.body.is_in_one_place(span)? {
+            return Ok(heap());
+        }
+        let to = if len == 0 { std::ptr::dangling_mut() } else { active.body.own(span)? };
         Ok(Target::Memory(to, Token { call: active.body.id, step }))
     }
 
@@ -212,6 +214,11 @@ impl Sink for Matching<'_> {
             }
             (Kind::Lost, Target::Heap(payload)) => {
                 self.receive_loss(peer, frame.tag, &payload);
+            }
+            (Kind::Abort, Target::Heap(payload)) => {
+                if let Ok(error) = postcard::from_bytes(&payload) {
+                    self.calls.abort_group(frame.group, &error, self.out);
+                }
             }
             (Kind::Rate, Target::Heap(payload)) => {
                 if let Ok(rate) = payload.as_slice().try_into().map(f64::from_le_bytes) {

@@ -9,4 +9,5 @@ pub(crate) mod helper;
 pub(crate) mod losses;
 pub(crate) mod matching;
 pub mod progress;
+pub(crate) mod receives;
 pub(crate) mod scheduling;

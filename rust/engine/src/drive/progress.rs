@@ -7,8 +7,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
-use trigram_core::wire::Kind;
+use trigram_core::wire::{Frame, Kind};
 
+use crate::call::active_call::ActiveCall;
 use crate::call::calls::Calls;
 use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
@@ -100,9 +101,30 @@ impl Progress {
         self.scheduling().admit(submission);
     }
 
+    /// Takes up a small call in the thread of its caller.
+    pub(crate) fn begin(&mut self, submission: Submission) {
+        self.admit(submission);
+        if self.calls.active.len() == 1 {
+            self.poll(); // perhaps this is all that it takes
+        } else {
+            // The others may be large, and they have a thread.
+            self.scheduling().pump_out();
+        }
+    }
+
     /// Aborts the collectives of a group before the `through`-th, on all ranks.
     pub(crate) fn abort(&mut self, members: &Arc<Members>, through: u64, error: &Error) {
         self.calls.abort(members, through, error, &mut self.out);
+    }
+
+    /// Aborts a group for good, on all ranks.
+    pub(crate) fn abort_group(&mut self, members: &Members, error: &Error) {
+        self.calls.abort_group(members.id, error, &mut self.out);
+        let Ok(payload) = postcard::to_stdvec(error) else { return };
+        let frame = Frame { group: members.id, ..control_frame(Kind::Abort, 0, payload.len() as u32) };
+        for &rank in members.ranks.iter().filter(|&&rank| rank != self.world.rank) {
+            self.out.give(rank, &frame, payload.clone());
+        }
     }
 
     /// Fails one call on all ranks, if it is still under way.
@@ -130,6 +152,22 @@ impl Progress {
     /// Whether no call is under way, and none can come without a caller.
     pub fn is_idle(&self) -> bool {
         self.calls.active.is_empty() && self.helper.is_idle()
+    }
+
+    /// Whether what is under way needs a thread that moves it at once: somebody waits for it, or it is large.
+    pub(crate) fn is_urgent(&self) -> bool {
+        let urgent = |call: &ActiveCall| call.completion.is_urgent() || !call.body.request.is_small();
+        !self.helper.is_idle() || self.calls.active.iter().any(urgent)
+    }
+
+    /// The number of the call that was taken up last.
+    pub(crate) fn newest(&self) -> u64 {
+        self.calls.last_id
+    }
+
+    /// Whether all that is under way was taken up after the call with this number.
+    pub(crate) fn is_newer(&self, than: u64) -> bool {
+        self.calls.active.iter().all(|call| call.body.id > than)
     }
 
     /// Whether anything waits to be sent.
@@ -169,6 +207,7 @@ impl Progress {
     /// Moves everything once; true if anything moved.
     pub fn poll(&mut self) -> bool {
         let mut moved = self.read();
+        moved |= self.match_receives();
         // Only now: frames that a peer sent before its connection closed come first.
         for event in self.peers.take_events() {
             self.act_on(event);
@@ -280,6 +319,15 @@ impl Progress {
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         moved
+    }
+
+    /// Matches receives from any source with what has arrived; true if there were any.
+    fn match_receives(&mut self) -> bool {
+        if self.calls.unmatched == 0 {
+            return false;
+        }
+        let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
+        Matching { world: &self.world, peers, calls, out }.match_receives()
     }
 
     /// Handles the loss of a peer.

@@ -8,12 +8,13 @@ use std::sync::atomic::Ordering;
 use trigram_core::Result;
 use trigram_core::planner::{self, Opening};
 use trigram_core::schedule::Schedule;
+use trigram_core::signature::Collective;
 use trigram_core::wire::{Frame, Kind};
 
 use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::body::Body;
 use crate::call::calls::Calls;
-use crate::call::mismatch::agree;
+use crate::call::mismatch::{agree, is_pairwise};
 use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
@@ -41,6 +42,16 @@ impl Scheduling<'_> {
     pub(crate) fn admit(&mut self, submission: Submission) {
         let Submission { members, request, completion, deadline } = submission;
         let calls = &mut *self.calls;
+        if let Some(message) = request.message.filter(|m| calls.is_unmatched(&members, *m)) {
+            let i = calls.enter_unmatched(members, message, request, completion);
+            let group = calls.active[i].body.members.id;
+            if let Some(error) = calls.aborted(group).or_else(|| calls.broken.clone()) {
+                calls.fail(i, error, true, self.out);
+            } else if let Some(deadline) = deadline {
+                calls.set_deadline(i, deadline);
+            }
+            return;
+        }
         let (call_id, peer) = calls.number(&members, request.message);
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
         // A sender whose message has arrived may have left since.
@@ -56,7 +67,9 @@ impl Scheduling<'_> {
             Some(rank) => self.peers.first_lost(&[rank]),
         };
         // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
+        let aborted = calls.aborted(members.id);
         let error = match (failed, gone) {
+            _ if aborted.is_some() => aborted.map(|error| (error, false)),
             _ if calls.broken.is_some() => calls.broken.clone().map(|error| (error, true)),
             (Some(error), _) => {
                 self.peers.remove_failed_call(members.id);
@@ -68,6 +81,9 @@ impl Scheduling<'_> {
             )),
             _ => None,
         };
+        if let Some(rank) = peer {
+            completion.set_sender(rank);
+        }
         let i = calls.enter(members, call_id, request, completion);
         if let Some((error, tell)) = error {
             return calls.fail(i, error, tell, self.out);
@@ -154,10 +170,23 @@ impl Scheduling<'_> {
                 }
                 agree(&members, call, &active.body.signature)?;
                 active.state = CallState::Running;
+                let body = &mut active.body;
+                if body.request.call.what == Collective::AllToAll
+                    && body.request.call.splits.is_none()
+                    && is_pairwise(&members, call)
+                {
+                    // Other ranks have lengths that this one does not know: all exchange messages.
+                    let equal = vec![body.request.call.len; members.ranks.len()];
+                    body.request.call.splits = Some((equal.clone(), equal));
+                    body.barrier = None;
+                    active.opening = Opening::Barrier;
+                }
                 if active.opening == Opening::OneShot {
                     return Ok(());
                 }
-                active.body.lent = active.body.lend(self.world)?;
+                if planner::may_lend(&active.body.request.call, &members.layout) {
+                    active.body.lent = active.body.lend(self.world)?;
+                }
                 let schedule = self.schedule(i)?;
                 self.calls.active[i].run(schedule, self.out)
             }
@@ -170,7 +199,7 @@ impl Scheduling<'_> {
                 }
                 Ok(())
             }
-            CallState::Closing => Ok(()),
+            CallState::Unmatched | CallState::Closing => Ok(()),
         }
     }
 

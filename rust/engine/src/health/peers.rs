@@ -69,6 +69,14 @@ impl Peers {
         if self.lost.is_empty() { None } else { self.counters.failures().first(ranks) }
     }
 
+    /// Which of these ranks a receive from any source misses: the first that was lost without leaving in good order,
+    /// because the message may have been its; one that has left only if nobody but `me` is there any more.
+    pub fn first_missed(&self, ranks: &[u32], me: u32) -> Option<u32> {
+        let first = self.first_lost(ranks)?;
+        let alone = ranks.iter().all(|&rank| rank == me || self.is_lost(rank));
+        (alone || self.kind(first) != Some(LossKind::Left)).then_some(first)
+    }
+
     /// How a peer was lost, if it was.
     pub fn kind(&self, rank: u32) -> Option<LossKind> {
         self.counters.failures().kind(rank)

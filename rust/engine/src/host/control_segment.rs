@@ -27,9 +27,12 @@ use crate::sys::memory::Segment;
 /// The most ranks of one host.
 pub const MAX_LOCAL: usize = 64;
 /// The most groups of one process with members on one host.
-pub const MAX_GROUPS: usize = 512;
+pub const MAX_GROUPS: usize = 4096;
+/// With so many deleted groups in the directory, a new group takes the entry of the oldest: the memory that operation
+/// slots have touched is used again.
+const KEPT_ENTRIES: usize = 256;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x04\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x05\0");
 
 /// Directory entries that are no group's id.
 const NO_GROUP: u64 = 0;
@@ -134,13 +137,15 @@ impl ControlSegment {
         (&self.layout().pipes[index % MAX_LOCAL], ring)
     }
 
-    /// Enters a group into the owner's directory and returns its index there. Entries of deleted groups are reused
-    /// when there is no free one, the oldest first.
+    /// Enters a group into the owner's directory and returns its index there. Entries are taken from the first on, so
+    /// that a free one ends the directory. Entries of deleted groups are reused when there are many, or no free one, the
+    /// oldest first.
     pub fn enter_group(&self, id: u64) -> Result<usize> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = self.layout();
-        let free = layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
-        let place = free.or_else(|| left.pop_front()).ok_or_else(|| {
+        let oldest = (left.len() >= KEPT_ENTRIES).then(|| left.pop_front()).flatten();
+        let free = || layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
+        let place = oldest.or_else(free).or_else(|| left.pop_front()).ok_or_else(|| {
             Error::Unsupported(format!(
                 "more than {MAX_GROUPS} groups at once on one host; delete those no longer used, or set TRIGRAM_TRANSPORT=tcp"
             ))
@@ -155,7 +160,8 @@ impl ControlSegment {
 
     /// The index of a group in the owner's directory, if the owner has created it already.
     pub fn find_group(&self, id: u64) -> Option<usize> {
-        self.layout().groups.iter().position(|g| g.load(Ordering::Acquire) == id)
+        let ids = self.layout().groups.iter().map(|g| g.load(Ordering::Acquire));
+        ids.take_while(|found| *found != NO_GROUP).position(|found| found == id)
     }
 
     /// Whether the owner still has the group that was found at `place`. It deletes a group only after its last call,
@@ -214,6 +220,23 @@ mod tests {
         assert!(!seen.has_group(place, 42));
         assert!(!theirs.has_arrived(0, 0), "a place taken again starts anew");
         assert!(mine.enter_group(44).is_err());
+    }
+
+    #[test]
+    fn entries_of_deleted_groups_are_used_again() {
+        let control = ControlSegment::create().unwrap();
+        let kept = control.enter_group(1).unwrap();
+        let mut most = 0;
+        for id in 2..20_000 {
+            let place = control.enter_group(id).unwrap();
+            assert!(place != kept);
+            most = most.max(place);
+            assert_eq!(control.find_group(id), Some(place));
+            control.leave_group(place);
+        }
+        assert!(most <= KEPT_ENTRIES + 1, "{most}");
+        assert!(control.find_group(19_900).is_some(), "a late peer still finds it");
+        assert!(control.find_group(2).is_none());
     }
 
     #[test]

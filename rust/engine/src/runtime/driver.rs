@@ -1,13 +1,13 @@
 //! Which thread drives the work, and how it sleeps.
 //!
 //! One thread at a time holds the progress lock and moves *all* calls. A synchronous caller that finds the lock free
-//! drives in its own thread: on few cores, waking another thread costs more than a small collective. Otherwise, and
-//! for asynchronous calls, the background thread drives; it starts with the first asynchronous call, and sleeps when
-//! no call is under way. No thread sleeps without a doorbell that wakes it.
+//! drives in its own thread: on few cores, waking another thread costs more than a small collective. So does a caller
+//! that waits for an asynchronous call. Otherwise the background thread drives, see [`crate::runtime::background`]; it
+//! starts with the first asynchronous call. No thread sleeps without a doorbell that wakes it.
 
 use std::os::fd::{BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use rustix::event::epoll;
@@ -20,6 +20,7 @@ use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::health::peers::HEARTBEAT;
 use crate::link::frames::{Rx, Tx};
+use crate::runtime::background::{Background, Duty, QUIET};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 use crate::sys::fork::GuardedFd;
@@ -51,6 +52,7 @@ pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an in
 pub(crate) enum Command {
     Submit(Submission),
     Abort(Arc<Members>, u64, Error),
+    AbortGroup(Arc<Members>, Error),
     Help(Arc<Members>),
     /// The caller has stopped waiting: its call fails on all ranks and releases its memory.
     Stop(Arc<Completion>),
@@ -71,8 +73,7 @@ pub(crate) struct Driver {
     pub(crate) epoll: OwnedFd,
     has_sockets: bool,
     pub(crate) spins: u32,
-    pub(crate) idle: Mutex<bool>,
-    pub(crate) work: Condvar,
+    pub(crate) background: Background,
     pub(crate) counters: Arc<Counters>,
     _guard: GuardedFd,
 }
@@ -117,30 +118,55 @@ impl Driver {
             epoll,
             has_sockets,
             spins,
-            idle: Mutex::new(true),
-            work: Condvar::new(),
+            background: Background::new(),
             counters,
         })
     }
 
-    /// The background thread: drives whenever there is work and no caller does, until the engine is closed.
+    /// The background thread, until the engine is closed.
     pub(crate) fn background(&self) {
+        // What it has seen at its last look: the newest call, and how many times calls were left to it.
+        let (mut newest, mut left, mut quiet) = (0, 0, 0);
         loop {
-            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            while *idle && !self.closed.load(Ordering::Acquire) {
-                idle = self.work.wait(idle).unwrap_or_else(PoisonError::into_inner);
-            }
-            drop(idle);
-            if self.closed.load(Ordering::Acquire) {
+            let duty = self.background.next();
+            if duty == Duty::End || self.closed.load(Ordering::Acquire) {
                 return;
             }
-            let Ok(progress) = self.progress.lock() else { return };
+            if duty == Duty::Look {
+                let before = std::mem::replace(&mut left, self.background.left.load(Ordering::Relaxed));
+                quiet = if before == left { quiet + 1 } else { 0 };
+            }
+            let locked = match self.try_lock() {
+                // Another thread drives.
+                Ok(None) if duty == Duty::Look && quiet < QUIET => continue,
+                Ok(None) => {
+                    // It asks anew when it leaves calls behind; if it has left meanwhile, the lock is free.
+                    self.background.change(duty, Duty::Rest, || true);
+                    self.try_lock()
+                }
+                other => other,
+            };
+            let progress = match locked {
+                Ok(Some(progress)) => progress,
+                Ok(None) => continue,
+                Err(_) => return,
+            };
+            let waiting = self.waiting.load(Ordering::Acquire) > 0;
+            if duty == Duty::Look && !waiting && progress.is_newer(newest) {
+                newest = progress.newest();
+                // The caller may have seen that this thread looks in before it went to rest.
+                self.background.change(Duty::Rest, Duty::Look, || !progress.is_idle());
+                self.background.change(Duty::Look, Duty::Rest, || quiet >= QUIET && progress.is_idle());
+                continue;
+            }
+            self.background.wake();
             // This thread checks for no interrupts: only the end of the work or of the engine stops it.
-            let Ok(Some(progress)) = self.drive(progress, None, 0, &mut || Ok(())) else { return };
+            let Ok(Some(progress)) = self.drive(progress, None, 0, None, &mut || Ok(())) else { return };
             self.note_time();
-            let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
-            *idle = progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
-            drop((progress, idle));
+            let next = if duty == Duty::Look { Duty::Look } else { Duty::Rest };
+            let is_over = || progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0;
+            self.background.change(Duty::Drive, next, is_over);
+            drop(progress);
             self.counters.log.write_out();
         }
     }
@@ -178,7 +204,7 @@ impl Driver {
     }
 
     /// Records the processor time of the background thread; to be called in it.
-    fn note_time(&self) {
+    pub(crate) fn note_time(&self) {
         let spent = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
         let spent = spent.tv_sec as u64 * 1_000_000_000 + spent.tv_nsec as u64;
         self.counters.background.store(spent, Ordering::Relaxed);
@@ -201,7 +227,24 @@ impl Driver {
         }
     }
 
-    /// Moves everything until `until` has its outcome, or all work is done. `None` if another thread has taken over.
+    /// Lets go of the progress lock. What is still under way passes to the background thread: at once if it is large or
+    /// somebody waits for it, otherwise in a while, because the caller probably comes to wait for it.
+    pub(crate) fn leave(&self, progress: MutexGuard<'_, Progress>) {
+        let (urgent, soon) = (progress.is_urgent(), !progress.is_idle());
+        drop(progress);
+        // Only now: until then the background thread may have found this lock held, and gone to rest.
+        fence(Ordering::SeqCst);
+        let waiting = self.waiting.load(Ordering::Acquire) > 0;
+        self.counters.log.write_out();
+        if urgent || waiting {
+            self.background.wake();
+        } else if soon {
+            self.background.look_soon();
+        }
+    }
+
+    /// Moves everything until `until` has its outcome or `deadline` has passed, or all work is done. `None` if another
+    /// thread has taken over.
     ///
     /// # Errors
     ///
@@ -211,6 +254,7 @@ impl Driver {
         mut progress: MutexGuard<'a, Progress>,
         until: Option<&Arc<Completion>>,
         spins: u32,
+        deadline: Option<Instant>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Option<MutexGuard<'a, Progress>>> {
         let mut idle = 0;
@@ -228,7 +272,7 @@ impl Driver {
                 Some(completion) => completion.is_done(),
                 None => progress.is_idle() && self.waiting.load(Ordering::Acquire) == 0,
             };
-            if over {
+            if over || deadline.is_some_and(|d| Instant::now() >= d) {
                 return Ok(Some(progress));
             }
             if self.closed.load(Ordering::Acquire) {
@@ -261,7 +305,8 @@ impl Driver {
             }
             let now = Instant::now();
             let since = *idle_since.get_or_insert(now);
-            self.sleep(&mut progress, now - since);
+            let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| d.saturating_duration_since(now));
+            self.sleep(&mut progress, now - since, limit.min(INTERRUPT_INTERVAL));
             let now = Instant::now();
             if now - *checked.get_or_insert(since) >= INTERRUPT_INTERVAL {
                 checked = Some(now);
@@ -320,14 +365,15 @@ impl Driver {
             match command {
                 Command::Submit(submission) => progress.admit(submission),
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
+                Command::AbortGroup(members, error) => progress.abort_group(&members, &error),
                 Command::Help(members) => progress.help(members),
                 Command::Stop(completion) => self.abort_call(progress, &completion, STOPPED),
             }
         }
     }
 
-    /// Sleeps until something happens, or it is time for a check.
-    fn sleep(&self, progress: &mut Progress, idle: Duration) {
+    /// Sleeps until something happens, for at most `limit`.
+    fn sleep(&self, progress: &mut Progress, idle: Duration, limit: Duration) {
         let bell = self.world.control.bell();
         let on_event = self.has_sockets || idle > FUTEX_SLEEP;
         let seen = bell.arm(on_event);
@@ -337,10 +383,10 @@ impl Driver {
         }
         let (awaited, before) = (progress.awaited(), Instant::now());
         if on_event {
-            self.events(progress, INTERRUPT_INTERVAL);
+            self.events(progress, limit);
             bell.disarm();
         } else {
-            bell.sleep(seen, FUTEX_SLEEP);
+            bell.sleep(seen, FUTEX_SLEEP.min(limit));
         }
         self.counters.note_wait(&awaited, before.elapsed());
     }

@@ -2,20 +2,21 @@
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
 use crate::call::request::Submission;
+use crate::drive::progress::Progress;
 use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::driver::{Command, Driver, ENGINE_FAILED, STOPPED};
-use crate::sys::completion::InterruptCheck;
+use crate::sys::completion::{Completion, InterruptCheck};
 use crate::sys::fork;
 
 fn shut_down() -> Error {
@@ -93,26 +94,10 @@ impl Engine {
                 // Calls are numbered in the order of submission: those that wait in the inbox come first.
                 self.driver.take_inbox(&mut progress);
                 progress.admit(submission);
-                match self.driver.drive(progress, Some(&completion), self.driver.spins, &mut check_interrupt)
-                {
-                    Ok(Some(progress)) => {
-                        let more = !progress.calls.active.is_empty()
-                            || self.driver.waiting.load(Ordering::Acquire) > 0;
-                        drop(progress);
-                        self.driver.counters.log.write_out();
-                        if more {
-                            // Without a thread the heartbeat thread moves them, ten times a second.
-                            let _ = self.start_background();
-                            self.wake_background();
-                        }
-                        Ok(completion.outcome())
-                    }
-                    Ok(None) => completion.wait(None, &mut check_interrupt),
-                    Err(stop) => Err(stop),
-                }
+                self.drive(progress, &completion, None, &mut check_interrupt)
             }
             None => {
-                self.start(submission)?;
+                self.start_now(submission)?;
                 completion.wait(None, &mut check_interrupt)
             }
         };
@@ -134,6 +119,73 @@ impl Engine {
         }
     }
 
+    /// Moves everything until a call has ended or `deadline` has passed (then `None`).
+    fn drive(
+        &self,
+        progress: MutexGuard<'_, Progress>,
+        completion: &Arc<Completion>,
+        deadline: Option<Instant>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<Result<()>>> {
+        match self.driver.drive(progress, Some(completion), self.driver.spins, deadline, check_interrupt)? {
+            Some(progress) => {
+                self.leave(progress);
+                Ok(completion.outcome())
+            }
+            None => completion.wait(deadline, check_interrupt),
+        }
+    }
+
+    /// Lets go of the progress lock, and passes on what is still under way.
+    fn leave(&self, progress: MutexGuard<'_, Progress>) {
+        if !progress.is_idle() || self.driver.waiting.load(Ordering::Acquire) > 0 {
+            // Without a thread the heartbeat thread moves them, ten times a second.
+            let _ = self.start_background();
+        }
+        self.driver.leave(progress);
+    }
+
+    /// Waits until an asynchronous call has ended, or `deadline` has passed (then `None`). Drives the work in this thread
+    /// if nobody else does. An error of `check_interrupt` ends the wait, not the call.
+    pub fn wait(
+        &self,
+        completion: &Arc<Completion>,
+        deadline: Option<Instant>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<Result<()>>> {
+        if completion.is_done() || fork::is_child() {
+            return Ok(completion.outcome());
+        }
+        completion.set_awaited();
+        let mut check_interrupt = || self.check_sound().and_then(|()| check_interrupt());
+        let waited = match self.driver.try_lock()? {
+            Some(progress) => self.drive(progress, completion, deadline, &mut check_interrupt),
+            None => completion.wait(deadline, &mut check_interrupt),
+        };
+        if waited.is_err() {
+            self.driver.background.wake(); // the call goes on
+        }
+        waited
+    }
+
+    /// Whether a call has ended. Moves what can be moved, for callers that ask again and again.
+    pub fn test(&self, completion: &Arc<Completion>) -> bool {
+        if !completion.is_done()
+            && !fork::is_child()
+            && let Ok(Some(mut progress)) = self.driver.try_lock()
+        {
+            self.driver.take_inbox(&mut progress);
+            progress.poll();
+            self.leave(progress);
+        }
+        completion.is_done()
+    }
+
+    /// A call has got a listener, which nobody waits for: the background thread moves it from now on.
+    pub fn hurry(&self) {
+        self.driver.background.wake();
+    }
+
     /// Reads what has arrived, and checks whether the group can go on: for calls whose data travels over NCCL, where
     /// nothing here would notice that they have stopped.
     pub fn check_peers(&self, members: &Members, what: &Signature) -> Result<()> {
@@ -143,19 +195,35 @@ impl Engine {
             self.driver.take_inbox(&mut progress);
             self.driver.events(&mut progress, Duration::ZERO);
             progress.poll();
-            let more = !progress.calls.active.is_empty();
-            drop(progress);
-            self.driver.counters.log.write_out();
-            if more {
-                let _ = self.start_background();
-                self.wake_background();
-            }
+            self.leave(progress);
         }
         self.driver.counters.failures().check(members, what)
     }
 
-    /// Submits a call to the background thread.
+    /// Starts a call for which the caller will wait with [`Engine::wait`]. If it is small and no other thread drives, it
+    /// is begun here, and left to the one who waits; if that takes long, to the background thread.
     pub fn start(&self, submission: Submission) -> Result<()> {
+        if !submission.request.is_small() {
+            return self.start_now(submission);
+        }
+        self.check_open()?;
+        self.start_background()?;
+        let driver = &self.driver;
+        match driver.try_lock()? {
+            // After it is closed, its calls fail under this lock, once. What waits in the inbox may be large.
+            Some(mut progress)
+                if !driver.closed.load(Ordering::Acquire) && driver.waiting.load(Ordering::Acquire) == 0 =>
+            {
+                progress.begin(submission);
+                driver.leave(progress);
+                Ok(())
+            }
+            _ => self.command(Command::Submit(submission)),
+        }
+    }
+
+    /// Starts a call that the background thread drives from now on.
+    pub fn start_now(&self, submission: Submission) -> Result<()> {
         self.check_open()?;
         self.command(Command::Submit(submission))
     }
@@ -164,6 +232,12 @@ impl Engine {
     pub fn abort(&self, members: Arc<Members>, through: u64, error: Error) -> Result<()> {
         self.check_open()?;
         self.command(Command::Abort(members, through, error))
+    }
+
+    /// Aborts a group for good, on all ranks: calls under way and later ones fail.
+    pub fn abort_group(&self, members: Arc<Members>, error: Error) -> Result<()> {
+        self.check_open()?;
+        self.command(Command::AbortGroup(members, error))
     }
 
     /// Takes part in all calls of a group that this rank helps.
@@ -211,7 +285,7 @@ impl Engine {
         self.driver.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
         self.driver.world.control.bell().ring();
-        self.wake_background();
+        self.driver.background.wake();
         Ok(())
     }
 
@@ -228,14 +302,6 @@ impl Engine {
         Ok(())
     }
 
-    fn wake_background(&self) {
-        let mut idle = self.driver.idle.lock().unwrap_or_else(PoisonError::into_inner);
-        if *idle {
-            *idle = false;
-            self.driver.work.notify_one();
-        }
-    }
-
     /// Hands what is noted for the log to the logger, which the threads that drive do a moment later.
     pub fn write_out_log(&self) {
         self.driver.counters.log.write_out();
@@ -248,10 +314,7 @@ impl Engine {
         }
         let rank = self.driver.world.rank;
         self.driver.world.control.bell().ring();
-        if let Ok(mut idle) = self.driver.idle.lock() {
-            *idle = false;
-            self.driver.work.notify_all();
-        }
+        self.driver.background.end();
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // It releases the progress lock at its next check.
             let _ = thread.join();

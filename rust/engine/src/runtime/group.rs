@@ -76,7 +76,7 @@ impl Group {
     }
 
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
-        let Request { call, op, tensors, message, .. } = request;
+        let Request { call, op, tensors, lists, message, .. } = request;
         let world = self.members.ranks.len();
         if self.members.me >= self.members.layout.workers() {
             return Err(Error::misuse(format!(
@@ -95,8 +95,8 @@ impl Group {
                 call.root
             )));
         }
-        if let Some(Message { peer, .. }) = message
-            && (*peer as usize >= world || *peer == self.members.me)
+        if let Some(Message { peer, .. }) = message.filter(|m| !m.is_from_any())
+            && (peer as usize >= world || peer == self.members.me)
         {
             return Err(Error::misuse(format!(
                 "send/recv: rank {peer} is not another rank of this group of {world} ranks"
@@ -110,9 +110,23 @@ impl Group {
                 call.what.name()
             )));
         }
-        let size = call.dtype.size();
+        if let Some((sent, received)) = &call.splits
+            && (sent.len() != world || received.len() != world)
+        {
+            return Err(Error::misuse(format!(
+                "{}: {} and {} lengths for {world} ranks; give one for each rank",
+                call.what.name(),
+                sent.len(),
+                received.len()
+            )));
+        }
+        let size = call.dtype.align();
         let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
-        if !aligned(tensors.input, tensors.input_len) || !aligned(tensors.output, tensors.output_len) {
+        let is_aligned = match lists.as_deref() {
+            Some((inputs, outputs)) => inputs.are_aligned(size) && outputs.are_aligned(size),
+            None => aligned(tensors.input, tensors.input_len) && aligned(tensors.output, tensors.output_len),
+        };
+        if !is_aligned {
             return Err(Error::misuse(format!(
                 "{}: the tensor's memory is not aligned to the size of its elements; pass a copy (tensor.clone())",
                 call.what.name()
@@ -121,7 +135,8 @@ impl Group {
         Ok(())
     }
 
-    fn submission(&self, mut request: Request, limit: Option<Duration>) -> Submission {
+    fn submission(&self, request: Request, limit: Option<Duration>) -> Submission {
+        let mut request = request.normal(self.members.me);
         if request.message.is_none() {
             request.pass = self.members.pass.load(Ordering::Relaxed);
             self.members.made.fetch_add(1, Ordering::Relaxed);
@@ -151,7 +166,27 @@ impl Group {
         self.engine.run(self.submission(request, limit), check_interrupt)
     }
 
-    /// Starts a call that the background thread carries out.
+    /// Makes a receive and waits for its end. Returns the world rank whose message it has taken.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Group::run`].
+    pub unsafe fn receive(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<u32> {
+        self.check(&request)?;
+        let submission = self.submission(request, limit);
+        let completion = submission.completion.clone();
+        self.engine.run(submission, check_interrupt)?;
+        completion.sender().ok_or_else(|| {
+            Error::misuse("internal error: a receive has ended without a sender; please report it")
+        })
+    }
+
+    /// Starts a call. Somebody waits for it with [`Engine::wait`] soon, or else the background thread carries it out.
     ///
     /// # Safety
     ///
@@ -159,10 +194,19 @@ impl Group {
     /// else until the completion handle is resolved.
     pub unsafe fn start(&self, request: Request, limit: Option<Duration>) -> Result<Arc<Completion>> {
         self.check(&request)?;
+        self.start_with(request, limit, Engine::start)
+    }
+
+    fn start_with(
+        &self,
+        request: Request,
+        limit: Option<Duration>,
+        start: impl FnOnce(&Engine, Submission) -> Result<()>,
+    ) -> Result<Arc<Completion>> {
         let submission = self.submission(request, limit);
         let completion = submission.completion.clone();
         let counted = submission.request.message.is_none();
-        self.engine.start(submission).inspect_err(|_| {
+        start(&self.engine, submission).inspect_err(|_| {
             if counted {
                 self.members.made.fetch_sub(1, Ordering::Relaxed); // it was not made
             }
@@ -178,11 +222,12 @@ impl Group {
         limit: Option<Duration>,
     ) -> Result<Arc<Completion>> {
         self.check(&request)?;
-        let mut signature = request.signature().in_pass(self.members.pass.load(Ordering::Relaxed));
+        let pass = self.members.pass.load(Ordering::Relaxed);
+        let mut signature = request.normal(self.members.me).signature().in_pass(pass);
         signature.extra |= Signature::DEVICE;
         request = Request { declared: Some(signature), ..Request::nothing() };
-        // SAFETY: it has no memory.
-        unsafe { self.start(request, limit) }
+        self.check(&request)?;
+        self.start_with(request, limit, Engine::start_now)
     }
 
     /// Makes this rank, a helper, take part in all calls of the group in the background, until a member is lost.
@@ -218,7 +263,17 @@ impl Group {
         self.fail(through, Error::Aborted(why.to_string()))
     }
 
-    /// The same with another error.
+    /// Aborts this group for good, on all ranks: calls and messages under way and all later ones fail with
+    /// [`Error::Aborted`].
+    pub fn abort_all(&self, why: &str) -> Result<()> {
+        let rank = self.engine.world().rank;
+        let name = &self.members.name;
+        let why = if why.is_empty() { String::new() } else { format!(": {why}") };
+        let error = format!("rank {rank} has aborted group {name}{why}; make a new group to go on");
+        self.engine.abort_group(self.members.clone(), Error::Aborted(error))
+    }
+
+    /// As [`Group::abort`], with another error.
     pub fn fail(&self, through: u64, why: Error) -> Result<()> {
         self.members.made.fetch_max(through, Ordering::Relaxed);
         self.engine.abort(self.members.clone(), through, why)

@@ -3,6 +3,7 @@
 //!
 //! Uses [`crate::drive`] and what it uses.
 
+pub(crate) mod background;
 pub(crate) mod driver;
 pub mod engine;
 pub mod group;

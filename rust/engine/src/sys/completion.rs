@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use trigram_core::Result;
 
-use crate::sys::atomics::{AtomicBool, Condvar, Mutex};
+use crate::sys::atomics::{AtomicBool, AtomicU32, Condvar, Mutex};
 
 /// How often a waiting caller checks for an interrupt such as Ctrl-C (invariant PY-3).
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
@@ -14,15 +14,29 @@ pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
 /// Called from time to time while a caller waits; an error, such as Ctrl-C, ends the wait.
 pub type InterruptCheck<'a> = &'a mut dyn FnMut() -> Result<()>;
 
+/// Told when a call has ended. It runs under the progress lock, so it only takes a note, and never waits.
+type Listener = Box<dyn FnOnce() + Send>;
+
 /// The outcome of a call, once there is one.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub struct Completion {
     done: AtomicBool,
     awaited: AtomicBool,
+    /// Whether it has, or has had, a listener.
+    listened: AtomicBool,
+    listeners: Mutex<Vec<Listener>>,
     /// Whether a thread sleeps on `arrived`: a wake-up is a system call, even if no thread sleeps.
     asleep: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
+    /// One more than the rank whose message a receive has taken; 0: none yet.
+    sender: AtomicU32,
     arrived: Condvar,
+}
+
+impl std::fmt::Debug for Completion {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Completion").field("outcome", &self.outcome()).finish_non_exhaustive()
+    }
 }
 
 impl Completion {
@@ -41,21 +55,55 @@ impl Completion {
         self.awaited.load(Ordering::Relaxed)
     }
 
+    /// Adds a listener, which is told when the call has ended; at once, if it has.
+    pub fn when_done(&self, listener: impl FnOnce() + Send + 'static) {
+        let mut listeners = self.listeners.lock().unwrap_or_else(PoisonError::into_inner);
+        self.listened.store(true, Ordering::SeqCst);
+        if !self.done.load(Ordering::SeqCst) {
+            listeners.push(Box::new(listener));
+            return;
+        }
+        drop(listeners);
+        listener();
+    }
+
+    /// Whether a caller waits or a listener is to be told: then a thread must move the call at once.
+    pub fn is_urgent(&self) -> bool {
+        self.is_awaited() || self.listened.load(Ordering::Relaxed)
+    }
+
     /// The outcome, if the call has ended.
     pub fn outcome(&self) -> Option<Result<()>> {
         self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Records whose message a receive takes.
+    pub fn set_sender(&self, rank: u32) {
+        self.sender.store(rank.wrapping_add(1), Ordering::Relaxed);
+    }
+
+    /// The world rank whose message a receive takes, once it is known; to be asked after the end.
+    pub fn sender(&self) -> Option<u32> {
+        self.sender.load(Ordering::Relaxed).checked_sub(1)
+    }
+
     /// Ends the call.
     pub fn resolve(&self, outcome: Result<()>) {
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
-        self.done.store(true, Ordering::Release);
+        let mut ended = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        *ended = Some(outcome);
+        // Under the lock: whoever has waited for the outcome finds that the call is done.
+        self.done.store(true, Ordering::SeqCst);
+        drop(ended);
+        if self.listened.load(Ordering::SeqCst) {
+            let told = std::mem::take(&mut *self.listeners.lock().unwrap_or_else(PoisonError::into_inner));
+            told.into_iter().for_each(|listener| listener());
+        }
         if self.asleep.load(Ordering::Relaxed) {
             self.arrived.notify_all(); // set before the lock was let go that we have held above
         }
     }
 
-    /// Sleeps until the call has ended, or `deadline` has passed (then `None`). `check_interrupt` is called
+    /// Sleeps until another thread has ended the call, or `deadline` has passed (then `None`). `check_interrupt` is called
     /// every [`INTERRUPT_INTERVAL`]; its error ends the wait, not the call.
     pub fn wait(
         &self,

@@ -1,5 +1,5 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
-//! host's name and addresses, what a forked child may do, and completion handles.
+//! host's name and addresses, what a forked child may do, completion handles, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
@@ -10,4 +10,5 @@ pub mod fork;
 pub mod limits;
 pub mod memory;
 pub(crate) mod process_state;
+pub mod runs;
 pub mod unix;

@@ -93,7 +93,11 @@ impl Fenced {
 /// What a caller of one of many kinds asks for in memory of `len` f32.
 pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -> Request {
     let tensors = in_place(at, len * 4);
-    let message = Message { peer: 1 + rng.below(world as usize - 1) as u32, tag: 5, sends: rng.one_in(2) };
+    let mut message =
+        Message { peer: 1 + rng.below(world as usize - 1) as u32, tag: 5, sends: rng.one_in(2) };
+    if !message.sends && rng.one_in(2) {
+        message.peer = Message::ANY;
+    }
     let (what, len, message) = match rng.below(6) {
         0 | 1 => (Collective::AllReduce, len, None),
         2 => (Collective::Broadcast, len, None),
@@ -103,14 +107,22 @@ pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -
     };
     let via = if what == Collective::AllReduce { Via::ALL[rng.below(6)] } else { Via::Auto };
     let call = Call { via, root: rng.below(2) as u32, ..call(what, DType::F32, len) };
-    Request { call, op: ReduceOp::Sum, tensors, message, declared: None, pass: 0 }
+    Request { call, op: ReduceOp::Sum, tensors, lists: None, message, declared: None, pass: 0 }
 }
 
 /// A frame that has something to do with what is under way, and its payload. Of some more is said than comes.
 pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec<u8>) {
     let mut frame = Frame {
-        kind: [Kind::Data, Kind::Ready, Kind::Fail, Kind::Leave, Kind::Rate, Kind::Lost, Kind::Heartbeat]
-            [rng.below(7)],
+        kind: [
+            Kind::Data,
+            Kind::Ready,
+            Kind::Fail,
+            Kind::Leave,
+            Kind::Rate,
+            Kind::Lost,
+            Kind::Heartbeat,
+            Kind::Offer,
+        ][rng.below(8)],
         group: [ALL, ALL, HELPED, UNKNOWN][rng.below(4)],
         call: CallId(rng.below(4) as u64),
         tag: rng.below(8) as u32,
@@ -128,6 +140,9 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
         let active = &calls.active[rng.below(calls.active.len())];
         let place = active.body.members.place_of(from).unwrap_or_default();
         (frame.group, frame.call) = (active.body.members.id, active.body.call_id);
+        if active.body.request.message.is_some_and(|m| m.is_from_any()) {
+            frame.call = CallId::message(5, rng.below(3) as u64);
+        }
         frame.signature = active.body.expected(place, frame.kind);
         let steps = &active.exec.schedule().steps;
         if !steps.is_empty() && !rng.one_in(4) {
@@ -141,15 +156,18 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
             }
         }
     }
+    if rng.one_in(100) {
+        frame.kind = Kind::Abort; // seldom: no call of the group goes on after it
+    }
     match frame.kind {
-        Kind::Ready | Kind::Leave | Kind::Heartbeat => frame.len = 0,
+        Kind::Ready | Kind::Leave | Kind::Heartbeat | Kind::Offer => frame.len = 0,
         Kind::Rate => frame.len = 8,
-        Kind::Fail | Kind::Lost => frame.len = frame.len.min(100),
+        Kind::Fail | Kind::Lost | Kind::Abort => frame.len = frame.len.min(100),
         Kind::Data => {}
     }
     let start = into.len();
     let mut payload = vec![0; frame.len as usize];
-    if matches!(frame.kind, Kind::Fail | Kind::Lost) && rng.one_in(2) {
+    if matches!(frame.kind, Kind::Fail | Kind::Lost | Kind::Abort) && rng.one_in(2) {
         payload = postcard::to_stdvec(&Error::Aborted("as it may be".into())).unwrap();
         if frame.kind == Kind::Lost {
             frame.tag = rng.below(5) as u32; // of a rank that there is, or nearly

@@ -1,7 +1,7 @@
 //! What `src/sys/atomics.rs` has, over loom's atomics. Nothing times out here, so that a lost wake-up is a deadlock.
 
 pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};
-pub(crate) use loom::sync::{Condvar, Mutex};
+pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 
 /// A byte whose readers and writers loom orders.
 pub(crate) type Byte = loom::cell::UnsafeCell<u8>;

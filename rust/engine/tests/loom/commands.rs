@@ -1,14 +1,16 @@
-//! How callers hand work to the thread that drives it: a model of `Engine::{run, command, wake_background}` and
-//! `Driver::{background, drive, take_inbox}` (`driver.rs`). The bell and the completion handles are real.
+//! How callers hand work to the thread that drives it: a model of `Engine::{start, command}` and
+//! `Driver::{background, drive, leave, take_inbox}` (`driver.rs`). The bell, the completion handles and what asks the
+//! background thread to drive are real.
 
 use std::time::Duration;
 
-use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use loom::sync::{Arc, Condvar, Mutex};
+use loom::sync::atomic::{AtomicBool, AtomicUsize, Ordering, fence};
+use loom::sync::{Arc, Mutex, MutexGuard};
 use loom::thread;
 
 use crate::check;
 use crate::host::doorbell_words::Words;
+use crate::runtime::background::{Background, Duty};
 use crate::sys::completion::Completion;
 
 struct Shared {
@@ -16,8 +18,7 @@ struct Shared {
     inbox: Mutex<Vec<Arc<Completion>>>,
     waiting: AtomicUsize,
     closed: AtomicBool,
-    idle: Mutex<bool>,
-    work: Condvar,
+    background: Background,
     bell: Words,
 }
 
@@ -28,14 +29,26 @@ impl Shared {
         self.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
         self.bell.ring(|| unreachable!());
-        self.wake_background();
+        self.background.wake();
     }
 
-    fn wake_background(&self) {
-        let mut idle = self.idle.lock().unwrap();
-        if *idle {
-            *idle = false;
-            self.work.notify_one();
+    /// Begins a job in this thread if it can, and leaves it behind.
+    fn start(&self, completion: Arc<Completion>) {
+        match self.progress.try_lock() {
+            Ok(mut jobs) if self.waiting.load(Ordering::Acquire) == 0 => {
+                jobs.push(completion);
+                self.leave(jobs);
+            }
+            _ => self.command(completion),
+        }
+    }
+
+    fn leave(&self, jobs: MutexGuard<'_, Vec<Arc<Completion>>>) {
+        let urgent = !jobs.is_empty();
+        drop(jobs);
+        fence(Ordering::SeqCst);
+        if urgent || self.waiting.load(Ordering::Acquire) > 0 {
+            self.background.wake();
         }
     }
 
@@ -78,41 +91,68 @@ impl Shared {
 
     fn background(&self) {
         loop {
-            let mut idle = self.idle.lock().unwrap();
-            while *idle && !self.closed.load(Ordering::Acquire) {
-                idle = self.work.wait(idle).unwrap();
-            }
-            drop(idle);
-            if self.closed.load(Ordering::Acquire) {
+            let duty = self.background.next();
+            if duty == Duty::End || self.closed.load(Ordering::Acquire) {
                 return;
             }
-            let mut jobs = self.progress.lock().unwrap();
+            let locked = match self.progress.try_lock() {
+                Err(_) => {
+                    self.background.change(duty, Duty::Rest, || true);
+                    self.progress.try_lock()
+                }
+                locked => locked,
+            };
+            let Ok(mut jobs) = locked else { continue };
+            self.background.wake();
             self.drive(&mut jobs);
-            let mut idle = self.idle.lock().unwrap();
-            *idle = jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0;
+            let is_over = || jobs.is_empty() && self.waiting.load(Ordering::Acquire) == 0;
+            self.background.change(Duty::Drive, Duty::Rest, is_over);
         }
     }
 
     fn shutdown(&self) {
         self.closed.store(true, Ordering::Release);
         self.bell.ring(|| unreachable!());
-        *self.idle.lock().unwrap() = false;
-        self.work.notify_all();
+        self.background.end();
     }
+}
+
+fn shared() -> Arc<Shared> {
+    Arc::new(Shared {
+        progress: Mutex::default(),
+        inbox: Mutex::default(),
+        waiting: AtomicUsize::new(0),
+        closed: AtomicBool::new(false),
+        background: Background::new(),
+        bell: Words::default(),
+    })
+}
+
+/// What is asked for in either way is done, though another thread holds the progress lock now and then.
+#[test]
+fn what_is_left_behind_finds_a_thread() {
+    check(Some(2), || {
+        let shared = shared();
+        let background = shared.clone();
+        let background = thread::spawn(move || background.background());
+        let other = shared.clone();
+        let other = thread::spawn(move || {
+            let jobs = other.progress.lock().unwrap();
+            other.leave(jobs);
+        });
+        let completion = Arc::new(Completion::default());
+        shared.start(completion.clone());
+        assert_eq!(completion.wait(None, &mut || Ok(())), Ok(Some(Ok(()))));
+        other.join().unwrap();
+        shared.shutdown();
+        background.join().unwrap();
+    });
 }
 
 #[test]
 fn what_is_asked_for_is_done_and_the_end_is_heard() {
     check(Some(3), || {
-        let shared = Arc::new(Shared {
-            progress: Mutex::default(),
-            inbox: Mutex::default(),
-            waiting: AtomicUsize::new(0),
-            closed: AtomicBool::new(false),
-            idle: Mutex::new(true),
-            work: Condvar::new(),
-            bell: Words::default(),
-        });
+        let shared = shared();
         let background = shared.clone();
         let background = thread::spawn(move || background.background());
         for _ in 0..2 {

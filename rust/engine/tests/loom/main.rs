@@ -1,7 +1,7 @@
 //! The protocols of shared memory, in every order that the processor and the compiler may show.
 //!
-//! `src/host/{pipe,op_slot,doorbell_words}.rs` and `src/sys/completion.rs` are compiled here as they are, over loom's
-//! atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
+//! `src/host/{pipe,op_slot,doorbell_words}.rs`, `src/sys/completion.rs` and `src/runtime/background.rs` are compiled here
+//! as they are, over loom's atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
 //! `drive/scheduling.rs` calls an operation slot, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
 //! runs it.
 #![cfg(trigram_loom)]
@@ -26,6 +26,11 @@ mod host {
     pub mod doorbell_words;
     pub mod op_slot;
     pub mod pipe;
+}
+
+#[path = "../../src/runtime"]
+mod runtime {
+    pub mod background;
 }
 
 mod calls;

@@ -1,0 +1,188 @@
+"""The backend of torch.distributed next to gloo, to trigram's own calls and to with_bagua, in turn.
+
+    python benches/backend.py [--ranks 2] [--seconds 0.4]
+
+Each line gives medians in microseconds of calls that alternate, and their ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import trigram
+
+Calls = dict[str, Callable[[], object]]
+
+
+def measure(calls: Calls, seconds: float) -> dict[str, float]:
+    """The median time of each call in microseconds; the calls take turns in blocks of a few milliseconds."""
+    agreed = torch.zeros(1)
+    counts = {}
+    for name, call in calls.items():
+        call()
+        began = time.perf_counter()
+        for _ in range(3):
+            call()
+        agreed[0] = (time.perf_counter() - began) / 3
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        counts[name] = max(1, int(0.004 / agreed.item()))
+    blocks: dict[str, list[float]] = {name: [] for name in calls}
+    end, more = time.perf_counter() + seconds * len(calls), torch.ones(1)
+    while more.item():
+        for name, call in calls.items():
+            count = counts[name]
+            began = time.perf_counter()
+            for _ in range(count):
+                call()
+            blocks[name].append((time.perf_counter() - began) / count * 1e6)
+        more[0] = float(time.perf_counter() < end or len(blocks[name]) < 5)
+        dist.broadcast(more, 0)
+    return {name: statistics.median(times) for name, times in blocks.items()}
+
+
+def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
+    """Calls on few bytes."""
+    t, world = torch.zeros(numbers), dist.group.WORLD
+    rank, other = dist.get_rank(), dist.get_rank() ^ 1
+
+    def ping(group: dist.ProcessGroup | None) -> None:
+        if rank == 0:
+            dist.send(t, other, group=group)
+            dist.recv(t, other, group=group)
+        elif rank == 1:
+            dist.recv(t, other, group=group)
+            dist.send(t, other, group=group)
+
+    def our_ping() -> None:
+        if rank == 0:
+            trigram.send(t, other)
+            trigram.recv(t, other)
+        elif rank == 1:
+            trigram.recv(t, other)
+            trigram.send(t, other)
+
+    return {
+        "trigram.all_reduce": lambda: trigram.all_reduce(t),
+        "dist.all_reduce": lambda: dist.all_reduce(t),
+        "dist.all_reduce, gloo": lambda: dist.all_reduce(t, group=gloo),
+        "async and wait": lambda: dist.all_reduce(t, async_op=True).wait(),
+        "async and future": lambda: dist.all_reduce(t, async_op=True).get_future().wait(),
+        "functional": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", world)),
+        "functional, gloo": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", gloo)),
+        "send and recv": lambda: ping(None),
+        "send and recv, gloo": lambda: ping(gloo),
+        "trigram.send and recv": our_ping,
+    }
+
+
+def layers() -> nn.Sequential:
+    """10 MB of gradients in ten layers."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
+
+
+def step_of(net: nn.Module) -> Callable[[], None]:
+    """A training step."""
+    optimizer = torch.optim.SGD(net.parameters(), 1e-6)
+    x = torch.randn(8, 512)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def sharded(group: dist.ProcessGroup | None, ranks: int) -> nn.Module:
+    """The same model under FSDP2."""
+    net = layers()
+    mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu", list(range(ranks)))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    return net
+
+
+def run(rank: int, ranks: int, port: int, seconds: float) -> None:
+    """One rank."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("trigram", rank=rank, world_size=ranks)
+    gloo = dist.new_group(backend="gloo")
+
+    def report(title: str, times: dict[str, float], pairs: list[tuple[str, str]]) -> None:
+        if rank == 0:
+            print(title)
+            for name, time_us in times.items():
+                print(f"  {name:24} {time_us:10.1f} us")
+            for one, other in pairs:
+                ratio, apart = times[one] / times[other], times[one] - times[other]
+                print(f"  {one} / {other}: {ratio:.2f}, {apart:+.1f} us")
+
+    times = measure(small_calls(gloo, 1), seconds)
+    pairs = [
+        ("dist.all_reduce", "trigram.all_reduce"),
+        ("dist.all_reduce, gloo", "dist.all_reduce"),
+        ("functional, gloo", "functional"),
+        ("send and recv, gloo", "send and recv"),
+        ("send and recv", "trigram.send and recv"),
+    ]
+    report("4 bytes", times, pairs)
+    times = measure(small_calls(gloo, 1 << 18), seconds)
+    report("1 MiB", times, pairs)
+    steps: Calls = {
+        "no communication": step_of(layers()),
+        "DDP, gloo": step_of(DDP(layers(), process_group=gloo)),
+        "DDP": step_of(DDP(layers())),
+        "DDP, views": step_of(DDP(layers(), gradient_as_bucket_view=True)),
+        "with_bagua": step_of(trigram.with_bagua(layers())),
+    }
+    report(
+        "a step with 10 MB of gradients",
+        measure(steps, seconds),
+        [("DDP", "with_bagua"), ("DDP, views", "with_bagua"), ("DDP, gloo", "DDP")],
+    )
+    registered = sharded(None, ranks)
+    registered.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+    steps = {
+        "FSDP2, gloo": step_of(sharded(gloo, ranks)),
+        "FSDP2": step_of(sharded(None, ranks)),
+        "FSDP2, registered": step_of(registered),
+    }
+    report(
+        "a step of FSDP2 with 10 MB of weights",
+        measure(steps, seconds),
+        [("FSDP2, gloo", "FSDP2"), ("FSDP2, gloo", "FSDP2, registered")],
+    )
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Starts the ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each line")
+    args = parser.parse_args()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.start_processes(run, (args.ranks, port, args.seconds), args.ranks, start_method="spawn")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""torch's own tests of c10d pass over our backend, in gloo's place and under our own name.
+
+`left_out.txt` lists the tests that do not run: a line has the name that the tests ask for, the numbers of
+ranks, the test and the reason. A test that is skipped and not listed fails here, and one that is listed and
+passes too. Real gloo skips or fails the same ones, except for those whose reason says `posing`.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.harness import ROOT
+from tests.support.marks import long
+
+pytestmark = pytest.mark.timeout(1800)
+
+LEFT_OUT = Path(__file__).with_name("left_out.txt")
+QUICK = [
+    "test_all_gather",
+    "test_all_gather_coalesced_simple",
+    "test_all_gather_object_default_pg",
+    "test_all_reduce_coalesced_sum",
+    "test_all_reduce_complex_unsupported_ops",
+    "test_all_reduce_product",
+    "test_all_reduce_sum_async",
+    "test_all_reduce_sum_complex",
+    "test_all_to_all_single_unequal_split_full_group",
+    "test_all_to_all_single_equal_split_complex",
+    "test_average_parameters",
+    "test_barrier_timeout_global",
+    "test_batch_isend_irecv_gloo_tags",
+    "test_broadcast",
+    "test_broadcast_object_list",
+    "test_ddp_buffer_hook_allreduce",
+    "test_ddp_comm_hook_logging",
+    "test_ddp_control_flow_same_across_ranks",
+    "test_ddp_get_bucket_sizes",
+    "test_ddp_join_model_equivalence",
+    "test_ddp_logging_data_gpu",
+    "test_ddp_sync_bn_training_vs_eval",
+    "test_gather",
+    "test_gather_object",
+    "test_isend_autograd_profiler",
+    "test_monitored_barrier_gloo",
+    "test_monitored_barrier_gloo_rank_0_timeout",
+    "test_monitored_barrier_wait_all_ranks",
+    "test_new_subgroups_by_enumeration",
+    "test_periodic_model_averager",
+    "test_reduce_sum",
+    "test_reduce_full_group_max",
+    "test_scatter",
+    "test_send_recv",
+    "test_send_recv_any_source",
+    "test_send_recv_any_source_autograd_profiler",
+    "test_sparse_all_reduce_sum",
+    "test_static_graph_api_cpu",
+    "test_undefined_grad_parity_unused_parameters",
+    "test_verify_model_across_rank_without_logger",
+]
+
+
+def left_out(posing_as: str, world: int) -> dict[str, str]:
+    """The tests that do not run, with their reasons."""
+    lines = [line.split(" | ") for line in LEFT_OUT.read_text().splitlines() if line[:1] != "#"]
+    return {name: why for who, worlds, name, why in lines if who == posing_as and str(world) in worlds}
+
+
+def outcomes(posing_as: str, world: int, names: list[str], out: Path) -> dict[str, tuple[str, str]]:
+    """What became of each test."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.backend.shipped", "--world", str(world)]
+    command += ["--as", posing_as, "--out", str(out), *names]
+    with out.with_suffix(".log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=1700, check=False)
+    assert out.exists(), out.with_suffix(".log").read_text()[-4000:]
+    found: dict[str, tuple[str, str]] = json.loads(out.read_text())
+    return found
+
+
+def check(found: dict[str, tuple[str, str]], listed: dict[str, str]) -> None:
+    """Fails for a test that has failed, one that is skipped without a line, one that passes with one."""
+    failed = {name: why for name, (how, why) in found.items() if how == "failed"}
+    assert not failed, "\n".join(f"{name}\n{why[-3000:]}" for name, why in failed.items())
+    skipped = {name: why for name, (how, why) in found.items() if how == "skipped"}
+    assert not (skipped.keys() - listed.keys()), skipped
+    ran = [name for name in listed if found.get(name, ("skipped", ""))[0] == "passed"]
+    assert not ran, f"left_out.txt lists tests that pass: {ran}"
+
+
+@pytest.mark.waits
+def test_some(tmp_path: Path) -> None:
+    """A choice of them; the rest is in `make test-backend`."""
+    listed = left_out("gloo", 2)
+    names = [name for name in QUICK if name not in listed]
+    found = outcomes("gloo", 2, names, tmp_path / "outcomes.json")
+    assert len(found) == len(names)
+    check(found, listed)
+
+
+@pytest.mark.parametrize("posing_as", [long("gloo"), long("trigram")])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_all(tmp_path: Path, posing_as: str, world: int) -> None:
+    """All of them, but those that cannot run without GPUs or torchvision and would only wait."""
+    from tests.backend import shipped
+
+    listed = left_out(posing_as, world)
+    every = shipped.all_names(posing_as, world)
+    doomed = {name for name, why in listed.items() if why.startswith(("gloo fails too", "posing"))}
+    found = outcomes(posing_as, world, [n for n in every if n not in doomed], tmp_path / "outcomes.json")
+    assert len(found) + len(doomed) == len(every)
+    check(found, listed)

@@ -140,7 +140,15 @@ fn a_small_call_that_nobody_waits_for_ends() {
                     std::thread::sleep(Duration::from_micros(((rank * 7 + i) % 5 * 300) as u64));
                     let call = call(Collective::AllReduce, DType::F32, data.len());
                     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-                    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                    let request = Request {
+                        call,
+                        op: ReduceOp::Sum,
+                        tensors,
+                        lists: None,
+                        message: None,
+                        declared: None,
+                        pass: 0,
+                    };
                     // SAFETY: the loop below waits until all have ended.
                     unsafe { group.start(request, None).unwrap() }
                 })

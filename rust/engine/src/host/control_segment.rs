@@ -30,7 +30,7 @@ pub const MAX_LOCAL: usize = 64;
 pub const MAX_GROUPS: usize = 4096;
 /// With so many deleted groups in the directory, a new group takes the entry of the oldest: the memory that operation
 /// slots have touched is used again.
-const KEPT_ENTRIES: usize = 256;
+const KEPT_ENTRIES: usize = 512;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x05\0");
 

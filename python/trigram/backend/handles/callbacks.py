@@ -42,7 +42,7 @@ class Callbacks:
         call = work.call()
         if call is None:
             future.complete()
-        elif isinstance(call, _core.Work):
+        elif hasattr(call, "add_done_callback"):
             when_done(call, future.complete)
         else:
             self.put(future.complete)

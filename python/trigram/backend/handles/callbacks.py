@@ -42,7 +42,7 @@ class Callbacks:
         call = work.call()
         if call is None:
             future.complete()
-        elif hasattr(call, "add_done_callback"):
+        elif isinstance(call, _core.Work):
             when_done(call, future.complete)
         else:
             self.put(future.complete)

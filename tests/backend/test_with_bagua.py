@@ -96,7 +96,10 @@ def between_replicas_of_shards(rank: int, world: int, algorithm: str) -> None:
         trigram.step(shards)
     with trigram.consensus(shards):
         got = [p.full_tensor() for p in net.parameters()]  # type: ignore[attr-defined]
+    same_on_all_ranks(rank, world, f"replicas-{algorithm}", got)
     trigram.unwrap(shards)
+    if algorithm == "decentralized":
+        return  # a gossip step of shards begins after the update, of a model with its forward pass
 
     # The same without shards: one rank of each row trains its replica on the row's whole batches.
     across = dist.new_group([0, world // 2])

@@ -57,7 +57,8 @@ def with_bagua(
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given; the others ignore
             it.
-        group: The ranks that train it; None: all.
+        group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
+            with one dimension; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB.
         sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
             a callable that returns it and is called once per step, when backward begins. Averages are

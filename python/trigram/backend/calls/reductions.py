@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ _SUM = hash(dist.ReduceOp.SUM)
 _SUM_CODE = engine_codes.OPS["sum"]
 _DTYPES = engine_codes.DTYPES
 _STRIDED = torch.strided
+_SUMMED = {
+    dtype: code
+    for dtype, code in _DTYPES.items()
+    if not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
+}
+"""The dtypes that the engine sums as they are, with their codes."""
 
 
 class Reductions(Starting):
@@ -29,30 +36,30 @@ class Reductions(Starting):
 
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         """Reduces a tensor over all ranks, in place."""
-        # The way of most calls, and of those where every microsecond counts: one contiguous tensor on the
-        # CPU whose dtype the engine knows, a sum, and a caller that waits.
+        # The way of most calls, and of those where every microsecond counts: the sum of one contiguous tensor
+        # on the CPU, for a caller that waits.
         try:
             (t,) = given
-            if (
-                not opts.asyncOp
+            asked = (
+                (engine_codes.ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
+                if not opts.asyncOp
                 and hash(opts.reduceOp) == _SUM
                 and t.is_cpu
                 and t.layout is _STRIDED
                 and t.is_contiguous()
                 and not t.requires_grad
-                and not callback_threads
+                and get_ident() not in callback_threads
                 and self._aborted is None
                 and not profiling.enabled()
-            ):
-                group = self.trigram_group
-                memory = (t.data_ptr(), t.nbytes)
-                asked = (engine_codes.ALL_REDUCE, _DTYPES[t.dtype], t.numel(), _SUM_CODE, 0, 0)
-                limit = seconds(opts.timeout) or group.timeout
-                self._run(group, asked, memory + memory, limit, None)
-                return self._done
-        except (AttributeError, KeyError, TypeError, ValueError) as e:
-            if isinstance(e, MisuseError):
-                raise
+                else None
+            )
+        except (AttributeError, KeyError, TypeError, ValueError):
+            asked = None  # an older form of the call
+        if asked is not None:
+            group = self.trigram_group
+            memory = (t.data_ptr(), t.nbytes)
+            self._run(group, asked, memory + memory, seconds(opts.timeout) or group.timeout, None)
+            return self._done
         opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         t = only(listed(given), "all_reduce")
         if t.layout != torch.strided:

@@ -78,8 +78,8 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the list of output tensors.
 
-        Its callbacks run in one thread per process, for the collectives of one group in the order in which their
-        futures were asked for. For GPU tensors a thread of its own waits for the collective.
+        Its callbacks run in one thread per process, for the collectives of one group in the order in which
+        their futures were asked for. For GPU tensors a thread of its own waits for the collective.
         """
         devices: list[Any] = [t.device for t in self._tensors[-1:] if t is not None and not t.is_cpu]
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future(devices=devices)

@@ -247,11 +247,11 @@ def resolve(group: AnyGroup) -> Group:
     Raises:
         MisuseError: The argument is no group.
     """
+    if group is None:
+        return (_world or current()).group
     if isinstance(group, Group):
         return group
     world = current()
-    if group is None:
-        return world.group
     if not isinstance(group, dist.ProcessGroup):
         raise MisuseError(
             f"group: expected a trigram.Group, a torch ProcessGroup or None, got {type(group).__name__}"

@@ -87,8 +87,9 @@ class Group:
 class Work:
     """A collective or message under way, from ``Group.start`` or ``Group.message``.
 
-    A small call is begun by the thread that starts it. Then whoever waits for it drives it; if nobody waits within
-    some 0.2 to 0.5 ms, the background thread takes it up. A large call is driven by the background thread at once.
+    A small call, of up to 64 KiB, begins in the thread that starts it. Then whoever waits for it drives it;
+    if nobody waits within some 0.2 to 0.5 ms, the background thread takes it up. A large call has the
+    background thread at once.
     """
 
     def is_completed(self) -> bool:
@@ -111,13 +112,13 @@ class Work:
         """The world rank whose message a receive has taken; None if it is not known, or the call is no receive."""
 
     def add_done_callback(self, callback: Callable[[], object], /) -> None:
-        """Has ``callback()`` returned by ``next_done_callbacks`` once the call has ended, also if it failed or has
-        ended before; then ``wait`` returns or raises at once. May be called several times.
+        """Has ``callback()`` returned by ``next_done_callbacks`` when the call has ended, or failed; if it
+        has ended before, at once. Then ``wait`` does not wait any more. May be called several times.
 
-        The callbacks of one group's collectives come in the order in which they were added, each after those
-        before it; those of messages, and of different groups, as the calls end. The call is driven in the
-        background from now on, unless somebody waits for it. Use ``trigram.collectives.callbacks.when_done``, which starts the
-        thread that runs them.
+        The callbacks of one group's collectives come in the order in which they were added; those of messages
+        and of different groups as the calls end. The call is driven in the background from now on, unless
+        somebody waits for it. ``trigram.collectives.callbacks.when_done`` also starts the thread that runs
+        callbacks.
         """
 
 class Nccl:

@@ -108,8 +108,8 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the list of output tensors.
 
-        Its callbacks run in one thread per process, for the collectives of one group in the order in which their
-        futures were asked for. For GPU tensors a thread of its own waits for the collective.
+        Its callbacks run in one thread per process, for the collectives of one group in the order in which
+        their futures were asked for. For GPU tensors a thread of its own waits for the collective.
         """
         outputs = self._tensors[len(self._tensors) - self._outputs :]
         devices: list[Any] = [t.device for t in outputs if t is not None and not t.is_cpu]

@@ -84,12 +84,13 @@ class Group:
         Raises:
             MisuseError: This rank is not a member.
         """
-        if self._core is None:
+        core = self._core
+        if core is None:
             raise MisuseError(
                 f"this rank is not in group {self.name} (world ranks {self.ranks}); only members can call "
                 "its collectives"
             )
-        return self._core
+        return core
 
     def group_rank(self, rank: int, what: str) -> int:
         """The group rank of a world rank; ``what`` names the call in the error.

@@ -269,11 +269,11 @@ def resolve(group: AnyGroup) -> Group:
     Raises:
         MisuseError: The argument is no group.
     """
+    if group is None:
+        return (_world or current()).group
     if isinstance(group, Group):
         return group
     world = current()
-    if group is None:
-        return world.group
     if not isinstance(group, dist.ProcessGroup):
         group = _of_mesh(group)
     carries: Group | None = getattr(group, "trigram_group", None)

@@ -48,11 +48,17 @@ pub struct Executor {
     left: usize,
 }
 
+impl Default for Executor {
+    fn default() -> Self {
+        Self::new(Schedule::empty())
+    }
+}
+
 impl Executor {
     /// A run of `schedule`, not started.
     pub fn new(schedule: Arc<Schedule>) -> Self {
         let mut new = Self {
-            schedule: Arc::default(),
+            schedule: schedule.clone(),
             missing: Vec::new(),
             state: Vec::new(),
             ready: VecDeque::new(),
@@ -71,6 +77,11 @@ impl Executor {
         self.ready.clear();
         self.left = schedule.steps.len();
         self.schedule = schedule;
+    }
+
+    /// Lets go of the schedule, and keeps the memory for another one.
+    pub fn rest(&mut self) {
+        self.reset(Schedule::empty());
     }
 
     /// The schedule.

@@ -103,7 +103,9 @@ impl Notes {
         }
         for line in lines {
             let Some(asked) = self.asked.get_mut(&line) else { continue };
-            while let Some(next) = asked.pop_front_if(|next| next.is_due()) {
+            while asked.front().is_some_and(Asked::is_due)
+                && let Some(next) = asked.pop_front()
+            {
                 due.push(next.callback);
             }
             if asked.is_empty() {

@@ -11,6 +11,8 @@
 
 mod builder;
 
+use std::sync::{Arc, LazyLock};
+
 pub use builder::Builder;
 
 /// A rank's place in its group, from 0.
@@ -149,6 +151,12 @@ pub struct Traffic {
 }
 
 impl Schedule {
+    /// The schedule without steps, the same for all.
+    pub fn empty() -> Arc<Self> {
+        static EMPTY: LazyLock<Arc<Schedule>> = LazyLock::new(Arc::default);
+        EMPTY.clone()
+    }
+
     /// How many steps each step waits for, in order of the steps.
     pub fn missing(&self) -> &[u32] {
         &self.missing

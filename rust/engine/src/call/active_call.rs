@@ -54,6 +54,8 @@ pub struct ActiveCall {
     pub error: Option<Error>,
     /// When it was started.
     pub began: Instant,
+    /// When it times out.
+    pub deadline: Option<Instant>,
     /// Whether it has progressed since the last look at the clock.
     pub stirred: bool,
     /// When it last progressed, as of that look.
@@ -76,6 +78,7 @@ impl ActiveCall {
         request: Request,
         signature: Signature,
         scratch: Scratch,
+        exec: Executor,
     ) -> Self {
         let opening = match request.message {
             Some(_) => Opening::Messages,
@@ -84,12 +87,13 @@ impl ActiveCall {
         let now = Instant::now();
         Self {
             state: CallState::Waiting,
-            exec: Executor::new(Arc::default()),
+            exec,
             opening,
             completion: Arc::default(),
             entered: false,
             error: None,
             began: now,
+            deadline: None,
             moved: now,
             stirred: false,
             announced: false,
@@ -218,8 +222,9 @@ impl ActiveCall {
         if absent.is_empty() { self.waiting_for() } else { absent }
     }
 
-    /// Returns the scratch memory for another call.
-    pub fn into_scratch(self) -> Scratch {
-        self.body.into_scratch()
+    /// Returns the memory that another call can use.
+    pub fn into_spare(mut self) -> (Scratch, Executor) {
+        self.exec.rest();
+        (self.body.into_scratch(), self.exec)
     }
 }

@@ -109,7 +109,7 @@ impl Body {
             bounce: (std::ptr::null_mut(), 0),
             pending: VecDeque::new(),
             turn: 0,
-            schedule: Arc::default(),
+            schedule: Schedule::empty(),
             scratch,
             scratch_base: std::ptr::null_mut(),
             scratch_len: 0,

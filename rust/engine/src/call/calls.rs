@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use trigram_core::Error;
+use trigram_core::executor::Executor;
 use trigram_core::schedule::Place;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
@@ -49,12 +50,12 @@ pub struct Calls {
     sweep_at: usize,
     /// Why this rank can make no calls any more: it has lost a message.
     pub(crate) broken: Option<Error>,
-    deadlines: HashMap<u64, Instant>,
     /// Calls that have failed since this was last asked: frames must no longer arrive into their memory.
     failed: Vec<u64>,
     /// How many calls are [`CallState::Unmatched`].
     pub(crate) unmatched: usize,
-    scratch: Vec<Scratch>,
+    /// The memory of calls that have ended, for others.
+    spare: Vec<(Scratch, Executor)>,
     /// The number in this process of the call that was taken up last.
     pub(crate) last_id: u64,
 }
@@ -237,10 +238,10 @@ impl Calls {
         request: Request,
         completion: Arc<Completion>,
     ) -> usize {
-        let scratch = self.scratch.pop().unwrap_or_default();
+        let (scratch, exec) = self.spare.pop().unwrap_or_default();
         let signature = request.signature();
         self.last_id += 1;
-        let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch);
+        let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch, exec);
         active.completion = completion;
         self.active.push(active);
         self.active.len() - 1
@@ -248,12 +249,12 @@ impl Calls {
 
     /// Sets the time at which a call times out.
     pub(crate) fn set_deadline(&mut self, i: usize, deadline: Instant) {
-        self.deadlines.insert(self.active[i].body.id, deadline);
+        self.active[i].deadline = Some(deadline);
     }
 
     /// Whether a call has timed out.
     pub(crate) fn is_late(&self, i: usize, now: Instant) -> bool {
-        self.deadlines.get(&self.active[i].body.id).is_some_and(|d| now >= *d)
+        self.active[i].deadline.is_some_and(|d| now >= d)
     }
 
     /// The index of the call with this id.
@@ -382,14 +383,12 @@ impl Calls {
 
     /// Takes out a call that has ended.
     pub(crate) fn remove(&mut self, i: usize) -> ActiveCall {
-        let active = self.active.swap_remove(i);
-        self.deadlines.remove(&active.body.id);
-        active
+        self.active.swap_remove(i)
     }
 
-    /// Keeps a call's scratch memory for the next call.
+    /// Keeps a call's memory for the next call (invariant MEM-1).
     pub(crate) fn recycle(&mut self, active: ActiveCall) {
-        self.scratch.push(active.into_scratch());
+        self.spare.push(active.into_spare());
     }
 }
 

@@ -53,6 +53,28 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
         assert "999 elements" in told[0][1]
 
 
+def _learns_between_two_calls(rank: int, world: int) -> None:
+    sizes = (10, 12) if rank < 2 else (12, 10)
+    first = trigram.all_reduce(torch.ones(sizes[0]), async_op=True)
+    if rank == 1:
+        deadline = time.monotonic() + LIMIT
+        while not first.is_completed():  # the others have made both calls
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+    second = trigram.all_reduce(torch.ones(sizes[1]), async_op=True)
+    for work in (first, second):
+        with pytest.raises(trigram.MismatchError, match=r"1[02] elements.*1[02] elements"):
+            work.wait()
+    x = torch.ones(5)
+    trigram.all_reduce(x)
+    assert x[0] == world
+
+
+def test_a_rank_that_learns_of_a_failure_between_two_calls_numbers_them_as_the_others_do() -> None:
+    run(3, _learns_between_two_calls, env=gpu_standin.env("nccl"), timeout=60)
+
+
 def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
     from trigram.collectives import calls
 

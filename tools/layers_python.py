@@ -20,6 +20,7 @@ ROOMS = {
     "algorithms": {"errors", "codecs"},
     "gpu": {"errors", "runtime"},
     "collectives": {"errors", "runtime", "gpu"},
+    "backend": {"errors", "runtime", "gpu", "collectives"},
     "averaging": {"errors", "runtime", "codecs", "algorithms", "gpu", "collectives"},
     "mixing": {"errors", "runtime", "codecs", "algorithms", "gpu", "collectives", "averaging"},
     "elastic": {"errors", "runtime", "collectives", "averaging"},

@@ -15,6 +15,7 @@ which it is a subclass.
 from trigram._core import __version__
 from trigram.algorithms.names import algorithms, register
 from trigram.algorithms.trigram import Trigram
+from trigram.backend import register as _register_backend  # noqa: F401  # so that the name is registered
 from trigram.collectives.calls import (
     all_gather,
     all_reduce,

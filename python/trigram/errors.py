@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import builtins
 
+from torch.distributed import DistBackendError
+
 __all__ = [
     "AbortedError",
     "AuthError",
@@ -23,8 +25,9 @@ __all__ = [
 ]
 
 
-class TrigramError(Exception):
-    """The base class of all errors of this library."""
+class TrigramError(DistBackendError):
+    """The base class of all errors of this library. ``torch.distributed.DistBackendError`` is its base, and
+    ``RuntimeError`` that of the latter: code that catches the errors of torch's backends catches these."""
 
 
 class PeerLostError(TrigramError):

@@ -28,10 +28,12 @@ def losses(logs: dict[int, str]) -> list[float]:
 
 def settings(transport: str, faults: list[str]) -> Settings:
     """A job of four ranks, and a fault every other second while enough are whole."""
-    command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.02"]
+    # 2,000 steps last more than 80 s: on a busy machine too, there is time for a fault of each kind, though the
+    # next one waits until the rank that the last one ended has joined again.
+    command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", "0.04"]
     environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
     own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}
-    return Settings(command, 4, 5, 32.0, 2.0, faults, environment=environment, **own)
+    return Settings(command, 4, 5, 70.0, 2.0, faults, environment=environment, **own)
 
 
 STEPS = 2000
@@ -46,7 +48,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", [long("auto"), long("tcp"), long("pauses")])
+@pytest.mark.parametrize("case", [long("auto"), "tcp", long("pauses")])
 def test_a_job_under_fire(case: str) -> None:
     transport, faults, words = CASES[case]
     with Chaos(settings(transport, faults)) as chaos:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.algorithms import test_state, test_weights
+from tests.algorithms import test_consensus, test_state, test_switch, test_weights
 from tests.collectives import test_calls, test_work_and_groups
 from tests.faults import test_errors
 from tests.support import gpu_standin
@@ -22,7 +22,7 @@ NCCLS = [c for c in COLLECTIVES if not c.startswith("nan_and")]  # its min and m
 GROUPS = Cases(test_work_and_groups.CASES)
 ALGORITHMS = Cases(test_weights.CASES)
 FAULTS = Cases(test_failures.CASES | test_errors.CASES)
-STATES = Cases(test_state.CASES | test_loops.CASES)
+STATES = Cases(test_state.CASES | test_switch.CASES | test_consensus.CASES | test_loops.CASES)
 
 
 @pytest.mark.parametrize("case", NCCLS)

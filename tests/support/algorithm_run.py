@@ -158,6 +158,17 @@ def start(
     return trigram.with_bagua(module, row.algorithm, **given, **row.options), optimizer
 
 
+def go(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int) -> list[Tensor]:
+    """The weights after each step."""
+    seen = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+        seen.append(flatten(list(model.parameters())))
+    return seen
+
+
 def total(model: nn.Module) -> Tensor:
     t = flatten(list(model.parameters())).double()
     trigram.all_reduce(t)

@@ -19,6 +19,8 @@ from tests.support.twin_training import Pair, mlp, square, x
 
 pytestmark = pytest.mark.waits
 
+GRADIENTS = ("gradient_allreduce", "bytegrad", "topk", "powersgd")
+
 CASES = Cases()
 
 
@@ -86,6 +88,58 @@ def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
         else:
             raises(trigram.TrigramError, lambda: square(pair.ours, rank, 0).backward())
         pair.train(square, 2, first=10 * round + 5)
+
+
+def told_apart(rank: int, world: int, algorithm: str, passes: list[int], updates: list[bool]) -> None:
+    """Steps of so many passes, each with an update or not; the pass that meets another one raises on all ranks."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"warmup_steps": 2} if algorithm == "powersgd" else {}
+    model = trigram.with_bagua(mlp(), algorithm, bucket_mb=0.0001, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step, (count, update) in enumerate(zip(passes, updates, strict=True)):
+            optimizer.zero_grad()
+            for i in range(count):
+                square(model, rank, 10 * step + i).backward()
+            if update:
+                optimizer.step()
+
+    said = raises(trigram.MismatchError, train)
+    assert "backward pass" in said and "skipped an update" in said, said
+    trigram.barrier()
+
+
+@CASES.over(*GRADIENTS)
+def one_pass_more(rank: int, world: int, algorithm: str) -> None:
+    """One rank accumulates one micro-batch more than the others: its gradients would meet those of their next step."""
+    more = rank == world - 1
+    told_apart(rank, world, algorithm, [2, 2, 2, 2, 3 if more else 2, 2], [True] * 6)
+
+
+@CASES.over(*GRADIENTS)
+def one_update_less(rank: int, world: int, algorithm: str) -> None:
+    """One rank leaves out an update that the others make: its weights would differ from theirs ever after."""
+    told_apart(rank, world, algorithm, [1] * 6, [True, True, True, rank != 0, True, True])
+
+
+@CASES
+def steps_without_updates(rank: int, world: int) -> None:
+    """All ranks leave out the same updates, or make them by hand: nothing is wrong."""
+    model = trigram.with_bagua(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        square(model, rank, step).backward()
+        if step in (2, 3, 6):
+            continue
+        if step == 4:
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 0.1 * p.grad
+        else:
+            optimizer.step()
+    same_on_all_ranks(rank, world, "skipped", model.parameters())
 
 
 def trains_alone(model: nn.Module, keys: Iterable[str]) -> None:

@@ -136,8 +136,9 @@ def run(settings: Settings) -> list[Row]:
         for library in libraries[:]:
             try:
                 row = _measure(settings, case, library)
-            except (Unavailable, trigram.UnsupportedError, RuntimeError) as reason:
-                if ours is None:
+            except (Unavailable, RuntimeError) as reason:
+                ours_failed = isinstance(reason, trigram.TrigramError)
+                if ours is None or (ours_failed and not isinstance(reason, trigram.UnsupportedError)):
                     raise
                 libraries.remove(library)
                 say(f"# {library.name} skipped: {reason}")

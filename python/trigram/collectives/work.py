@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,7 +17,26 @@ from trigram.runtime import logs, world
 # These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
 # Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
 # and no loop over the set itself, which could find it changed.
-_in_flight: set[Work] = set()
+_in_flight: set[InFlight] = set()
+
+
+class InFlight(Protocol):
+    """What holds the tensors of a call."""
+
+    def is_completed(self) -> bool:
+        """Whether the call has finished or failed."""
+
+
+def hold(work: InFlight) -> None:
+    """Keeps the tensors of a call alive until it has finished."""
+    _in_flight.add(work)
+    if len(_in_flight) > 64 and not device.capturing():
+        _collect()
+
+
+def release(work: InFlight) -> None:
+    """Ends :func:`hold`: the call has finished."""
+    _in_flight.discard(work)
 
 
 class Work:
@@ -36,9 +55,7 @@ class Work:
         self._describe = describe
         self._tensors = tensors
         self._what = what
-        _in_flight.add(self)  # first: if what follows raises, the engine still has the tensors
-        if len(_in_flight) > 64 and not device.capturing():
-            _collect()
+        hold(self)
 
     def is_completed(self) -> bool:
         """Whether the collective has finished or failed."""
@@ -64,7 +81,7 @@ class Work:
                 )
         finally:
             if self._core.is_completed():
-                _in_flight.discard(self)
+                release(self)
         return True
 
     def _wait(self, timeout: float | None) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError
+from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime.launchers import refuse_unseen
 
 _FAILED = b"failed: "
@@ -40,7 +40,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
     if store is not None:
         if rank is None or world_size is None:
             raise MisuseError("init: store is given without rank or world_size; pass all three")
-        return dist.PrefixStore("trigram", store), rank, world_size, getattr(store, "host", None)
+        return dist.PrefixStore("trigram", store), rank, world_size, _host(store)
     if dist.is_available() and dist.is_initialized():
         default = dist.PrefixStore("trigram", dist.distributed_c10d._get_default_store())
         return default, dist.get_rank(), dist.get_world_size(), env.get("MASTER_ADDR")
@@ -63,6 +63,13 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
             f"{world_size - 1}"
         )
     return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]
+
+
+def _host(store: Any) -> str | None:
+    """The host that serves a store, behind any prefixes; None if the store has no server."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 def _from_environment(rank: int, deadline: float) -> dist.Store:
@@ -183,6 +190,8 @@ class StoreGather:
                 time.sleep(pause)
                 pause = min(pause * 1.5, 0.05)
             return [self.store.get(key) for key in keys]
+        except TrigramError:
+            raise
         except dist.DistError as e:
             raise self._missing(
                 absent, f" and lost the connection to the store ({str(e).splitlines()[0]})"

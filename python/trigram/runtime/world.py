@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
 from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
@@ -35,7 +36,7 @@ _NOTHING = (0, 0, 0, 0)
 # An ordinal distinguishes groups of the same ranks; all members count it in the same way. Each purpose has
 # its own range of ordinals, so that a group that one rank creates earlier than another does not shift the
 # others.
-_USER, _BORROWED, _INTERNAL, _AIDED = 0, 1 << 32, 2 << 32, 3 << 32
+_USER, _BORROWED, _INTERNAL, _AIDED, _TORCH = 0, 1 << 32, 2 << 32, 3 << 32, 4 << 32
 _DERIVED = 1 << 62
 
 
@@ -129,7 +130,15 @@ class World:
         does not matter, so several threads may do this.
         """
         group.derived += 1
-        ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + group.derived) % _DERIVED
+        return self._derived(group, name, ranks, group.derived)
+
+    def beside(self, group: Group, name: str, key: int) -> Group:
+        """A second group of the same ranks, which ``key`` (from 1) identifies: members need not create theirs
+        in the same order."""
+        return self._derived(group, name, group.ranks, (key * 0xD1342543DE82EF95) % _DERIVED | 1 << 32)
+
+    def _derived(self, group: Group, name: str, ranks: Sequence[int], number: int) -> Group:
+        ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + number) % _DERIVED
         core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None
         return Group(name, ranks, core, group.timeout, (), ordinal)
 
@@ -225,6 +234,12 @@ def internal_group(group: Group, name: str) -> Group:
     return made
 
 
+def torch_group(ranks: Sequence[int]) -> Group:
+    """The group of a process group of torch that has our backend; members make those of the same ranks in the
+    same order."""
+    return current().new_group(ranks, f"of ranks {list(ranks)}", _TORCH)
+
+
 def aided_group(group: Group) -> Group | None:
     """The group with helpers, for the gradients of one model.
 
@@ -237,8 +252,9 @@ def aided_group(group: Group) -> Group | None:
     return aided
 
 
-AnyGroup = Group | dist.ProcessGroup | None
-"""A group argument: a Trigram group, a torch process group, or None for the world."""
+AnyGroup = Group | dist.ProcessGroup | DeviceMesh | None
+"""A group argument: a Trigram group, a torch process group, a DeviceMesh with one dimension, or None for the
+world."""
 
 
 def resolve(group: AnyGroup) -> Group:
@@ -253,14 +269,31 @@ def resolve(group: AnyGroup) -> Group:
     if group is None:
         return world.group
     if not isinstance(group, dist.ProcessGroup):
-        raise MisuseError(
-            f"group: expected a trigram.Group, a torch ProcessGroup or None, got {type(group).__name__}"
-        )
+        group = _of_mesh(group)
+    carries: Group | None = getattr(group, "trigram_group", None)
+    if carries is not None:
+        return carries
     found = world.borrowed.get(group)
     if found is None:
         ranks = dist.get_process_group_ranks(group)
         found = world.borrowed[group] = world.new_group(ranks, f"of ranks {ranks}", _BORROWED)
     return found
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a DeviceMesh with one dimension."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MisuseError(
+            "group: expected a trigram.Group, a torch ProcessGroup, a DeviceMesh with one dimension or None, "
+            f"got {type(mesh).__name__}"
+        )
+    if mesh.ndim != 1:
+        raise MisuseError(
+            f"group: the DeviceMesh has {mesh.ndim} dimensions; pass one of them, such as "
+            f"mesh[{(mesh.mesh_dim_names or ('dp',))[0]!r}]"
+        )
+    group: dist.ProcessGroup = mesh.get_group()
+    return group
 
 
 def init(

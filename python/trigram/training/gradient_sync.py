@@ -67,6 +67,7 @@ class GradientSync(StepHooks):
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
+        self.passes = 0  # since the last update
         self.buckets: list[Bucket] = []
         self.backup = GradientBackup()
         self.failure: TrigramError | None = None
@@ -219,6 +220,7 @@ class GradientSync(StepHooks):
             self.copies = True
             self._build_buckets([i for b in self.buckets for i in b.params])
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
+        self._number_calls()
         self.next = 0
         self.next_second_phase = 0
         self.began = 0.0
@@ -230,6 +232,13 @@ class GradientSync(StepHooks):
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
+
+    def _number_calls(self) -> None:
+        """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or fewer
+        updates, is found when its pass meets theirs. Ranks without inputs make no updates, and ranks that join
+        have made none: with these, nothing is numbered."""
+        comparable = self.join is None and not self.elastic.can_redo
+        self.groups.main.core.set_pass(min(self.passes + 1, 0xFFFF) if comparable else 0)
 
     def weight(self) -> float | None:
         """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
@@ -278,7 +287,7 @@ class GradientSync(StepHooks):
             self._advance()
         except TrigramError as e:
             if not self.elastic.can_redo:
-                raise
+                raise explained(e, self.groups.name) from e
             self.failure = e  # at the end of the pass the remaining ranks repeat the averages
 
     def _start(self, bucket: Bucket) -> None:
@@ -315,6 +324,7 @@ class GradientSync(StepHooks):
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
         self.steps += 1
+        self.passes += 1
         self.local, self.averaged = False, True
         self.used.clear()
         received, self.received = self.received, []
@@ -440,6 +450,7 @@ class GradientSync(StepHooks):
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
+        self.groups.main.core.set_pass(0)
         self.active = False
         now = time.perf_counter()
         self.waited += now - waits
@@ -535,6 +546,7 @@ class GradientSync(StepHooks):
         if self.updating:
             return
         self.averaged = False
+        self.passes = 0
         self.used.keep(self.params, mine)
         used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
         if self.steps > 1 and used & self.managed <= self.covered:  # after one step not all are known
@@ -603,5 +615,6 @@ def explained(error: TrigramError, name: str) -> TrigramError:
     return MismatchError(
         f"{name}: the ranks average different gradients in this backward pass. Either parameters were "
         "frozen, replaced, added or loaded on some ranks only, or some ranks have made more backward passes "
-        f"than others; do the same on all ranks ({error})"
+        "for an update than others, or skipped an update that others made; do the same on all ranks, or use "
+        f"trigram.join where ranks have different numbers of batches ({error})"
     )

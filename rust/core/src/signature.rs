@@ -111,7 +111,7 @@ impl Via {
 pub struct Signature {
     /// Elements per rank, as the collective counts them.
     pub count: u64,
-    /// What else must agree: 1 where lengths differ by peer, [`Signature::DEVICE`] on a GPU.
+    /// What else must agree: 1 where lengths differ by peer, [`Signature::DEVICE`] on a GPU, and the pass.
     pub extra: u64,
     /// Root's place in the group, for rooted collectives.
     pub root: u32,
@@ -124,6 +124,21 @@ pub struct Signature {
 impl Signature {
     /// In [`Signature::extra`]: the call is on GPU memory, and its data travels elsewhere.
     pub const DEVICE: u64 = 1 << 32;
+
+    const PASS: u32 = 48;
+
+    /// The same call as part of this backward pass since the last update of the weights, counted from 1; 0: of none.
+    /// A rank that makes more passes than others between two updates is found by it.
+    #[must_use]
+    pub fn in_pass(mut self, pass: u16) -> Self {
+        self.extra |= u64::from(pass) << Self::PASS;
+        self
+    }
+
+    /// See [`Signature::in_pass`].
+    pub fn pass(&self) -> u16 {
+        (self.extra >> Self::PASS) as u16
+    }
 
     /// The signature of a call.
     pub fn new(collective: Collective, dtype: DType, op: ReduceOp, via: Via, root: u32, count: u64) -> Self {
@@ -172,6 +187,9 @@ impl fmt::Display for Signature {
         if self.extra & Self::DEVICE != 0 {
             write!(f, ", on a GPU")?;
         }
+        if self.pass() != 0 {
+            write!(f, ", backward pass {}", self.pass())?;
+        }
         write!(f, ")")
     }
 }
@@ -186,6 +204,11 @@ mod tests {
         assert_eq!(s.to_string(), "all_reduce(sum, float32, 1000 elements, via ring)");
         let s = Signature::new(Collective::Broadcast, DType::I64, ReduceOp::Sum, Via::Auto, 2, 7);
         assert_eq!(s.to_string(), "broadcast(int64, 7 elements, root 2)");
+        let s = s.in_pass(3);
+        assert_eq!(
+            (s.to_string().as_str(), s.pass()),
+            ("broadcast(int64, 7 elements, root 2, backward pass 3)", 3)
+        );
     }
 
     #[test]

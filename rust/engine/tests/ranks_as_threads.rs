@@ -57,7 +57,7 @@ fn on_all<T: Send>(engines: Vec<Arc<Engine>>, f: impl Fn(usize, Group) -> T + Sy
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
     let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+    let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 };
     // SAFETY: `data` outlives the call.
     unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
 }
@@ -168,7 +168,8 @@ fn parts_of_different_lengths_are_refused() {
                 let splits = Some((vec![10, 20], vec![10, 20]));
                 let call = Call { splits, ..call(what, DType::F32, 15) };
                 let tensors = in_place(data.as_mut_ptr().cast(), 120);
-                let request = Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None };
+                let request =
+                    Request { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 };
                 // SAFETY: `data` outlives the call.
                 let error = unsafe { group.run(request, None, &mut || Ok(())) }.unwrap_err();
                 assert!(matches!(&error, Error::Unsupported(text) if text.contains(what.name())), "{error}");
@@ -252,6 +253,7 @@ fn messages_larger_than_any_buffer_arrive() {
                 tensors: in_place(data.as_mut_ptr().cast(), len * 4),
                 message: Some(message),
                 declared: None,
+                pass: 0,
             };
             // SAFETY: `data` outlives the call.
             unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();

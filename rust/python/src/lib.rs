@@ -291,6 +291,7 @@ fn request(
         },
         message: None,
         declared: None,
+        pass: 0,
     })
 }
 
@@ -385,6 +386,7 @@ impl Group {
             tensors: memory,
             message: Some(Message { peer, tag, sends }),
             declared: None,
+            pass: 0,
         };
         let limit = seconds(timeout);
         if background {
@@ -415,6 +417,11 @@ impl Group {
     /// The number of the next collective of this group.
     fn next(&self) -> u64 {
         self.0.next()
+    }
+
+    /// The backward pass since the last update, from 1, that later collectives of this group belong to; 0: to none.
+    fn set_pass(&self, pass: u16) {
+        self.0.set_pass(pass);
     }
 
     /// Gives up the collectives before the `through`-th, on all ranks.

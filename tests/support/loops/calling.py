@@ -10,42 +10,32 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, layers_called, mse, sgd, train
 from tests.support.loops.table import ALGORITHMS, GRADIENTS, WEIGHTS, row
-
-
-def train(t: Loop, model: Any, loss: Any, steps: int = 10) -> None:
-    """Ten plain steps with `loss(model, inputs, targets)`."""
-    optimizer = sgd(model)
-    for step in t.steps(steps):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        loss(model, inputs, targets).backward()
-        optimizer.step()
 
 
 @row(linear=True)
 def plain(t: Loop) -> None:
     """The root is called, a tensor comes out, one backward, one step."""
-    train(t, t.wrap(Flat()), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(Flat()))
 
 
 @row()
 def plain_deep(t: Loop) -> None:
     """The same, not linear in the weights: it shows how near the others can be expected."""
-    train(t, t.wrap(Net()), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(Net()))
 
 
 @row()
 def methods(t: Loop) -> None:
     """The root is never called: `model.encode(x)`, `model.decode(h)`."""
-    train(t, t.wrap(Net()), lambda m, x, y: mse(m.decode(m.encode(x)), y))
+    train(t, t.wrap(Net()), loss=lambda m, x, y: mse(m.decode(m.encode(x)), y))
 
 
 @row(linear=True)
 def submodules(t: Loop) -> None:
     """The loop calls the children of the model."""
-    train(t, t.wrap(Flat()), lambda m, x, y: mse(m.one(x) + m.two(torch.cos(x)), y))
+    train(t, t.wrap(Flat()), loss=layers_called)
 
 
 class WithTrainingStep(Flat):
@@ -57,13 +47,13 @@ class WithTrainingStep(Flat):
 @row(linear=True)
 def training_step(t: Loop) -> None:
     """Lightning's way."""
-    train(t, t.wrap(WithTrainingStep()), lambda m, x, y: m.training_step((x, y))["loss"])
+    train(t, t.wrap(WithTrainingStep()), loss=lambda m, x, y: m.training_step((x, y))["loss"])
 
 
 @row(linear=True)
 def forward_called(t: Loop) -> None:
     """`model.forward(x)`, past the hooks of modules."""
-    train(t, t.wrap(Flat()), lambda m, x, y: mse(m.forward(x), y))
+    train(t, t.wrap(Flat()), loss=lambda m, x, y: mse(m.forward(x), y))
 
 
 class VAE(nn.Module):
@@ -112,14 +102,14 @@ class Prediction:
 @row(linear=True)
 def dataclass_output(t: Loop) -> None:
     """As transformers' models return."""
-    train(t, t.wrap(Returns(lambda out, _: Prediction(out))), lambda m, x, y: mse(m(x).logits, y))
+    train(t, t.wrap(Returns(lambda out, _: Prediction(out))), loss=lambda m, x, y: mse(m(x).logits, y))
 
 
 @row(linear=True)
 def distribution_output(t: Loop) -> None:
     """A policy that returns `torch.distributions.Normal`."""
     model = t.wrap(Returns(lambda out, _: torch.distributions.Normal(out, torch.ones(3))))
-    train(t, model, lambda m, x, y: -m(x).log_prob(y).mean())
+    train(t, model, loss=lambda m, x, y: -m(x).log_prob(y).mean())
 
 
 class Holder:
@@ -134,13 +124,13 @@ class Holder:
 @row(linear=True)
 def object_output(t: Loop) -> None:
     """An object of the script's that holds a tensor."""
-    train(t, t.wrap(Returns(lambda out, _: Holder(out))), lambda m, x, y: mse(m(x).value, y))
+    train(t, t.wrap(Returns(lambda out, _: Holder(out))), loss=lambda m, x, y: mse(m(x).value, y))
 
 
 @row(linear=True)
 def dict_output(t: Loop) -> None:
     """A dict."""
-    train(t, t.wrap(Returns(lambda out, _: {"out": out})), lambda m, x, y: mse(m(x)["out"], y))
+    train(t, t.wrap(Returns(lambda out, _: {"out": out})), loss=lambda m, x, y: mse(m(x)["out"], y))
 
 
 Pair = namedtuple("Pair", ["first", "rest"])
@@ -150,13 +140,13 @@ Pair = namedtuple("Pair", ["first", "rest"])
 def nested_output(t: Loop) -> None:
     """Tuples of lists of dicts, and things that are no tensors."""
     model = t.wrap(Returns(lambda out, _: Pair(first=None, rest=[("text", {"out": [out, 3]})])))
-    train(t, model, lambda m, x, y: mse(m(x).rest[0][1]["out"][0], y))
+    train(t, model, loss=lambda m, x, y: mse(m(x).rest[0][1]["out"][0], y))
 
 
 @row(linear=True)
 def function_output(t: Loop) -> None:
     """A forward that returns a function of the loss."""
-    train(t, t.wrap(Returns(lambda out, _: lambda y: mse(out, y))), lambda m, x, y: m(x)(y))
+    train(t, t.wrap(Returns(lambda out, _: lambda y: mse(out, y))), loss=lambda m, x, y: m(x)(y))
 
 
 @row(linear=True)
@@ -170,13 +160,13 @@ def attribute_output(t: Loop) -> None:
         assert m(x) is None
         return mse(m.last[0], y)
 
-    train(t, t.wrap(Returns(keep)), loss)
+    train(t, t.wrap(Returns(keep)), loss=loss)
 
 
 @row(linear=True)
 def keyword_arguments(t: Loop) -> None:
     """All arguments by name."""
-    train(t, t.wrap(Flat()), lambda m, x, y: mse(m(inputs=x), y))
+    train(t, t.wrap(Flat()), loss=lambda m, x, y: mse(m(inputs=x), y))
 
 
 class ReturnsLoss(Flat):
@@ -212,7 +202,7 @@ def no_output_in_an_except_clause(t: Loop) -> None:
 @row(linear=True)
 def loss_in_forward(t: Loop) -> None:
     """The forward returns the loss."""
-    train(t, t.wrap(ReturnsLoss()), lambda m, x, y: m(x, y))
+    train(t, t.wrap(ReturnsLoss()), loss=lambda m, x, y: m(x, y))
 
 
 @row(linear=True)
@@ -252,7 +242,7 @@ def functional_call(t: Loop) -> None:
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return mse(torch.func.functional_call(m, dict(m.named_parameters()), (x,)), y)
 
-    train(t, t.wrap(Flat()), loss)
+    train(t, t.wrap(Flat()), loss=loss)
 
 
 @row(linear=True)
@@ -263,13 +253,13 @@ def functional_call_with_others(t: Loop) -> None:
         halves = {k: 0.5 * p for k, p in m.named_parameters()}
         return mse(torch.func.functional_call(m, halves, (x,)), y)
 
-    train(t, t.wrap(Flat()), loss)
+    train(t, t.wrap(Flat()), loss=loss)
 
 
 @row(linear=True)
 def eval_mode(t: Loop) -> None:
     """Fine-tuning in `model.eval()`, so that dropout and BatchNorm rest."""
-    train(t, t.wrap(Flat()).eval(), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(Flat()).eval())
 
 
 @row(linear=True)
@@ -281,7 +271,7 @@ def eval_mode_by_turns(t: Loop) -> None:
         m.train(not m.training)
         return mse(m(x), y)
 
-    train(t, model, loss)
+    train(t, model, loss=loss)
 
 
 @row(linear=True)
@@ -317,7 +307,7 @@ def in_a_container(t: Loop) -> None:
     """The wrapped model lies in a dict of the script's and in a ModuleList."""
     parts = nn.ModuleDict({"body": t.wrap(Flat())})
     bag = {"model": parts["body"]}
-    train(t, parts, lambda _, x, y: mse(bag["model"](x), y))
+    train(t, parts, loss=lambda _, x, y: mse(bag["model"](x), y))
 
 
 @row(linear=True)
@@ -333,19 +323,14 @@ def as_a_child(t: Loop) -> None:
             return self.child(inputs) * self.scale
 
     parent = Parent(t.wrap(Flat()))
-    optimizer = sgd(parent.child)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(parent(inputs), targets).backward()
-        optimizer.step()
+    train(t, parent, optimizer=sgd(parent.child))
 
 
 @row(linear=True)
 def module_list(t: Loop) -> None:
     """The wrapped module is a ModuleList, which cannot be called."""
     model = t.wrap(nn.ModuleList([nn.Linear(6, 3), nn.Linear(6, 3)]))
-    train(t, model, lambda m, x, y: mse(sum(layer(x) for layer in m), y))
+    train(t, model, loss=lambda m, x, y: mse(sum(layer(x) for layer in m), y))
 
 
 @row(linear=True)
@@ -354,7 +339,7 @@ def user_hooks(t: Loop) -> None:
     model = t.wrap(Flat())
     model.register_forward_pre_hook(lambda _m, args: (args[0] * 0.5,))
     model.register_forward_hook(lambda _m, _args, out: out * 0.75)
-    train(t, model, lambda m, x, y: mse(m(x), y))
+    train(t, model)
 
 
 @row(linear=True)
@@ -364,7 +349,7 @@ def full_backward_hook(t: Loop) -> None:
     seen: list[str] = []
     model.register_full_backward_hook(lambda *_: seen.append("root"))
     model.one.register_full_backward_hook(lambda *_: seen.append("child"))
-    train(t, model, lambda m, x, y: mse(m(x), y))
+    train(t, model)
     assert seen.count("root") == seen.count("child") == 10, seen
 
 
@@ -381,13 +366,13 @@ class Checkpointed(Net):
 @row()
 def checkpoint_not_reentrant(t: Loop) -> None:
     """Activation checkpointing."""
-    train(t, t.wrap(Checkpointed(False)), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(Checkpointed(False)))
 
 
 @row()
 def checkpoint_reentrant(t: Loop) -> None:
     """Activation checkpointing, with a backward inside the backward."""
-    train(t, t.wrap(Checkpointed(True)), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(Checkpointed(True)))
 
 
 @row(only=WEIGHTS)
@@ -408,7 +393,7 @@ def _checkpoints_methods(t: Loop) -> None:
         h = checkpoint(m.encode, x, use_reentrant=True)
         return mse(checkpoint(m.decode, h, use_reentrant=True), y)
 
-    train(t, t.wrap(Net()), loss)
+    train(t, t.wrap(Net()), loss=loss)
 
 
 @row(linear=True, tolerance=0.2)
@@ -420,13 +405,13 @@ def autocast(t: Loop) -> None:
             out = m(x)
         return mse(out.float(), y)
 
-    train(t, t.wrap(Flat()), loss)
+    train(t, t.wrap(Flat()), loss=loss)
 
 
 @row(refused=(tuple(ALGORITHMS), "torch.jit"))
 def scripted_before(t: Loop) -> None:
     """`torch.jit.script` before wrapping."""
-    train(t, t.wrap(torch.jit.script(Flat())), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(torch.jit.script(Flat())))
 
 
 @row(linear=True)
@@ -434,7 +419,7 @@ def scripted_child(t: Loop) -> None:
     """A child of the model is scripted."""
     model = Flat()
     model.one = torch.jit.script(model.one)
-    train(t, t.wrap(model), lambda m, x, y: mse(m(x), y))
+    train(t, t.wrap(model))
 
 
 @row(linear=True)
@@ -442,7 +427,7 @@ def traced_after(t: Loop) -> None:
     """`torch.jit.trace` of the wrapped model."""
     model = t.wrap(Flat())
     traced = torch.jit.trace(model, t.batch(0)[0])
-    train(t, model, lambda _, x, y: mse(traced(x), y))
+    train(t, model, loss=lambda _, x, y: mse(traced(x), y))
 
 
 @row(linear=True, long=True)
@@ -451,7 +436,7 @@ def compiled(t: Loop) -> None:
     model = t.wrap(Flat())
     torch._dynamo.reset()
     fast = torch.compile(model, backend="eager")
-    train(t, model, lambda _, x, y: mse(fast(x), y))
+    train(t, model, loss=lambda _, x, y: mse(fast(x), y))
 
 
 @row(linear=True, long=True)
@@ -460,7 +445,7 @@ def compiled_fullgraph(t: Loop) -> None:
     model = t.wrap(Flat())
     torch._dynamo.reset()
     fast = torch.compile(lambda x: model.one(x) + model.two(torch.cos(x)), backend="eager", fullgraph=True)
-    train(t, model, lambda _, x, y: mse(fast(x), y))
+    train(t, model, loss=lambda _, x, y: mse(fast(x), y))
 
 
 @row(linear=True)
@@ -470,7 +455,7 @@ def two_inputs_one_of_them_empty(t: Loop) -> None:
     def loss(m: Any, x: Tensor, y: Tensor) -> Tensor:
         return mse(torch.cat([m(x), m(x[:0])]), y)
 
-    train(t, t.wrap(Flat()), loss)
+    train(t, t.wrap(Flat()), loss=loss)
 
 
 @row(linear=True)
@@ -482,4 +467,4 @@ def generator_of_outputs(t: Loop) -> None:
             yield self.one(inputs)
             yield self.two(torch.cos(inputs))
 
-    train(t, t.wrap(Yields()), lambda m, x, y: mse(sum(m(x)), y))
+    train(t, t.wrap(Yields()), loss=lambda m, x, y: mse(sum(m(x)), y))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, before_steps, mse, sgd, train
 from tests.support.loops.table import GRADIENTS, row
 
 
@@ -148,19 +148,23 @@ def func_grad(t: Loop) -> None:
         optimizer.step()
 
 
+def per_sample_gradients(model: nn.Module, inputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    """Of each parameter, the gradients of all samples: one more dimension, in front."""
+
+    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
+        return mse(torch.func.functional_call(model, params, (one[None],)), target[None])
+
+    params = {k: p.detach() for k, p in model.named_parameters()}
+    return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, inputs, targets)  # type: ignore[no-any-return]
+
+
 @row(linear=True)
 def per_sample(t: Loop) -> None:
     """Per-sample gradients by vmap, clipped and averaged by hand, as for differential privacy."""
     model = t.wrap(Flat())
     optimizer = sgd(model, 0.01)
-
-    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
-        return mse(torch.func.functional_call(model, params, (one[None],)), target[None])
-
     for step in t.steps():
-        inputs, targets = t.batch(step)
-        params = {k: p.detach() for k, p in model.named_parameters()}
-        grads = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, inputs, targets)
+        grads = per_sample_gradients(model, *t.batch(step))
         for k, p in model.named_parameters():
             p.grad = grads[k].mean(0)
         optimizer.step()
@@ -171,17 +175,8 @@ def per_sample_statistics(t: Loop) -> None:
     """Per-sample gradients are looked at (for their noise), and training is by backward."""
     model = t.wrap(Net())
     optimizer = sgd(model)
-
-    def loss(params: dict[str, Tensor], one: Tensor, target: Tensor) -> Tensor:
-        return mse(torch.func.functional_call(model, params, (one[None],)), target[None])
-
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        params = {k: p.detach() for k, p in model.named_parameters()}
-        torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(params, inputs, targets)
-        optimizer.step()
+    for step in before_steps(t, model, optimizer):
+        per_sample_gradients(model, *t.batch(step))
 
 
 @row(compare=GRADIENTS, spread=False)
@@ -189,12 +184,8 @@ def clipped(t: Loop) -> None:
     """`clip_grad_norm_` between backward and step."""
     model = t.wrap(Flat())
     optimizer = sgd(model, 0.2)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
+    for _ in before_steps(t, model, optimizer):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
 
 
 @row(compare=GRADIENTS, spread=False)
@@ -202,12 +193,8 @@ def clipped_by_value(t: Loop) -> None:
     """`clip_grad_value_`."""
     model = t.wrap(Flat())
     optimizer = sgd(model, 0.2)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
+    for _ in before_steps(t, model, optimizer):
         nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        optimizer.step()
 
 
 @row(linear=True)
@@ -215,15 +202,11 @@ def scaled_by_hand(t: Loop) -> None:
     """`p.grad.mul_` in place, and `p.grad = p.grad + decay`, between backward and step."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
+    for _ in before_steps(t, model, optimizer):
         for p in model.parameters():
             assert p.grad is not None
             p.grad.mul_(0.5)
             p.grad = p.grad + 0.01 * p.detach()
-        optimizer.step()
 
 
 @row(linear=True)
@@ -232,12 +215,7 @@ def tensor_hooks(t: Loop) -> None:
     model = t.wrap(Flat())
     for p in model.parameters():
         p.register_hook(lambda g: 0.5 * g)
-    optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model)
 
 
 @row(linear=True)

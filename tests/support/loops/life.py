@@ -12,18 +12,8 @@ import torch
 from torch import nn
 
 import trigram
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, after_steps, layers_called, mse, sgd, train
 from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, WEIGHTS, row
-
-
-def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None:
-    """Plain steps with an optimizer of their own."""
-    optimizer = sgd(model, lr)
-    for step in t.steps(count, start):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
 
 
 @row()
@@ -133,15 +123,11 @@ def consensus_for_evaluation(t: Loop) -> None:
     """`with consensus(model)` around an evaluation and a checkpoint: each rank's weights come back."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if step % 4 == 3:
             with t.consensus(model), torch.no_grad():
                 model.eval()
-                model(inputs)
+                model(t.batch(step)[0])
                 model.train()
 
 
@@ -228,13 +214,8 @@ def uneven_inputs_are_an_error(t: Loop) -> None:
 def uneven_inputs_where_methods_are_called(t: Loop) -> None:
     """`join`, where the root is never called."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
     with t.join(model):
-        for step in t.steps(4 + 2 * max(t.rank, 0)):
-            inputs, targets = t.batch(step)
-            optimizer.zero_grad()
-            mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
-            optimizer.step()
+        train(t, model, 0, 4 + 2 * max(t.rank, 0), layers_called)
     t.at = 0
 
 
@@ -358,11 +339,7 @@ def averages_saved_in_the_middle(t: Loop) -> None:
     """`consensus_state_dict` gives all ranks the same, and training goes on as before."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if step == 5 and t.algorithm is not None:
             state = trigram.consensus_state_dict(model)
             assert state.keys() == model.state_dict().keys()
@@ -370,6 +347,19 @@ def averages_saved_in_the_middle(t: Loop) -> None:
             everybodys = sums.new_empty(t.world, len(sums))
             trigram.all_gather(everybodys, sums)
             assert all(torch.equal(other, sums) for other in everybodys)
+
+
+def accumulate_by_method(t: Loop, model: Any) -> None:
+    """Iterations of two micro-batches, the first under `model.no_sync()`."""
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        with model.no_sync() if t.algorithm is not None else contextlib.nullcontext():
+            inputs, targets = t.batch(100 + step)
+            mse(model(inputs), targets).backward()
+        inputs, targets = t.batch(step)
+        mse(model(inputs), targets).backward()
+        optimizer.step()
 
 
 @row(linear=True)
@@ -384,27 +374,10 @@ def distributed_data_parallel(t: Loop) -> None:
         )
         t.models.append(model)
         assert isinstance(model.module, Flat)
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-        with model.no_sync() if t.algorithm is not None else contextlib.nullcontext():
-            inputs, targets = t.batch(100 + step)
-            mse(model(inputs), targets).backward()
-        inputs, targets = t.batch(step)
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    accumulate_by_method(t, model)
 
 
 @row(linear=True)
 def method_no_sync(t: Loop) -> None:
     """`model.no_sync()`, as scripts for torch's class call it."""
-    model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-        with model.no_sync() if t.algorithm is not None else contextlib.nullcontext():
-            inputs, targets = t.batch(100 + step)
-            mse(model(inputs), targets).backward()
-        inputs, targets = t.batch(step)
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    accumulate_by_method(t, t.wrap(Flat()))

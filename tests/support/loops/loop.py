@@ -157,3 +157,69 @@ class Net(nn.Module):
 def mse(output: Tensor, targets: Tensor) -> Tensor:
     """The mean of the squares."""
     return nn.functional.mse_loss(output, targets)
+
+
+Loss = Callable[[Any, Tensor, Tensor], Tensor]
+"""Of a model, inputs and targets."""
+
+
+def root_called(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a plain call of the model."""
+    return mse(model(inputs), targets)
+
+
+def layers_called(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+    """The loss of a `Flat` whose layers are called, and whose root is not."""
+    return mse(model.one(inputs) + model.two(torch.cos(inputs)), targets)
+
+
+def before_steps(
+    t: Loop,
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    loss: Loss = root_called,
+    count: int = 10,
+    start: int = 0,
+) -> Iterator[int]:
+    """Plain iterations, each left to the script between its backward pass and its optimizer step."""
+    for step in t.steps(count, start):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss(model, inputs, targets).backward()
+        yield step
+        optimizer.step()
+
+
+def after_steps(
+    t: Loop, model: Any, optimizer: torch.optim.Optimizer, count: int = 10, start: int = 0
+) -> Iterator[int]:
+    """Plain iterations, each left to the script after its optimizer step."""
+    for step in t.steps(count, start):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        optimizer.step()
+        yield step
+
+
+def train(
+    t: Loop,
+    model: Any,
+    start: int = 0,
+    count: int = 10,
+    loss: Loss = root_called,
+    lr: float = 0.05,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Plain iterations, with SGD of their own unless an optimizer is given."""
+    for _ in before_steps(t, model, optimizer or sgd(model, lr), loss, count, start):
+        pass
+
+
+def train_by_rank(t: Loop, model: nn.Module, loss: Callable[[int, int, Tensor, Tensor], Tensor]) -> None:
+    """Plain iterations with `loss(rank, step, inputs, targets)`, which is another function on each rank."""
+    optimizer = sgd(model)
+    for step in t.steps():
+        optimizer.zero_grad()
+        t.mean(lambda r, step=step: loss(r, step, *t.of(r).batch(step))).backward()  # type: ignore[misc]
+        optimizer.step()

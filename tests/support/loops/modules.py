@@ -9,18 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, layers_called, mse, sgd, train
 from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, row
-
-
-def train(t: Loop, model: Any, start: int, count: int, loss: Any = None, lr: float = 0.05) -> None:
-    """Plain steps with an optimizer of their own."""
-    optimizer = sgd(model, lr)
-    for step in t.steps(count, start):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward() if loss is None else loss(model, inputs, targets).backward()
-        optimizer.step()
 
 
 def seed(t: Loop, base: int) -> None:
@@ -111,15 +101,11 @@ def layer_added_with_a_group(t: Loop) -> None:
     """A layer is added to the model and, by `add_param_group`, to the optimizer."""
     model = t.wrap(Grows())
     optimizer = sgd(model)
-    for step in t.steps():
-        if step == 5:
-            seed(t, 60)
-            model.extra.append(nn.Linear(6, 3))
-            optimizer.add_param_group({"params": model.extra.parameters()})
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 5, optimizer=optimizer)
+    seed(t, 60)
+    model.extra.append(nn.Linear(6, 3))
+    optimizer.add_param_group({"params": model.extra.parameters()})
+    train(t, model, 5, 5, optimizer=optimizer)
 
 
 @row(linear=True, refused=(ASYNC, "trigram.switch"))
@@ -155,11 +141,7 @@ def lora_added(t: Loop) -> None:
     seed(t, 80)
     model.encoder, model.decoder = LoRA(model.encoder), LoRA(model.decoder)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    for step in t.steps(8, 4):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, count=8, start=4, optimizer=optimizer)
 
 
 @row(linear=True)
@@ -175,13 +157,9 @@ def frozen_after_some_steps(t: Loop) -> None:
     """A layer is frozen halfway; its gradient stays from the last step, and the optimizer skips it."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        if step == 5:
-            model.one.requires_grad_(False)
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 5, optimizer=optimizer)
+    model.one.requires_grad_(False)
+    train(t, model, 5, 5, optimizer=optimizer)
 
 
 @row(linear=True, refused=(ASYNC, "trigram.switch"))
@@ -191,13 +169,9 @@ def unfrozen_after_some_steps(t: Loop) -> None:
     model.one.requires_grad_(False)
     model = t.wrap(model)
     optimizer = sgd(model)
-    for step in t.steps():
-        if step == 5:
-            model.one.requires_grad_(True)
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 5, optimizer=optimizer)
+    model.one.requires_grad_(True)
+    train(t, model, 5, 5, optimizer=optimizer)
 
 
 @row(linear=True, refused=(ASYNC, "trigram.switch"))
@@ -207,14 +181,10 @@ def unfrozen_with_a_group(t: Loop) -> None:
     model.one.requires_grad_(False)
     model = t.wrap(model)
     optimizer = torch.optim.SGD(model.two.parameters(), lr=0.05)
-    for step in t.steps():
-        if step == 5:
-            model.one.requires_grad_(True)
-            optimizer.add_param_group({"params": model.one.parameters()})
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 5, layers_called, optimizer=optimizer)
+    model.one.requires_grad_(True)
+    optimizer.add_param_group({"params": model.one.parameters()})
+    train(t, model, 5, 5, layers_called, optimizer=optimizer)
 
 
 @row(linear=True, refused=(ASYNC, "trigram.switch"))

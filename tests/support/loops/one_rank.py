@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 import trigram
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, after_steps, mse, sgd, train, train_by_rank
 from tests.support.loops.table import GOSSIP, GRADIENTS, WEIGHTS, row
 
 TOLD = tuple(a for a in (*GRADIENTS, *WEIGHTS) if a not in (*GOSSIP, "powersgd"))
@@ -48,11 +50,8 @@ def evaluated_on_one(t: Loop) -> None:
     """Rank 0 evaluates, in all the ways there are."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
+        inputs, _ = t.batch(step)
         if t.rank == 0 and step % 2:
             model.eval()
             with torch.no_grad():
@@ -69,14 +68,10 @@ def evaluated_with_gradients_on_one(t: Loop) -> None:
     """Rank 0 evaluates in eval mode and forgets no_grad."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if t.rank == 0 and step % 2:
             model.eval()
-            model(inputs)
+            model(t.batch(step)[0])
             model.train()
 
 
@@ -85,11 +80,7 @@ def saved_on_one(t: Loop) -> None:
     """Rank 0 reads the state_dict, alone."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for _ in after_steps(t, model, optimizer):
         if t.rank == 0:
             assert {k: v.clone() for k, v in model.state_dict().items()}.keys() == model.state_dict().keys()
 
@@ -98,16 +89,7 @@ def saved_on_one(t: Loop) -> None:
 def unused_on_one(t: Loop) -> None:
     """One rank does not use a layer; the mean counts its gradient as 0."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-
-        def loss(r: int, step: int = step) -> Tensor:
-            inputs, targets = t.of(r).batch(step)
-            return mse(model.one(inputs) if r == 1 and step % 2 else model(inputs), targets)
-
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(t, model, lambda r, step, x, y: mse(model.one(x) if r == 1 and step % 2 else model(x), y))
 
 
 class Heads(nn.Module):
@@ -124,65 +106,37 @@ class Heads(nn.Module):
 def another_head_on_each(t: Loop) -> None:
     """Each rank trains a head of its own."""
     model = t.wrap(Heads())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-
-        def loss(r: int, step: int = step) -> Tensor:
-            inputs, targets = t.of(r).batch(step)
-            return mse(model(inputs, r), targets)
-
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(t, model, lambda r, _step, x, y: mse(model(x, r), y))
 
 
 @row(compare=GRADIENTS)
 def another_head_where_methods_are_called(t: Loop) -> None:
     """The same past the root's forward."""
     model = t.wrap(Heads())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-
-        def loss(r: int, step: int = step) -> Tensor:
-            inputs, targets = t.of(r).batch(step)
-            return mse(model.heads[(r + step) % 3](model.body(inputs)), targets)
-
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(t, model, lambda r, step, x, y: mse(model.heads[(r + step) % 3](model.body(x)), y))
 
 
 @row()
 def loss_times_zero(t: Loop) -> None:
     """One rank's loss is `0 * output.sum()`, because its batch has nothing in it."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-
-        def loss(r: int, step: int = step) -> Tensor:
-            inputs, targets = t.of(r).batch(step)
-            return 0.0 * model(inputs).sum() if r == 1 and step % 3 == 1 else mse(model(inputs), targets)
-
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(
+        t,
+        model,
+        lambda r, step, x, y: 0.0 * model(x).sum() if r == 1 and step % 3 == 1 else mse(model(x), y),
+    )
 
 
 @row()
 def batch_is_empty_on_one(t: Loop) -> None:
     """One rank's last batch has no samples."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
 
-        def loss(r: int, step: int = step) -> Tensor:
-            inputs, targets = t.of(r).batch(step)
-            n = 0 if r == 1 and step % 3 == 1 else 8
-            return (model(inputs[:n]) - targets[:n]).square().sum() / 24
+    def loss(r: int, step: int, inputs: Tensor, targets: Tensor) -> Tensor:
+        n = 0 if r == 1 and step % 3 == 1 else 8
+        return (model(inputs[:n]) - targets[:n]).square().sum() / 24
 
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(t, model, loss)
 
 
 @row()
@@ -216,48 +170,40 @@ def fault(_: object) -> None:
     raise Fault
 
 
-@row(compare=False, even=False, spread=False)
-def backward_raises_on_one(t: Loop) -> None:
-    """One rank's backward raises and is skipped; where gradients are averaged the others raise too."""
-    model = t.wrap(Flat())
+def _backward_raises(
+    t: Loop, model: nn.Module, first: Callable[[Tensor], Tensor], rest: Callable[[Tensor], Tensor]
+) -> None:
+    """In steps 3 and 7 one rank's backward raises at what `first` returns, and is skipped there."""
     optimizer = sgd(model)
     for step in t.steps(12):
         inputs, targets = t.batch(step)
         optimizer.zero_grad()
         bad = step in (3, 7)
-        out = model(inputs)
+        middle = first(inputs)
         if bad and t.rank == 1:
-            out.register_hook(fault)
+            middle.register_hook(fault)
         try:
-            mse(out, targets).backward()
+            mse(rest(middle), targets).backward()
         except Fault:
             continue
         except trigram.AbortedError:
             assert bad and t.gradients, step
             continue
         optimizer.step()
+
+
+@row(compare=False, even=False, spread=False)
+def backward_raises_on_one(t: Loop) -> None:
+    """One rank's backward raises and is skipped; where gradients are averaged the others raise too."""
+    model = t.wrap(Flat())
+    _backward_raises(t, model, model, lambda out: out)
 
 
 @row(compare=False, even=False, spread=False)
 def backward_raises_where_methods_are_called(t: Loop) -> None:
     """The same past the root's forward."""
     model = t.wrap(Net())
-    optimizer = sgd(model)
-    for step in t.steps(12):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        bad = step in (3, 7)
-        hidden = model.encode(inputs)
-        if bad and t.rank == 1:
-            hidden.register_hook(fault)
-        try:
-            mse(model.decode(hidden), targets).backward()
-        except Fault:
-            continue
-        except trigram.AbortedError:
-            assert bad and t.gradients, step
-            continue
-        optimizer.step()
+    _backward_raises(t, model, model.encode, model.decode)
 
 
 def _forward_raises(t: Loop, model: nn.Module, steps: int = 12) -> None:
@@ -367,13 +313,10 @@ def frozen_on_one(t: Loop) -> None:
     """One rank freezes a layer and the others do not: all are told."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        if step == 4 and t.rank == 1:
-            model.one.requires_grad_(False)
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 4, optimizer=optimizer)
+    if t.rank == 1:
+        model.one.requires_grad_(False)
+    train(t, model, 4, 6, optimizer=optimizer)
 
 
 @row(refused=(TOLD, "all ranks"), alike=False, only=TOLD)
@@ -401,11 +344,7 @@ def weights_changed_on_one(t: Loop) -> None:
     """Where weights are averaged, what one rank adds to its weights is averaged like a step."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if t.weights and t.rank == 1 and step == 4:
             with torch.no_grad():
                 model.one.weight.add_(0.1)

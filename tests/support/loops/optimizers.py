@@ -9,17 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import swa_utils
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, after_steps, layers_called, mse, root_called, sgd, train
 from tests.support.loops.table import GRADIENTS, WEIGHTS, row
-
-
-def train(t: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 10) -> None:
-    """Plain steps."""
-    for step in t.steps(steps):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
 
 
 @row(linear=True)
@@ -27,7 +18,7 @@ def made_before_wrapping(t: Loop) -> None:
     """The optimizer is made first."""
     module = Flat()
     optimizer = sgd(module)
-    train(t, t.wrap(module), optimizer)
+    train(t, t.wrap(module), optimizer=optimizer)
 
 
 @row(linear=True)
@@ -35,33 +26,28 @@ def made_before_wrapping_methods_called(t: Loop) -> None:
     """The same, where the root is never called."""
     module = Flat()
     optimizer = sgd(module)
-    model = t.wrap(module)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
-        optimizer.step()
+    train(t, t.wrap(module), loss=layers_called, optimizer=optimizer)
 
 
 @row(compare=GRADIENTS, spread=False)
 def adam(t: Loop) -> None:
     """Adam, whose state is each rank's where weights are averaged."""
     model = t.wrap(Net())
-    train(t, model, torch.optim.Adam(model.parameters(), lr=0.02))
+    train(t, model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02))
 
 
 @row(compare=GRADIENTS, spread=False)
 def adamw_fused(t: Loop) -> None:
     """The fused implementation."""
     model = t.wrap(Net())
-    train(t, model, torch.optim.AdamW(model.parameters(), lr=0.02, fused=True))
+    train(t, model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.02, fused=True))
 
 
 @row(compare=GRADIENTS, spread=False)
 def adam_foreach(t: Loop) -> None:
     """The foreach implementation."""
     model = t.wrap(Net())
-    train(t, model, torch.optim.Adam(model.parameters(), lr=0.02, foreach=True))
+    train(t, model, optimizer=torch.optim.Adam(model.parameters(), lr=0.02, foreach=True))
 
 
 @row(linear=True)
@@ -69,7 +55,11 @@ def momentum(t: Loop) -> None:
     """SGD with Nesterov momentum and weight decay, which are linear too."""
     model = t.wrap(Flat())
     train(
-        t, model, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.7, nesterov=True, weight_decay=0.01)
+        t,
+        model,
+        optimizer=torch.optim.SGD(
+            model.parameters(), lr=0.02, momentum=0.7, nesterov=True, weight_decay=0.01
+        ),
     )
 
 
@@ -88,30 +78,27 @@ def two_optimizers(t: Loop) -> None:
         two.step()
 
 
-@row(linear=True)
-def two_optimizers_in_varying_order(t: Loop) -> None:
-    """The order of the two changes from step to step."""
+def orders_vary(t: Loop, by: int) -> None:
+    """Two optimizers, whose order changes with step and `by`."""
     model = t.wrap(Flat())
     both = [sgd(model.one), sgd(model.two, 0.03)]
     for step in t.steps():
-        inputs, targets = t.batch(step)
         model.zero_grad()
-        mse(model(inputs), targets).backward()
-        for o in both if step % 2 else reversed(both):
+        root_called(model, *t.batch(step)).backward()
+        for o in both if (step + by) % 2 else reversed(both):
             o.step()
+
+
+@row(linear=True)
+def two_optimizers_in_varying_order(t: Loop) -> None:
+    """The order of the two changes from step to step."""
+    orders_vary(t, 0)
 
 
 @row(linear=True)
 def two_optimizers_in_another_order_on_each_rank(t: Loop) -> None:
     """Each rank steps them in an order of its own."""
-    model = t.wrap(Flat())
-    both = [sgd(model.one), sgd(model.two, 0.03)]
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        model.zero_grad()
-        mse(model(inputs), targets).backward()
-        for o in both if (step + t.rank) % 2 else reversed(both):
-            o.step()
+    orders_vary(t, t.rank)
 
 
 @row(linear=True)
@@ -153,10 +140,8 @@ def one_rank_skips_a_second_optimizer(t: Loop) -> None:
             two.step()
 
 
-@row(linear=True, refused=(GRADIENTS, "backward"), sometimes=True)
-def step_inside_backward(t: Loop) -> None:
-    """An optimizer for each parameter, which steps in a post-accumulate-grad hook, made after wrapping."""
-    model = t.wrap(Flat())
+def steps_in_hooks(model: nn.Module) -> None:
+    """An optimizer for each parameter, which steps in a post-accumulate-grad hook."""
     optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in model.parameters()}
 
     def hook(p: Tensor) -> None:
@@ -165,44 +150,48 @@ def step_inside_backward(t: Loop) -> None:
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(hook)
+
+
+def backwards(t: Loop, model: nn.Module) -> None:
+    """Backward passes alone."""
     for step in t.steps():
-        inputs, targets = t.batch(step)
-        mse(model(inputs), targets).backward()
+        root_called(model, *t.batch(step)).backward()
+
+
+@row(linear=True, refused=(GRADIENTS, "backward"), sometimes=True)
+def step_inside_backward(t: Loop) -> None:
+    """An optimizer for each parameter, which steps in a post-accumulate-grad hook, made after wrapping."""
+    model = t.wrap(Flat())
+    steps_in_hooks(model)
+    backwards(t, model)
 
 
 @row(linear=True, refused=(GRADIENTS, "backward"), sometimes=True)
 def step_inside_backward_hooked_first(t: Loop) -> None:
     """The same with the hooks made before wrapping."""
     module = Flat()
-    optimizers = {p: torch.optim.SGD([p], lr=0.05) for p in module.parameters()}
+    steps_in_hooks(module)
+    backwards(t, t.wrap(module))
 
-    def hook(p: Tensor) -> None:
-        optimizers[p].step()
-        optimizers[p].zero_grad()
 
-    for p in module.parameters():
-        p.register_post_accumulate_grad_hook(hook)
-    model = t.wrap(module)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        mse(model(inputs), targets).backward()
+def closures(t: Loop, model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 10) -> None:
+    """Iterations whose forward and backward are in a closure that the optimizer calls."""
+    for step in t.steps(count):
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = root_called(model, *t.batch(step))
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
 
 
 @row(compare=("gradient_allreduce", "topk"), spread=False, rounds=False, even=False)
 def lbfgs(t: Loop) -> None:
     """A closure that the optimizer calls several times."""
     model = t.wrap(Flat())
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4)
-    for step in t.steps(4):
-        inputs, targets = t.batch(step)
-
-        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse(model(inputs), targets)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    closures(t, model, torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=3, history_size=4), 4)
 
 
 @row(linear=True)
@@ -217,7 +206,7 @@ def step_raises_and_another_goes_on(t: Loop) -> None:
 
     with contextlib.suppress(StopIteration):
         first.step(closure)
-    train(t, model, optimizer)
+    train(t, model, optimizer=optimizer)
     assert first.param_groups
 
 
@@ -225,17 +214,7 @@ def step_raises_and_another_goes_on(t: Loop) -> None:
 def sgd_with_a_closure(t: Loop) -> None:
     """A closure that is called once."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-
-        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
-            optimizer.zero_grad()
-            loss = mse(model(inputs), targets)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+    closures(t, model, sgd(model))
 
 
 @row(linear=True)
@@ -244,19 +223,14 @@ def scheduler(t: Loop) -> None:
     model = t.wrap(Flat())
     optimizer = sgd(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(k, 4) / 4)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for _ in after_steps(t, model, optimizer):
         schedule.step()
 
 
 @row(linear=True, spread=False)
 def learning_rate_zero(t: Loop) -> None:
     """Nothing moves."""
-    model = t.wrap(Flat())
-    train(t, model, sgd(model, 0.0))
+    train(t, t.wrap(Flat()), lr=0.0)
 
 
 @row(linear=True)
@@ -265,11 +239,7 @@ def averaged_model(t: Loop) -> None:
     model = t.wrap(Flat())
     optimizer = sgd(model)
     mean = swa_utils.AveragedModel(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if step > 4:
             mean.update_parameters(model)
     swa_utils.update_bn([t.batch(0)[0]], mean)
@@ -283,11 +253,7 @@ def moving_average_that_is_evaluated(t: Loop) -> None:
     model = t.wrap(Flat())
     optimizer = sgd(model)
     ema = copy.deepcopy(dict(model.state_dict()))
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         with torch.no_grad():
             for k, v in model.state_dict().items():
                 ema[k].lerp_(v, 0.1)
@@ -295,7 +261,7 @@ def moving_average_that_is_evaluated(t: Loop) -> None:
                 kept = copy.deepcopy(model.state_dict())
                 model.load_state_dict(ema)
                 model.eval()
-                model(inputs)
+                model(t.batch(step)[0])
                 model.train()
                 model.load_state_dict(kept)
 
@@ -322,11 +288,7 @@ def schedule_free(t: Loop) -> None:
     model = t.wrap(Flat())
     optimizer = sgd(model)
     x = [p.detach().clone() for p in model.parameters()]
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         with torch.no_grad():
             for a, p in zip(x, model.parameters(), strict=True):
                 a.lerp_(p, 1 / (step + 1))
@@ -334,7 +296,7 @@ def schedule_free(t: Loop) -> None:
                 kept = [p.clone() for p in model.parameters()]
                 for a, p in zip(x, model.parameters(), strict=True):
                     p.copy_(a)
-                model(inputs)
+                model(t.batch(step)[0])
                 for k, p in zip(kept, model.parameters(), strict=True):
                     p.copy_(k)
 
@@ -343,8 +305,8 @@ def schedule_free(t: Loop) -> None:
 def optimizer_replaced(t: Loop) -> None:
     """A new optimizer halfway."""
     model = t.wrap(Flat())
-    train(t, model, sgd(model), 5)
-    train(t, model, sgd(model, 0.02), 5)
+    train(t, model, 0, 5)
+    train(t, model, 0, 5, lr=0.02)
 
 
 @row(linear=True)
@@ -368,12 +330,7 @@ def optimizer_state_loaded(t: Loop) -> None:
 def parameters_without_an_optimizer(t: Loop) -> None:
     """Only one layer's parameters are given to the optimizer; the other has gradients all the same."""
     model = t.wrap(Flat())
-    optimizer = sgd(model.one)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, optimizer=sgd(model.one))
 
 
 @row(linear=True)
@@ -394,7 +351,7 @@ def state_averaged_too(t: Loop) -> None:
     """`local_sgd(optimizer=Adam)`."""
     module = Net()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    train(t, t.wrap(module, optimizer), optimizer)
+    train(t, t.wrap(module, optimizer), optimizer=optimizer)
 
 
 @row(compare=False, spread=False)
@@ -410,4 +367,4 @@ def optimizer_given(t: Loop) -> None:
 
         model = trigram.with_bagua(module, t.algorithm, optimizer=optimizer, **t.options())
         t.models.append(model)
-    train(t, model, optimizer)
+    train(t, model, optimizer=optimizer)

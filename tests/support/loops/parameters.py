@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import (
+    Flat,
+    Loop,
+    Loss,
+    Net,
+    after_steps,
+    layers_called,
+    mse,
+    root_called,
+    sgd,
+    train,
+)
 from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
-
-
-def train(t: Loop, model: Any, start: int, count: int, lr: float = 0.05) -> None:
-    """Plain steps with an optimizer of their own."""
-    optimizer = sgd(model, lr)
-    for step in t.steps(count, start):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
 
 
 @row(linear=True)
@@ -57,11 +58,7 @@ def vector_to_parameters(t: Loop) -> None:
     """`nn.utils.vector_to_parameters` makes all parameters views of one vector."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if step in (3, 6):
             vector = nn.utils.parameters_to_vector(model.parameters())
             nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
@@ -79,17 +76,22 @@ def data_sub(t: Loop) -> None:
             p.data.sub_(0.05 * p.grad)
 
 
-@row(linear=True)
-def no_grad_update(t: Loop) -> None:
-    """`with torch.no_grad(): p -= lr * p.grad`, gradients set to None by hand."""
-    model = t.wrap(Flat())
+def updated_by_hand(t: Loop, model: nn.Module, loss: Loss) -> Iterator[int]:
+    """Iterations whose optimizer is `p -= lr * p.grad`, each left to the script at its end."""
     for step in t.steps():
-        inputs, targets = t.batch(step)
-        mse(model(inputs), targets).backward()
+        loss(model, *t.batch(step)).backward()
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.05 * p.grad  # noqa: PLW2901
                 p.grad = None
+        yield step
+
+
+@row(linear=True)
+def no_grad_update(t: Loop) -> None:
+    """`with torch.no_grad(): p -= lr * p.grad`, gradients set to None by hand."""
+    for _ in updated_by_hand(t, t.wrap(Flat()), root_called):
+        pass
 
 
 @row(linear=True)
@@ -108,27 +110,15 @@ def foreach_update(t: Loop) -> None:
 @row(linear=True, refused=((*WEIGHTS, "powersgd"), "trigram.step"))
 def no_grad_update_where_methods_are_called(t: Loop) -> None:
     """Neither the root's forward nor an optimizer says where a step ends."""
-    model = t.wrap(Flat())
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad  # noqa: PLW2901
-                p.grad = None
+    for _ in updated_by_hand(t, t.wrap(Flat()), layers_called):
+        pass
 
 
 @row(linear=True)
 def no_grad_update_with_step(t: Loop) -> None:
     """The same, with `trigram.step(model)` after each update."""
     model = t.wrap(Flat())
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        mse(model.one(inputs) + model.two(torch.cos(inputs)), targets).backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.05 * p.grad  # noqa: PLW2901
-                p.grad = None
+    for _ in updated_by_hand(t, model, layers_called):
         t.step(model)
 
 
@@ -137,11 +127,7 @@ def optimizer_and_step(t: Loop) -> None:
     """`trigram.step(model)` after the step of an optimizer, where it is not needed."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for _ in after_steps(t, model, optimizer):
         t.step(model)
 
 
@@ -150,11 +136,7 @@ def decayed_by_hand(t: Loop) -> None:
     """Weights are scaled after each step, beside the optimizer."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for _ in after_steps(t, model, optimizer):
         with torch.no_grad():
             for p in model.parameters():
                 p.mul_(0.98)
@@ -165,11 +147,7 @@ def projected(t: Loop) -> None:
     """Weights are clamped after each step, as in the first WGAN."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for _ in after_steps(t, model, optimizer):
         for p in model.parameters():
             p.data.clamp_(-0.6, 0.6)
 
@@ -225,11 +203,7 @@ def looked_ahead(t: Loop) -> None:
     model = t.wrap(Flat())
     optimizer = sgd(model)
     slow = [p.detach().clone() for p in model.parameters()]
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         if step % 3 == 2:
             with torch.no_grad():
                 for s, p in zip(slow, model.parameters(), strict=True):
@@ -251,13 +225,9 @@ def added_to_the_optimizer_later(t: Loop) -> None:
     """Parameters of the model come to the optimizer after some steps."""
     model = t.wrap(Flat())
     optimizer = torch.optim.SGD(model.one.parameters(), lr=0.05)
-    for step in t.steps():
-        if step == 4:
-            optimizer.add_param_group({"params": model.two.parameters(), "lr": 0.02})
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, 0, 4, optimizer=optimizer)
+    optimizer.add_param_group({"params": model.two.parameters(), "lr": 0.02})
+    train(t, model, 4, 6, optimizer=optimizer)
 
 
 @row(linear=True)

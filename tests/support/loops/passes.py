@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, after_steps, mse, sgd, train, train_by_rank
 from tests.support.loops.table import ASYNC, row
 
 
@@ -166,14 +166,10 @@ def evaluated_under_no_grad(t: Loop) -> None:
     """An epoch of validation between steps, with torch.no_grad, in train mode."""
     model = t.wrap(Flat())
     optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    for step in after_steps(t, model, optimizer):
         with torch.no_grad():
             for _ in range(3):
-                model(inputs)
+                model(t.batch(step)[0])
 
 
 @row(linear=True)
@@ -201,11 +197,7 @@ def forward_in_inference_mode_first(t: Loop) -> None:
     optimizer = sgd(model)
     with torch.inference_mode():
         model(t.batch(0)[0])
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, optimizer=optimizer)
 
 
 @row(linear=True, passes=3, boundaries=3)
@@ -300,16 +292,7 @@ def step_every_second_backward(t: Loop) -> None:
 def unequal_batches(t: Loop) -> None:
     """Ranks have batches of different sizes; every rank counts the same."""
     model = t.wrap(Flat())
-    optimizer = sgd(model)
-    for step in t.steps():
-        optimizer.zero_grad()
-
-        def loss(r: int, step: int = step) -> torch.Tensor:
-            inputs, targets = t.of(r).batch(step)
-            return mse(model(inputs[: 8 - 3 * r]), targets[: 8 - 3 * r])
-
-        t.mean(loss).backward()
-        optimizer.step()
+    train_by_rank(t, model, lambda r, _step, x, y: mse(model(x[: 8 - 3 * r]), y[: 8 - 3 * r]))
 
 
 @row(linear=True)
@@ -333,9 +316,4 @@ def grad_mode_switched(t: Loop) -> None:
 def free_running(t: Loop) -> None:
     """Asynchronous averages are applied whenever they come, and all of them at the end."""
     model = t.wrap(Flat())
-    optimizer = sgd(model, 0.02)
-    for step in t.steps(40):
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model, count=40, lr=0.02)

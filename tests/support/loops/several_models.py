@@ -7,7 +7,7 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from tests.support.loops.loop import Flat, Loop, Net, mse, sgd
+from tests.support.loops.loop import Flat, Loop, Net, mse, sgd, train
 from tests.support.loops.table import ALGORITHMS, EVERY, GRADIENTS, SYNC, row
 
 
@@ -25,6 +25,22 @@ class Critic(nn.Module):
 def softplus(x: Tensor) -> Tensor:
     """The loss of a logit that should be very negative."""
     return nn.functional.softplus(x).mean()
+
+
+def critic_steps(
+    g: nn.Module, d: nn.Module, o_d: torch.optim.Optimizer, inputs: Tensor, real: Tensor
+) -> None:
+    """A step of the discriminator, which the generator has no gradients from."""
+    o_d.zero_grad()
+    (softplus(d(g(inputs).detach())) + softplus(-d(real))).backward()
+    o_d.step()
+
+
+def generator_steps(g: nn.Module, d: nn.Module, o_g: torch.optim.Optimizer, inputs: Tensor) -> None:
+    """A step of the generator, whose loss passes through the discriminator."""
+    o_g.zero_grad()
+    softplus(-d(g(inputs))).backward()
+    o_g.step()
 
 
 @row(linear=True)
@@ -103,12 +119,8 @@ def gan(t: Loop) -> None:
     o_g, o_d = sgd(g), sgd(d)
     for step in t.steps():
         inputs, real = t.batch(step)
-        o_d.zero_grad()
-        (softplus(d(g(inputs).detach())) + softplus(-d(real))).backward()
-        o_d.step()
-        o_g.zero_grad()
-        softplus(-d(g(inputs))).backward()
-        o_g.step()
+        critic_steps(g, d, o_d, inputs, real)
+        generator_steps(g, d, o_g, inputs)
 
 
 @row(compare=GRADIENTS, spread=False)
@@ -119,13 +131,9 @@ def gan_with_requires_grad(t: Loop) -> None:
     for step in t.steps():
         inputs, real = t.batch(step)
         d.requires_grad_(True)
-        o_d.zero_grad()
-        (softplus(d(g(inputs).detach())) + softplus(-d(real))).backward()
-        o_d.step()
+        critic_steps(g, d, o_d, inputs, real)
         d.requires_grad_(False)
-        o_g.zero_grad()
-        softplus(-d(g(inputs))).backward()
-        o_g.step()
+        generator_steps(g, d, o_g, inputs)
 
 
 @row(compare=GRADIENTS, spread=False)
@@ -137,9 +145,7 @@ def gan_with_both_frozen_by_turns(t: Loop) -> None:
         inputs, real = t.batch(step)
         g.requires_grad_(True)
         d.requires_grad_(False)
-        o_g.zero_grad()
-        softplus(-d(g(inputs))).backward()
-        o_g.step()
+        generator_steps(g, d, o_g, inputs)
         g.requires_grad_(False)
         d.requires_grad_(True)
         o_d.zero_grad()
@@ -233,12 +239,7 @@ def child_then_parent(t: Loop) -> None:
     model = Net()
     t.wrap(model.encoder)
     t.wrap(model)
-    optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model)
 
 
 @row(refused=(tuple(ALGORITHMS), "weight"), sometimes=True, compare=GRADIENTS)
@@ -246,12 +247,7 @@ def parent_then_child(t: Loop) -> None:
     """A model is wrapped, then a child of it."""
     model = t.wrap(Net())
     t.wrap(model.encoder)
-    optimizer = sgd(model)
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        optimizer.zero_grad()
-        mse(model(inputs), targets).backward()
-        optimizer.step()
+    train(t, model)
 
 
 @row(refused=(tuple(ALGORITHMS), "already"))

@@ -43,6 +43,8 @@ pub struct Request {
     pub message: Option<Message>,
     /// For a consistency check: the signature of the call that this one stands for, which the ranks compare.
     pub declared: Option<Signature>,
+    /// The backward pass that it belongs to, see [`Signature::in_pass`].
+    pub pass: u16,
 }
 
 impl Request {
@@ -58,7 +60,7 @@ impl Request {
             via: Via::Auto,
             splits: None,
         };
-        Self { call, op: ReduceOp::Sum, tensors, message: None, declared: None }
+        Self { call, op: ReduceOp::Sum, tensors, message: None, declared: None, pass: 0 }
     }
 
     /// What a helper does in a call with this signature. For a call that no helper can take part in: an empty call,
@@ -69,7 +71,7 @@ impl Request {
             return Self::nothing();
         };
         let call = Call { what: Collective::AllReduce, dtype, len, root: 0, via, splits: None };
-        Self { call, op, ..Self::nothing() }
+        Self { call, op, pass: signature.pass(), ..Self::nothing() }
     }
 
     /// The signature that ranks compare.
@@ -84,7 +86,7 @@ impl Request {
             signature.count = 0; // lengths differ by rank; each message is checked by its own
             signature.extra = 1;
         }
-        signature
+        signature.in_pass(self.pass)
     }
 }
 

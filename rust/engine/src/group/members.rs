@@ -1,6 +1,6 @@
 //! The members of a group, and the operation slots and bounce buffers that those of one host share.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use trigram_core::planner::{BOUNCE_BYTES, Layout};
@@ -41,6 +41,8 @@ pub struct Members {
     rates: Mutex<Vec<f64>>,
     /// Collectives that this rank has made or skipped.
     pub made: AtomicU64,
+    /// The backward pass that new calls belong to, see [`trigram_core::signature::Signature::in_pass`].
+    pub pass: AtomicU16,
     locals: Vec<Local>,
     /// This rank's bounce buffers, one for each operation slot, allocated at first use.
     bounce_buffers: [OnceLock<Option<RegisteredBuffer>>; OP_SLOTS],
@@ -95,6 +97,7 @@ impl Members {
             me,
             layout,
             made: AtomicU64::new(0),
+            pass: AtomicU16::new(0),
             rates: Mutex::default(),
             locals,
             bounce_buffers: Default::default(),

@@ -121,8 +121,9 @@ impl Group {
         Ok(())
     }
 
-    fn submission(&self, request: Request, limit: Option<Duration>) -> Submission {
+    fn submission(&self, mut request: Request, limit: Option<Duration>) -> Submission {
         if request.message.is_none() {
+            request.pass = self.members.pass.load(Ordering::Relaxed);
             self.members.made.fetch_add(1, Ordering::Relaxed);
         }
         Submission {
@@ -177,7 +178,7 @@ impl Group {
         limit: Option<Duration>,
     ) -> Result<Arc<Completion>> {
         self.check(&request)?;
-        let mut signature = request.signature();
+        let mut signature = request.signature().in_pass(self.members.pass.load(Ordering::Relaxed));
         signature.extra |= Signature::DEVICE;
         request = Request { declared: Some(signature), ..Request::nothing() };
         // SAFETY: it has no memory.
@@ -203,6 +204,12 @@ impl Group {
     /// The number of the next collective, as [`Group::abort`] counts them.
     pub fn next(&self) -> u64 {
         self.members.made.load(Ordering::Relaxed)
+    }
+
+    /// Makes all later collectives of this group part of a backward pass, see
+    /// [`trigram_core::signature::Signature::in_pass`].
+    pub fn set_pass(&self, pass: u16) {
+        self.members.pass.store(pass, Ordering::Relaxed);
     }
 
     /// Aborts all collectives of this group before the `through`-th, on all ranks: those under way fail with

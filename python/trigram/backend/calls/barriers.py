@@ -1,0 +1,89 @@
+"""Barriers."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+
+from trigram.backend.calls.arguments import is_async, options
+from trigram.backend.calls.point_to_point import PointToPoint
+from trigram.backend.handles.timeouts import seconds
+from trigram.backend.handles.work import Work
+from trigram.errors import TimeoutError, TrigramError
+from trigram.runtime import engine_codes
+
+_BARRIER = (engine_codes.BARRIER, engine_codes.DTYPES[torch.uint8], 0, 0, 0, 0)
+_TAG = (1 << 31) - 1
+"""The tag of the messages of ``monitored_barrier``."""
+
+
+class Barriers(PointToPoint):
+    """The part of a process group that waits for its ranks."""
+
+    _awaited: dict[int, Work]
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
+        """Waits until every rank has called it."""
+        opts = options(c10d.BarrierOptions, opts, timeout)
+        return self._start("barrier", _BARRIER, None, None, is_async(opts), seconds(opts.timeout))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that tells on rank 0 which ranks have not come.
+
+        Args:
+            timeout: How long rank 0 waits for the others; None: the timeout of the group.
+            wait_all_ranks: Name all ranks that are absent, not only the first.
+
+        Raises:
+            TimeoutError: On rank 0: ranks are absent, and the message names them. On the others: rank 0 has
+                not released them.
+        """
+        group = self.trigram_group
+        limit = seconds(timeout) or group.timeout
+        end = None if limit is None else time.monotonic() + limit
+        word = torch.zeros(1, dtype=torch.uint8)
+
+        def left() -> timedelta | None:
+            if end is None:
+                return None
+            return timedelta(seconds=max(end - time.monotonic(), 0.001))
+
+        if group.rank != 0:
+            self.send([word], 0, _TAG).wait(left())
+            try:
+                self.recv([word], 0, _TAG).wait(left())
+            except TrigramError as e:
+                raise TimeoutError(
+                    f"monitored_barrier: rank {group.ranks[group.rank]} was not released by rank "
+                    f"{group.ranks[0]} within {limit} s: {e}"
+                ) from e
+            return
+        # The message of a rank that came too late for an earlier barrier counts for this one.
+        arrivals = {
+            r: self._awaited.pop(r, None) or self.recv([word.clone()], r, _TAG) for r in range(1, group.size)
+        }
+        absent = []
+        for r, arrival in arrivals.items():
+            try:
+                arrival.wait(left())
+            except TrigramError:
+                absent.append(r)
+                if not wait_all_ranks:
+                    break
+        if absent:
+            self._awaited = {r: a for r, a in arrivals.items() if not a.is_completed()}
+            names = ", ".join(str(group.ranks[r]) for r in absent)
+            raise TimeoutError(
+                f"monitored_barrier on rank {group.ranks[0]}: Rank{'s' * (len(absent) > 1)} {names} failed to "
+                f"pass monitoredBarrier in {_milliseconds(limit)}"
+            )
+        for release in [self.send([word], r, _TAG) for r in arrivals]:
+            release.wait(left())
+
+
+def _milliseconds(limit: float | None) -> str:
+    return "time" if limit is None else f"{round(limit * 1000)} ms"

@@ -1,0 +1,164 @@
+"""Tensors as the engine takes them: contiguous memory of a dtype that it knows.
+
+A tensor that covers its memory without gaps, in any order of its dimensions, is passed in place, as gloo
+does. Others go through a contiguous copy, and results are copied back (:class:`Target`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.gpu import device
+from trigram.runtime import engine_codes
+
+_DTYPES = engine_codes.DTYPES
+_WIDER = {
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    **{
+        getattr(torch, name): torch.float32
+        for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz")
+        if hasattr(torch, name)
+    },
+}
+"""Where the engine does not reduce a dtype: the one that holds its values and the sums of a few of them."""
+
+
+def check(t: torch.Tensor, what: str) -> None:
+    """Raises if the tensor is none, is sparse, or is on a device that no route serves."""
+    if not isinstance(t, torch.Tensor):
+        raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
+    if t.layout != torch.strided:
+        raise UnsupportedError(f"{what}: the tensor has layout {t.layout}; pass t.to_dense()")
+    if not t.is_cpu and t.device.type not in device.kinds:
+        kinds = ", ".join(["cpu", *device.kinds])
+        raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to one of {kinds}")
+
+
+def same(first: torch.Tensor, others: Sequence[torch.Tensor], what: str) -> None:
+    """Raises if tensors of one call differ in dtype or device."""
+    for t in others:
+        if t.dtype != first.dtype or t.device != first.device:
+            raise MisuseError(
+                f"{what}: the tensors differ: {first.dtype} on {first.device} and {t.dtype} on {t.device}; "
+                "cast or move one of them"
+            )
+
+
+def in_place(t: torch.Tensor) -> torch.Tensor | None:
+    """The elements of a tensor in the order of its memory (1-D); None if they have gaps or overlap."""
+    if t.is_contiguous():
+        return t.detach().view(-1)
+    if t.is_conj() or t.is_neg():
+        return None
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
+        if stride != expected:
+            return None
+        expected *= size
+    return t.detach().as_strided((t.numel(),), (1,))
+
+
+def plain(t: torch.Tensor) -> torch.Tensor:
+    """The values, where a view conjugates or negates them when it is read."""
+    return t.resolve_conj().resolve_neg()
+
+
+def source(t: torch.Tensor) -> torch.Tensor:
+    """The elements to send (1-D), in the order of the shape: the tensor's memory or a copy."""
+    return plain(t.detach()).contiguous().view(-1)
+
+
+def moved(flat: torch.Tensor) -> torch.Tensor:
+    """Contiguous elements as a dtype that the engine moves: complex as pairs, unknown ones as bytes."""
+    if flat.dtype in _DTYPES:
+        return flat
+    if flat.is_complex() and flat.dtype != torch.complex32:
+        return torch.view_as_real(flat).view(-1)
+    return flat.view(torch.uint8)
+
+
+def reduced(flat: torch.Tensor, op: int, what: str) -> tuple[torch.Tensor, bool]:
+    """Contiguous elements as a dtype that the engine reduces, and whether they are a copy in a wider dtype.
+
+    Raises:
+        UnsupportedError: No wider dtype is known, or the operator has no meaning on complex numbers.
+    """
+    if flat.dtype in _DTYPES:
+        return flat, False
+    if flat.is_complex() and flat.dtype != torch.complex32:
+        if op not in (engine_codes.OPS["sum"], engine_codes.OPS["avg"]):
+            raise UnsupportedError(f"{what}: complex tensors can be summed and averaged only")
+        return torch.view_as_real(flat).view(-1), False
+    wider = _WIDER.get(flat.dtype)
+    if wider is None:
+        raise UnsupportedError(f"{what}: dtype {flat.dtype} is not supported; cast the tensor")
+    return flat.to(wider), True
+
+
+def scaled(flat: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
+    """A copy, times the factor of ``PREMUL_SUM``."""
+    if isinstance(factor, torch.Tensor):
+        factor = factor.to(flat.device)
+    return (flat * factor).to(flat.dtype)
+
+
+class Target:
+    """Where results arrive: the tensors' own memory if it is one piece, otherwise a buffer.
+
+    Attributes:
+        flat: The memory, 1-D, in the order of the tensors.
+        finish: Copies the buffer to the tensors; None if the results arrive in place.
+    """
+
+    __slots__ = ("finish", "flat", "parts")
+
+    def __init__(self, outputs: Sequence[torch.Tensor], filled: bool = False) -> None:
+        self.parts = outputs
+        self.finish: Callable[[], None] | None = None
+        joined = _joined(outputs)
+        if joined is None:
+            total = sum(t.numel() for t in outputs)
+            joined = torch.empty(total, dtype=outputs[0].dtype, device=outputs[0].device)
+            self.finish = self._copy
+            self.flat = joined
+            if filled:
+                for part, t in zip(self._split(), outputs, strict=True):
+                    part.copy_(t.detach())
+        else:
+            self.flat = joined
+
+    def _split(self) -> list[torch.Tensor]:
+        parts = self.flat.split([t.numel() for t in self.parts])
+        return [part.view(t.shape) for part, t in zip(parts, self.parts, strict=True)]
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            for part, t in zip(self._split(), self.parts, strict=True):
+                t.copy_(part)
+
+
+def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of tensors that follow each other without gaps, such as the chunks of one tensor."""
+    first = tensors[0]
+    if len(tensors) == 1:
+        return first.detach().view(-1) if first.is_contiguous() and not first.is_conj() else None
+    at = first.data_ptr()
+    base = first.untyped_storage().data_ptr()
+    for t in tensors:
+        if not t.is_contiguous() or t.is_conj():
+            return None
+        if t.numel() == 0:
+            continue
+        if t.data_ptr() != at or t.untyped_storage().data_ptr() != base:
+            return None
+        at += t.nbytes
+    total = sum(t.numel() for t in tensors)
+    if total == 0:
+        return None
+    offset = first.storage_offset()
+    return first.detach().as_strided((total,), (1,), offset)

@@ -81,7 +81,8 @@ def _expected_bytes(core: Path) -> int:
 def test_a_rank_that_writes_a_core_dump_is_named_and_may_finish_it(
     transport: str, gib: float, kill: str
 ) -> None:
-    """It never runs again, so nobody waits for the dump; nobody cuts it off, with TRIGRAM_KILL=on too."""
+    """It never runs again, so its host does not wait for the dump; nobody cuts it off, with TRIGRAM_KILL=on
+    too. Other hosts hear of it from that host; alone there, it is lost when the dump ends."""
     pattern = Path("/proc/sys/kernel/core_pattern").read_text().strip()
     if "/" in pattern or pattern.startswith("|"):
         pytest.skip(f"core dumps of this machine go to {pattern}")
@@ -99,8 +100,9 @@ def test_a_rank_that_writes_a_core_dump_is_named_and_may_finish_it(
     for r in (r for r in range(world) if r != victim):
         who, text, when, right = results[r]
         assert who == victim and right
-        says(text, f"rank {victim}", "has crashed and is writing a core dump")
-        assert when - began < 10, text
+        if transport == "shm":
+            says(text, f"rank {victim}", "has crashed and is writing a core dump")
+            assert when - began < 10, text
 
 
 FREEZERS = (

@@ -137,6 +137,7 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 tensors: in_place(all, len * 4),
                 op: ReduceOp::Sum,
                 declared: None,
+                pass: 0,
             };
             // SAFETY: both tensors live until both completion handles are resolved.
             let sent = unsafe { group.start(send, None)? };

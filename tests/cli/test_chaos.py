@@ -38,7 +38,11 @@ def settings(transport: str, faults: list[str]) -> Settings:
 
 STEPS = 2000
 CASES = {
-    "auto": ("auto", ["kill", "stop", "freeze", "slow"], ["no heartbeat from it", "stopped by a signal"]),
+    "auto": (
+        "auto",
+        ["kill", "crash", "stop", "freeze", "slow"],
+        ["no heartbeat from it", "stopped by a signal"],
+    ),
     "tcp": ("tcp", ["kill", "cut", "corrupt", "pause"], ["no heartbeat from it", "checksum"]),
     "pauses": ("tcp", ["outage", "freeze"], []),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
         assert "999 elements" in told[0][1]
 
 
+def _learns_between_two_calls(rank: int, world: int) -> None:
+    sizes = (10, 12) if rank < 2 else (12, 10)
+    first = trigram.all_reduce(torch.ones(sizes[0]), async_op=True)
+    if rank == 1:
+        deadline = time.monotonic() + LIMIT
+        while not first.is_completed():  # the others have made both calls
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+    second = trigram.all_reduce(torch.ones(sizes[1]), async_op=True)
+    for work in (first, second):
+        with pytest.raises(trigram.MismatchError, match=r"1[02] elements.*1[02] elements"):
+            work.wait()
+    x = torch.ones(5)
+    trigram.all_reduce(x)
+    assert x[0] == world
+
+
+def test_a_rank_that_learns_of_a_failure_between_two_calls_numbers_them_as_the_others_do() -> None:
+    run(3, _learns_between_two_calls, env=gpu_standin.env("nccl"), timeout=60)
+
+
 def _cpu_and_gpu(rank: int, world: int) -> tuple[str, str, float]:
     from trigram.collectives import calls
 
@@ -90,6 +113,37 @@ def test_a_dead_rank_is_named(way: str) -> None:
         assert results[rank] is not None and results[rank][0] == 1, results
         assert "all_reduce(sum, float32, 1048576 elements" in results[rank][1]
     assert time.monotonic() - since < LIMIT + 10
+
+
+def _fills_the_stream(rank: int, world: int) -> tuple[int, int]:
+    """Rank 1 never makes the calls that rank 0 makes until its stream has no room, and dies then."""
+    trigram.all_reduce(torch.ones(8))
+    if rank == 1:
+        await_flag("full", 40)
+        os.kill(os.getpid(), signal.SIGKILL)
+    works: list[Any] = []
+    counted: list[int] = []
+
+    def watch() -> None:
+        while not counted or len(works) > counted[-1]:
+            counted.append(len(works))
+            time.sleep(0.5)
+        flag("full")
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(3000):
+        works.append(trigram.all_reduce(torch.ones(8), async_op=True))
+    watcher.join()
+    with pytest.raises(trigram.PeerLostError) as caught:
+        works[0].wait()
+    return caught.value.rank, counted[-1]
+
+
+def test_a_call_that_waits_for_room_in_the_stream_ends_when_a_rank_dies() -> None:
+    results = run(2, _fills_the_stream, env=gpu_standin.env("nccl"), dies=[1], timeout=60)
+    who, made = results[0]
+    assert who == 1 and 100 < made < 3000, results
 
 
 def _never_comes(rank: int, world: int) -> tuple[str, str, float]:

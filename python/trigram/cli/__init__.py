@@ -58,7 +58,10 @@ def chaos_command(
     every: Annotated[float, typer.Option(help="Mean seconds between two faults.")] = 5.0,
     faults: Annotated[
         str,
-        typer.Option(help="Faults to inject, separated by commas: kill, stop, pause, slow, cut, corrupt."),
+        typer.Option(
+            help="Faults to inject, separated by commas: kill, crash, stop, freeze, pause, slow, cut, "
+            "outage, corrupt."
+        ),
     ] = "kill,stop,pause,slow",
     restart: Annotated[bool, typer.Option(help="Restart a rank that a fault has ended.")] = True,
     settle: Annotated[float, typer.Option(help="Seconds without faults after a rank starts.")] = 8.0,

@@ -7,6 +7,7 @@ seed gives the same faults, at nearly the same times.
 | fault | what happens to the rank |
 |---|---|
 | kill | SIGKILL |
+| crash | SIGABRT; it writes a core dump if `ulimit -c` allows that |
 | stop | SIGSTOP, and SIGKILL when the others have evicted it, 1.8 s after `TRIGRAM_SILENCE` |
 | freeze | SIGSTOP for 0.5 to 5 s, at most half of `TRIGRAM_SILENCE`, then SIGCONT |
 | pause | SIGSTOP for at most half a second, then SIGCONT |
@@ -36,8 +37,8 @@ from pathlib import Path
 
 from trigram.cli.launch import end, job_environment, start_rank
 
-FAULTS = ("kill", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
-LASTING = ("kill", "stop", "cut")
+FAULTS = ("kill", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
+LASTING = ("kill", "crash", "stop", "cut")
 """Faults that a rank does not survive."""
 _FLIP, _CUT, _OUTAGE = 1, 2, 3
 """What the engine reads from the file in TRIGRAM_CHAOS: flip a bit once, cut all TCP connections for good, or
@@ -257,6 +258,8 @@ class Chaos:
         self.injected[victim] = fault
         if fault == "kill":
             process.kill()
+        elif fault == "crash":
+            process.send_signal(signal.SIGABRT)
         elif fault == "stop":
             process.send_signal(signal.SIGSTOP)
             self.schedule.append((now + self.silence + _EVICTION_SECONDS, victim, "kill"))

@@ -1,12 +1,14 @@
 //! Communicators: made, watched, split, ended.
 //!
 //! None of them blocks inside NCCL: where a call is not over when it returns, it is polled here, with
-//! a deadline. One lock per communicator keeps an abort, which may come from any thread, apart from
-//! calls; it is held during calls, which are short, and never during waits.
+//! a deadline. Calls take turns. A call can block nevertheless, where a stream has no room for more work
+//! because what it runs is stuck: an abort, which may come from any thread, does not wait for it then,
+//! for nothing else ends what is stuck.
 
 use std::cell::RefCell;
 use std::ffi::c_int;
 use std::ptr::null_mut;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -22,12 +24,20 @@ const FAREWELL: Duration = Duration::from_secs(10);
 /// Looks at a call under way this often before sleeping in between.
 const SPINS: u32 = 64;
 const NAP: Duration = Duration::from_micros(100);
+/// A call that takes longer waits for something that may never end. NCCL expects to be aborted by another
+/// thread then.
+const BLOCKED: Duration = Duration::from_millis(100);
 
 /// What NCCL made, and what it was made with.
 pub(crate) struct Inner {
     pub(crate) nccl: Nccl,
     pub(crate) stream: Stream,
+    /// Held during calls, one at a time.
+    turn: Mutex<()>,
+    /// Held for moments only.
     state: Mutex<State>,
+    /// Threads inside of NCCL with it.
+    inside: AtomicU32,
     timeout: Duration,
     rank: u32,
     size: u32,
@@ -53,7 +63,7 @@ impl State {
     }
 }
 
-// SAFETY: NCCL allows calls from any thread, one at a time, which the lock sees to.
+// SAFETY: NCCL allows calls from any thread, one at a time, which the turns see to.
 unsafe impl Send for State {}
 
 thread_local! {
@@ -66,6 +76,30 @@ impl Inner {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn take_turn(&self) -> MutexGuard<'_, ()> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Enters NCCL with the communicator.
+    fn enter(&self, what: &'static str) -> Result<Comm> {
+        let mut state = self.lock();
+        if state.comm.is_null() || state.doomed {
+            return Err(Error::Aborted(what));
+        }
+        state.grouped |= GROUP.with_borrow(Option::is_some);
+        if !state.sound {
+            return Err(Error::Misuse(format!(
+                "{what}: the communicator has failed; abort it and make a new one"
+            )));
+        }
+        self.inside.fetch_add(1, Ordering::AcqRel);
+        Ok(state.comm)
+    }
+
+    fn leave(&self) {
+        self.inside.fetch_sub(1, Ordering::AcqRel);
+    }
+
     /// Makes a call, and waits until NCCL has taken it; in a group, the group's end does.
     pub(crate) fn call(
         self: &Arc<Self>,
@@ -74,17 +108,11 @@ impl Inner {
     ) -> Result<()> {
         let code = {
             let _entered = self.stream.device().enter()?;
-            let mut state = self.lock();
-            if state.comm.is_null() || state.doomed {
-                return Err(Error::Aborted(what));
-            }
-            state.grouped |= GROUP.with_borrow(Option::is_some);
-            if !state.sound {
-                return Err(Error::Misuse(format!(
-                    "{what}: the communicator has failed; abort it and make a new one"
-                )));
-            }
-            call(&self.nccl.table, state.comm)
+            let _turn = self.take_turn();
+            let comm = self.enter(what)?;
+            let code = call(&self.nccl.table, comm);
+            self.leave();
+            code
         };
         let grouped = GROUP.with_borrow_mut(|group| {
             group.as_mut().map(|members| {
@@ -154,12 +182,17 @@ impl Inner {
         if comm.is_null() {
             return;
         }
+        // Nobody enters any more.
+        let since = Instant::now();
+        while self.inside.load(Ordering::Acquire) > 0 && since.elapsed() < BLOCKED {
+            std::thread::sleep(NAP);
+        }
         let (abort, device) = (self.nccl.table.comm_abort, self.stream.device().clone());
         let comm = comm as usize; // it is this thread's alone from now on
         let thread = std::thread::Builder::new().name("nccl-abort".into()).spawn(move || {
             if let Ok(_entered) = device.enter() {
-                // SAFETY: it is alive, nobody is inside (it was taken under the lock), and nobody has it
-                // any more.
+                // SAFETY: it is alive, and nobody else has it any more but a call that waits inside for room in
+                // a stream: NCCL ends what that waits for, and the call with it, before it frees anything.
                 unsafe { abort(comm as Comm) };
             }
         });
@@ -292,7 +325,9 @@ impl Communicator {
         }
         let state = Mutex::new(State::new(comm));
         let (nccl, stream) = (nccl.clone(), stream.clone());
-        let inner = Inner { nccl, stream, state, timeout, rank, size, _parent: None, _config: config };
+        let (turn, inside) = (Mutex::default(), AtomicU32::new(0));
+        let inner =
+            Inner { nccl, stream, turn, state, inside, timeout, rank, size, _parent: None, _config: config };
         Ok(Pending(Self(Arc::new(inner))))
     }
 
@@ -362,7 +397,9 @@ impl Communicator {
         let inner = Arc::new(Inner {
             nccl: self.0.nccl.clone(),
             stream: self.0.stream.clone(),
+            turn: Mutex::default(),
             state: Mutex::new(State::new(comm)),
+            inside: AtomicU32::new(0),
             timeout: self.0.timeout,
             rank: rank.unsigned_abs(),
             size: size.unsigned_abs(),
@@ -419,15 +456,33 @@ impl Guard<'_> {
 
     fn finish(&self) -> (Vec<Arc<Inner>>, Code) {
         let mut members = GROUP.take().unwrap_or_default();
-        // All locks, in one order, so that nobody is aborted while NCCL is at it.
+        // All turns, in one order, so that two threads do not wait for each other.
         members.sort_by_key(|m| Arc::as_ptr(m) as usize);
-        let mut locks: Vec<_> = members.iter().map(|m| m.lock()).collect();
+        let turns: Vec<_> = members.iter().map(|m| m.take_turn()).collect();
+        let mut doomed = Vec::new();
+        for m in &members {
+            let mut state = m.lock();
+            state.grouped = false;
+            m.inside.fetch_add(1, Ordering::AcqRel);
+            if state.doomed {
+                doomed.push(m.clone());
+            }
+        }
+        let aborting = (!doomed.is_empty()).then(|| {
+            // Beside the group's end, which may wait for what only the abort ends.
+            let doomed = doomed.clone();
+            let thread = std::thread::Builder::new().name("nccl-abort".into());
+            thread.spawn(move || doomed.iter().for_each(|m| m.abort()))
+        });
         // SAFETY: the group was begun on this thread.
         let code = unsafe { (self.0.table.group_end)() };
-        locks.iter_mut().for_each(|state| state.grouped = false);
-        let doomed: Vec<bool> = locks.iter().map(|state| state.doomed).collect();
-        drop(locks);
-        members.iter().zip(doomed).filter(|(_, doomed)| *doomed).for_each(|(m, _)| m.abort());
+        members.iter().for_each(|m| m.leave());
+        drop(turns);
+        match aborting {
+            Some(Ok(thread)) => drop(thread.join()),
+            Some(Err(_)) => doomed.iter().for_each(|m| m.abort()),
+            None => {}
+        }
         (members, code)
     }
 }

@@ -5,6 +5,7 @@
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use nccl_rs::{
@@ -229,6 +230,71 @@ fn a_stuck_collective_is_aborted_from_another_thread() {
         comm.stream().synchronize().unwrap();
         let error = comm.all_reduce(None, x.data_mut(), Op::SUM).unwrap_err();
         assert!(matches!(error, Error::Aborted("ncclAllReduce")), "{error}");
+    });
+}
+
+/// A stream whose first call is stuck has room for a thousand more; then the thread that gives it another one waits.
+fn is_aborted_while_the_stream_is_full(give: impl Fn(&Communicator) -> Result<(), Error> + Send + Sync) {
+    ranks(2, |comm| {
+        if comm.rank() == 1 {
+            return; // it never calls
+        }
+        let given = AtomicUsize::new(0);
+        std::thread::scope(|threads| {
+            let (comm, given, give) = (&comm, &given, &give);
+            let full = threads.spawn(move || {
+                loop {
+                    if let Err(error) = give(comm) {
+                        return error;
+                    }
+                    given.fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            let (mut before, since) = (usize::MAX, Instant::now());
+            while given.load(Ordering::Relaxed) != before {
+                before = given.load(Ordering::Relaxed);
+                assert!(since.elapsed() < LIMIT);
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            assert!(before > 100);
+            let (said, heard) = std::sync::mpsc::channel();
+            let other = comm.clone();
+            std::thread::spawn(move || {
+                let _ = other.check(); // nor does it wait
+                other.abort();
+                said.send(()).unwrap();
+            });
+            let ended = heard.recv_timeout(LIMIT);
+            if ended.is_err() {
+                std::process::abort(); // the other thread would never end
+            }
+            let error = full.join().unwrap();
+            assert!(matches!(error, Error::Aborted(_)), "{error}");
+        });
+        comm.stream().synchronize().unwrap();
+    });
+}
+
+#[test]
+fn a_call_that_waits_for_room_does_not_hold_up_an_abort() {
+    is_aborted_while_the_stream_is_full(|comm| {
+        // SAFETY: nothing is there, and nothing is taken.
+        let none = unsafe { DataMut::from_raw(0, 0, DataType::Float32) };
+        comm.all_reduce(None, none, Op::SUM)
+    });
+}
+
+#[test]
+fn nor_does_a_group() {
+    is_aborted_while_the_stream_is_full(|comm| {
+        nccl().group(|| {
+            // SAFETY: nothing is there, and nothing is taken.
+            let (from, to) = unsafe {
+                (Data::from_raw(0, 0, DataType::Float32), DataMut::from_raw(0, 0, DataType::Float32))
+            };
+            comm.broadcast(to, 1)?;
+            comm.send(from, 1)
+        })
     });
 }
 

@@ -1,20 +1,24 @@
 //! The calls under way on this rank, and the numbers by which ranks know which call a message belongs to.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use trigram_core::Error;
 use trigram_core::executor::Executor;
+use trigram_core::planner::{self, Opening};
 use trigram_core::schedule::Place;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
 
 use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::agreed_rates::AgreedRates;
+use crate::call::body::Body;
+use crate::call::index::Index;
 use crate::call::request::{Message, Request};
-use crate::call::unexpected::{MOST_GROUPS, Unexpected};
+use crate::call::unexpected::{MOST_GROUPS, Unexpected, UnexpectedMessage};
 use crate::group::members::Members;
+use crate::host::control_segment::OP_SLOTS;
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
@@ -34,6 +38,8 @@ struct GroupState {
     rates: AgreedRates,
     /// Why the group can make no calls any more.
     aborted: Option<Error>,
+    /// Calls that use rates and have not begun. Rates change with a call, so they begin in the order of their numbers.
+    by_rates: BTreeSet<CallId>,
 }
 
 /// The calls under way, under the progress lock.
@@ -41,6 +47,7 @@ struct GroupState {
 pub struct Calls {
     /// The calls, in no particular order.
     pub active: Vec<ActiveCall>,
+    index: Index,
     /// What came before its call.
     pub(crate) unexpected: Unexpected,
     groups: HashMap<u64, GroupState>,
@@ -91,18 +98,25 @@ impl Calls {
         if self.unmatched == 0 {
             return None;
         }
-        let came =
-            self.unexpected.frames().filter(|(_, frame)| matches!(frame.kind, Kind::Data | Kind::Offer));
-        let came = came.map(|(peer, frame)| (peer, frame.group, frame.call));
-        for (peer, group, call) in came.chain(self.unexpected.failed_messages()) {
-            let Some((tag, n)) = call.as_message() else { continue };
-            let Some(state) = self.groups.get(&group) else { continue };
-            let next = state.messages.get(&(peer, tag, false)).copied().unwrap_or_default();
-            if n == next & 0xffff_ffff
-                && let Some(i) = self.first_unmatched(group, tag, |m, ranks| {
-                    m.is_from_any() && ranks.contains(&peer) || ranks.get(m.peer as usize) == Some(&peer)
-                })
-            {
+        let is_next = |peer: u32, group: u64, call: CallId| {
+            let Some((tag, n)) = call.as_message() else { return false };
+            let Some(state) = self.groups.get(&group) else { return false };
+            n == state.messages.get(&(peer, tag, false)).copied().unwrap_or_default() & 0xffff_ffff
+        };
+        let receive = |peer: u32, group: u64, call: CallId| {
+            let (tag, _) = call.as_message().filter(|_| is_next(peer, group, call))?;
+            self.first_unmatched(group, tag, |m, ranks| {
+                m.is_from_any() && ranks.contains(&peer) || ranks.get(m.peer as usize) == Some(&peer)
+            })
+        };
+        let came = self.unexpected.messages().filter(|m| matches!(m.frame.kind, Kind::Data | Kind::Offer));
+        let matching =
+            came.filter_map(|m| Some((m.arrival, receive(m.peer, m.frame.group, m.frame.call)?, m.peer)));
+        if let Some((_, i, peer)) = matching.min_by_key(|(arrival, ..)| *arrival) {
+            return Some((i, peer));
+        }
+        for (peer, group, call) in self.unexpected.failed_messages() {
+            if let Some(i) = receive(peer, group, call) {
                 return Some((i, peer));
             }
         }
@@ -167,9 +181,11 @@ impl Calls {
         let (call, _) = self.number(&members, Some(message));
         let active = &mut self.active[i];
         active.body.request.message = Some(message);
-        active.body.call_id = call;
+        let before = std::mem::replace(&mut active.body.call_id, call);
         active.state = CallState::Waiting;
         active.completion.set_sender(peer);
+        self.index.rename(active.body.id, (members.id, before), (members.id, call));
+        self.touch(i);
         self.unmatched -= 1;
     }
 
@@ -243,6 +259,12 @@ impl Calls {
         self.last_id += 1;
         let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch, exec);
         active.completion = completion;
+        if goes_by_rates(&active)
+            && let Some(group) = self.groups.get_mut(&active.body.members.id)
+        {
+            group.by_rates.insert(call);
+        }
+        self.index.add(self.active.len(), self.last_id, active.body.members.id, call);
         self.active.push(active);
         self.active.len() - 1
     }
@@ -259,12 +281,60 @@ impl Calls {
 
     /// The index of the call with this id.
     pub(crate) fn position(&self, id: u64) -> Option<usize> {
-        self.active.iter().position(|j| j.body.id == id)
+        self.index.position(id)
+    }
+
+    /// A call has changed: the next round of progress looks at it.
+    pub(crate) fn touch(&mut self, i: usize) {
+        self.index.set_due(i, true);
+    }
+
+    /// The first call from index `from` on that may move or end without a message.
+    pub(crate) fn next_due(&self, from: usize) -> Option<usize> {
+        self.index.next_due(from)
+    }
+
+    /// A call has been moved as far as possible: whether to look at it again before something touches it.
+    pub(crate) fn settle_due(&mut self, i: usize) {
+        let Some(active) = self.active.get(i) else { return };
+        let body = &active.body;
+        let is_due = match active.state {
+            CallState::Waiting if goes_by_rates(active) && active.opening == Opening::Messages => {
+                self.may_begin(body.members.id, body.call_id)
+            }
+            // While an earlier call of this rank is under way that uses the same operation slot, nothing can change.
+            CallState::Waiting => {
+                let before = body.call_id.0.checked_sub(OP_SLOTS as u64).map(CallId);
+                before.is_none_or(|call| self.index.with(body.members.id, call).next().is_none())
+            }
+            CallState::Running => active.exec.is_done() || body.barrier.is_some() || !body.pending.is_empty(),
+            CallState::Unmatched => false,
+            CallState::Opening | CallState::Closing => true,
+        };
+        self.index.set_due(i, is_due);
+    }
+
+    /// Whether no call that uses rates waits to begin before this one.
+    pub(crate) fn may_begin(&self, group: u64, call: CallId) -> bool {
+        let first = self.groups.get(&group).and_then(|group| group.by_rates.first());
+        first.is_none_or(|&first| first >= call)
+    }
+
+    /// A call that uses rates has begun or failed: the next one may begin.
+    pub(crate) fn note_begun(&mut self, i: usize) {
+        let Body { members, call_id, .. } = &self.active[i].body;
+        let Some(group) = self.groups.get_mut(&members.id) else { return };
+        if group.by_rates.remove(call_id)
+            && let Some(&next) = group.by_rates.first()
+        {
+            let next = self.index.with(members.id, next).next();
+            next.into_iter().for_each(|i| self.index.set_due(i, true));
+        }
     }
 
     /// The index of the call that a frame from a peer belongs to.
     pub(crate) fn find(&self, peer: u32, frame: &Frame) -> Option<usize> {
-        find(&self.active, peer, frame)
+        self.index.with(frame.group, frame.call).find(|&i| takes(&self.active[i], peer, frame))
     }
 
     /// Whether this rank has already finished or skipped the call of a frame that belongs to no call under way.
@@ -284,8 +354,10 @@ impl Calls {
 
     /// Takes out a message that came before call `i` was made. `from` is where to look, and where to go on looking.
     pub(crate) fn take_unexpected(&mut self, i: usize, from: &mut usize) -> Option<(u32, Frame, Vec<u8>)> {
-        let active = &self.active;
-        let (at, message) = self.unexpected.take(*from, |e| find(active, e.peer, &e.frame) == Some(i))?;
+        let active = &self.active[i];
+        let (group, call) = (active.body.members.id, active.body.call_id);
+        let is_its = |e: &UnexpectedMessage| takes(active, e.peer, &e.frame);
+        let (at, message) = self.unexpected.take(group, call, *from, is_its)?;
         *from = at;
         Some((message.peer, message.frame, message.payload))
     }
@@ -306,6 +378,8 @@ impl Calls {
         let message = active.body.request.message;
         let entered = active.entered;
         active.body.pending.clear();
+        self.touch(i);
+        self.note_begun(i);
         self.void_rates(members.id, call);
         if let Some(op_slot) = members.op_slot(members.me, call).filter(|_| entered) {
             op_slot.fail(call.0);
@@ -383,7 +457,16 @@ impl Calls {
 
     /// Takes out a call that has ended.
     pub(crate) fn remove(&mut self, i: usize) -> ActiveCall {
-        self.active.swap_remove(i)
+        let (len, last) = (self.active.len(), self.active.last().map_or(0, |active| active.body.id));
+        let active = self.active.swap_remove(i);
+        let Body { id, members, call_id, .. } = &active.body;
+        self.index.remove(i, len, *id, (members.id, *call_id), last);
+        // Its operation slot is free for the call that has waited for it.
+        if !call_id.is_message() {
+            let next = self.index.with(members.id, CallId(call_id.0 + OP_SLOTS as u64)).next();
+            next.into_iter().for_each(|i| self.index.set_due(i, true));
+        }
+        active
     }
 
     /// Keeps a call's memory for the next call (invariant MEM-1).
@@ -392,26 +475,27 @@ impl Calls {
     }
 }
 
-fn find(active: &[ActiveCall], peer: u32, frame: &Frame) -> Option<usize> {
-    active.iter().position(|j| {
-        j.body.members.id == frame.group
-            && j.body.call_id == frame.call
-            && j.state != CallState::Unmatched
-            && {
-                match j.body.request.message {
-                    None => true,
-                    Some(m) => {
-                        let from = j.body.members.ranks.get(m.peer as usize) == Some(&peer);
-                        let sends = match frame.kind {
-                            Kind::Data | Kind::Offer => false,
-                            Kind::Ready => true,
-                            _ => frame.tag == 0, // the peer received, so we send
-                        };
-                        from && m.sends == sends
-                    }
-                }
-            }
-    })
+/// Whether a call uses the rates of links.
+fn goes_by_rates(active: &ActiveCall) -> bool {
+    let body = &active.body;
+    body.request.message.is_none() && planner::goes_by_rates(&body.request.call, &body.members.layout)
+}
+
+/// Whether a frame from a peer is for this call, whose group and number it has.
+fn takes(active: &ActiveCall, peer: u32, frame: &Frame) -> bool {
+    match active.body.request.message {
+        _ if active.state == CallState::Unmatched => false, // it has no number yet
+        None => true,
+        Some(m) => {
+            let from = active.body.members.ranks.get(m.peer as usize) == Some(&peer);
+            let sends = match frame.kind {
+                Kind::Data | Kind::Offer => false,
+                Kind::Ready => true,
+                _ => frame.tag == 0, // the peer received, so we send
+            };
+            from && m.sends == sends
+        }
+    }
 }
 
 /// Tells the members of a group that a call has failed.

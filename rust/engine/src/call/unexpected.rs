@@ -1,5 +1,7 @@
 //! Messages and failures that arrive before this rank has made the call that they belong to.
 
+use std::collections::{HashMap, VecDeque};
+
 use trigram_core::wire::{CallId, Frame};
 use trigram_core::{Error, Result};
 
@@ -18,22 +20,34 @@ pub(crate) struct UnexpectedMessage {
     pub(crate) peer: u32,
     pub(crate) frame: Frame,
     pub(crate) payload: Vec<u8>,
+    /// How many came before it.
+    pub(crate) arrival: u64,
+}
+
+impl UnexpectedMessage {
+    /// What it counts for.
+    fn cost(&self) -> usize {
+        self.payload.len() + MESSAGE_COST
+    }
 }
 
 /// A failure that came before its call.
 struct Failure {
-    group: u64,
-    call: CallId,
     peer: u32,
     error: Error,
 }
 
+/// A group and the number of a call. Peers choose them, so the hash is one that they cannot predict.
+type Key = (u64, CallId);
+
 /// Messages and failures of calls that this rank has not made yet.
 #[derive(Default)]
 pub(crate) struct Unexpected {
-    messages: Vec<UnexpectedMessage>,
+    messages: HashMap<Key, VecDeque<UnexpectedMessage>>,
     bytes: usize,
-    failures: Vec<Failure>,
+    arrivals: u64,
+    failures: HashMap<Key, Vec<Failure>>,
+    failure_count: usize,
 }
 
 impl Unexpected {
@@ -52,62 +66,86 @@ impl Unexpected {
             ));
         }
         self.bytes = bytes;
-        self.messages.push(UnexpectedMessage { peer, frame: *frame, payload });
+        self.arrivals += 1;
+        let kept = self.messages.entry((frame.group, frame.call)).or_default();
+        kept.push_back(UnexpectedMessage { peer, frame: *frame, payload, arrival: self.arrivals });
         Ok(())
     }
 
-    /// Takes out the first message from index `from` on that `is_wanted`; returns it with its index.
+    /// Takes out the first message of a call, from index `from` on, that `is_wanted`; returns it with its index.
     pub(crate) fn take(
         &mut self,
+        group: u64,
+        call: CallId,
         from: usize,
         is_wanted: impl Fn(&UnexpectedMessage) -> bool,
     ) -> Option<(usize, UnexpectedMessage)> {
-        let at = from + self.messages.get(from..)?.iter().position(is_wanted)?;
-        let message = self.messages.remove(at);
-        self.bytes -= message.payload.len() + MESSAGE_COST;
+        if self.messages.is_empty() {
+            return None; // nearly always
+        }
+        let kept = self.messages.get_mut(&(group, call))?;
+        let at = kept.iter().skip(from).position(is_wanted)? + from;
+        let message = kept.remove(at)?;
+        if kept.is_empty() {
+            self.messages.remove(&(group, call));
+        }
+        self.bytes -= message.cost();
         Some((at, message))
     }
 
     /// Drops the messages of a call that has failed; `peer` is the other rank of a message.
     pub(crate) fn drop_messages(&mut self, group: u64, call: CallId, peer: Option<u32>) {
-        let is_dropped = |e: &UnexpectedMessage| {
-            e.frame.group == group
-                && e.frame.call == call
-                && if call.is_message() { peer == Some(e.peer) } else { true }
-        };
-        let dropped = self.messages.iter().filter(|e| is_dropped(e));
-        self.bytes -= dropped.map(|e| e.payload.len() + MESSAGE_COST).sum::<usize>();
-        self.messages.retain(|e| !is_dropped(e));
+        let Some(kept) = self.messages.get_mut(&(group, call)) else { return };
+        let bytes = &mut self.bytes;
+        kept.retain(|m| {
+            let stays = call.is_message() && peer != Some(m.peer);
+            *bytes -= if stays { 0 } else { m.cost() };
+            stays
+        });
+        if kept.is_empty() {
+            self.messages.remove(&(group, call));
+        }
     }
 
     /// Drops the messages and failures of a group that is aborted.
     pub(crate) fn drop_group(&mut self, group: u64) {
-        let dropped = self.messages.iter().filter(|e| e.frame.group == group);
-        self.bytes -= dropped.map(|e| e.payload.len() + MESSAGE_COST).sum::<usize>();
-        self.messages.retain(|e| e.frame.group != group);
-        self.failures.retain(|f| f.group != group);
+        self.messages.retain(|key, _| key.0 != group);
+        self.bytes = self.messages.values().flatten().map(UnexpectedMessage::cost).sum();
+        self.failures.retain(|key, _| key.0 != group);
+        self.failure_count = self.failures.values().map(Vec::len).sum();
     }
 
-    /// The headers of the messages, and who sent them.
-    pub(crate) fn frames(&self) -> impl Iterator<Item = (u32, &Frame)> {
-        self.messages.iter().map(|e| (e.peer, &e.frame))
+    /// The messages, in no particular order.
+    pub(crate) fn messages(&self) -> impl Iterator<Item = &UnexpectedMessage> {
+        self.messages.values().flatten()
+    }
+
+    /// The headers of the messages of a call, and who sent them.
+    pub(crate) fn frames_of(&self, group: u64, call: CallId) -> impl Iterator<Item = (u32, &Frame)> {
+        let kept = if self.messages.is_empty() { None } else { self.messages.get(&(group, call)) };
+        kept.into_iter().flatten().map(|e| (e.peer, &e.frame))
     }
 
     /// Keeps a failure until its call is made; false if there are too many already.
     pub(crate) fn keep_failure(&mut self, group: u64, call: CallId, peer: u32, error: Error) -> bool {
-        if self.failures.len() >= MOST_GROUPS {
+        if self.failure_count >= MOST_GROUPS {
             return false;
         }
-        self.failures.push(Failure { group, call, peer, error });
+        self.failure_count += 1;
+        self.failures.entry((group, call)).or_default().push(Failure { peer, error });
         true
     }
 
     /// Takes the failure of a call that is being made; `peer` is the other rank of a message.
     pub(crate) fn take_failure(&mut self, group: u64, call: CallId, peer: Option<u32>) -> Option<Error> {
-        let is_its = |f: &Failure| f.group == group && f.call == call && peer.is_none_or(|p| p == f.peer);
-        let at = self.failures.iter().position(is_its)?;
-        let failure = self.failures.swap_remove(at);
-        if peer.is_none() {
+        if self.failure_count == 0 {
+            return None; // nearly always
+        }
+        let kept = self.failures.get_mut(&(group, call))?;
+        let at = kept.iter().position(|f| peer.is_none_or(|p| p == f.peer))?;
+        let failure = kept.remove(at);
+        self.failure_count -= 1;
+        if kept.is_empty() || peer.is_none() {
             self.drop_failures(group, call);
         }
         Some(failure.error)
@@ -115,22 +153,24 @@ impl Unexpected {
 
     /// Whether a call has failed on another rank.
     pub(crate) fn has_failed(&self, group: u64, call: CallId) -> bool {
-        self.failures.iter().any(|f| f.group == group && f.call == call)
+        self.failures.contains_key(&(group, call))
     }
 
     /// Messages between two ranks that have failed on the other one: that rank, the group and the number.
     pub(crate) fn failed_messages(&self) -> impl Iterator<Item = (u32, u64, CallId)> {
-        self.failures.iter().filter(|f| f.call.is_message()).map(|f| (f.peer, f.group, f.call))
+        let of_messages = self.failures.iter().filter(|((_, call), _)| call.is_message());
+        of_messages.flat_map(|(&(group, call), kept)| kept.iter().map(move |f| (f.peer, group, call)))
     }
 
     /// Drops the failures of a call that this rank skips.
     pub(crate) fn drop_failures(&mut self, group: u64, call: CallId) {
-        self.failures.retain(|f| f.group != group || f.call != call);
+        self.failure_count -= self.failures.remove(&(group, call)).map_or(0, |dropped| dropped.len());
     }
 
     /// The failures that a peer has reported in a group.
     pub(crate) fn failures_of(&self, peer: u32, group: u64) -> impl Iterator<Item = &Error> {
-        self.failures.iter().filter(move |f| f.peer == peer && f.group == group).map(|f| &f.error)
+        let of_group = self.failures.iter().filter(move |(key, _)| key.0 == group);
+        of_group.flat_map(|(_, kept)| kept).filter(move |f| f.peer == peer).map(|f| &f.error)
     }
 }
 
@@ -157,7 +197,7 @@ mod tests {
         let error = unexpected.keep(2, &frame, half()).unwrap_err();
         assert!(matches!(&error, Error::Io { what, .. } if what.contains("rank 2")), "{error}");
         unexpected.keep(3, &frame, vec![0; 1000]).unwrap();
-        assert_eq!(unexpected.frames().count(), 2);
+        assert_eq!(unexpected.frames_of(1, CallId(0)).count(), 2);
         unexpected.drop_messages(1, CallId(0), None);
         unexpected.keep(2, &frame, half()).unwrap();
     }

@@ -27,10 +27,15 @@ impl Failure {
         self.lock().clone().map_or(Ok(()), Err)
     }
 
-    /// Records that this rank cannot go on, and aborts the others.
+    /// Records that this rank cannot go on, and aborts the others: once, however many calls find the failure.
     pub(crate) fn raise(&self, error: &Error, comm: &Communicator, abort_group: &Group) {
-        self.lock().get_or_insert_with(|| error.clone());
-        abort_others(error, abort_group); // first: aborting takes its time
+        let mut failure = self.lock();
+        let is_first = failure.is_none();
+        failure.get_or_insert_with(|| error.clone());
+        drop(failure);
+        if is_first {
+            abort_others(error, abort_group); // first: aborting takes its time
+        }
         comm.abort();
     }
 }

@@ -142,12 +142,14 @@ impl DeviceGroup {
         checked: bool,
     ) -> Result<DeviceCall> {
         fork::check()?;
-        self.failure.get()?;
         self.group.check(&request)?;
         let nccl_call = NcclCall::of(&request, self.comm.rank(), self.comm.size())?;
         let mut signature = request.signature();
         signature.extra |= Signature::DEVICE;
+        // Also after a failure: other ranks may have made this call before they learned of it, and the calls that
+        // follow must have the same numbers on all ranks.
         let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
+        self.failure.get()?;
         let run = || nccl_call.run(&self.comm, &self.nccl);
         // SAFETY: passed on to the caller.
         unsafe { self.submit(signature, check, caller, checked, run) }

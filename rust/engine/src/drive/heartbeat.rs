@@ -5,7 +5,7 @@
 //! computes. For the ranks of its host it increments a counter in its control segment; to each rank of another host
 //! it sends an empty frame if it has sent nothing else. Then it checks the other ranks.
 //!
-//! Silence is not death: a debugger, a core dump, a frozen container or a cable that is out for seconds cause it too.
+//! Silence is not death: a debugger, a frozen container or a cable that is out for seconds cause it too.
 //! So it is warned of soon, with its reason where this host knows it, and becomes a loss only after a limit that all
 //! ranks have agreed on. It is counted in the heartbeats of this rank, so that a rank that was stopped itself does not
 //! evict all others when it wakes.
@@ -25,6 +25,9 @@ use crate::link::outbox::{Outbox, control_frame};
 const FIRST: Duration = Duration::from_secs(300);
 /// A log line warns of a silence of this length.
 const WARN: Duration = Duration::from_millis(1500);
+/// After this silence the kernel is asked whether a rank of this host has crashed. While a process writes a core dump, its
+/// connections stay open; that can take minutes, and the process will never run again.
+const SUSPECT: Duration = Duration::from_millis(300);
 /// Up to this silence a peer's heartbeats count as coming in time.
 const IN_TIME: Duration = Duration::from_secs(1);
 
@@ -48,7 +51,7 @@ pub(crate) struct Heartbeat {
     last: Instant,
 }
 
-/// A peer that has been silent for too long.
+/// A peer that has been silent for too long, or has crashed.
 pub(crate) struct Silence {
     pub(crate) rank: u32,
     pub(crate) silent: Duration,
@@ -68,7 +71,7 @@ impl Heartbeat {
     }
 
     /// Sends heartbeats and checks those of the peers, whose data has just been read. Returns the peers that have
-    /// been silent for too long.
+    /// been silent for too long, and those that have crashed.
     pub(crate) fn send_and_check(
         &mut self,
         world: &World,
@@ -111,6 +114,12 @@ impl Heartbeat {
                 state.written = tx.written;
             }
             let silent = state.silent;
+            if silent > SUSPECT
+                && let Some(neighbour) = neighbour.filter(|neighbour| neighbour.is_dumping_core())
+            {
+                lost.push(Silence { rank, silent, why: neighbour.why_silent() });
+                continue;
+            }
             if silent <= WARN.min(limit) || state.seen == 0 && silent <= FIRST {
                 continue;
             }

@@ -67,8 +67,8 @@ impl Helper {
             return Helped::Nothing;
         }
         let next = calls.next(members.id);
-        let mut message = calls.unexpected.frames();
-        let request = match message.find(|(_, f)| f.group == members.id && f.call == next) {
+        let message = calls.unexpected.frames_of(members.id, next).next();
+        let request = match message {
             Some((_, frame)) => Request::helping(&frame.signature),
             None if calls.unexpected.has_failed(members.id, next) => Request::nothing(),
             None => return Helped::Nothing,

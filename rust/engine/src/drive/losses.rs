@@ -88,16 +88,19 @@ fn lock_out(
     kind: LossKind,
 ) {
     let mut killed = false;
+    // It runs no more code; killing it would cut off its core dump.
+    let has_crashed = neighbour.is_dumping_core();
     if kind == LossKind::Silent {
         world.control.mark_evicted(world.index_on_host(rank));
-        killed = world.patience.kills && neighbour.end();
+        killed = world.patience.kills && !has_crashed && neighbour.end();
     }
     let is_shown = |calls: &Calls| calls.active.iter().any(|call| is_shown_to(call, rank));
     if !killed && is_shown(calls) {
-        let ended = match kind {
-            LossKind::Dead => neighbour.ends_within(DYING).unwrap_or(true),
-            _ => neighbour.ends_within(Duration::ZERO).unwrap_or(false),
-        };
+        let ended = has_crashed
+            || match kind {
+                LossKind::Dead => neighbour.ends_within(DYING).unwrap_or(true),
+                _ => neighbour.ends_within(Duration::ZERO).unwrap_or(false),
+            };
         // Where memory cannot be taken back, only the end of the process is safe.
         killed = !ended && revoke(calls, out, peers, world, rank).is_err() && neighbour.end();
     }

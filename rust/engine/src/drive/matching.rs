@@ -47,7 +47,9 @@ impl Matching<'_> {
         if active.state == CallState::Closing {
             return;
         }
-        if let Err(error) = active.complete(token.step, self.out) {
+        let completed = active.complete(token.step, self.out);
+        self.calls.touch(i);
+        if let Err(error) = completed {
             self.stop(i, error);
         }
     }
@@ -101,7 +103,9 @@ impl Matching<'_> {
             }
             Ok(())
         };
-        if let Err(error) = go() {
+        let accepted = go();
+        self.calls.touch(i);
+        if let Err(error) = accepted {
             self.stop(i, error);
         }
     }

@@ -227,8 +227,10 @@ impl Progress {
         }
         let mut scheduling = self.scheduling();
         moved |= scheduling.finish_sends();
-        for i in 0..scheduling.calls.active.len() {
+        let mut from = 0;
+        while let Some(i) = scheduling.calls.next_due(from) {
             moved |= scheduling.advance(i);
+            from = i + 1;
         }
         moved |= scheduling.pump_out();
         self.redirect_failed();

@@ -11,7 +11,7 @@ use trigram_core::schedule::Schedule;
 use trigram_core::signature::Collective;
 use trigram_core::wire::{Frame, Kind};
 
-use crate::call::active_call::{ActiveCall, CallState};
+use crate::call::active_call::CallState;
 use crate::call::body::Body;
 use crate::call::calls::Calls;
 use crate::call::mismatch::{agree, is_pairwise};
@@ -55,12 +55,10 @@ impl Scheduling<'_> {
         let (call_id, peer) = calls.number(&members, request.message);
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
         // A sender whose message has arrived may have left since.
-        let has_come = calls.unexpected.frames().any(|(from, frame)| {
-            Some(from) == peer
-                && frame.group == members.id
-                && frame.call == call_id
-                && frame.kind == Kind::Data
-        });
+        let has_come = calls
+            .unexpected
+            .frames_of(members.id, call_id)
+            .any(|(from, frame)| Some(from) == peer && frame.kind == Kind::Data);
         let gone = match peer {
             None => self.peers.first_lost(&members.ranks),
             Some(_) if has_come => None,
@@ -98,6 +96,12 @@ impl Scheduling<'_> {
 
     /// Advances one call as far as possible; true if it moved.
     pub(crate) fn advance(&mut self, i: usize) -> bool {
+        let moved = self.advance_far(i);
+        self.calls.settle_due(i);
+        moved
+    }
+
+    fn advance_far(&mut self, i: usize) -> bool {
         let active = &mut self.calls.active[i];
         let mut moved = match active.take_turn(self.out) {
             Ok(moved) => moved,
@@ -132,6 +136,7 @@ impl Scheduling<'_> {
                     return Ok(());
                 }
                 self.calls.active[i].state = CallState::Running;
+                self.calls.note_begun(i);
                 let schedule = self.schedule(i)?;
                 let active = &mut self.calls.active[i];
                 self.pacing.pace(&active.body, &schedule, self.out);
@@ -217,13 +222,7 @@ impl Scheduling<'_> {
     fn settle(&mut self, i: usize) -> bool {
         let Body { members, call_id, .. } = &self.calls.active[i].body;
         let (members, call) = (members.clone(), *call_id);
-        let before = |j: &ActiveCall| {
-            j.state == CallState::Waiting
-                && j.body.members.id == members.id
-                && j.body.call_id < call
-                && planner::goes_by_rates(&j.body.request.call, &members.layout)
-        };
-        if self.calls.active.iter().any(before) {
+        if !self.calls.may_begin(members.id, call) {
             return false;
         }
         let body = &self.calls.active[i].body;
@@ -273,8 +272,9 @@ impl Scheduling<'_> {
     /// write into its memory any more; with `at_once`, such peers lose their access instead.
     pub(crate) fn reap(&mut self, at_once: bool) -> bool {
         let mut moved = false;
-        let mut i = 0;
-        while i < self.calls.active.len() {
+        let mut from = 0;
+        while let Some(i) = self.calls.next_due(from) {
+            from = i;
             let active = &self.calls.active[i];
             let call = active.body.call_id;
             let members = &active.body.members;
@@ -296,7 +296,7 @@ impl Scheduling<'_> {
                 _ => false,
             };
             if !over || self.calls.is_written(active.body.id) {
-                i += 1;
+                from = i + 1;
                 continue;
             }
             moved = true;

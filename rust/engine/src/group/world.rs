@@ -61,6 +61,11 @@ impl Neighbour {
         self.process.as_ref().map_or("", |(_, pid)| process_state::why_silent(*pid))
     }
 
+    /// Whether its process has crashed and is writing a core dump: it never runs again, but has not ended yet.
+    pub(crate) fn is_dumping_core(&self) -> bool {
+        self.process.as_ref().is_some_and(|(_, pid)| process_state::is_dumping_core(*pid))
+    }
+
     /// Closes the connection, so that the rank notices when it wakes that it was evicted.
     pub fn dismiss(&self) {
         if let Some(socket) = &self.socket {

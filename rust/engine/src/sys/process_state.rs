@@ -7,7 +7,7 @@ pub(crate) fn why_silent(pid: i32) -> &'static str {
     let Ok(status) = read_to_string(format!("/proc/{pid}/status")) else { return "" };
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map_or("", str::trim);
     if field("CoreDumping:") == "1" {
-        return "its process is writing a core dump";
+        return "its process has crashed and is writing a core dump";
     }
     match field("State:").chars().next() {
         Some('T') => "its process is stopped by a signal",
@@ -19,12 +19,29 @@ pub(crate) fn why_silent(pid: i32) -> &'static str {
     }
 }
 
-/// Whether the process is in a frozen cgroup.
+/// Whether the process has crashed and is writing a core dump. It runs no more code, but its connections stay open until
+/// the dump is complete.
+pub(crate) fn is_dumping_core(pid: i32) -> bool {
+    let status = read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    let field = status.lines().find_map(|line| line.strip_prefix("CoreDumping:"));
+    field.is_some_and(|value| value.trim() == "1")
+}
+
+/// Whether the process is in a frozen cgroup, of version 1 or 2.
 fn is_frozen(pid: i32) -> bool {
     let groups = read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
-    groups.lines().filter_map(|line| line.split_once("::")).any(|(_, path)| {
-        let events = read_to_string(format!("/sys/fs/cgroup{path}/cgroup.events"));
-        events.is_ok_and(|events| events.lines().any(|line| line == "frozen 1"))
+    let says = |file: String, word: &str| {
+        read_to_string(file).is_ok_and(|text| text.lines().any(|line| line.trim() == word))
+    };
+    // Each line: a number, the controllers of a hierarchy of version 1, and the process's group in it.
+    groups.lines().any(|line| match *line.splitn(3, ':').collect::<Vec<_>>() {
+        [_, "", path] => ["", "/unified"]
+            .iter()
+            .any(|root| says(format!("/sys/fs/cgroup{root}{path}/cgroup.events"), "frozen 1")),
+        [_, controllers, path] if controllers.split(',').any(|name| name == "freezer") => {
+            says(format!("/sys/fs/cgroup/freezer{path}/freezer.state"), "FROZEN")
+        }
+        _ => false,
     })
 }
 

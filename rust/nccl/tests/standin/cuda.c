@@ -53,11 +53,15 @@ static struct stream *of(struct stream *s) {
     return &usual;
 }
 
+// As CUDA's: who gives more work than a stream has room for waits.
+enum { ROOM = 1024 };
+
 void stream_push(struct stream *stream, work_fn run, void *argument) {
     struct stream *s = of(stream);
     struct task *t = malloc(sizeof *t);
     *t = (struct task){run, argument, NULL};
     pthread_mutex_lock(&s->lock);
+    while (s->given - s->done >= ROOM) pthread_cond_wait(&s->change, &s->lock);
     *s->last = t;
     s->last = &t->next;
     s->given++;

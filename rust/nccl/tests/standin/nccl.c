@@ -29,6 +29,7 @@ struct comm {
     char name[64];
     int rank, size, splits;
     _Atomic int aborted, failed, fresh, finalized, splitting;
+    _Atomic int working; // calls given to a stream that have not ended
 };
 struct config { size_t size; unsigned magic, version; int blocking, cga, least, most; const char *net; int share, traffic; };
 enum kind { ALL_REDUCE, REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER, SEND, RECV };
@@ -103,7 +104,13 @@ static int usable(struct comm *c) {
 }
 int ncclCommCount(struct comm *c, int *out) { *out = c->size; return usable(c) ? OK : INVALID_ARGUMENT; }
 int ncclCommUserRank(struct comm *c, int *out) { *out = c->rank; return usable(c) ? OK : INVALID_ARGUMENT; }
-int ncclCommAbort(struct comm *c) { atomic_store(&c->aborted, 1); shm_unlink(c->name); return OK; } // leaked: its work may run on
+// Returns when its work has ended, as NCCL does: from then on nobody reads or writes the memory of its calls.
+int ncclCommAbort(struct comm *c) {
+    atomic_store(&c->aborted, 1);
+    shm_unlink(c->name);
+    while (atomic_load(&c->working) || atomic_load(&c->splitting)) usleep(20);
+    return OK; // not freed: its peers may still look at it
+}
 int ncclCommFinalize(struct comm *c) {
     if (!usable(c)) return refuse(INVALID_USAGE, "finalize: not ready, or finalized before");
     atomic_store(&c->finalized, 1);
@@ -236,7 +243,17 @@ static void run(void *argument) {
         if (exchange(k, k->from, k->count * parts, k->kind == REDUCE_SCATTER ? k->count * (size_t)k->comm->rank : 0)) break;
     }
     messages(p2p, n);
+    for (int i = 0; i < b->n; i++) atomic_fetch_sub(&b->calls[i].comm->working, 1);
     free(b);
+}
+
+static int begin(struct batch *b) {
+    for (int i = 0; i < b->n; i++) {
+        atomic_store(&b->calls[i].comm->fresh, 1);
+        atomic_fetch_add(&b->calls[i].comm->working, 1);
+    }
+    stream_push(b->calls[0].stream, run, b);
+    return IN_PROGRESS;
 }
 
 static int submit(struct call call) {
@@ -246,10 +263,7 @@ static int submit(struct call call) {
     if (!b) { b = calloc(1, sizeof *b); if (depth) gathered = b; }
     if (b->n == 256) return refuse(INVALID_USAGE, "too many calls in a group");
     b->calls[b->n++] = call;
-    if (depth) return OK;
-    atomic_store(&call.comm->fresh, 1);
-    stream_push(call.stream, run, b);
-    return IN_PROGRESS;
+    return depth ? OK : begin(b);
 }
 int ncclGroupStart(void) { depth++; return OK; }
 int ncclGroupEnd(void) {
@@ -257,10 +271,7 @@ int ncclGroupEnd(void) {
     if (--depth) return OK;
     struct batch *b = gathered;
     gathered = NULL;
-    if (!b) return OK;
-    for (int i = 0; i < b->n; i++) atomic_store(&b->calls[i].comm->fresh, 1);
-    stream_push(b->calls[0].stream, run, b);
-    return IN_PROGRESS;
+    return b ? begin(b) : OK;
 }
 #define CALL(...) submit((struct call){__VA_ARGS__})
 int ncclAllReduce(const void *f, void *t, size_t n, int type, int op, struct comm *c, struct stream *s) { return CALL(ALL_REDUCE, c, s, f, t, n, type, op, 0); }

@@ -6,7 +6,7 @@
 use std::io::{ErrorKind, IoSlice, Read as _};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use socket2::SockRef;
 use trigram_core::{Error, Result};
@@ -14,13 +14,13 @@ use trigram_core::{Error, Result};
 use crate::sys::fork::GuardedFd;
 use crate::transport::stream::{Read, Receiver, Sender};
 
-/// Splits a connected socket into its two directions.
-pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+/// Splits a connected socket into its two directions. `summed`: frames carry checksums.
+pub fn split(socket: TcpStream, summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
     let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
-    let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
+    let sender = TcpSender { socket: socket.clone(), writable: true, limited: false, summed };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
@@ -33,6 +33,7 @@ struct TcpSender {
     socket: Arc<Socket>,
     writable: bool,
     limited: bool,
+    summed: bool,
 }
 
 /// The socket must have data for this many seconds, until this rank's thread writes again.
@@ -77,7 +78,7 @@ impl Sender for TcpSender {
     }
 
     fn is_summed(&self) -> bool {
-        sums()
+        self.summed
     }
 
     fn close(&mut self) {
@@ -141,10 +142,40 @@ pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bo
     }
 }
 
-/// Whether frames carry checksums, unless `TRIGRAM_CHECKSUM=off`. Receivers accept both kinds.
-pub fn sums() -> bool {
-    static SUMS: OnceLock<bool> = OnceLock::new();
-    *SUMS.get_or_init(|| std::env::var_os("TRIGRAM_CHECKSUM").is_none_or(|v| v != "off"))
+/// Which frames carry checksums. Receivers accept both kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checksums {
+    /// Those that pass a wire: a second look at bytes that never leave the memory of one machine finds nothing.
+    Auto,
+    /// All.
+    On,
+    /// None.
+    Off,
+}
+
+impl Checksums {
+    /// As `TRIGRAM_CHECKSUM` asks for.
+    pub fn from_env() -> Self {
+        Self::asked(&std::env::var("TRIGRAM_CHECKSUM").unwrap_or_default())
+    }
+
+    /// As its value asks for.
+    pub(crate) fn asked(value: &str) -> Self {
+        match value {
+            "on" => Self::On,
+            "off" => Self::Off,
+            _ => Self::Auto,
+        }
+    }
+
+    /// Whether frames to a rank carry checksums that a wire leads to, or not.
+    pub fn apply(self, over_wire: bool) -> bool {
+        match self {
+            Self::Auto => over_wire,
+            Self::On => true,
+            Self::Off => false,
+        }
+    }
 }
 
 /// Makes a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
@@ -203,7 +234,7 @@ mod tests {
         let watched = near.try_clone().unwrap();
         let size = || SockRef::from(&watched).send_buffer_size().unwrap();
         let before = size();
-        let (mut tx, _rx) = split(near).unwrap();
+        let (mut tx, _rx) = split(near, true).unwrap();
         tx.pace(10e9);
         assert_eq!(size(), before);
         tx.pace(1e6);

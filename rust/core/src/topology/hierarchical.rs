@@ -5,6 +5,7 @@
 //! ranks of all hosts form a rail and carry slice i.
 
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
+use crate::topology::scatter_gather::Cut;
 use crate::topology::{Shape, direct, scatter_gather};
 
 /// Where a rank stands among the hosts.
@@ -39,8 +40,10 @@ impl<'a> Standing<'a> {
 /// back. `direct`: `Out` is registered memory on every rank of *this* host, so ranks read and
 /// write each other's instead of sending messages; hosts may differ in that.
 ///
+/// `window`: see [`scatter_gather::all_reduce`].
+///
 /// Sums are taken in place order within a host and in host order between them.
-pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule {
+pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool, window: usize) -> Schedule {
     let Shape { me, len, piece, .. } = shape;
     let at = Standing::of(me, hosts);
     let local = at.local();
@@ -82,7 +85,7 @@ pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule 
             b.fold(&copies, span, false);
         }
         let rail: Vec<Place> = hosts.iter().map(|ranks| ranks[at.index]).collect();
-        scatter_gather::among(&mut b, &rail, at.host, slice, &shares, piece);
+        scatter_gather::among(&mut b, &rail, at.host, slice, Cut { shares: &shares, piece, window });
         for span in pieces_of(slice, &shares) {
             let from = Loc { place: me, span };
             if direct {

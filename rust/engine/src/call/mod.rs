@@ -8,7 +8,6 @@ pub mod agreed_rates;
 pub mod body;
 pub mod calls;
 pub(crate) mod mismatch;
-pub(crate) mod pacing;
 pub mod request;
 pub mod schedule_cache;
 pub mod steps;

@@ -10,7 +10,6 @@ use trigram_core::Error;
 use trigram_core::wire::Kind;
 
 use crate::call::calls::Calls;
-use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
 use crate::drive::failures::{check_losses, check_time};
@@ -27,6 +26,7 @@ use crate::health::peers::Peers;
 use crate::health::wait_window::WaitWindow;
 use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
+use crate::link::rate_meter::RateMeter;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 
 /// On shutdown, how long to keep delivering LOST notices to evicted peers.
@@ -49,7 +49,7 @@ pub struct Progress {
     out: Outbox,
     /// Schedules of calls that were made before.
     schedules: ScheduleCache,
-    pacing: Pacing,
+    meter: RateMeter,
     helper: Helper,
     /// The inward connections, by rank; `None` for this rank and for lost ones.
     pub rx: Vec<Option<Rx>>,
@@ -71,8 +71,8 @@ impl Progress {
             counters,
             calls: Calls::default(),
             out: Outbox::new(tx),
-            schedules: ScheduleCache::default(),
-            pacing: Pacing::default(),
+            schedules: ScheduleCache::new(rx.iter().flatten().any(Rx::is_far)),
+            meter: RateMeter::default(),
             helper: Helper::default(),
             heartbeat: Heartbeat::new(rx.len()),
             rx,
@@ -91,7 +91,7 @@ impl Progress {
             calls: &mut self.calls,
             out: &mut self.out,
             schedules: &mut self.schedules,
-            pacing: &mut self.pacing,
+            meter: &self.meter,
         }
     }
 
@@ -175,7 +175,7 @@ impl Progress {
             moved = true;
         }
         if moved {
-            self.pacing.sample(&self.rx, &self.out);
+            self.meter.sample(&self.rx, self.out.connections());
         }
         check_losses(&mut self.calls, &mut self.out, &self.peers, self.world.rank);
         match self.helper.look(&mut self.calls, &mut self.out, &self.peers) {

@@ -157,11 +157,6 @@ impl Tx {
         self.queue.iter().any(|out| out.token.is_some_and(|t| t.call == call))
     }
 
-    /// See [`Sender::pace`].
-    pub fn pace(&mut self, rate: f64) {
-        self.sender.pace(rate);
-    }
-
     /// Closes the direction: no more frames.
     pub fn close(&mut self) {
         self.sender.close();
@@ -255,6 +250,11 @@ impl Rx {
     /// The descriptor to wait on, see [`Receiver::fd`].
     pub fn fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
         self.receiver.fd()
+    }
+
+    /// See [`Receiver::is_far`].
+    pub fn is_far(&self) -> bool {
+        self.receiver.is_far()
     }
 
     /// The descriptor has become readable.

@@ -97,10 +97,6 @@ impl Sender for FaultySender {
         self.inner.flush();
     }
 
-    fn pace(&mut self, rate: f64) {
-        self.inner.pace(rate);
-    }
-
     fn is_summed(&self) -> bool {
         self.summed
     }
@@ -136,6 +132,10 @@ impl Receiver for FaultyReceiver {
 
     fn wake(&mut self) {
         self.inner.wake();
+    }
+
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
     }
 
     fn read_ahead(&self) -> usize {

@@ -20,7 +20,7 @@ pub fn split(socket: TcpStream, summed: bool) -> Result<(Box<dyn Sender>, Box<dy
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
-    let sender = TcpSender { socket: socket.clone(), writable: true, limited: false, summed };
+    let sender = TcpSender { socket: socket.clone(), writable: true, summed };
     Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
 }
 
@@ -32,16 +32,11 @@ struct Socket {
 struct TcpSender {
     socket: Arc<Socket>,
     writable: bool,
-    limited: bool,
     summed: bool,
 }
 
-/// The socket must have data for this many seconds, until this rank's thread writes again.
-const LATE: f64 = 300e-6;
-/// From this round-trip time on, the kernel sizes the buffer better: one that is too small would starve the link.
+/// From this round-trip time on, an answer takes too long to wait for with little under way.
 const FAR: f64 = 2e-3;
-/// Every system allows a send buffer of this size.
-const LARGEST: usize = 208 << 10;
 
 impl Sender for TcpSender {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
@@ -71,10 +66,6 @@ impl Sender for TcpSender {
 
     fn wake(&mut self) {
         self.writable = true;
-    }
-
-    fn pace(&mut self, rate: f64) {
-        pace(&self.socket.stream, rate, &mut self.limited);
     }
 
     fn is_summed(&self) -> bool {
@@ -107,6 +98,10 @@ impl Receiver for TcpReceiver {
 
     fn wake(&mut self) {
         self.readable = true;
+    }
+
+    fn is_far(&self) -> bool {
+        is_far(&self.socket.stream)
     }
 
     fn read_ahead(&self) -> usize {
@@ -178,15 +173,9 @@ impl Checksums {
     }
 }
 
-/// Makes a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
-pub(super) fn pace(socket: &TcpStream, rate: f64, limited: &mut bool) {
-    let Some(rtt) = min_rtt(socket).filter(|&rtt| rtt < FAR) else { return };
-    let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
-    if bytes <= LARGEST || *limited {
-        // If this fails, the kernel goes on choosing the size by itself.
-        let set = SockRef::from(socket).set_send_buffer_size(bytes.min(LARGEST));
-        *limited |= set.is_ok();
-    }
+/// See [`Receiver::is_far`].
+pub(super) fn is_far(socket: &TcpStream) -> bool {
+    min_rtt(socket).is_some_and(|rtt| rtt >= FAR)
 }
 
 /// The least round-trip time of a connection so far, in seconds.
@@ -225,20 +214,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slow_link_is_given_little_to_queue_and_a_fast_one_is_left_alone() {
+    fn loopback_is_near() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-        let far = listener.accept().unwrap().0;
-        let rtt = min_rtt(&near).unwrap();
-        assert!(rtt < 1.0, "{rtt}");
-        let watched = near.try_clone().unwrap();
-        let size = || SockRef::from(&watched).send_buffer_size().unwrap();
-        let before = size();
-        let (mut tx, _rx) = split(near, true).unwrap();
-        tx.pace(10e9);
-        assert_eq!(size(), before);
-        tx.pace(1e6);
-        assert!(size() < before && size() >= 64 << 10, "{} of {before}", size());
-        drop(far);
+        assert!(!is_far(&near), "{:?}", min_rtt(&near));
     }
 }

@@ -218,6 +218,8 @@ impl Progress {
     /// Sends heartbeats and checks those of the peers. What has arrived has just been read.
     pub(crate) fn heartbeat(&mut self) {
         self.closing.retain_mut(ClosingConnection::pump);
+        // A slow link may have brought less than a rank wakes for.
+        self.rx.iter_mut().flatten().for_each(Rx::wake);
         let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
         for Silence { rank, silent, why } in silent {

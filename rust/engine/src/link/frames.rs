@@ -280,7 +280,13 @@ impl Rx {
             }
             match self.advance(sink)? {
                 Read::Some(_) => {}
-                Read::Nothing => break Pumped::Nothing,
+                Read::Nothing => {
+                    self.receiver.expect(match &self.state {
+                        State::Head(_, have) => HEADER - have,
+                        State::Payload(frame, _, got, _) => frame.len as usize - got,
+                    });
+                    break Pumped::Nothing;
+                }
                 Read::Closed => break Pumped::Closed,
             }
         };

@@ -134,6 +134,10 @@ impl Receiver for FaultyReceiver {
         self.inner.wake();
     }
 
+    fn expect(&mut self, bytes: usize) {
+        self.inner.expect(bytes);
+    }
+
     fn is_far(&self) -> bool {
         self.inner.is_far()
     }

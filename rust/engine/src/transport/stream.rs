@@ -61,6 +61,10 @@ pub trait Receiver: Send {
         false
     }
 
+    /// Nothing can be done before this many more bytes have arrived: the descriptor need not become readable before.
+    /// Always a part of what the peer sends next, or all of it.
+    fn expect(&mut self, _bytes: usize) {}
+
     /// How many bytes to read ahead of a header: reading more than was asked for saves system calls.
     fn read_ahead(&self) -> usize {
         0

@@ -21,7 +21,7 @@ pub fn split(socket: TcpStream, summed: bool) -> Result<(Box<dyn Sender>, Box<dy
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
     let sender = TcpSender { socket: socket.clone(), writable: true, summed };
-    Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
+    Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true, low: 1 })))
 }
 
 struct Socket {
@@ -81,7 +81,14 @@ impl Sender for TcpSender {
 struct TcpReceiver {
     socket: Arc<Socket>,
     readable: bool,
+    /// Bytes that must have arrived before the socket becomes readable.
+    low: usize,
 }
+
+/// Inside a large body, the rank wakes for this many bytes at a time.
+const AT_ONCE: usize = 128 << 10;
+/// For less, it wakes at once: telling the kernel costs a system call, too.
+const FEW: usize = 32 << 10;
 
 impl Receiver for TcpReceiver {
     fn read(&mut self, into: &mut [u8]) -> Result<Read> {
@@ -102,6 +109,13 @@ impl Receiver for TcpReceiver {
 
     fn is_far(&self) -> bool {
         is_far(&self.socket.stream)
+    }
+
+    fn expect(&mut self, bytes: usize) {
+        let low = if bytes < FEW { 1 } else { bytes.min(AT_ONCE) };
+        if low != self.low && set_low(&self.socket.stream, low) {
+            self.low = low;
+        }
     }
 
     fn read_ahead(&self) -> usize {
@@ -173,6 +187,22 @@ impl Checksums {
     }
 }
 
+/// Sets `SO_RCVLOWAT`; the kernel reports at once if as much is there already.
+fn set_low(socket: &TcpStream, bytes: usize) -> bool {
+    let value = libc::c_int::try_from(bytes).unwrap_or(1);
+    // SAFETY: the kernel reads one int.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVLOWAT,
+            (&raw const value).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    done == 0
+}
+
 /// See [`Receiver::is_far`].
 pub(super) fn is_far(socket: &TcpStream) -> bool {
     min_rtt(socket).is_some_and(|rtt| rtt >= FAR)
@@ -209,14 +239,43 @@ pub fn keep_alive(socket: &TcpStream) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
     use std::net::TcpListener;
 
     use super::*;
 
     #[test]
-    fn loopback_is_near() {
+    fn inside_a_large_body_a_rank_wakes_for_much_at_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let far = listener.accept().unwrap().0;
         assert!(!is_far(&near), "{:?}", min_rtt(&near));
+        let (_tx, mut rx) = split(far, true).unwrap();
+        let is_readable = |rx: &dyn Receiver, wait: i32| {
+            let mut poll =
+                libc::pollfd { fd: rx.fd().unwrap().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one entry.
+            unsafe { libc::poll(&raw mut poll, 1, wait) == 1 }
+        };
+        rx.expect(100_000);
+        near.write_all(&[7; 60_000]).unwrap();
+        assert!(!is_readable(&*rx, 100));
+        near.write_all(&[7; 40_000]).unwrap();
+        assert!(is_readable(&*rx, 10_000));
+        let mut body = vec![0; 100_000];
+        let mut got = 0;
+        while got < body.len() {
+            if let Read::Some(n) = rx.read(&mut body[got..]).unwrap() {
+                got += n;
+            }
+        }
+        // The header of the next frame may come alone.
+        near.write_all(&[7; 80]).unwrap();
+        assert!(!is_readable(&*rx, 100));
+        rx.expect(80);
+        assert!(is_readable(&*rx, 10_000));
+        rx.expect(100_000);
+        drop(near);
+        assert!(is_readable(&*rx, 10_000), "an end is told at once");
     }
 }

@@ -466,9 +466,9 @@ def _workers(helps: list[bool]) -> int:
 
 def _check_settings() -> None:
     """Checks the environment variables that the engine reads itself."""
-    checksum = os.environ.get("TRIGRAM_CHECKSUM", "on")
-    if checksum not in ("on", "off"):
-        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to on or off")
+    checksum = os.environ.get("TRIGRAM_CHECKSUM", "auto")
+    if checksum not in ("auto", "on", "off"):
+        raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to auto, on or off")
     kill = os.environ.get("TRIGRAM_KILL", "off")
     if kill not in ("on", "off"):
         raise ConfigError(f"TRIGRAM_KILL={kill!r} is invalid; set it to on or off")

@@ -7,6 +7,7 @@
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use trigram_core::planner::WINDOW_PIECES;
 use trigram_core::schedule::even_shares;
 use trigram_core::topology::{Shape, recursive_doubling, ring, scatter_gather, tree};
 use trigram_core::{DType, ReduceOp, reduce};
@@ -48,7 +49,7 @@ fn schedules(c: &mut Criterion) {
     });
     let shares = even_shares(shape.len, shape.world as usize);
     group.bench_function("scatter_gather", |b| {
-        b.iter(|| scatter_gather::all_reduce(black_box(shape), &shares));
+        b.iter(|| scatter_gather::all_reduce(black_box(shape), &shares, WINDOW_PIECES));
     });
     group.finish();
 }

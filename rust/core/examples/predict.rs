@@ -24,7 +24,7 @@ fn main() {
     };
     let rates: Vec<f64> = rates.split(',').map(|r| r.parse().unwrap()).collect();
     let world = rates.len() as u32;
-    let links = Links { rates: &rates, steady: false };
+    let links = Links { rates: &rates, steady: false, far: false };
     let hosts: Vec<Vec<u32>> = (0..world).map(|p| vec![p]).collect();
     for via in vias.split(',') {
         let way = Via::ALL.into_iter().find(|v| v.name() == via).unwrap_or_default();

@@ -22,8 +22,15 @@ pub const BOUNCE_BYTES: usize = 768 << 10;
 /// Largest message, in bytes: small enough to stay in a core's cache between arrival and sum.
 pub const PIECE_BYTES: usize = 256 << 10;
 
+/// The same where every rank has a host to itself: there a message costs system calls, and wakes a rank.
+pub const WIRE_PIECE_BYTES: usize = 512 << 10;
+
 /// Smallest piece that a message is cut into, in bytes: below, the cost of a message shows.
 pub const LEAST_PIECE_BYTES: usize = 128 << 10;
+
+/// Pieces that a rank sends in a scatter-gather before the result of the first comes back, to all others together: so
+/// few that what is under way stays in the cache between send, sum and receipt.
+pub const WINDOW_PIECES: usize = 6;
 
 /// Up to here latency decides, and a message takes `log p` hops; less where links are known to be slow.
 pub const SMALL_BYTES: usize = 32 << 10;
@@ -124,6 +131,9 @@ pub struct Links<'a> {
     /// Whether they have held for a while. Around a ring every link carries what the slowest does, which one it
     /// is cannot be measured: when rates change, scatter-gather finds out.
     pub steady: bool,
+    /// Whether one of this rank's links takes so long that [`WINDOW_PIECES`] would leave it idle. Ranks need not agree
+    /// on this: a peer with a wider window keeps what comes early.
+    pub far: bool,
 }
 
 /// What a call needs before its schedule can be chosen.
@@ -243,7 +253,9 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     let bytes = call.len * call.dtype.size();
     // At least four pieces of a share, so that sums and messages overlap in calls of a megabyte too.
     let share = bytes / layout.world.max(1) as usize;
-    let s = shape(call, layout, (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, PIECE_BYTES));
+    let most = if layout.is_flat() { WIRE_PIECE_BYTES } else { PIECE_BYTES };
+    let s = shape(call, layout, (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, most));
+    let window = if links.far { usize::MAX } else { WINDOW_PIECES };
     let small = SMALL_BYTES / call.dtype.size();
     if call.what != Collective::AllReduce && call.via != Via::Auto {
         return Err(Error::Unsupported(format!(
@@ -276,7 +288,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     Ok(match call.what {
         Collective::AllReduce => match call.via {
             Via::Auto if !flat && bytes > SMALL_BYTES => {
-                hierarchical::all_reduce(s, hosts, lent == Lent::Inputs)
+                hierarchical::all_reduce(s, hosts, lent == Lent::Inputs, window)
             }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
             Via::Auto if bytes <= small_bytes(rates) && !call.dtype.is_half() => {
@@ -284,10 +296,10 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
             }
             Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
             Via::Auto | Via::ScatterGather if is_balanced(call, layout) && !rates.is_empty() => {
-                scatter_gather::all_reduce(s, &balance::shares(call.len, rates, 0))
+                scatter_gather::all_reduce(s, &balance::shares(call.len, rates, 0), window)
             }
             Via::Auto | Via::ScatterGather => {
-                scatter_gather::all_reduce(s, &even_shares(call.len, s.world as usize))
+                scatter_gather::all_reduce(s, &even_shares(call.len, s.world as usize), window)
             }
             Via::Ring => ring::all_reduce(s),
             Via::Tree => tree::all_reduce(s),
@@ -366,17 +378,18 @@ mod tests {
         let flat = |world| Layout { me: 0, world, hosts: (0..world).map(|p| vec![p]).collect(), helpers: 0 };
         let steps = |world, bytes: usize, rate: f64, steady| {
             let rates = vec![rate; world as usize];
-            let links = Links { rates: &rates, steady };
+            let links = Links { rates: &rates, steady, far: false };
             let call = call(Collective::AllReduce, bytes / 4, Via::Auto);
             schedule(&call, &flat(world), Lent::Nothing, links).unwrap().steps
         };
         let by = |world, bytes: usize, make: &dyn Fn(Shape) -> Schedule| {
             let layout = flat(world);
             let share = bytes / world as usize;
-            let piece = (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, PIECE_BYTES);
+            let piece = (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, WIRE_PIECE_BYTES);
             make(shape(&call(Collective::AllReduce, bytes / 4, Via::Auto), &layout, piece)).steps
         };
-        let scattered = |s: Shape| scatter_gather::all_reduce(s, &even_shares(s.len, s.world as usize));
+        let scattered =
+            |s: Shape| scatter_gather::all_reduce(s, &even_shares(s.len, s.world as usize), WINDOW_PIECES);
         let (mega, giga) = (12.5e6, 1.2e8);
         assert_eq!(steps(4, 8 << 10, giga, true), by(4, 8 << 10, &recursive_doubling::all_reduce));
         assert_eq!(steps(4, 8 << 10, mega, true), by(4, 8 << 10, &scattered));

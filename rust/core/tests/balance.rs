@@ -4,6 +4,7 @@
 use std::sync::Arc;
 
 use proptest::prelude::*;
+use trigram_core::planner::WINDOW_PIECES;
 use trigram_core::schedule::{Schedule, even_shares};
 use trigram_core::sim::{self, Net, Rank, Report};
 use trigram_core::topology::{Shape, balance, ring, scatter_gather};
@@ -47,7 +48,7 @@ fn simulate_aided(len: usize, rates: &[f64], helpers: usize, schedule: impl Fn(S
 
 fn balanced(len: usize, rates: &[f64]) -> f64 {
     let shares = balance::shares(len, rates, 0);
-    let time = simulate(len, rates, |s| scatter_gather::all_reduce(s, &shares)).time;
+    let time = simulate(len, rates, |s| scatter_gather::all_reduce(s, &shares, WINDOW_PIECES)).time;
     time / balance::bound(len as f64 * 4.0, rates, 0)
 }
 
@@ -64,7 +65,9 @@ fn four_hosts_one_at_half_rate() {
     assert!(balanced(len, &rates) < 1.08, "{}", balanced(len, &rates));
     let around = simulate(len, &rates, ring::all_reduce).time / bound;
     assert!(around > 1.45, "a ring: {around}");
-    let even = simulate(len, &rates, |s| scatter_gather::all_reduce(s, &even_shares(len, 4))).time / bound;
+    let even = simulate(len, &rates, |s| scatter_gather::all_reduce(s, &even_shares(len, 4), WINDOW_PIECES))
+        .time
+        / bound;
     assert!(even > 1.45, "equal shares: {even}");
 }
 

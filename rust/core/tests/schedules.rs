@@ -88,8 +88,14 @@ fn all_reduces(world: u32, len: usize, piece: usize) -> Vec<(&'static str, Vec<S
         ("ring", all(&ring::all_reduce)),
         ("tree", all(&tree::all_reduce)),
         ("recursive_doubling", all(&recursive_doubling::all_reduce)),
-        ("scatter_gather", all(&|s| scatter_gather::all_reduce(s, &even_shares(len, world as usize)))),
-        ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares))),
+        ("scatter_gather", all(&|s| scatter_gather::all_reduce(s, &even_shares(len, world as usize), 0))),
+        ("uneven scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares, 0))),
+        ("wide scatter_gather", all(&|s| scatter_gather::all_reduce(s, &shares, usize::MAX))),
+        // Ranks need not agree on the window.
+        (
+            "mixed scatter_gather",
+            all(&|s| scatter_gather::all_reduce(s, &shares, s.me as usize * usize::from(s.me > 1) * 9)),
+        ),
         ("shared", all(&shared::all_reduce)),
         ("one shot", all(&|s| shared::one_shot(Collective::AllReduce, 0, s, Blocks::Equal(s.len)))),
         (
@@ -336,7 +342,7 @@ fn hierarchies_are_right_and_cross_between_hosts_once() {
                     (0..world as u32).map(|me| f(Shape { me, world: world as u32, len, piece: 16 })).collect()
                 };
                 for direct in [false, true] {
-                    let s = of(&|s| hierarchical::all_reduce(s, &hosts, direct));
+                    let s = of(&|s| hierarchical::all_reduce(s, &hosts, direct, 0));
                     let crossing: usize = crossing(&s, &hosts);
                     assert_eq!(crossing, 2 * (hosts.len() - 1) * len, "{sizes:?} {len}");
                     check(Collective::AllReduce, s, 0, len, &hosts, 1);

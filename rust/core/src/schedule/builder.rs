@@ -219,6 +219,16 @@ impl Builder {
         self.fenced = self.steps.len();
     }
 
+    /// The step written last.
+    pub fn last(&self) -> Option<u32> {
+        (self.steps.len() as u32).checked_sub(1)
+    }
+
+    /// The step written next waits for `step`, whatever memory the two touch.
+    pub fn wait_for(&mut self, step: u32) {
+        self.deps.push((self.steps.len() as u32, step));
+    }
+
     fn own(&self, span: Span) -> Loc {
         Loc { place: self.me, span }
     }

@@ -6,6 +6,7 @@
 
 use crate::schedule::{Buf, Builder, Loc, Place, Schedule, Span, even_shares, share_spans};
 use crate::topology::blocks::{Blocks, messages};
+use crate::topology::scatter_gather::Cut;
 use crate::topology::{Shape, direct, scatter_gather};
 
 /// Where a rank stands among the hosts.
@@ -40,8 +41,10 @@ impl<'a> Standing<'a> {
 /// back. `direct`: `Out` is registered memory on every rank of *this* host, so ranks read and
 /// write each other's instead of sending messages; hosts may differ in that.
 ///
+/// `window`: see [`scatter_gather::all_reduce`].
+///
 /// Sums are taken in place order within a host and in host order between them.
-pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule {
+pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool, window: usize) -> Schedule {
     let Shape { me, len, piece, .. } = shape;
     let at = Standing::of(me, hosts);
     let local = at.local();
@@ -83,7 +86,7 @@ pub fn all_reduce(shape: Shape, hosts: &[Vec<Place>], direct: bool) -> Schedule 
             b.fold(&copies, span, false);
         }
         let rail: Vec<Place> = hosts.iter().map(|ranks| ranks[at.index]).collect();
-        scatter_gather::among(&mut b, &rail, at.host, slice, &shares, piece);
+        scatter_gather::among(&mut b, &rail, at.host, slice, Cut { shares: &shares, piece, window });
         for span in pieces_of(slice, &shares) {
             let from = Loc { place: me, span };
             if direct {

@@ -103,14 +103,14 @@ impl HandshakeStream {
         }
     }
 
-    /// Both directions of the finished connection.
-    pub fn split(self) -> trigram_core::Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+    /// Both directions of the finished connection. `summed`: frames carry checksums, unless they are encrypted.
+    pub fn split(self, summed: bool) -> trigram_core::Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
         let io = |e: Error| trigram_core::Error::io("setting up a TCP connection", e);
         let stream = self.stream.into_std().map_err(io)?;
         tcp::keep_alive(&stream)?;
         match self.tls {
             Some(session) => tls::split(stream, *session),
-            None => tcp::split(stream),
+            None => tcp::split(stream, summed),
         }
     }
 }

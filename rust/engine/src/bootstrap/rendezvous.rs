@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake::{self, Identity};
-use crate::bootstrap::handshake_stream::HandshakeStream;
 use crate::bootstrap::host_handshake;
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
@@ -24,11 +23,11 @@ use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
 use crate::security::secret::{Claim, PROOF, Security, random};
 use crate::security::tls_keys::Tls;
-use crate::sys::address::{host_name, own_address};
+use crate::sys::address::{boot_id, host_name, own_address};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::memory::Arena;
 use crate::sys::unix;
-use crate::transport::{faulty, shm};
+use crate::transport::{faulty, shm, tcp};
 
 /// Which transports a rank may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -52,6 +51,8 @@ struct EndpointRecord {
     address: SocketAddr,
     /// Equal on ranks that should be able to share memory.
     host: String,
+    /// Equal on ranks under one kernel, which no wire connects.
+    boot: String,
     /// The abstract name of its unix socket.
     socket: String,
     token: [u8; 16],
@@ -63,7 +64,7 @@ struct EndpointRecord {
     silence: u64,
 }
 
-const VERSION: u32 = 4;
+const VERSION: u32 = 5;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {
@@ -144,6 +145,7 @@ impl Rendezvous {
             rank,
             address,
             host,
+            boot: boot_id()?,
             socket,
             token,
             secret: false,
@@ -172,6 +174,12 @@ impl Rendezvous {
     /// The token that all ranks of this job derive their keys from.
     fn job(&self) -> [u8; 16] {
         self.records.iter().flatten().next().map_or(self.record.token, |c| c.token)
+    }
+
+    /// Whether what this rank sends to another may leave the machine.
+    fn is_over_wire(&self, rank: usize) -> bool {
+        let record = self.records.get(rank).and_then(Option::as_ref);
+        record.is_none_or(|record| record.boot != self.record.boot)
     }
 
     /// Applies security settings; to be called before the endpoint record is handed out.
@@ -324,7 +332,8 @@ impl Rendezvous {
             let halves = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
                 Some(shm::pair(&self.control, index(me), &neighbour.control, index(rank)))
             } else {
-                let halves = streams.remove(&(rank as u32)).map(HandshakeStream::split).transpose()?;
+                let summed = tcp::Checksums::from_env().apply(self.is_over_wire(rank));
+                let halves = streams.remove(&(rank as u32)).map(|stream| stream.split(summed)).transpose()?;
                 halves.map(faulty::wrap).transpose()?
             };
             let (out, inn) = halves.unzip();
@@ -373,6 +382,20 @@ mod tests {
         old.extend([0; 64]);
         let text = said(&mut one, old).to_string();
         assert!(text.contains("protocol 3"), "{text}");
+    }
+
+    #[test]
+    fn only_ranks_under_one_kernel_are_not_joined_by_a_wire() {
+        let open = |rank| Rendezvous::open(rank, 3, Some("lo"), None, Transport::Tcp).unwrap();
+        let (mut one, two, mut away) = (open(0), open(1), open(2));
+        away.record.boot = "another".into();
+        let records = [&one, &two, &away].map(|r| r.record().unwrap());
+        assert!(one.handshake(&records, &mut || Ok(())).unwrap());
+        assert_eq!([1, 2, 3].map(|rank| one.is_over_wire(rank)), [false, true, true]);
+        for (asked, each) in [("auto", [false, true]), ("on", [true, true]), ("off", [false, false])] {
+            let checksums = tcp::Checksums::asked(asked);
+            assert_eq!([1, 2].map(|rank| checksums.apply(one.is_over_wire(rank))), each, "{asked}");
+        }
     }
 
     #[test]

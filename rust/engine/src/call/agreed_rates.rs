@@ -160,7 +160,7 @@ impl AgreedRates {
             return Links::default();
         }
         let rates = if self.trial.is_empty() { &self.rates } else { &self.trial };
-        Links { rates, steady: self.held >= HELD }
+        Links { rates, steady: self.held >= HELD, far: false }
     }
 }
 

@@ -9,7 +9,6 @@ pub mod body;
 pub mod calls;
 pub(crate) mod index;
 pub(crate) mod mismatch;
-pub(crate) mod pacing;
 pub mod request;
 pub mod schedule_cache;
 pub mod steps;

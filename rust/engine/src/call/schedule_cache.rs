@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use trigram_core::Result;
-use trigram_core::planner::{self, Call, Lent, Opening};
+use trigram_core::planner::{self, Call, Lent, Links, Opening};
 use trigram_core::schedule::Schedule;
 use trigram_core::topology::direct;
 
@@ -26,12 +26,19 @@ type Cached = (u64, Arc<Schedule>);
 /// Cached schedules, by call.
 #[derive(Default)]
 pub struct ScheduleCache {
+    /// See [`Links::far`].
+    far: bool,
     kept: HashMap<Key, Cached>,
     /// The last one found. Most loops repeat one call, and comparing keys is faster than hashing.
     last: Option<(Key, Cached)>,
 }
 
 impl ScheduleCache {
+    /// For a rank whose links are far, or not.
+    pub(crate) fn new(far: bool) -> Self {
+        Self { far, ..Self::default() }
+    }
+
     /// The cached schedule of a call, or the key back.
     fn find(&mut self, key: Key, version: u64) -> Result<Arc<Schedule>, Key> {
         if let Some((_, (_, schedule))) = self.last.as_ref().filter(|l| l.0 == key && l.1.0 == version) {
@@ -75,6 +82,7 @@ impl ScheduleCache {
             true => planner::one_shot(&request.call, &members.layout),
             false => {
                 let links = rates.map(AgreedRates::links).unwrap_or_default();
+                let links = Links { far: self.far, ..links };
                 planner::schedule(&request.call, &members.layout, body.lent, links)?
             }
         });

@@ -11,7 +11,6 @@ use trigram_core::wire::{Frame, Kind};
 
 use crate::call::active_call::ActiveCall;
 use crate::call::calls::Calls;
-use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
 use crate::drive::failures::{check_losses, check_time};
@@ -28,6 +27,7 @@ use crate::health::peers::Peers;
 use crate::health::wait_window::WaitWindow;
 use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
+use crate::link::rate_meter::RateMeter;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 
 /// On shutdown, how long to keep delivering LOST notices to evicted peers.
@@ -50,7 +50,7 @@ pub struct Progress {
     out: Outbox,
     /// Schedules of calls that were made before.
     schedules: ScheduleCache,
-    pacing: Pacing,
+    meter: RateMeter,
     helper: Helper,
     /// The inward connections, by rank; `None` for this rank and for lost ones.
     pub rx: Vec<Option<Rx>>,
@@ -72,8 +72,8 @@ impl Progress {
             counters,
             calls: Calls::default(),
             out: Outbox::new(tx),
-            schedules: ScheduleCache::default(),
-            pacing: Pacing::default(),
+            schedules: ScheduleCache::new(rx.iter().flatten().any(Rx::is_far)),
+            meter: RateMeter::default(),
             helper: Helper::default(),
             heartbeat: Heartbeat::new(rx.len()),
             rx,
@@ -92,7 +92,7 @@ impl Progress {
             calls: &mut self.calls,
             out: &mut self.out,
             schedules: &mut self.schedules,
-            pacing: &mut self.pacing,
+            meter: &self.meter,
         }
     }
 
@@ -214,7 +214,7 @@ impl Progress {
             moved = true;
         }
         if moved {
-            self.pacing.sample(&self.rx, &self.out);
+            self.meter.sample(&self.rx, self.out.connections());
         }
         check_losses(&mut self.calls, &mut self.out, &self.peers, self.world.rank);
         match self.helper.look(&mut self.calls, &mut self.out, &self.peers) {
@@ -259,6 +259,8 @@ impl Progress {
     /// Sends heartbeats and checks those of the peers. What has arrived has just been read.
     pub(crate) fn heartbeat(&mut self) {
         self.closing.retain_mut(ClosingConnection::pump);
+        // A slow link may have brought less than a rank wakes for.
+        self.rx.iter_mut().flatten().for_each(Rx::wake);
         let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
         self.window.name_straggler(&self.counters, self.world.rank);
         for Silence { rank, silent, why } in silent {

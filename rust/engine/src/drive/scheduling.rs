@@ -15,7 +15,6 @@ use crate::call::active_call::CallState;
 use crate::call::body::Body;
 use crate::call::calls::Calls;
 use crate::call::mismatch::{agree, is_pairwise};
-use crate::call::pacing::Pacing;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
 use crate::drive::failures::{self, stop};
@@ -25,6 +24,7 @@ use crate::health::counters::Counters;
 use crate::health::peers::Peers;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
+use crate::link::rate_meter::RateMeter;
 
 /// What moving a call may change.
 pub(crate) struct Scheduling<'a> {
@@ -34,7 +34,7 @@ pub(crate) struct Scheduling<'a> {
     pub(crate) calls: &'a mut Calls,
     pub(crate) out: &'a mut Outbox,
     pub(crate) schedules: &'a mut ScheduleCache,
-    pub(crate) pacing: &'a mut Pacing,
+    pub(crate) meter: &'a RateMeter,
 }
 
 impl Scheduling<'_> {
@@ -139,7 +139,6 @@ impl Scheduling<'_> {
                 self.calls.note_begun(i);
                 let schedule = self.schedule(i)?;
                 let active = &mut self.calls.active[i];
-                self.pacing.pace(&active.body, &schedule, self.out);
                 active.run(schedule, self.out)
             }
             CallState::Waiting => {
@@ -232,7 +231,7 @@ impl Scheduling<'_> {
         let frame = Frame { len: 8, ..body.frame(Kind::Rate, 0, 0) };
         let rates = self.calls.rates(members.id);
         if rates.is_first(call.0) {
-            let measured = self.pacing.rate(rates.since());
+            let measured = self.meter.rate(rates.since());
             let rate = rates.declare(call.0, self.world.rank, measured, members.layout.helpers > 0);
             for &rank in members.ranks.iter().filter(|&&rank| rank != self.world.rank) {
                 self.out.give(rank, &frame, rate.unwrap_or(0.0).to_le_bytes().to_vec());

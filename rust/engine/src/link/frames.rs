@@ -157,11 +157,6 @@ impl Tx {
         self.queue.iter().any(|out| out.token.is_some_and(|t| t.call == call))
     }
 
-    /// See [`Sender::pace`].
-    pub fn pace(&mut self, rate: f64) {
-        self.sender.pace(rate);
-    }
-
     /// Closes the direction: no more frames.
     pub fn close(&mut self) {
         self.sender.close();
@@ -257,6 +252,11 @@ impl Rx {
         self.receiver.fd()
     }
 
+    /// See [`Receiver::is_far`].
+    pub fn is_far(&self) -> bool {
+        self.receiver.is_far()
+    }
+
     /// The descriptor has become readable.
     pub fn wake(&mut self) {
         self.receiver.wake();
@@ -280,7 +280,13 @@ impl Rx {
             }
             match self.advance(sink)? {
                 Read::Some(_) => {}
-                Read::Nothing => break Pumped::Nothing,
+                Read::Nothing => {
+                    self.receiver.expect(match &self.state {
+                        State::Head(_, have) => HEADER - have,
+                        State::Payload(frame, _, got, _) => frame.len as usize - got,
+                    });
+                    break Pumped::Nothing;
+                }
                 Read::Closed => break Pumped::Closed,
             }
         };

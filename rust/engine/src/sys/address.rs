@@ -7,10 +7,17 @@ use trigram_core::{Error, Result};
 /// Identifies the memory that ranks could share: the kernel's boot id, the network namespace (so that each namespace
 /// counts as a host) and the user.
 pub(crate) fn host_name() -> Result<String> {
-    let io = |e: std::io::Error| Error::io("reading this host's identity", e);
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(io)?;
-    let net = std::fs::read_link("/proc/self/ns/net").map_err(io)?;
-    Ok(format!("{}/{}/{}", boot.trim(), net.display(), rustix::process::geteuid().as_raw()))
+    let net = std::fs::read_link("/proc/self/ns/net").map_err(unknown)?;
+    Ok(format!("{}/{}/{}", boot_id()?, net.display(), rustix::process::geteuid().as_raw()))
+}
+
+/// The kernel's boot id: the same for all processes under one kernel, whatever their namespaces.
+pub(crate) fn boot_id() -> Result<String> {
+    Ok(std::fs::read_to_string("/proc/sys/kernel/random/boot_id").map_err(unknown)?.trim().into())
+}
+
+fn unknown(e: std::io::Error) -> Error {
+    Error::io("reading this host's identity", e)
 }
 
 /// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`

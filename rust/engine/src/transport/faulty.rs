@@ -15,6 +15,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 use trigram_core::{Error, Result};
 
 use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::tcp;
 
 const FLIP: u32 = 1;
 const CUT: u32 = 2;
@@ -53,11 +54,15 @@ unsafe impl Sync for Mapped {}
 /// Both directions of a connection, which can be damaged if `TRIGRAM_CHAOS` is set.
 pub fn wrap(halves: (Box<dyn Sender>, Box<dyn Receiver>)) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
     let Some(word) = word()? else { return Ok(halves) };
-    Ok((Box::new(FaultySender { inner: halves.0, word }), Box::new(FaultyReceiver { inner: halves.1, word })))
+    // What is damaged here must be found, as if it had passed a wire.
+    let summed = tcp::Checksums::from_env().apply(true);
+    let sender = FaultySender { inner: halves.0, summed, word };
+    Ok((Box::new(sender), Box::new(FaultyReceiver { inner: halves.1, word })))
 }
 
 struct FaultySender {
     inner: Box<dyn Sender>,
+    summed: bool,
     word: &'static AtomicU32,
 }
 
@@ -92,12 +97,8 @@ impl Sender for FaultySender {
         self.inner.flush();
     }
 
-    fn pace(&mut self, rate: f64) {
-        self.inner.pace(rate);
-    }
-
     fn is_summed(&self) -> bool {
-        self.inner.is_summed()
+        self.summed
     }
 
     fn close(&mut self) {
@@ -131,6 +132,14 @@ impl Receiver for FaultyReceiver {
 
     fn wake(&mut self) {
         self.inner.wake();
+    }
+
+    fn expect(&mut self, bytes: usize) {
+        self.inner.expect(bytes);
+    }
+
+    fn is_far(&self) -> bool {
+        self.inner.is_far()
     }
 
     fn read_ahead(&self) -> usize {

@@ -31,12 +31,6 @@ pub trait Sender: Send {
     /// Called after a burst of writes: wakes the peer if the transport does not do so by itself.
     fn flush(&mut self) {}
 
-    /// The link carries `rate` bytes per second: queue no more than keeps it busy.
-    ///
-    /// Flows that share a receiver's link get shares in the ratio of what they have queued. With bounded queues the
-    /// shares are equal, so that pieces of one sum arrive together.
-    fn pace(&mut self, _rate: f64) {}
-
     /// Whether bytes may be damaged in transit, so that frames carry checksums.
     fn is_summed(&self) -> bool {
         false
@@ -61,6 +55,15 @@ pub trait Receiver: Send {
 
     /// The descriptor has become readable.
     fn wake(&mut self) {}
+
+    /// Whether an answer takes so long that the link would be idle if the sender waited for it.
+    fn is_far(&self) -> bool {
+        false
+    }
+
+    /// Nothing can be done before this many more bytes have arrived: the descriptor need not become readable before.
+    /// Always a part of what the peer sends next, or all of it.
+    fn expect(&mut self, _bytes: usize) {}
 
     /// How many bytes to read ahead of a header: reading more than was asked for saves system calls.
     fn read_ahead(&self) -> usize {

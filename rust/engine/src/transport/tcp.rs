@@ -6,7 +6,7 @@
 use std::io::{ErrorKind, IoSlice, Read as _};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
 
 use socket2::SockRef;
 use trigram_core::{Error, Result};
@@ -14,14 +14,14 @@ use trigram_core::{Error, Result};
 use crate::sys::fork::GuardedFd;
 use crate::transport::stream::{Read, Receiver, Sender};
 
-/// Splits a connected socket into its two directions.
-pub fn split(socket: TcpStream) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+/// Splits a connected socket into its two directions. `summed`: frames carry checksums.
+pub fn split(socket: TcpStream, summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
     let io = |e: std::io::Error| Error::io("setting up a TCP connection", e);
     socket.set_nodelay(true).map_err(io)?;
     socket.set_nonblocking(true).map_err(io)?;
     let socket = Arc::new(Socket { _guard: GuardedFd::new(&socket), stream: socket });
-    let sender = TcpSender { socket: socket.clone(), writable: true, limited: false };
-    Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true })))
+    let sender = TcpSender { socket: socket.clone(), writable: true, summed };
+    Ok((Box::new(sender), Box::new(TcpReceiver { socket, readable: true, low: 1 })))
 }
 
 struct Socket {
@@ -32,15 +32,11 @@ struct Socket {
 struct TcpSender {
     socket: Arc<Socket>,
     writable: bool,
-    limited: bool,
+    summed: bool,
 }
 
-/// The socket must have data for this many seconds, until this rank's thread writes again.
-const LATE: f64 = 300e-6;
-/// From this round-trip time on, the kernel sizes the buffer better: one that is too small would starve the link.
+/// From this round-trip time on, an answer takes too long to wait for with little under way.
 const FAR: f64 = 2e-3;
-/// Every system allows a send buffer of this size.
-const LARGEST: usize = 208 << 10;
 
 impl Sender for TcpSender {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
@@ -72,12 +68,8 @@ impl Sender for TcpSender {
         self.writable = true;
     }
 
-    fn pace(&mut self, rate: f64) {
-        pace(&self.socket.stream, rate, &mut self.limited);
-    }
-
     fn is_summed(&self) -> bool {
-        sums()
+        self.summed
     }
 
     fn close(&mut self) {
@@ -89,7 +81,14 @@ impl Sender for TcpSender {
 struct TcpReceiver {
     socket: Arc<Socket>,
     readable: bool,
+    /// Bytes that must have arrived before the socket becomes readable.
+    low: usize,
 }
+
+/// Inside a large body, the rank wakes for this many bytes at a time.
+const AT_ONCE: usize = 128 << 10;
+/// For less, it wakes at once: telling the kernel costs a system call, too.
+const FEW: usize = 32 << 10;
 
 impl Receiver for TcpReceiver {
     fn read(&mut self, into: &mut [u8]) -> Result<Read> {
@@ -106,6 +105,17 @@ impl Receiver for TcpReceiver {
 
     fn wake(&mut self) {
         self.readable = true;
+    }
+
+    fn is_far(&self) -> bool {
+        is_far(&self.socket.stream)
+    }
+
+    fn expect(&mut self, bytes: usize) {
+        let low = if bytes < FEW { 1 } else { bytes.min(AT_ONCE) };
+        if low != self.low && set_low(&self.socket.stream, low) {
+            self.low = low;
+        }
     }
 
     fn read_ahead(&self) -> usize {
@@ -141,21 +151,61 @@ pub(super) fn receive(mut socket: &TcpStream, into: &mut [u8], readable: &mut bo
     }
 }
 
-/// Whether frames carry checksums, unless `TRIGRAM_CHECKSUM=off`. Receivers accept both kinds.
-pub fn sums() -> bool {
-    static SUMS: OnceLock<bool> = OnceLock::new();
-    *SUMS.get_or_init(|| std::env::var_os("TRIGRAM_CHECKSUM").is_none_or(|v| v != "off"))
+/// Which frames carry checksums. Receivers accept both kinds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Checksums {
+    /// Those that pass a wire: a second look at bytes that never leave the memory of one machine finds nothing.
+    Auto,
+    /// All.
+    On,
+    /// None.
+    Off,
 }
 
-/// Makes a socket queue no more than keeps a link of this rate busy; see [`Sender::pace`].
-pub(super) fn pace(socket: &TcpStream, rate: f64, limited: &mut bool) {
-    let Some(rtt) = min_rtt(socket).filter(|&rtt| rtt < FAR) else { return };
-    let bytes = (32 << 10) + (rate * (2.0 * rtt + LATE)) as usize;
-    if bytes <= LARGEST || *limited {
-        // If this fails, the kernel goes on choosing the size by itself.
-        let set = SockRef::from(socket).set_send_buffer_size(bytes.min(LARGEST));
-        *limited |= set.is_ok();
+impl Checksums {
+    /// As `TRIGRAM_CHECKSUM` asks for.
+    pub fn from_env() -> Self {
+        Self::asked(&std::env::var("TRIGRAM_CHECKSUM").unwrap_or_default())
     }
+
+    /// As its value asks for.
+    pub(crate) fn asked(value: &str) -> Self {
+        match value {
+            "on" => Self::On,
+            "off" => Self::Off,
+            _ => Self::Auto,
+        }
+    }
+
+    /// Whether frames to a rank carry checksums that a wire leads to, or not.
+    pub fn apply(self, over_wire: bool) -> bool {
+        match self {
+            Self::Auto => over_wire,
+            Self::On => true,
+            Self::Off => false,
+        }
+    }
+}
+
+/// Sets `SO_RCVLOWAT`; the kernel reports at once if as much is there already.
+fn set_low(socket: &TcpStream, bytes: usize) -> bool {
+    let value = libc::c_int::try_from(bytes).unwrap_or(1);
+    // SAFETY: the kernel reads one int.
+    let done = unsafe {
+        libc::setsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_RCVLOWAT,
+            (&raw const value).cast(),
+            size_of::<libc::c_int>() as libc::socklen_t,
+        )
+    };
+    done == 0
+}
+
+/// See [`Receiver::is_far`].
+pub(super) fn is_far(socket: &TcpStream) -> bool {
+    min_rtt(socket).is_some_and(|rtt| rtt >= FAR)
 }
 
 /// The least round-trip time of a connection so far, in seconds.
@@ -189,25 +239,43 @@ pub fn keep_alive(socket: &TcpStream) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write as _;
     use std::net::TcpListener;
 
     use super::*;
 
     #[test]
-    fn a_slow_link_is_given_little_to_queue_and_a_fast_one_is_left_alone() {
+    fn inside_a_large_body_a_rank_wakes_for_much_at_once() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-        let near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
-        let rtt = min_rtt(&near).unwrap();
-        assert!(rtt < 1.0, "{rtt}");
-        let watched = near.try_clone().unwrap();
-        let size = || SockRef::from(&watched).send_buffer_size().unwrap();
-        let before = size();
-        let (mut tx, _rx) = split(near).unwrap();
-        tx.pace(10e9);
-        assert_eq!(size(), before);
-        tx.pace(1e6);
-        assert!(size() < before && size() >= 64 << 10, "{} of {before}", size());
-        drop(far);
+        assert!(!is_far(&near), "{:?}", min_rtt(&near));
+        let (_tx, mut rx) = split(far, true).unwrap();
+        let is_readable = |rx: &dyn Receiver, wait: i32| {
+            let mut poll =
+                libc::pollfd { fd: rx.fd().unwrap().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            // SAFETY: one entry.
+            unsafe { libc::poll(&raw mut poll, 1, wait) == 1 }
+        };
+        rx.expect(100_000);
+        near.write_all(&[7; 60_000]).unwrap();
+        assert!(!is_readable(&*rx, 100));
+        near.write_all(&[7; 40_000]).unwrap();
+        assert!(is_readable(&*rx, 10_000));
+        let mut body = vec![0; 100_000];
+        let mut got = 0;
+        while got < body.len() {
+            if let Read::Some(n) = rx.read(&mut body[got..]).unwrap() {
+                got += n;
+            }
+        }
+        // The header of the next frame may come alone.
+        near.write_all(&[7; 80]).unwrap();
+        assert!(!is_readable(&*rx, 100));
+        rx.expect(80);
+        assert!(is_readable(&*rx, 10_000));
+        rx.expect(100_000);
+        drop(near);
+        assert!(is_readable(&*rx, 10_000), "an end is told at once");
     }
 }

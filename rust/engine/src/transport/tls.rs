@@ -31,7 +31,7 @@ pub fn split(socket: TcpStream, mut session: Connection) -> Result<(Box<dyn Send
     session.set_buffer_limit(None); // the sender keeps to its own
     let state = State { session, writable: true, held: vec![0; AHEAD], at: 0, end: 0 };
     let link = Arc::new(Link { _guard: GuardedFd::new(&socket), socket, state: Mutex::new(state) });
-    let sender = TlsSender { link: link.clone(), owed: false, limited: false };
+    let sender = TlsSender { link: link.clone(), owed: false };
     // Data may have arrived together with the end of the handshake.
     Ok((Box::new(sender), Box::new(TlsReceiver { link, readable: true })))
 }
@@ -97,7 +97,6 @@ struct TlsSender {
     link: Arc<Link>,
     /// One byte has been encrypted that was not counted as written.
     owed: bool,
-    limited: bool,
 }
 
 impl Sender for TlsSender {
@@ -134,10 +133,6 @@ impl Sender for TlsSender {
 
     fn wake(&mut self) {
         self.link.state().writable = true;
-    }
-
-    fn pace(&mut self, rate: f64) {
-        tcp::pace(&self.link.socket, rate, &mut self.limited);
     }
 
     fn close(&mut self) {
@@ -191,6 +186,10 @@ impl Receiver for TlsReceiver {
 
     fn fd(&self) -> Option<BorrowedFd<'_>> {
         Some(self.link.socket.as_fd())
+    }
+
+    fn is_far(&self) -> bool {
+        tcp::is_far(&self.link.socket)
     }
 
     fn wake(&mut self) {

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -25,6 +25,9 @@ demo: build  ## trains a CNN and a GPT on real data with two ranks, next to DDP
 
 bench: build  ## measures all collectives and writes docs/collectives.md
 	$(BIN)/python benches/collectives.py --out docs
+
+bench-quick: build  ## compares with gloo, DDP, a copy and the floor in two minutes
+	$(BIN)/python benches/quick.py --out quick-out
 
 test:  ## what CI runs: formatting, lints, layers, Rust and Python tests, types, docs
 	$(MAKE) -j2 .venv/ready lint-rust  # what is downloaded comes beside what is compiled

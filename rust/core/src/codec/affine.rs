@@ -39,8 +39,14 @@ impl<const BITS: u32> Affine<BITS> {
                 *h = if v > *h { v } else { *h };
             }
         }
-        let low = lows.iter().fold(0f32, |a, &b| a.min(b));
-        let high = highs.iter().fold(0f32, |a, &b| a.max(b));
+        // By halves: one after the other, sixteen comparisons wait for each other.
+        for half in [8, 4, 2, 1] {
+            for i in 0..half {
+                lows[i] = if lows[i + half] < lows[i] { lows[i + half] } else { lows[i] };
+                highs[i] = if highs[i + half] > highs[i] { highs[i + half] } else { highs[i] };
+            }
+        }
+        let (low, high) = (lows[0], highs[0]);
         if high - low < LEAST {
             return 0;
         }
@@ -80,11 +86,18 @@ impl<const BITS: u32> BlockCodec for Affine<BITS> {
         if BITS == 8 {
             codes.iter_mut().zip(x).for_each(|(c, &v)| *c = code(v));
         } else {
-            let pairs = x.chunks_exact(2);
-            if let (&[last], Some(c)) = (pairs.remainder(), codes.last_mut()) {
-                *c = code(last);
+            // Sixteen codes at a time, and then two of them to a byte.
+            let (runs, rest) = x.as_chunks::<16>();
+            let (bytes, last) = codes.split_at_mut(8 * runs.len());
+            for (bytes, run) in bytes.as_chunks_mut::<8>().0.iter_mut().zip(runs) {
+                let mut sixteen = [0u8; 16];
+                sixteen.iter_mut().zip(run).for_each(|(c, &v)| *c = code(v));
+                let pairs: [u16; 8] = bytemuck::cast(sixteen);
+                *bytes = pairs.map(|p| (u16::from_le(p) | u16::from_le(p) >> 4) as u8);
             }
-            codes.iter_mut().zip(pairs).for_each(|(c, p)| *c = code(p[0]) | code(p[1]) << 4);
+            for (c, p) in last.iter_mut().zip(rest.chunks(2)) {
+                *c = code(p[0]) | p.get(1).map_or(0, |&v| code(v) << 4);
+            }
         }
     }
 
@@ -97,13 +110,16 @@ impl<const BITS: u32> BlockCodec for Affine<BITS> {
         if BITS == 8 {
             out.iter_mut().zip(codes).for_each(|(o, &c)| *o = value(c));
         } else {
-            let mut pairs = out.chunks_exact_mut(2);
-            for (p, &c) in pairs.by_ref().zip(codes) {
-                p[0] = value(c & 15);
-                p[1] = value(c >> 4);
+            let (runs, rest) = out.as_chunks_mut::<16>();
+            let (bytes, last) = codes.split_at(8 * runs.len());
+            for (run, bytes) in runs.iter_mut().zip(bytes.as_chunks::<8>().0) {
+                let pairs = bytes.map(|b| ((u16::from(b) | u16::from(b) << 4) & 0x0f0f).to_le());
+                let sixteen: [u8; 16] = bytemuck::cast(pairs);
+                run.iter_mut().zip(sixteen).for_each(|(o, c)| *o = value(c));
             }
-            if let ([last], Some(&c)) = (pairs.into_remainder(), codes.last()) {
-                *last = value(c & 15);
+            for (p, &c) in rest.chunks_mut(2).zip(last) {
+                p[0] = value(c & 15);
+                p.iter_mut().skip(1).for_each(|o| *o = value(c >> 4));
             }
         }
     }

@@ -6,6 +6,9 @@ use crate::float16;
 /// The longest block, in values: two blocks of `f32` fit in the first-level cache.
 pub const MAX: usize = 2048;
 
+/// Blocks of this length have a loop of their own; int4's are of it.
+const SHORT: usize = 32;
+
 /// A codec of one block. Both functions are `#[inline(always)]` in their implementations: they are
 /// compiled for each instruction set in the loop over blocks.
 pub trait BlockCodec: Send + Sync {
@@ -48,38 +51,21 @@ impl<C: BlockCodec> Codec for Blocks<C> {
             #[inline(always)]
             move || {
                 let mut keep = keep; // moved out, so that it is inlined: see below
-                let (mut wide, mut back) = ([0f32; MAX], [0f32; MAX]);
-                for (at, out) in (0..n).step_by(block).zip(out.chunks_mut(step)) {
-                    let range = at..n.min(at + block);
-                    let len = range.len();
-                    let (wide, back) = (&mut wide[..len], &mut back[..len]);
-                    let x: &[f32] = match (src, &keep) {
-                        (Values::F32(x), Keep::Nothing | Keep::Remainder(_)) => &x[range.clone()],
-                        (_, keep) => {
-                            widen(src, range.clone(), wide);
-                            if let Keep::Feedback(r) = keep {
-                                wide.iter_mut().zip(&r[range.clone()]).for_each(|(w, r)| *w += r);
-                            }
-                            wide
-                        }
-                    };
-                    codec.encode(x, out);
-                    match &mut keep {
-                        Keep::Nothing => {}
-                        Keep::Feedback(r) => {
-                            codec.decode(out, back);
-                            for ((r, x), b) in r[range].iter_mut().zip(x).zip(&*back) {
-                                let lost = x - b;
-                                *r = if lost.abs() < f32::INFINITY { lost } else { 0.0 };
-                            }
-                        }
-                        Keep::Remainder(r) => {
-                            codec.decode(out, back);
-                            for ((r, x), b) in r[range].iter_mut().zip(x).zip(&*back) {
-                                *r = x - b;
-                            }
-                        }
+                if block == SHORT {
+                    let (whole, mut room) = (n / SHORT * SHORT, [[0f32; SHORT]; 2]);
+                    // The compiler knows their length, and unrolls what is done to one of them.
+                    let (codes, rest) = out.split_at_mut(whole / SHORT * step);
+                    for (at, out) in (0..whole).step_by(SHORT).zip(codes.chunks_exact_mut(step)) {
+                        encode_block(codec, src, &mut keep, (at, SHORT), &mut room, out);
                     }
+                    if whole < n {
+                        encode_block(codec, src, &mut keep, (whole, n - whole), &mut room, rest);
+                    }
+                    return;
+                }
+                let mut room = [[0f32; MAX]; 2];
+                for (at, out) in (0..n).step_by(block).zip(out.chunks_mut(step)) {
+                    encode_block(codec, src, &mut keep, (at, block.min(n - at)), &mut room, out);
                 }
             },
         );
@@ -94,33 +80,95 @@ impl<C: BlockCodec> Codec for Blocks<C> {
                 // A closure that can be called once only has no shim around it. A shim would not be
                 // inlined where it is large, and the loops be compiled for the oldest processor.
                 let mut out = out;
-                let mut wide = [0f32; MAX];
-                for (at, code) in (0..n).step_by(block).zip(code.chunks(step)) {
-                    let range = at..n.min(at + block);
-                    let wide = &mut wide[..range.len()];
-                    match &mut out {
-                        Target::F32(out) => codec.decode(code, &mut out[range]),
-                        Target::Add(out, weight) => {
-                            codec.decode(code, wide);
-                            let weight = *weight;
-                            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o += weight * v);
-                        }
-                        Target::F16(out) => {
-                            codec.decode(code, wide);
-                            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = float16::f32_to_f16(*v));
-                        }
-                        Target::BF16(out) => {
-                            codec.decode(code, wide);
-                            out[range]
-                                .iter_mut()
-                                .zip(&*wide)
-                                .for_each(|(o, v)| *o = float16::f32_to_bf16(*v));
-                        }
+                if block == SHORT {
+                    let (whole, mut room) = (n / SHORT * SHORT, [0f32; SHORT]);
+                    let (codes, rest) = code.split_at(whole / SHORT * step);
+                    for (at, code) in (0..whole).step_by(SHORT).zip(codes.chunks_exact(step)) {
+                        decode_block(codec, code, &mut out, (at, SHORT), &mut room);
                     }
+                    if whole < n {
+                        decode_block(codec, rest, &mut out, (whole, n - whole), &mut room);
+                    }
+                    return;
+                }
+                let mut room = [0f32; MAX];
+                for (at, code) in (0..n).step_by(block).zip(code.chunks(step)) {
+                    decode_block(codec, code, &mut out, (at, block.min(n - at)), &mut room);
                 }
             },
         );
         Ok(())
+    }
+}
+
+/// Encodes the `len` values, at most `LEN`, from `at` on.
+#[inline(always)]
+fn encode_block<C: BlockCodec, const LEN: usize>(
+    codec: &C,
+    src: Values<'_>,
+    keep: &mut Keep<'_>,
+    (at, len): (usize, usize),
+    room: &mut [[f32; LEN]; 2],
+    out: &mut [u8],
+) {
+    let range = at..at + len;
+    let [wide, back] = room;
+    let (wide, back) = (&mut wide[..len], &mut back[..len]);
+    let x: &[f32] = match (src, &*keep) {
+        (Values::F32(x), Keep::Nothing | Keep::Remainder(_)) => &x[range.clone()],
+        (_, keep) => {
+            widen(src, range.clone(), wide);
+            if let Keep::Feedback(r) = keep {
+                wide.iter_mut().zip(&r[range.clone()]).for_each(|(w, r)| *w += r);
+            }
+            wide
+        }
+    };
+    codec.encode(x, out);
+    match keep {
+        Keep::Nothing => {}
+        Keep::Feedback(r) => {
+            codec.decode(out, back);
+            for ((r, x), b) in r[range].iter_mut().zip(x).zip(&*back) {
+                let lost = x - b;
+                *r = if lost.abs() < f32::INFINITY { lost } else { 0.0 };
+            }
+        }
+        Keep::Remainder(r) => {
+            codec.decode(out, back);
+            for ((r, x), b) in r[range].iter_mut().zip(x).zip(&*back) {
+                *r = x - b;
+            }
+        }
+    }
+}
+
+/// Decodes the `len` values, at most `LEN`, from `at` on.
+#[inline(always)]
+fn decode_block<C: BlockCodec, const LEN: usize>(
+    codec: &C,
+    code: &[u8],
+    out: &mut Target<'_>,
+    (at, len): (usize, usize),
+    room: &mut [f32; LEN],
+) {
+    let range = at..at + len;
+    let wide = &mut room[..len];
+    match out {
+        Target::F32(out) => codec.decode(code, &mut out[range]),
+        Target::Add(out, weight) => {
+            codec.decode(code, wide);
+            let weight = *weight;
+            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o += weight * v);
+        }
+        Target::F16(out) => {
+            codec.decode(code, wide);
+            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = float16::f32_to_f16(*v));
+        }
+        Target::BF16(out) => {
+            codec.decode(code, wide);
+            out[range].iter_mut().zip(&*wide).for_each(|(o, v)| *o = float16::f32_to_bf16(*v));
+        }
     }
 }
 

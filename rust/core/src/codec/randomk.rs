@@ -1,7 +1,7 @@
 //! Some values drawn at random: one from each of k equal stretches, so that indices need not be
 //! sent. Values are not scaled up: with error feedback what is not drawn is kept.
 
-use super::sparse::{choose, count, scatter};
+use super::sparse::{Left, choose, count, scatter};
 use super::{Codec, Keep, Target, Values};
 
 /// A fraction of the values.
@@ -48,7 +48,7 @@ impl Codec for RandomK {
                 v.copy_from_slice(&x[at].to_le_bytes());
                 take(at);
             }
-            sound
+            if sound { Left::Finite } else { Left::Broken }
         });
     }
 

@@ -19,12 +19,23 @@ thread_local! {
     static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
 }
 
+/// What the values are that are not taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Left {
+    /// Numbers.
+    Finite,
+    /// Some may not be finite.
+    Mixed,
+    /// The code will not decode to numbers at all.
+    Broken,
+}
+
 /// Calls `pick` with the values to choose from; it calls its argument with each index taken, and
-/// says whether the code will decode to numbers at all. What is not taken is kept as asked.
+/// says what is left. What is not taken is kept as asked.
 pub(super) fn choose(
     src: Values<'_>,
     keep: Keep<'_>,
-    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> bool,
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> Left,
 ) {
     match (src, keep) {
         (Values::F32(x), Keep::Nothing) => {
@@ -41,13 +52,16 @@ pub(super) fn choose(
                 Values::F16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
                 Values::BF16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
             }
-            let sound = clear(r, pick, |_| 0.0);
-            r.iter_mut().for_each(|r| *r = if sound && r.is_finite() { *r } else { 0.0 });
+            match clear(r, pick, |_| 0.0) {
+                Left::Finite => {}
+                Left::Mixed => r.iter_mut().for_each(|r| *r = if r.is_finite() { *r } else { 0.0 }),
+                Left::Broken => r.fill(0.0),
+            }
         }
         (src, Keep::Remainder(r)) => {
             widen(src, 0..src.len(), r);
             // Zero, or NaN for what was not finite.
-            if !clear(r, pick, |v| v * 0.0) {
+            if clear(r, pick, |v| v * 0.0) == Left::Broken {
                 r.fill(f32::NAN);
             }
         }
@@ -57,14 +71,14 @@ pub(super) fn choose(
 /// Picks from `r`, then leaves `rest` of what was taken.
 fn clear(
     r: &mut [f32],
-    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> bool,
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> Left,
     rest: impl Fn(f32) -> f32,
-) -> bool {
+) -> Left {
     TAKEN.with_borrow_mut(|taken| {
         taken.clear();
-        let sound = pick(r, &mut |i| taken.push(i));
+        let left = pick(r, &mut |i| taken.push(i));
         taken.iter().for_each(|&i| r[i] = rest(r[i]));
-        sound
+        left
     })
 }
 

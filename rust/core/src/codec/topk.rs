@@ -4,7 +4,8 @@
 
 use std::cell::RefCell;
 
-use super::sparse::{choose, count, scatter};
+use super::block::INFINITE;
+use super::sparse::{Left, choose, count, scatter};
 use super::{Codec, Keep, Target, Values};
 
 /// A fraction of the values.
@@ -53,8 +54,61 @@ thread_local! {
 /// Keys are sorted into this many bins by their leading bits: exponent and 3 bits of mantissa.
 const BINS: usize = 1 << 11;
 
+/// Values that are looked at together.
+const RUN: usize = 16;
+/// How many of the values in a sample are to be among those taken.
+const SAMPLED: usize = 128;
+/// In a smaller tensor, or where a larger part is taken, a sample gains nothing.
+const LEAST_VALUES: usize = 1 << 15;
+const LEAST_PARTS: usize = 8;
+
 /// The smallest key that is taken, and how many of those equal to it.
 fn threshold(x: &[f32], k: usize) -> (u32, usize) {
+    by_sample(x, k).unwrap_or_else(|| by_bins(x, k))
+}
+
+/// As [`threshold`]: a sample tells a key that somewhat more than `k` values reach, and only these are sorted.
+/// `None` where fewer do, or where the sample says nothing.
+fn by_sample(x: &[f32], k: usize) -> Option<(u32, usize)> {
+    let (runs, rest) = x.as_chunks::<RUN>();
+    if x.len() < LEAST_VALUES || x.len() / k < LEAST_PARTS {
+        return None;
+    }
+    let sampled = (SAMPLED * (x.len() / k) / RUN).clamp(256, runs.len() / 8);
+    CANDIDATES.with_borrow_mut(|keys| {
+        keys.clear();
+        keys.extend(runs.iter().step_by(runs.len() / sampled).flat_map(|run| run.map(key)));
+        let share = keys.len() as f64 * k as f64 / x.len() as f64;
+        let place = (1.1 * share + 4.0 * share.sqrt()) as usize + 8;
+        if place >= keys.len() {
+            return None;
+        }
+        let (_, &mut low, _) = keys.select_nth_unstable_by(place, |a, b| b.cmp(a));
+        if low == 0 {
+            return None;
+        }
+        keys.clear();
+        crate::vector::unit().dispatch(
+            #[inline(always)]
+            || {
+                for run in runs {
+                    if run.iter().fold(0, |top, &v| top.max(key(v))) >= low {
+                        keys.extend(run.map(key).into_iter().filter(|&key| key >= low));
+                    }
+                }
+            },
+        );
+        keys.extend(rest.iter().map(|&v| key(v)).filter(|&key| key >= low));
+        if keys.len() < k {
+            return None;
+        }
+        let (larger, &mut at, _) = keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
+        Some((at, k - larger.iter().filter(|&&key| key > at).count()))
+    })
+}
+
+/// As [`threshold`], of any values.
+fn by_bins(x: &[f32], k: usize) -> (u32, usize) {
     // Four counters, so that runs of similar values do not wait for each other.
     let mut bins = [[0u32; BINS]; 4];
     let quads = x.chunks_exact(4);
@@ -96,26 +150,35 @@ impl Codec for TopK {
         choose(src, keep, |x, take| {
             let (least, mut equals) = threshold(x, at.k);
             let mut i = 0;
-            // Most stretches hold none, which is quickly seen.
-            for (s, stretch) in x.chunks(16).enumerate() {
-                if stretch.iter().fold(0, |top, &v| top.max(key(v))) < least {
-                    continue;
-                }
-                for (j, &v) in stretch.iter().enumerate() {
+            let mut look = |s: usize, run: &[f32]| {
+                for (j, &v) in run.iter().enumerate() {
                     let taken = key(v) > least || key(v) == least && equals > 0;
                     if !taken {
                         continue;
                     }
                     equals -= usize::from(key(v) == least);
-                    let index = s * 16 + j;
+                    let index = s * RUN + j;
                     out[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
                     put(&mut out[at.low..at.high], i * at.bits, index & ((1 << at.bits) - 1));
                     put(&mut out[at.high..], (index >> at.bits) + i, 1);
                     take(index);
                     i += 1;
                 }
-            }
-            true
+            };
+            let (runs, rest) = x.as_chunks::<RUN>();
+            crate::vector::unit().dispatch(
+                #[inline(always)]
+                || {
+                    for (s, run) in runs.iter().enumerate() {
+                        // Most runs hold none, which is quickly seen.
+                        if run.iter().fold(0, |top, &v| top.max(key(v))) >= least {
+                            look(s, run);
+                        }
+                    }
+                },
+            );
+            look(runs.len(), rest);
+            if least < INFINITE { Left::Finite } else { Left::Mixed }
         });
     }
 
@@ -175,7 +238,8 @@ mod tests {
 
     #[test]
     fn the_largest_come_back_and_nothing_else() {
-        for (n, fraction) in [(1, 0.5), (10, 0.3), (1000, 0.01), (1000, 1.0), (4097, 0.37)] {
+        let large = if cfg!(miri) { (1001, 0.02) } else { (100_003, 0.01) }; // by a sample
+        for (n, fraction) in [(1, 0.5), (10, 0.3), (1000, 0.01), (1000, 1.0), (4097, 0.37), large] {
             let codec = TopK { fraction };
             let x: Vec<f32> = (0..n).map(|i| ((i * 7919) % 1009) as f32 - 500.0).collect();
             let mut code = vec![0; codec.size(n)];
@@ -187,6 +251,40 @@ mod tests {
             order.sort_by_key(|&i| (std::cmp::Reverse(key(x[i])), i));
             for (place, &i) in order.iter().enumerate() {
                 assert_eq!(out[i], if place < k { x[i] } else { 0.0 }, "n {n}, value {i}");
+            }
+        }
+    }
+
+    /// What a sample says of values that are spread, equal, sorted, few, or in the sample's own places.
+    #[test]
+    #[cfg_attr(miri, ignore = "takes miri a long time")]
+    fn a_sample_finds_what_bins_find() {
+        let n = 70_001;
+        let mut state = 1u32;
+        let mut draw = || {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            (state >> 8) as f32 / (1 << 24) as f32 - 0.5
+        };
+        let spread: Vec<f32> = (0..n).map(|_| draw() * (8.0 * draw()).exp()).collect();
+        let mut broken = spread.clone();
+        broken.iter_mut().step_by(97).for_each(|v| *v = f32::NAN);
+        broken.iter_mut().skip(1).step_by(113).for_each(|v| *v = f32::NEG_INFINITY);
+        let of = |f: fn(usize) -> f32| (0..n).map(f).collect::<Vec<f32>>();
+        let kinds = [
+            ("spread", spread),
+            ("broken", broken),
+            ("equal", of(|_| -1.5)),
+            ("sorted", of(|i| i as f32)),
+            ("two values", of(|i| if i % 3 == 0 { 2.0 } else { 1.0 })),
+            ("at the end", of(|i| if i > 69_000 { i as f32 } else { 1.0 })),
+            ("in runs", of(|i| if i / 16 % 17 == 0 { i as f32 } else { 1e-3 })),
+            ("few", of(|i| if i % 1000 == 7 { 1.0 } else { 0.0 })),
+        ];
+        for (what, x) in &kinds {
+            for k in [1, 7, 70, 701, 7001, 8750] {
+                let found = by_sample(x, k);
+                assert!(found.is_none_or(|found| found == by_bins(x, k)), "{what}, {k} of {n}");
+                assert!(found.is_some() || !matches!(*what, "spread" | "equal" | "sorted"), "{what}, {k}");
             }
         }
     }

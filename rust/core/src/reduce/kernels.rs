@@ -7,6 +7,8 @@
 use bytemuck::{AnyBitPattern, NoUninit};
 use half::{bf16, f16};
 
+#[cfg(target_arch = "x86_64")]
+use super::halves;
 use crate::error::{Error, Result};
 use crate::float16;
 
@@ -15,6 +17,24 @@ pub(super) trait Element: AnyBitPattern + NoUninit {
     type Wide: Copy + Default;
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
+
+    /// [`fold`], by instructions of this element's own where there are any.
+    fn fold<F, G>(srcs: &[&[u8]], out: &mut [u8], f: F, finish: G) -> Result<()>
+    where
+        F: Fn(Self::Wide, Self::Wide) -> Self::Wide + Copy,
+        G: Fn(Self::Wide) -> Self::Wide + Copy,
+    {
+        fold::<Self, F, G>(srcs, out, f, finish)
+    }
+
+    /// [`fold_into_all`], by instructions of this element's own where there are any.
+    fn fold_into_all<F, G>(ends: &mut [&mut [u8]], f: F, finish: G) -> Result<()>
+    where
+        F: Fn(Self::Wide, Self::Wide) -> Self::Wide + Copy,
+        G: Fn(Self::Wide) -> Self::Wide + Copy,
+    {
+        fold_into_all::<Self, F, G>(ends, f, finish)
+    }
 }
 
 macro_rules! own_width {
@@ -30,23 +50,83 @@ macro_rules! own_width {
 }
 own_width!(f32, f64, i8, u8, i16, i32, i64);
 
-macro_rules! wider {
-    ($t:ty, $widen:path, $narrow:path) => {
-        impl Element for $t {
-            type Wide = f32;
-            #[inline(always)]
-            fn widen(self) -> f32 {
-                $widen(self)
+impl Element for bf16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        float16::bf16_to_f32(self)
+    }
+    #[inline(always)]
+    fn narrow(wide: f32) -> bf16 {
+        float16::f32_to_bf16(wide)
+    }
+}
+
+impl Element for f16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        float16::f16_to_f32(self)
+    }
+    #[inline(always)]
+    fn narrow(wide: f32) -> f16 {
+        float16::f32_to_f16(wide)
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn fold<F, G>(srcs: &[&[u8]], out: &mut [u8], f: F, finish: G) -> Result<()>
+    where
+        F: Fn(f32, f32) -> f32 + Copy,
+        G: Fn(f32) -> f32 + Copy,
+    {
+        let pulp::Arch::V4(simd) = crate::vector::unit() else {
+            return fold::<f16, F, G>(srcs, out, f, finish);
+        };
+        let out = cast_mut::<f16>(out)?;
+        match srcs {
+            [a, b] => halves::fold(simd, [cast(a)?, cast(b)?], out, f, finish),
+            [a, b, c] => halves::fold(simd, [cast(a)?, cast(b)?, cast(c)?], out, f, finish),
+            [a, b, c, d] => {
+                halves::fold(simd, [cast(a)?, cast(b)?, cast(c)?, cast(d)?], out, f, finish);
             }
-            #[inline(always)]
-            fn narrow(wide: f32) -> $t {
-                $narrow(wide)
+            _ => {
+                let mut wide = [0f32; BLOCK];
+                for (k, out) in out.chunks_mut(BLOCK).enumerate() {
+                    let wide = &mut wide[..out.len()];
+                    for (i, src) in srcs.iter().enumerate() {
+                        let src = &cast::<f16>(src)?[k * BLOCK..][..out.len()];
+                        halves::accumulate(simd, wide, src, i == 0, f);
+                    }
+                    halves::round(simd, wide, out, finish);
+                }
             }
         }
-    };
+        Ok(())
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    fn fold_into_all<F, G>(ends: &mut [&mut [u8]], f: F, finish: G) -> Result<()>
+    where
+        F: Fn(f32, f32) -> f32 + Copy,
+        G: Fn(f32) -> f32 + Copy,
+    {
+        let pulp::Arch::V4(simd) = crate::vector::unit() else {
+            return fold_into_all::<f16, F, G>(ends, f, finish);
+        };
+        match ends {
+            [a, b] => halves::fold_into_all(simd, [cast_mut(a)?, cast_mut(b)?], f, finish),
+            [a, b, c] => {
+                halves::fold_into_all(simd, [cast_mut(a)?, cast_mut(b)?, cast_mut(c)?], f, finish);
+            }
+            [a, b, c, d] => {
+                let ends = [cast_mut(a)?, cast_mut(b)?, cast_mut(c)?, cast_mut(d)?];
+                halves::fold_into_all(simd, ends, f, finish);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
 }
-wider!(f16, float16::f16_to_f32, float16::f32_to_f16);
-wider!(bf16, float16::bf16_to_f32, float16::f32_to_bf16);
 
 /// Elements that are accumulated at a time where there are more than four sources.
 const BLOCK: usize = 512;

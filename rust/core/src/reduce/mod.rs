@@ -4,6 +4,8 @@
 //! result for floats, so callers pass sources in rank order (invariant NUM-4). Sixteen-bit floats
 //! are widened, accumulated in `f32` and rounded once (invariant NUM-3).
 
+#[cfg(target_arch = "x86_64")]
+mod halves;
 mod kernels;
 
 use half::{bf16, f16};
@@ -134,11 +136,11 @@ where
     T::Wide: Float,
 {
     match (op, mean) {
-        (ReduceOp::Avg, Some(n)) => kernels::fold::<T, _, _>(srcs, out, |a, b| a + b, |x| x / n),
-        (ReduceOp::Sum | ReduceOp::Avg, _) => kernels::fold::<T, _, _>(srcs, out, |a, b| a + b, |x| x),
-        (ReduceOp::Prod, _) => kernels::fold::<T, _, _>(srcs, out, |a, b| a * b, |x| x),
-        (ReduceOp::Min, _) => kernels::fold::<T, _, _>(srcs, out, nan_min, |x| x),
-        (ReduceOp::Max, _) => kernels::fold::<T, _, _>(srcs, out, nan_max, |x| x),
+        (ReduceOp::Avg, Some(n)) => T::fold(srcs, out, |a, b| a + b, |x| x / n),
+        (ReduceOp::Sum | ReduceOp::Avg, _) => T::fold(srcs, out, |a, b| a + b, |x| x),
+        (ReduceOp::Prod, _) => T::fold(srcs, out, |a, b| a * b, |x| x),
+        (ReduceOp::Min, _) => T::fold(srcs, out, nan_min, |x| x),
+        (ReduceOp::Max, _) => T::fold(srcs, out, nan_max, |x| x),
         (ReduceOp::Band | ReduceOp::Bor | ReduceOp::Bxor, _) => op.check(DType::F32),
     }
 }
@@ -149,8 +151,8 @@ where
     T::Wide: Float,
 {
     match mean {
-        Some(n) => kernels::fold_into_all::<T, _, _>(ends, |a, b| a + b, |x| x / n),
-        None => kernels::fold_into_all::<T, _, _>(ends, |a, b| a + b, |x| x),
+        Some(n) => T::fold_into_all(ends, |a, b| a + b, |x| x / n),
+        None => T::fold_into_all(ends, |a, b| a + b, |x| x),
     }
 }
 
@@ -181,13 +183,13 @@ int!(i8, u8, i16, i32, i64);
 
 fn fold_int<T: Int>(op: ReduceOp, srcs: &[&[u8]], out: &mut [u8]) -> Result<()> {
     match op {
-        ReduceOp::Sum => kernels::fold::<T, _, _>(srcs, out, T::wrapping_sum, |x| x),
-        ReduceOp::Prod => kernels::fold::<T, _, _>(srcs, out, T::wrapping_prod, |x| x),
-        ReduceOp::Min => kernels::fold::<T, _, _>(srcs, out, Ord::min, |x| x),
-        ReduceOp::Max => kernels::fold::<T, _, _>(srcs, out, Ord::max, |x| x),
-        ReduceOp::Band => kernels::fold::<T, _, _>(srcs, out, |a, b| a & b, |x| x),
-        ReduceOp::Bor => kernels::fold::<T, _, _>(srcs, out, |a, b| a | b, |x| x),
-        ReduceOp::Bxor => kernels::fold::<T, _, _>(srcs, out, |a, b| a ^ b, |x| x),
+        ReduceOp::Sum => T::fold(srcs, out, T::wrapping_sum, |x| x),
+        ReduceOp::Prod => T::fold(srcs, out, T::wrapping_prod, |x| x),
+        ReduceOp::Min => T::fold(srcs, out, Ord::min, |x| x),
+        ReduceOp::Max => T::fold(srcs, out, Ord::max, |x| x),
+        ReduceOp::Band => T::fold(srcs, out, |a, b| a & b, |x| x),
+        ReduceOp::Bor => T::fold(srcs, out, |a, b| a | b, |x| x),
+        ReduceOp::Bxor => T::fold(srcs, out, |a, b| a ^ b, |x| x),
         ReduceOp::Avg => op.check(DType::I32),
     }
 }
@@ -294,6 +296,43 @@ mod tests {
                     fold_into_all(dtype, op, Some(k as u32), &mut ends).unwrap();
                     assert!(all.iter().all(|end| *end == want), "{dtype:?} {op:?} of {k}");
                 }
+            }
+        }
+    }
+
+    /// Every half with others of every kind: what the processor's conversions give is what ours give.
+    #[test]
+    #[cfg_attr(miri, ignore = "takes miri a long time")]
+    fn halves_are_the_same_by_any_conversion() {
+        fn both<F, G>(srcs: &[Vec<f16>], what: &str, f: F, finish: G)
+        where
+            F: Fn(f32, f32) -> f32 + Copy,
+            G: Fn(f32) -> f32 + Copy,
+        {
+            let bytes: Vec<&[u8]> = srcs.iter().map(|s| bytemuck::cast_slice(s)).collect();
+            let (mut ours, mut plain) = (srcs[0].clone(), srcs[0].clone());
+            f16::fold(&bytes, bytemuck::cast_slice_mut(&mut ours), f, finish).unwrap();
+            kernels::fold::<f16, F, G>(&bytes, bytemuck::cast_slice_mut(&mut plain), f, finish).unwrap();
+            for (i, (a, b)) in ours.iter().zip(&plain).enumerate() {
+                let same = a.to_bits() == b.to_bits() || a.is_nan() && b.is_nan();
+                assert!(same, "{what} of {}: element {i}: {a:?} is not {b:?}", srcs.len());
+            }
+        }
+        let every: Vec<f16> = (0..=u16::MAX).chain(0..7).map(f16::from_bits).collect();
+        for salt in [0u16, 1, 0x3ff, 0x400, 0x7bff, 0x7c00, 0x7e01, 0x8000, 0x8123] {
+            for k in [2usize, 3, 4, 5] {
+                let other = |r: usize| {
+                    every
+                        .iter()
+                        .map(move |h| f16::from_bits(h.to_bits().wrapping_mul(r as u16) ^ salt))
+                        .collect()
+                };
+                let srcs: Vec<Vec<f16>> =
+                    (0..k).map(|r| if r == 0 { every.clone() } else { other(r) }).collect();
+                both(&srcs, "sum", |a, b| a + b, |x| x);
+                both(&srcs, "mean", |a, b| a + b, |x| x / k as f32);
+                both(&srcs, "product", |a, b| a * b, |x| x);
+                both(&srcs, "least", nan_min, |x| x);
             }
         }
     }

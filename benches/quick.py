@@ -1,0 +1,245 @@
+"""The ratios to look at before and after a change, in two minutes on two cores: `make bench-quick`.
+
+    python benches/quick.py --out quick-out [--parts inside,codecs,between]
+
+AllReduce of two ranks next to gloo and to the floor (`floor.c`), a training step next to
+DistributedDataParallel, the codecs next to a copy, and, for root, AllReduce over TCP between two network
+namespaces. All of it runs in turns (`paired.py`), and the times of a call are the slowest rank's. The data
+are random; every result is checked, and a wrong one ends the script with an error. Writes table.md and
+results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import coding
+import hosts
+import torch
+import torch.distributed as dist
+from paired import Ratio, in_turns, ratio, table
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import trigram
+from trigram.cli.launch import free_port
+
+SIZES = {
+    "4 B": (4, 20, 60),
+    "64 KiB": (64 << 10, 5, 40),
+    "1 MiB": (1 << 20, 1, 30),
+    "25 MiB": (25 << 20, 1, 4),
+}
+"""Of a call: bytes, calls in a row that are timed together, and turns in a block."""
+BLOCKS = 4
+HOT = 8
+CODECS = ("bf16", "int8", "int4", "topk:0.01")
+CODEC_MIB, STEPS, LAYERS, WIDTH = 64, 20, 6, 512
+
+Times = dict[str, list[float]]
+
+
+def draw(rank: int, n: int) -> Tensor:
+    """The values of a rank; every rank can draw all ranks' values, to check a sum."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(1000 * rank + n % 997))
+
+
+def floor_us(program: Path, size: int) -> float:
+    """Microseconds of the floor, the median of its own iterations."""
+    run = [str(program), "2", str(size)]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
+    return float(done.stdout.split()[1])
+
+
+def all_reduces(floor: Path | None) -> dict[str, Times]:
+    """In a rank: seconds of one call by size and library; with a floor, by registered memory and it too."""
+    found: dict[str, Times] = {}
+    for label, (size, row, turns) in SIZES.items():
+        n = max(1, size // 4)
+        mine, total = draw(trigram.rank(), n), draw(0, n) + draw(1, n)
+        tensors = {"ordinary": mine.clone(), "gloo": mine.clone()}
+        # The floor's memory stays in the caches from call to call, so ours does.
+        rows = {"ordinary": row, "gloo": row, "registered": max(row, HOT)}
+        if floor is not None:
+            tensors["registered"] = trigram.empty(n)
+        times: Times = {name: [] for name in tensors}
+
+        def block(
+            names: Sequence[str],
+            turns: int,
+            label: str = label,
+            mine: Tensor = mine,
+            total: Tensor = total,
+            tensors: dict[str, Tensor] = tensors,
+            rows: dict[str, int] = rows,
+            times: Times = times,
+        ) -> None:
+            def prepare() -> None:
+                for name in names:
+                    tensors[name].copy_(mine)
+                trigram.barrier()
+
+            def call(name: str) -> None:
+                one = dist.all_reduce if name == "gloo" else trigram.all_reduce
+                for _ in range(rows[name]):
+                    one(tensors[name])
+
+            def check(name: str) -> None:
+                # Summed again and again, the same values on both ranks double: that is exact.
+                if not torch.equal(tensors[name], total * 2.0 ** (rows[name] - 1)):
+                    raise SystemExit(f"rank {trigram.rank()}: the sum of {label} by {name} is wrong")
+
+            calls = {name: functools.partial(call, name) for name in names}
+            for name, taken in in_turns(calls, turns, prepare, check).items():
+                times[name] += [t / rows[name] for t in taken]
+
+        for _ in range(BLOCKS):
+            if floor is not None:
+                if trigram.rank() == 0:  # the other rank sleeps in the barrier
+                    times.setdefault("floor", []).append(floor_us(floor, size) * 1e-6)
+                trigram.barrier()
+                block(["registered"], 4)
+            block(["ordinary", "gloo"], turns)
+        found[label] = times
+    return found
+
+
+def steps() -> Times:
+    """In a rank: seconds of a training step, by trigram and by DistributedDataParallel."""
+    torch.manual_seed(0)
+    layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.GELU())]
+    plain: nn.Module = nn.Sequential(*layers)
+    other = copy.deepcopy(plain)
+    models = {"trigram": trigram.with_bagua(plain), "ddp": DistributedDataParallel(other)}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.01) for name, model in models.items()}
+    turn = iter(range(1 << 30))
+    batch = [torch.empty(0)]
+
+    def prepare() -> None:
+        # The same batch for both models: they are asked one after the other.
+        batch[0] = draw(trigram.rank() + 2 * (next(turn) // 2), 64 * WIDTH).view(64, WIDTH)
+        trigram.barrier()
+
+    def step(name: str) -> Callable[[], None]:
+        def run() -> None:
+            optimizers[name].zero_grad()
+            models[name](batch[0]).square().mean().backward()
+            optimizers[name].step()
+
+        return run
+
+    times = in_turns({name: step(name) for name in models}, STEPS, prepare, warmup=3)
+    for ours, theirs in zip(plain.parameters(), other.parameters(), strict=True):
+        if not torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6):
+            raise SystemExit(f"rank {trigram.rank()}: the weights differ from DistributedDataParallel's")
+    return times
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """In a rank: measures, and writes its times."""
+    trigram.init()
+    master = f"tcp://{os.environ['MASTER_ADDR']}:{args.port}"
+    dist.init_process_group("gloo", init_method=master, rank=trigram.rank(), world_size=trigram.world_size())
+    found = all_reduces(args.floor)
+    if args.floor is not None:
+        found["step"] = steps()
+    (args.out / f"rank{trigram.rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+    trigram.shutdown()
+
+
+def slowest(out: Path, floor: Path | None, network: hosts.Hosts | None = None) -> dict[str, Times]:
+    """Starts two ranks; their times, of each call those of the slower one."""
+    argv = [__file__, "--rank", "--out", str(out), "--port", str(free_port())]
+    argv += ["--floor", str(floor)] if floor else []
+    if code := hosts.start(argv, 2, network, {"TORCH_CPP_LOG_LEVEL": "ERROR"}, quiet=True):
+        raise SystemExit(code)
+    zero, one = (json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1))
+    return {
+        label: {
+            name: [max(pair) for pair in zip(taken, one[label].get(name, taken), strict=True)]
+            for name, taken in times.items()
+        }
+        for label, times in zero.items()
+    }
+
+
+def inside(out: Path) -> Iterator[tuple[str, Ratio]]:
+    """Two ranks of one host."""
+    with tempfile.TemporaryDirectory() as folder:
+        floor = Path(folder) / "floor"
+        source = Path(__file__).parent / "floor.c"
+        subprocess.run(["cc", "-O3", "-march=native", source, "-o", floor], check=True)
+        found = slowest(out, floor)
+    step = found.pop("step")
+    for label, times in found.items():
+        yield f"all_reduce {label} : gloo", ratio(times["ordinary"], times["gloo"])
+        per = len(times["registered"]) // BLOCKS
+        blocks = [statistics.median(times["registered"][per * b : per * (b + 1)]) for b in range(BLOCKS)]
+        yield f"all_reduce {label}, registered : floor", ratio(blocks, times["floor"])
+    yield "training step : DDP", ratio(step["trigram"], step["ddp"])
+
+
+def beside_a_copy() -> Iterator[tuple[str, Ratio]]:
+    """The codecs, with buffers larger than the caches."""
+    for name in CODECS:
+        n = CODEC_MIB << 18
+        if what := coding.wrong(name, coding.values(n)):
+            raise SystemExit(f"codec {name}: {what}")
+        seconds = coding.seconds(name, n, 5)
+        for operation in coding.OPERATIONS:
+            yield f"{name} {operation} : copy", ratio(seconds[operation], seconds["copy"])
+
+
+def between(out: Path) -> Iterator[tuple[str, Ratio]]:
+    """Two hosts, an unshaped cable."""
+    if os.geteuid() != 0:
+        print("between hosts: left out, network namespaces need root", file=sys.stderr)
+        return
+    with hosts.Hosts(2) as network:
+        found = slowest(out, None, network)
+    for label, times in found.items():
+        yield f"all_reduce {label} over TCP : gloo", ratio(times["ordinary"], times["gloo"])
+
+
+def main() -> None:
+    """Measures and prints the table; in a rank, measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("quick-out"))
+    parser.add_argument("--parts", default="inside,codecs,between", help="what to measure")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--floor", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.rank:
+        return rank_main(args)
+    made: dict[str, Callable[[], Iterator[tuple[str, Ratio]]]] = {
+        "inside": lambda: inside(args.out),
+        "codecs": beside_a_copy,
+        "between": lambda: between(args.out),
+    }
+    rows = [row for part in args.parts.split(",") for row in made[part]()]
+    text = table(rows)
+    (args.out / "table.md").write_text(text)
+    (args.out / "results.json").write_text(
+        json.dumps([{"name": name, **r._asdict()} for name, r in rows], indent=1) + "\n"
+    )
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

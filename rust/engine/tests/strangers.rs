@@ -100,8 +100,8 @@ fn man_in_the_middle(to: SocketAddr, passed: Arc<Mutex<Vec<usize>>>) -> SocketAd
 
 /// Sends `bytes` from rank 1 to rank 0 through the transport; what arrived.
 fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split().unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split().unwrap();
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
     let (mut sent, mut got) = (0, Vec::new());
     let mut into = vec![0; 100_000];
     let mut waits = 0;
@@ -154,8 +154,8 @@ fn what_travels_under_tls_arrives_and_is_not_to_be_seen() {
 #[test]
 fn a_frame_counts_as_sent_only_when_it_has_left() {
     let (low, high) = meet(["s", "s"], true, Duration::from_secs(20), |to| to);
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split().unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split().unwrap();
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
     let frame = vec![7; 100_000];
     let (mut frames, mut part) = (0, 0);
     // Nobody reads, until a frame does not fit any more.
@@ -228,8 +228,8 @@ fn what_is_altered_under_tls_is_not_passed_on() {
         address
     };
     let (low, high) = meet(["s", "s"], true, Duration::from_secs(20), detour);
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split().unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split().unwrap();
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
     let sent = [5; 100_000];
     assert!(tx.write(&sent[..56], &sent[56..]).unwrap() > 60_000);
     let (mut got, mut into) = (0, vec![0; 100_000]);

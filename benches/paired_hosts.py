@@ -1,0 +1,189 @@
+"""Compares all_reduce between hosts over TCP: gloo, and trigram in several versions or with several settings.
+
+    python benches/paired_hosts.py --hosts 4 gloo now=python "summed=python:TRIGRAM_CHECKSUM=on"
+    python benches/paired_hosts.py --hosts 4 --rate 1gbit gloo before=../before/python after=python
+
+A contestant is `gloo`, or `NAME=PATH[:VARIABLE=VALUE...]`: the folder with the package `trigram`, and
+settings. All contestants have a rank on every host (network namespaces; needs root), and take turns, so that
+other load on the machine affects all alike. The table has the median time, the median and the quartiles of
+the ratios of pairs (above 1: faster than the first contestant), and the processor time of all ranks together.
+Sums are checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+import hosts
+import torch
+
+from trigram.cli.launch import free_port
+
+CLONE_NEWNET = 0x40000000
+PAYLOAD = 0.948
+"""Of a cable's rate, with an MTU of 1500."""
+
+
+def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO, told: TextIO) -> None:
+    """One rank of a contestant: answers requests `BYTES COUNT` with figures as JSON, one line each."""
+    entry = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(entry, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), f"entering {namespace}")
+    os.environ.update(settings)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(1)
+    all_reduce: Callable[[torch.Tensor], object]
+    if spec == "gloo":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        all_reduce = dist.all_reduce
+    else:
+        path, *variables = spec.split(":")
+        os.environ.update(each.split("=", 1) for each in variables)
+        for name in [name for name in sys.modules if name.split(".")[0] == "trigram"]:
+            del sys.modules[name]
+        sys.path.insert(0, str(Path(path).resolve()))
+        import trigram
+
+        trigram.init()
+        all_reduce = trigram.all_reduce
+    world = float(settings["WORLD_SIZE"])
+    tensors: dict[int, torch.Tensor] = {}
+    told.write("ready\n")
+    for line in asked:
+        size, count = map(int, line.split())
+        tensor = tensors.setdefault(size, torch.ones(size // 4))
+        tensor.fill_(1.0)
+        all_reduce(tensor)
+        if not bool((tensor == world).all()):
+            raise SystemExit(f"{spec}: the sum of {size} bytes is wrong")
+        before, times = resource.getrusage(resource.RUSAGE_SELF), []
+        for _ in range(count):
+            started = time.perf_counter()
+            all_reduce(tensor)
+            times.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        told.write(json.dumps([statistics.median(times), spent / count]) + "\n")
+
+
+class Contestant:
+    """The ranks of one contestant, one on each host."""
+
+    def __init__(self, text: str, where: hosts.Hosts) -> None:
+        self.name, _, spec = text.partition("=")
+        port = str(free_port())
+        self.asks: list[TextIO] = []
+        self.answers: list[TextIO] = []
+        self.pids: list[int] = []
+        for rank in range(where.count):
+            settings = {
+                "RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "WORLD_SIZE": str(where.count),
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": where.addresses[0],
+                "MASTER_PORT": port,
+                "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
+                "TRIGRAM_IFACE": hosts.INTERFACE,
+            }
+            inward, ask = os.pipe()
+            answer, outward = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    with os.fdopen(inward) as asked, os.fdopen(outward, "w", buffering=1) as told:
+                        rank_main(spec or text, settings, where.names[rank], asked, told)
+                except BaseException:
+                    traceback.print_exc()
+                os._exit(1)
+            os.close(inward)
+            os.close(outward)
+            self.asks.append(os.fdopen(ask, "w", buffering=1))
+            self.answers.append(os.fdopen(answer))
+            self.pids.append(pid)
+        for each in self.answers:
+            if each.readline() != "ready\n":
+                raise SystemExit(f"{self.name}: a rank has failed")
+
+    def run(self, size: int, count: int) -> tuple[float, float]:
+        """Seconds of rank 0 per call, and processor seconds of all ranks per call."""
+        for each in self.asks:
+            each.write(f"{size} {count}\n")
+        lines = [each.readline() for each in self.answers]
+        if not all(lines):
+            raise SystemExit(f"{self.name}: a rank has failed")
+        rows: list[Any] = [json.loads(line) for line in lines]
+        return rows[0][0], sum(row[1] for row in rows)
+
+    def end(self) -> None:
+        """Ends the ranks."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def main() -> None:
+    """Measures, and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--rate", help="of each cable; else unshaped")
+    parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("contestants", nargs="+")
+    args = parser.parse_args()
+    sizes = [int(each) for each in args.sizes.split(",")]
+    teams: list[Contestant] = []
+    figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
+    with hosts.Hosts(args.hosts, args.rate) as where:
+        try:
+            for each in args.contestants:
+                teams.append(Contestant(each, where))
+            # Rates are known after some calls; only then are the schedules those of a long job.
+            pace = {(team.name, size): team.run(size, 14)[0] for team in teams for size in sizes}
+            deadline = time.monotonic() + args.seconds
+            turn = 0
+            while time.monotonic() < deadline:
+                for size in sizes:
+                    for i in range(len(teams)):
+                        team = teams[(i + turn) % len(teams)]
+                        count = max(1, min(400, round(0.15 / pace[team.name, size])))
+                        figures.setdefault((team.name, size), []).append(team.run(size, count))
+                turn += 1
+        finally:
+            for team in teams:
+                team.end()
+    print("| bytes | contestant | ms | of the wire | times as fast | quartiles | processor ms |")
+    print("|---:|---|---:|---:|---:|---|---:|")
+    for size in sizes:
+        for team in teams:
+            rows, first = figures[team.name, size], figures[teams[0].name, size]
+            ratios = [b[0] / a[0] for a, b in zip(rows, first, strict=True)] * 2
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            ms = 1000 * statistics.median(row[0] for row in rows)
+            of_wire = ""
+            if args.rate and args.rate.endswith("gbit"):
+                per_second = float(args.rate.removesuffix("gbit")) * PAYLOAD * 1e9 / 8
+                of_wire = f"{2 * (args.hosts - 1) / args.hosts * size / per_second / ms * 1000:.3f}"
+            spent = 1000 * statistics.median(row[1] for row in rows)
+            cells = f"{ms:.3f} | {of_wire} | {middle:.2f} | {low:.2f} {high:.2f} | {spent:.1f}"
+            print(f"| {size} | {team.name} | {cells} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -133,6 +133,8 @@ def test_abort() -> None:
 
 
 def _begin_again(rank: int, world: int) -> None:
+    import trigram
+
     for k in range(8):
         store = dist.FileStore(str(scratch() / f"store-{k}"), world)
         dist.init_process_group("trigram", store=store, rank=rank, world_size=world)
@@ -141,6 +143,7 @@ def _begin_again(rank: int, world: int) -> None:
         dist.all_reduce(t, group=group)
         assert t.item() == 2
         dist.destroy_process_group()
+        assert not trigram.is_initialized()
 
 
 def test_begin_again() -> None:

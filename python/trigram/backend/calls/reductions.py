@@ -23,6 +23,8 @@ _SUM = hash(dist.ReduceOp.SUM)
 _SUM_CODE = engine_codes.OPS["sum"]
 _DTYPES = engine_codes.DTYPES
 _STRIDED = torch.strided
+_UNSET = c10d.AllreduceOptions().timeout
+_profiled = profiling.enabled
 _SUMMED = {
     dtype: code
     for dtype, code in _DTYPES.items()
@@ -37,28 +39,32 @@ class Reductions(Starting):
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         """Reduces a tensor over all ranks, in place."""
         # The way of most calls, and of those where every microsecond counts: the sum of one contiguous tensor
-        # on the CPU, for a caller that waits.
+        # on the CPU.
         try:
             (t,) = given
+            background = opts.asyncOp
             asked = (
                 (engine_codes.ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
-                if not opts.asyncOp
-                and hash(opts.reduceOp) == _SUM
+                if hash(opts.reduceOp) == _SUM
                 and t.is_cpu
                 and t.layout is _STRIDED
                 and t.is_contiguous()
                 and not t.requires_grad
                 and get_ident() not in callback_threads
                 and self._aborted is None
-                and not profiling.enabled()
+                and not _profiled()
                 else None
             )
         except (AttributeError, KeyError, TypeError, ValueError):
             asked = None  # an older form of the call
         if asked is not None:
             group = self.trigram_group
-            memory = (t.data_ptr(), t.nbytes)
-            self._run(group, asked, memory + memory, seconds(opts.timeout) or group.timeout, None)
+            place, size = t.data_ptr(), t.nbytes
+            limit = group.timeout if (asks := opts.timeout) == _UNSET else seconds(asks) or group.timeout
+            if background:
+                call = group.core.start(asked, (place, size, place, size), limit, None)
+                return self._handle("all_reduce", call, t, given, None, None, limit)
+            self._run(group, asked, (place, size, place, size), limit, None)
             return self._done
         opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         t = only(listed(given), "all_reduce")
@@ -70,6 +76,8 @@ class Reductions(Starting):
         """Reduces several tensors over all ranks, in place, in one call."""
         opts = options(c10d.AllreduceCoalescedOptions, opts, timeout, reduceOp=None)
         given = listed(given)
+        if len(given) == 1 and not _profiled():
+            return self.allreduce(given, opts)
         for t in given:
             if t.layout != torch.strided:
                 raise MisuseError("all_reduce_coalesced: sparse tensors cannot be coalesced; reduce each")
@@ -195,7 +203,11 @@ class Reductions(Starting):
         divides = code == AVG and _is_integer(out)
         code = SUM if divides else code
         target = tensors.Target([out])
-        flat = torch.cat([tensors.source(t) for t in given]) if len(given) > 1 else tensors.source(given[0])
+        flat = (
+            torch.cat([tensors.source(t).view(-1) for t in given])
+            if len(given) > 1
+            else tensors.source(given[0])
+        )
         if factor is not None:
             flat = tensors.scaled(flat, factor)
         lengths = [t.numel() for t in given]

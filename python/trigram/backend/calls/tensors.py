@@ -54,9 +54,9 @@ def same(first: torch.Tensor, others: Sequence[torch.Tensor], what: str) -> None
 
 
 def in_place(t: torch.Tensor) -> torch.Tensor | None:
-    """The elements of a tensor in the order of its memory (1-D); None if they have gaps or overlap."""
-    if t.is_contiguous():
-        return t.detach().view(-1)
+    """A tensor's elements in the order of its memory, contiguous; None if they have gaps or overlap."""
+    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+        return t.detach() if t.requires_grad else t
     if t.is_conj() or t.is_neg():
         return None
     expected = 1
@@ -73,8 +73,10 @@ def plain(t: torch.Tensor) -> torch.Tensor:
 
 
 def source(t: torch.Tensor) -> torch.Tensor:
-    """The elements to send (1-D), in the order of the shape: the tensor's memory or a copy."""
-    return plain(t.detach()).contiguous().view(-1)
+    """The elements to send, contiguous in the order of the shape: the tensor itself or a copy."""
+    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
+        return t.detach() if t.requires_grad else t
+    return plain(t.detach()).contiguous()
 
 
 def moved(flat: torch.Tensor) -> torch.Tensor:
@@ -83,7 +85,7 @@ def moved(flat: torch.Tensor) -> torch.Tensor:
         return flat
     if flat.is_complex() and flat.dtype != torch.complex32:
         return torch.view_as_real(flat).view(-1)
-    return flat.view(torch.uint8)
+    return flat.view(-1).view(torch.uint8)
 
 
 def reduced(flat: torch.Tensor, op: int, what: str) -> tuple[torch.Tensor, bool]:
@@ -115,7 +117,7 @@ class Target:
     """Where results arrive: the tensors' own memory if it is one piece, otherwise a buffer.
 
     Attributes:
-        flat: The memory, 1-D, in the order of the tensors.
+        flat: The memory, contiguous, in the order of the tensors.
         finish: Copies the buffer to the tensors; None if the results arrive in place.
     """
 
@@ -150,7 +152,9 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The memory of tensors that follow each other without gaps, such as the chunks of one tensor."""
     first = tensors[0]
     if len(tensors) == 1:
-        return first.detach().view(-1) if first.is_contiguous() and not first.is_conj() else None
+        if not first.is_contiguous() or first.is_conj() or first.is_neg():
+            return None
+        return first.detach() if first.requires_grad else first
     at = first.data_ptr()
     base = first.untyped_storage().data_ptr()
     for t in tensors:

@@ -100,7 +100,7 @@ class Transfers(Starting):
                         f"{what}: an output has {out.numel()} elements and its input {t.numel()}; make "
                         "them equal"
                     )
-        sent = torch.cat([tensors.source(t).view(torch.uint8) for t in given])
+        sent = torch.cat([tensors.source(t).view(-1).view(torch.uint8) for t in given])
         received = sent.new_empty(self.trigram_group.size, sent.numel())
         lengths = [t.nbytes for t in given]
 
@@ -143,7 +143,7 @@ class Transfers(Starting):
             per = received.numel() // max(sum(lengths), 1)
             parts = [n * per for n in lengths]
             if not tensors.on_host(sent):  # NCCL has no uneven gather
-                repeated, splits = sent.repeat(group.size), ([sent.numel()] * group.size, parts)
+                repeated, splits = sent.view(-1).repeat(group.size), ([sent.numel()] * group.size, parts)
                 asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
                 return self._start(
                     what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]

@@ -78,7 +78,7 @@ class GradientSync(StepHooks):
         self.keep_residuals = True
         self.redoing = False
         super().__init__(model, groups)
-        # Gradients that are there already, from before or from a warm-up: a script may write others into them.
+        # Gradients that are there already, from before or a warm-up: a script may write others into them.
         self.used.keep(self.params, {id(p) for p in self.params})
 
     # Parameters and buckets.

@@ -168,7 +168,7 @@ class AsyncGossip:
             self.waited += time.perf_counter() - since
             self._progress()
 
-    def _progress(self) -> bool:
+    def _progress(self, offers: bool = True) -> bool:
         """Does all that is possible without waiting; True if it started or ended a step."""
         self._listen()
         moved = False
@@ -178,7 +178,7 @@ class AsyncGossip:
         if self.partner is None and self.queue:
             self._start_step(self.queue.pop(0))
             moved = True
-        if self.partner is None and not self.finishing:
+        if self.partner is None and not self.finishing and offers:
             self._offer()
         return moved
 
@@ -240,8 +240,12 @@ class AsyncGossip:
     # The end.
 
     def progress(self) -> bool:
-        """Makes progress for the neighbours while this rank has no boundaries; True if it did something."""
-        return self.script is None and self._progress()
+        """Makes progress for the neighbours while this rank has no boundaries; True if it did something.
+
+        It makes no offers: ranks that wait for each other elsewhere, for instance in the ``consensus`` of
+        another model, would move weights that have been averaged, and a codec would take them apart.
+        """
+        return self.script is None and self._progress(offers=False)
 
     def finish_pending(self) -> bool:
         """Stops making offers; True once this rank has no step under way and no open offer."""

@@ -58,6 +58,7 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     """Calls on few bytes."""
     t, world = torch.zeros(numbers), dist.group.WORLD
     rank, other = dist.get_rank(), dist.get_rank() ^ 1
+    operators = torch.ops._c10d_functional  # what compiled graphs call, without torch's wrappers in Python
 
     def ping(group: dist.ProcessGroup | None) -> None:
         if rank == 0:
@@ -82,6 +83,9 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
         "async and wait": lambda: dist.all_reduce(t, async_op=True).wait(),
         "async and future": lambda: dist.all_reduce(t, async_op=True).get_future().wait(),
         "functional": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", world)),
+        "functional operator": lambda: operators.wait_tensor(
+            operators.all_reduce_(t, "sum", world.group_name)
+        ),
         "functional, gloo": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", gloo)),
         "send and recv": lambda: ping(None),
         "send and recv, gloo": lambda: ping(gloo),

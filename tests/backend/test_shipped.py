@@ -2,12 +2,14 @@
 
 `left_out.txt` lists the tests that do not run: a line has the name that the tests ask for, the numbers of
 ranks, the test and the reason. A test that is skipped and not listed fails here, and one that is listed and
-passes too. Real gloo skips or fails the same ones, except for those whose reason says `posing`.
+passes too. Without lines for a number of ranks, the reasons of what is skipped are checked alone. Real gloo
+skips or fails the same ones, except for those whose reason says `posing`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +21,7 @@ from tests.support.marks import long
 
 pytestmark = pytest.mark.timeout(1800)
 
+DOOMED = ("gloo fails too", "posing", "gloo only")
 LEFT_OUT = Path(__file__).with_name("left_out.txt")
 QUICK = [
     "test_all_gather",
@@ -29,39 +32,35 @@ QUICK = [
     "test_all_reduce_product",
     "test_all_reduce_sum_async",
     "test_all_reduce_sum_complex",
-    "test_all_to_all_single_unequal_split_full_group",
     "test_all_to_all_single_equal_split_complex",
-    "test_average_parameters",
+    "test_all_to_all_single_unequal_split_full_group",
     "test_barrier_timeout_global",
     "test_batch_isend_irecv_gloo_tags",
     "test_broadcast",
-    "test_broadcast_object_list",
-    "test_ddp_buffer_hook_allreduce",
-    "test_ddp_comm_hook_logging",
-    "test_ddp_control_flow_same_across_ranks",
-    "test_ddp_get_bucket_sizes",
-    "test_ddp_join_model_equivalence",
-    "test_ddp_logging_data_gpu",
-    "test_ddp_sync_bn_training_vs_eval",
+    "test_ddp_create_graph",
     "test_gather",
     "test_gather_object",
     "test_isend_autograd_profiler",
     "test_monitored_barrier_gloo",
     "test_monitored_barrier_gloo_rank_0_timeout",
-    "test_monitored_barrier_wait_all_ranks",
-    "test_new_subgroups_by_enumeration",
-    "test_periodic_model_averager",
-    "test_reduce_sum",
     "test_reduce_full_group_max",
+    "test_reduce_sum",
     "test_scatter",
     "test_send_recv",
     "test_send_recv_any_source",
     "test_send_recv_any_source_autograd_profiler",
     "test_sparse_all_reduce_sum",
     "test_static_graph_api_cpu",
-    "test_undefined_grad_parity_unused_parameters",
-    "test_verify_model_across_rank_without_logger",
 ]
+
+
+REASONS = re.compile(
+    "CUDA is not available|Need at least . CUDA device|Skipped due to (small|odd) world size|NCCL|Nccl|nccl"
+    "|https://github.com/pytorch/pytorch/|[Oo]nly gloo|GLOO|Test requires (backend|world size|an exact world)"
+    "|does not support creating subgroups on CUDA|MPI"
+)
+"""For what torch's tests may be skipped: there is no GPU, they want another number of ranks, torch skips them
+everywhere, or, under our own name, they are for a backend that they name."""
 
 
 def left_out(posing_as: str, world: int) -> dict[str, str]:
@@ -81,12 +80,14 @@ def outcomes(posing_as: str, world: int, names: list[str], out: Path) -> dict[st
     return found
 
 
-def check(found: dict[str, tuple[str, str]], listed: dict[str, str]) -> None:
+def check(found: dict[str, tuple[str, str]], listed: dict[str, str], exactly: bool = True) -> None:
     """Fails for a test that has failed, one that is skipped without a line, one that passes with one."""
     failed = {name: why for name, (how, why) in found.items() if how == "failed"}
     assert not failed, "\n".join(f"{name}\n{why[-3000:]}" for name, why in failed.items())
     skipped = {name: why for name, (how, why) in found.items() if how == "skipped"}
-    assert not (skipped.keys() - listed.keys()), skipped
+    assert not [why for why in skipped.values() if not REASONS.search(why)], skipped
+    if exactly:
+        assert not (skipped.keys() - listed.keys()), skipped
     ran = [name for name in listed if found.get(name, ("skipped", ""))[0] == "passed"]
     assert not ran, f"left_out.txt lists tests that pass: {ran}"
 
@@ -109,7 +110,11 @@ def test_all(tmp_path: Path, posing_as: str, world: int) -> None:
 
     listed = left_out(posing_as, world)
     every = shipped.all_names(posing_as, world)
-    doomed = {name for name, why in listed.items() if why.startswith(("gloo fails too", "posing"))}
+    exactly = bool(listed)
+    if not exactly:  # those that cannot pass are the same
+        others = left_out(posing_as, 2) | left_out(posing_as, 4)
+        listed = {n: why for n, why in others.items() if why.startswith(DOOMED)}
+    doomed = {name for name, why in listed.items() if why.startswith(DOOMED)}
     found = outcomes(posing_as, world, [n for n in every if n not in doomed], tmp_path / "outcomes.json")
     assert len(found) + len(doomed) == len(every)
-    check(found, listed)
+    check(found, listed, exactly)

@@ -112,12 +112,11 @@ class Reductions(Starting):
         if code == AVG and _is_integer(given[0]):
             code = SUM
             finish = self._divides(memory, finish) if gets else None
-        sent, wider = tensors.reduced(
-            memory if factor is None else tensors.scaled(memory, factor), code, what
-        )
+        if factor is not None:
+            scaled = tensors.scaled(memory, factor)
+            memory = memory.copy_(scaled) if gets else scaled  # in place where the sum replaces it
+        sent, wider = tensors.reduced(memory, code, what)
         received = sent
-        if factor is not None and gets and not wider:
-            received = tensors.reduced(memory, code, what)[0]
         if wider and gets:
             copy = finish
 

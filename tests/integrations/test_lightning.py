@@ -150,6 +150,20 @@ def test_the_default_algorithm_trains_like_ddp(world: int) -> None:
     run(world, _trained_like_ddp, timeout=120)
 
 
+def _backend_only(rank: int, world: int, backend: str) -> dict[str, Tensor]:
+    strategy = lightning.pytorch.strategies.DDPStrategy(process_group_backend=backend)
+    state, _ = fitted(strategy, "plain", world)
+    assert torch.distributed.get_backend() == backend
+    return state
+
+
+def test_ddp_over_the_backend() -> None:
+    """Lightning's own strategy, with our backend under DistributedDataParallel."""
+    theirs, ours = (run(2, _backend_only, backend, timeout=60) for backend in ("gloo", "trigram"))
+    for expected, state in zip(theirs, ours, strict=True):
+        assert all(torch.equal(state[k], v) for k, v in expected.items())
+
+
 def _trained(rank: int, world: int) -> None:
     from trigram.integrations.lightning import TrigramStrategy
 

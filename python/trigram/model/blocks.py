@@ -114,4 +114,4 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
         if block is not None:
             _blocks.remove(block)
         for _, hooks in waiting:
-            hooks.join = None
+            hooks.leave_join()

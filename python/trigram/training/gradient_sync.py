@@ -503,6 +503,11 @@ class GradientSync(StepHooks):
                 if bucket.sent:
                     bucket.memory.zero_()
 
+    def leave_join(self) -> None:
+        """The passes of ranks without inputs were followed by no update: all ranks count anew."""
+        super().leave_join()
+        self.passes = 0
+
     @torch.no_grad()
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it contributes gradients of 0."""

@@ -174,6 +174,10 @@ class StepHooks:
     def abort_pass(self) -> None:
         """Aborts the last backward pass if it is still active, because it raised an exception."""
 
+    def leave_join(self) -> None:
+        """The block of ``trigram.join`` is over on all ranks."""
+        self.join = None
+
     def inputs_end(self) -> None:
         """This rank has no inputs left, inside ``trigram.join``."""
         self.abort_failed()

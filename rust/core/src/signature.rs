@@ -210,7 +210,7 @@ impl fmt::Display for Signature {
         if let Some(via) = Via::ALL.get(self.via as usize).filter(|v| **v != Via::Auto) {
             write!(f, ", via {}", via.name())?;
         }
-        match self.extra & !Self::DEVICE {
+        match self.extra & !(Self::DEVICE | u64::MAX << Self::PASS) {
             0 => {}
             Self::PAIRWISE => write!(f, ", lengths by rank")?,
             sum => write!(f, ", lengths by rank with sum {sum:x}")?,

@@ -3,7 +3,7 @@
 //! Whichever thread holds the progress lock (`crate::runtime::driver`) calls `Progress::poll` until nothing moves.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
@@ -350,6 +350,10 @@ impl Progress {
         let kind_of = |rank| self.peers.kind(rank);
         if reported_by.and_then(kind_of).is_some_and(|k| matches!(k, LossKind::Silent | LossKind::Refused)) {
             return;
+        }
+        // Its connection is gone from here on, and calls under way have not counted yet what they sent.
+        if let (Some(counter), Some(tx)) = (self.counters.sent.get(rank as usize), self.out.to(rank)) {
+            counter.store(tx.bytes, Ordering::Relaxed);
         }
         let (calls, out, peers) = (&mut self.calls, &mut self.out, &mut self.peers);
         let unsent = match kind {

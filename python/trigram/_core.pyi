@@ -109,7 +109,7 @@ class Work:
         """
 
     def sender(self) -> int | None:
-        """The world rank whose message a receive has taken; None if it is not known, or this is no receive."""
+        """The world rank whose message a receive has taken; None if it is not known, or it is no receive."""
 
     def add_done_callback(self, callback: Callable[[], object], /) -> None:
         """Has ``callback()`` returned by ``next_done_callbacks`` when the call has ended, or failed; if it

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trigram.backend import dynamo, out_variants
+from trigram.backend import dynamo, out_variants, stand_in
 from trigram.backend.calls.barriers import Barriers
 from trigram.backend.calls.reductions import Reductions
 from trigram.backend.calls.transfers import Transfers
@@ -96,4 +96,6 @@ def create(asked: Any, options: Any) -> ProcessGroup:
                 "before"
             )
     group.timeout = timeout
-    return ProcessGroup(group, asked.store, asked.timeout, options, owns)
+    made = ProcessGroup(group, asked.store, asked.timeout, options, owns)
+    stand_in.register(made)
+    return made

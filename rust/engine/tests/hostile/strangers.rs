@@ -22,6 +22,7 @@ struct EndpointRecord {
     _rank: u32,
     address: SocketAddr,
     _host: String,
+    _boot: String,
     socket: String,
     token: [u8; 16],
 }

@@ -316,9 +316,10 @@ def watched(rank: int, world: int, seconds: float) -> tuple[int, float]:
 def test_a_pause_of_five_seconds_costs_its_time_only(transport: str) -> None:
     """It is warned of, with its reason where the host knows it."""
     world, victim = 3, 1
-    with Ranks(world, watched, 8.0, transport=transport) as ranks:
+    with Ranks(world, watched, 9.0, transport=transport) as ranks:
         for r in range(world):
             ranks.await_said(r, "in the loop")
+        time.sleep(1)  # all have had a heartbeat of the victim: before the first one more time is given
         ranks.signal(victim, signal.SIGSTOP)
         time.sleep(5)
         ranks.signal(victim, signal.SIGCONT)

@@ -123,7 +123,8 @@ def a_timeout_of_a_group(rank: int, world: int) -> None:
     assert group.timeout == 0.3
     assert trigram.new_group([0], timeout=math.inf).timeout is None
     if rank == 0:
-        says(raises(trigram.TimeoutError, trigram.barrier, group), "0.3 s")
+        # The message has the time that has passed, which is more on a busy machine.
+        says(raises(trigram.TimeoutError, trigram.barrier, group), "timed out after", "waiting for rank")
     trigram.barrier()
 
 

@@ -23,12 +23,11 @@ from trigram.collectives.calls import (
     barrier,
     broadcast,
     gather,
-    recv,
     reduce,
     reduce_scatter,
     scatter,
-    send,
 )
+from trigram.collectives.messages import recv, send
 from trigram.collectives.work import Work
 from trigram.elastic.recovery import public_recover as recover
 from trigram.errors import (

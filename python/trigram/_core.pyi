@@ -117,7 +117,7 @@ class Work:
 
         The callbacks of one group's collectives come in the order in which they were added; those of messages
         and of different groups as the calls end. The call is driven in the background from now on, unless
-        somebody waits for it. ``trigram.collectives.callbacks.when_done`` also starts the thread that runs
+        somebody waits for it. ``trigram.runtime.callbacks.when_done`` also starts the thread that runs
         callbacks.
         """
 

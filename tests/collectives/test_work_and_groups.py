@@ -22,8 +22,8 @@ from tests.support.checks import equal, raises, says
 from tests.support.data import DTYPES, numbers, reduced
 from tests.support.harness import until
 from tests.support.marks import long_unless
-from trigram.collectives.callbacks import when_done
 from trigram.collectives.work import _in_flight
+from trigram.runtime.callbacks import when_done
 
 CASES = Cases()
 

@@ -12,7 +12,7 @@ from tests.support import gpu_standin
 from tests.support.cases import Cases
 from tests.support.checks import equal
 from tests.support.data import numbers
-from trigram.collectives import calls
+from trigram.collectives.dispatch import dispatch_uneven_on_device
 from trigram.runtime import engine_codes
 from trigram.runtime.world import resolve
 
@@ -26,12 +26,12 @@ def uneven(rank: int, world: int, scale: int) -> None:
     for lengths in ([(3 * r + 1) % 4 * scale for r in range(world)], [0] * (world - 1) + [5 * scale]):
         t, out = numbers(rank, lengths[rank]), torch.empty(sum(lengths))
         asked = (engine_codes.ALL_GATHER, FLOAT, 0, 0, 0, 0)
-        calls._uneven_on_device(group, asked, t, out, False, "all_gather", lengths, None)
+        dispatch_uneven_on_device(group, asked, t, out, False, "all_gather", lengths, None)
         equal(out, torch.cat([numbers(r, n) for r, n in enumerate(lengths)]), f"{lengths}")
         inputs = [numbers(r, sum(lengths)) for r in range(world)]
         whole, part = inputs[rank].clone(), torch.empty(lengths[rank])
         asked = (engine_codes.REDUCE_SCATTER, FLOAT, 0, SUM, 0, 0)
-        calls._uneven_on_device(group, asked, whole, part, False, "reduce_scatter", lengths, None)
+        dispatch_uneven_on_device(group, asked, whole, part, False, "reduce_scatter", lengths, None)
         equal(whole, inputs[rank], "the input")
         start = sum(lengths[:rank])
         mine = slice(start, start + lengths[rank])

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from trigram.backend.calls import reductions, tensors
-from trigram.collectives import calls
+from trigram.collectives import calls, dispatch, messages
+from trigram.collectives.arguments import check
 from trigram.collectives.work import Work
 from trigram.gpu import device, nccl, routes
 from trigram.runtime import engine_codes, memory, world
@@ -73,7 +74,7 @@ class StandIn:
 
 
 _empty = memory.empty
-_dispatch = calls._dispatch
+_dispatch = dispatch.dispatch
 COUNT = {"calls": 0}
 
 
@@ -106,7 +107,7 @@ def _message(
 ) -> Any:
     what = "send" if sends else "recv"
     g = world.resolve(group)
-    code = calls._check(t, what)
+    code = check(t, what)
     call = routes.message(g, sends, g.group_rank(peer, what), tag, t, code)
     COUNT["calls"] += 1
     if async_op:
@@ -120,7 +121,7 @@ def use() -> None:
     device.kinds["cpu"] = StandIn
     # The host reads and writes at once what a stream would put in order.
     nccl._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
-    calls._dispatch = _on_device  # type: ignore[assignment]
-    calls._message = _message
+    calls.dispatch = dispatch.dispatch = _on_device  # type: ignore[assignment]
+    messages._message = _message
     tensors.on_host = lambda t: False
     reductions._STRIDED = None  # no tensor takes the short way of those on the host

@@ -10,10 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from trigram import _core
-from trigram.collectives import callbacks
 from trigram.errors import MisuseError, TimeoutError
 from trigram.gpu import device
-from trigram.runtime import logs, world
+from trigram.runtime import callbacks, logs, world
 
 # These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
 # Threads change it at any time: only single operations of the set are used, which no other thread interrupts,

@@ -9,8 +9,8 @@ from typing import Any
 
 from trigram import _core
 from trigram.backend.handles.futures import Future
-from trigram.collectives.callbacks import when_done
 from trigram.runtime import logs
+from trigram.runtime.callbacks import when_done
 
 _threads: dict[int, Callbacks] = {}
 """By identity, the threads of all process groups."""

@@ -54,6 +54,21 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
         assert "999 elements" in told[0][1]
 
 
+def _written_after_the_error(rank: int, world: int) -> float:
+    x = torch.ones(1000)
+    with pytest.raises(trigram.MismatchError):
+        trigram.all_reduce(x, "max" if rank == 2 else "sum")
+    x.fill_(7.0)
+    time.sleep(0.5)
+    return float((x - 7.0).abs().max())
+
+
+def test_memory_is_the_callers_again_when_a_call_has_failed() -> None:
+    """The collective was given to the stream, and is aborted while ranks write their results."""
+    env = gpu_standin.env("nccl") | {"STANDIN_SLOW": "200"}
+    assert run(3, _written_after_the_error, env=env, timeout=60) == [0.0] * 3
+
+
 def _learns_between_two_calls(rank: int, world: int) -> None:
     sizes = (10, 12) if rank < 2 else (12, 10)
     first = trigram.all_reduce(torch.ones(sizes[0]), async_op=True)

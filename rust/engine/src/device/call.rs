@@ -86,11 +86,15 @@ impl DeviceCall {
         }
     }
 
-    /// Waits until the GPU no longer accesses the memory of an aborted call.
     fn wait_released(&self) {
-        let since = Instant::now();
-        while since.elapsed() < CLOSE && matches!(self.done.is_reached(), Ok(false)) {
-            std::thread::sleep(POLL_INTERVAL);
-        }
+        wait_released(&self.done);
+    }
+}
+
+/// Waits until the GPU no longer accesses the memory of an aborted call, after which it reaches `done`.
+pub(crate) fn wait_released(done: &Event) {
+    let since = Instant::now();
+    while since.elapsed() < CLOSE && matches!(done.is_reached(), Ok(false)) {
+        std::thread::sleep(POLL_INTERVAL);
     }
 }

@@ -14,7 +14,7 @@ use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
 
 use crate::call::request::Request;
-use crate::device::call::DeviceCall;
+use crate::device::call::{DeviceCall, wait_released};
 use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
 use crate::device::nccl_call::{NcclCall, data_type, raw_mut};
 use crate::device::watch::{WatchedCall, Watcher};
@@ -223,13 +223,17 @@ impl DeviceGroup {
             }
             Ok(done)
         });
-        let done = done.map_err(|e| match self.failure.get() {
-            Err(known) => known,
-            Ok(()) => {
+        let done = done.map_err(|e| {
+            let error = self.failure.get().err().unwrap_or_else(|| {
                 let error = blame(from_nccl(e), &self.abort_group, &signature);
                 self.fail(&error);
                 error
+            });
+            // NCCL may have given the call to the stream before it was aborted.
+            if let Ok(released) = Event::record(stream) {
+                wait_released(&released);
             }
+            error
         })?;
         Ok(DeviceCall { done, check, failure: self.failure.clone() })
     }

@@ -92,9 +92,16 @@ int ncclCommInitRankConfig(struct comm **out, int size, id_t128 id, int rank, st
     return IN_PROGRESS;
 }
 
+// Milliseconds that each part of a collective takes before it is written, for tests of what comes too early.
+static unsigned slow(void) {
+    const char *said = getenv("STANDIN_SLOW");
+    return said ? (unsigned)atoi(said) : 0;
+}
+
 int ncclCommGetAsyncError(struct comm *c, int *out) {
     if (atomic_load(&c->failed)) *out = atomic_load(&c->failed);
     else if (atomic_load(&c->shared->attached) < c->size || atomic_load(&c->splitting)) *out = IN_PROGRESS;
+    else if (slow() && atomic_load(&c->working)) *out = IN_PROGRESS; // as the first call of a kind, which connects
     else *out = atomic_exchange(&c->fresh, 0) ? IN_PROGRESS : OK; // at least one look is needed
     return OK;
 }
@@ -188,6 +195,7 @@ static int exchange(const struct call *k, const char *from, size_t count, size_t
         if (from) memcpy(c->shared->slots[c->rank], from + at * width, n * width);
         if (k->op >= 5) for (size_t i = 0; i < n; i++) put(c->shared->slots[c->rank], k->type, i, ops[k->op].scalar * get(c->shared->slots[c->rank], k->type, i));
         if (barrier(c)) return -1;
+        usleep(slow() * 1000);
         if (k->kind == ALL_GATHER) for (int r = 0; r < c->size; r++) memcpy(k->to + ((size_t)r * k->count + at) * width, c->shared->slots[r], n * width);
         else if (k->kind == BROADCAST) memcpy(k->to + at * width, c->shared->slots[k->root], n * width);
         else for (size_t i = 0; i < n; i++) {

@@ -55,6 +55,7 @@ class Group:
         splits: _Splits = None,
         lists: _Lists = None,
     ) -> None: ...
+    def all_reduce(self, t: object, op: int, timeout: float | None = None) -> bool: ...
     def start(
         self,
         asked: _Asked,

@@ -38,7 +38,12 @@ from trigram.collectives.arguments import (
     parts_of,
     via_code,
 )
-from trigram.collectives.dispatch import dispatch, dispatch_lists, dispatch_uneven_on_device
+from trigram.collectives.dispatch import (
+    all_reduce_at_once,
+    dispatch,
+    dispatch_lists,
+    dispatch_uneven_on_device,
+)
 from trigram.collectives.work import Work
 from trigram.errors import MisuseError
 from trigram.runtime import engine_codes
@@ -70,6 +75,9 @@ def all_reduce(
         async_op: Return at once, with a :class:`Work`.
         timeout: Seconds; None: the group's.
     """
+    plain = not async_op and via is None and timeout is None and type(op) is str and op in OPS
+    if plain and all_reduce_at_once(resolve(group), t, OPS[op]):
+        return None
     if isinstance(t, (list, tuple)):
         dtype = check_all(t, "all_reduce")
         code, how = op_code(op, "all_reduce"), via_code(via)

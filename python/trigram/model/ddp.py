@@ -100,7 +100,7 @@ class DistributedDataParallel(nn.Module):
             module,
             algorithm,
             group=process_group,
-            bucket_mb=25 if bucket_cap_mb is None else bucket_cap_mb,
+            bucket_mb=bucket_cap_mb,
             broadcast_buffers=broadcast_buffers,
             ignore=[*options.pop("ignore", ()), *ignored],
             **options,

@@ -24,6 +24,11 @@ from trigram.training.weight_sync import WeightSync
 
 Model = TypeVar("Model", bound=nn.Module)
 
+BUCKET_MB = 4
+"""Fewer bytes wait for the end of backward than with DDP's 25 (docs/benchmarks.md, "TCP between hosts")."""
+BUCKET_MB_GPU = 25
+"""As DDP: a call of NCCL costs more, and goes faster, than one on the CPU."""
+
 
 def with_bagua(
     model: Model,
@@ -31,7 +36,7 @@ def with_bagua(
     *,
     optimizer: Any = None,
     group: AnyGroup = None,
-    bucket_mb: float = 25,
+    bucket_mb: float | None = None,
     sample_weight: Any = None,
     check_finite: bool = False,
     check_replicas: int = 0,
@@ -59,7 +64,7 @@ def with_bagua(
             it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
-        bucket_mb: Size of a bucket of gradients, in MiB.
+        bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs.
         sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
             a callable that returns it and is called once per step, when backward begins. Averages are
             ``sum(w_i g_i) / sum(w_i)``. A rank with weight 0 contributes nothing, even if its gradients are
@@ -91,6 +96,8 @@ def with_bagua(
             a name in ``ignore``.
     """
     chosen = find(algorithm, options)
+    if bucket_mb is None:
+        bucket_mb = BUCKET_MB_GPU if any(p.is_cuda for p in model.parameters()) else BUCKET_MB
     if bucket_mb <= 0:
         raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
     if is_wrapped(model):

@@ -157,17 +157,18 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
     let fits = layout.is_one_host()
         && !call.is_pairwise()
         && matches!(call.via, Via::Auto | Via::Shared)
-        && inline_len(call, layout) * call.dtype.size() <= INLINE_BYTES;
+        && inline_bytes(call, layout) <= INLINE_BYTES;
     if fits { Opening::OneShot } else { Opening::Barrier }
 }
 
-/// The most elements that any rank would copy into its inline buffer.
-fn inline_len(call: &Call, layout: &Layout) -> usize {
-    match call.what {
+/// The most bytes that any rank would copy into its inline buffer.
+pub fn inline_bytes(call: &Call, layout: &Layout) -> usize {
+    let len = match call.what {
         Collective::ReduceScatter => call.blocks().start(layout.world),
         Collective::AllToAll | Collective::Scatter => call.len.saturating_mul(layout.world as usize),
         _ => call.len,
-    }
+    };
+    len.saturating_mul(call.dtype.size())
 }
 
 fn shape(call: &Call, layout: &Layout, piece_bytes: usize) -> Shape {

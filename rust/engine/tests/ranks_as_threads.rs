@@ -97,6 +97,37 @@ fn large_reductions_take_turns() {
     }
 }
 
+/// Small calls of one host: some that all make at once, some that begin early and go on as ordinary calls, some that
+/// differ, and slots that are used again and again.
+#[test]
+fn small_calls_are_right_whoever_comes_first() {
+    for n in [2, 3, 5] {
+        on_all(met(n, Transport::Shm), |rank, group| {
+            for i in 0..3000usize {
+                if i % 97 == rank * 11 {
+                    std::thread::sleep(Duration::from_micros(300));
+                }
+                let len = [1, 4, 5, 1000, 3][i % 5]; // up to 16 bytes, and more
+                if i % 501 == 500 {
+                    let error = all_reduce(&group, &mut vec![0.0; len + usize::from(rank == 1)], Via::Auto);
+                    assert!(
+                        matches!(error, Err(Error::Mismatch { .. })),
+                        "call {i} of rank {rank}: {error:?}"
+                    );
+                    continue;
+                }
+                let mut data: Vec<f32> = (0..len).map(|k| (k + i % 7 + rank) as f32).collect();
+                all_reduce(&group, &mut data, Via::Auto).unwrap();
+                let want = |k: usize| ((k + i % 7) * n + n * (n - 1) / 2) as f32;
+                assert!(
+                    data.iter().enumerate().all(|(k, x)| *x == want(k)),
+                    "call {i} of rank {rank}: {data:?}"
+                );
+            }
+        });
+    }
+}
+
 /// A call is refused, or it ends: whenever the engine is shut down.
 #[test]
 fn no_call_is_left_behind_by_a_shutdown() {

@@ -8,6 +8,7 @@ mod callbacks;
 mod codec;
 mod device;
 mod errors;
+mod tensors;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use errors::Raise;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
+use tensors::Dense;
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Via};
 use trigram_core::{DType, Error, ReduceOp};
@@ -344,6 +346,23 @@ impl Group {
         // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
         wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })
+    }
+
+    /// An all_reduce of a plain tensor, in this thread; false, and nothing has happened, for any other tensor.
+    #[pyo3(signature = (t, op, timeout=None))]
+    fn all_reduce(&self, t: &Bound<'_, PyAny>, op: u8, timeout: Option<f64>) -> PyResult<bool> {
+        let Some(Dense { address, len, dtype }) = tensors::dense(t) else { return Ok(false) };
+        let py = t.py();
+        let request = Request {
+            call: group::call(Collective::AllReduce, dtype, len),
+            op: ReduceOp::from_code(op).raise(py)?,
+            tensors: group::in_place(address, len * dtype.size()),
+            ..Request::nothing()
+        };
+        let limit = seconds(timeout);
+        // SAFETY: the caller holds the tensor until this returns.
+        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
+        Ok(true)
     }
 
     /// A collective in the background.

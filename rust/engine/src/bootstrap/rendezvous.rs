@@ -64,7 +64,7 @@ struct EndpointRecord {
     silence: u64,
 }
 
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {

@@ -73,6 +73,8 @@ pub struct Body {
     pub direct_bytes: u64,
     /// This rank's own bounce buffer.
     pub bounce: (*mut u8, usize),
+    /// Whether its payload is in its operation slot already.
+    pub(crate) shown: bool,
     /// Reductions that wait for their turn.
     pub(crate) pending: VecDeque<PendingReduce>,
     /// Bytes that its reductions may still read and write in this turn.
@@ -107,6 +109,7 @@ impl Body {
             loans: Vec::new(),
             direct_bytes: 0,
             bounce: (std::ptr::null_mut(), 0),
+            shown: false,
             pending: VecDeque::new(),
             turn: 0,
             schedule: Schedule::empty(),
@@ -281,12 +284,16 @@ impl Body {
             Buf::Out => (tensors.output, tensors.output_len),
             Buf::Scratch => (self.scratch_base, self.scratch_len),
             Buf::Bounce if self.lent == Lent::BounceBuffers => (self.bounce.0, self.bounce.1),
-            Buf::Bounce => match self.members.op_slot(self.members.me, self.call_id) {
-                Some(op_slot) => (op_slot.inline(), planner::INLINE_BYTES),
-                None => (std::ptr::null_mut(), 0),
-            },
+            Buf::Bounce => self.inline(self.members.me),
         };
         inside(base, have, span, size)
+    }
+
+    /// The memory for a small payload in the operation slot of a rank of this host, and its bytes.
+    fn inline(&self, place: Place) -> (*mut u8, usize) {
+        let len = planner::inline_bytes(&self.request.call, &self.members.layout);
+        let op_slot = self.members.op_slot(place, self.call_id);
+        op_slot.map_or((std::ptr::null_mut(), 0), |op_slot| op_slot.inline(len))
     }
 
     /// The address of a span of any rank's memory on this host, checked.
@@ -296,9 +303,7 @@ impl Body {
         }
         let size = self.request.call.dtype.size();
         if loc.span.buf == Buf::Bounce && self.lent != Lent::BounceBuffers {
-            let op_slot = self.members.op_slot(loc.place, self.call_id);
-            let inline = op_slot.map_or(std::ptr::null_mut(), |op_slot| op_slot.inline());
-            let have = if inline.is_null() { 0 } else { planner::INLINE_BYTES };
+            let (inline, have) = self.inline(loc.place);
             return inside(inline, have, loc.span, size);
         }
         let loan = self.loans.iter().find(|l| l.place == loc.place);

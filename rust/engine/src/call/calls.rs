@@ -90,6 +90,16 @@ impl Calls {
         }
     }
 
+    /// The number of the next collective of a group, for a call that needs nothing but its operation slot; `None` while
+    /// anything else is under way or has come, or has failed.
+    pub(crate) fn undisturbed(&mut self, members: &Arc<Members>) -> Option<CallId> {
+        if !self.active.is_empty() || !self.unexpected.is_empty() || self.broken.is_some() {
+            return None;
+        }
+        let group = self.group(members);
+        group.aborted.is_none().then(|| CallId::collective(group.next))
+    }
+
     /// The next receive that can be matched: its index, and the peer whose next message with its tag it takes.
     ///
     /// A message goes to the receive that was made first, of those with its tag that are from its sender or from any

@@ -4,7 +4,7 @@
 //! callers' memory.
 
 use trigram_core::executor::{Io, Started};
-use trigram_core::schedule::{Loc, Place, Span};
+use trigram_core::schedule::{Buf, Loc, Place, Span};
 use trigram_core::{Error, ReduceOp, Result, reduce};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
@@ -55,6 +55,9 @@ impl Io for StepRunner<'_> {
 
     fn reduce(&mut self, step: u32, from: &[Loc], to: &[Loc], finish: bool) -> Result<Started> {
         let body = &mut *self.body;
+        if body.shown && to.iter().any(|loc| loc.span.buf == Buf::Bounce) {
+            return Ok(Started::Done);
+        }
         // What waits for its turn goes first.
         let done = if body.pending.is_empty() { body.fold(from, to, finish, 0)? } else { Some(0) };
         Ok(match done {

@@ -51,6 +51,11 @@ pub(crate) struct Unexpected {
 }
 
 impl Unexpected {
+    /// Whether nothing has come before its call.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.messages.is_empty() && self.failures.is_empty()
+    }
+
     /// Keeps a message until its call is made.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ pub(crate) mod heartbeat;
 pub(crate) mod helper;
 pub(crate) mod losses;
 pub(crate) mod matching;
+pub(crate) mod one_shot;
 pub mod progress;
 pub(crate) mod receives;
 pub(crate) mod scheduling;

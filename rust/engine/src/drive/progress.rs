@@ -43,15 +43,15 @@ pub struct Progress {
     /// Counters for callers.
     pub counters: Arc<Counters>,
     /// Which peers are alive.
-    peers: Peers,
+    pub(crate) peers: Peers,
     /// The calls under way.
     pub calls: Calls,
     /// What waits to be sent.
     out: Outbox,
     /// Schedules of calls that were made before.
-    schedules: ScheduleCache,
+    pub(crate) schedules: ScheduleCache,
     meter: RateMeter,
-    helper: Helper,
+    pub(crate) helper: Helper,
     /// The inward connections, by rank; `None` for this rank and for lost ones.
     pub rx: Vec<Option<Rx>>,
     /// Ranks of this host whose socket has closed.
@@ -84,7 +84,7 @@ impl Progress {
         }
     }
 
-    fn scheduling(&mut self) -> Scheduling<'_> {
+    pub(crate) fn scheduling(&mut self) -> Scheduling<'_> {
         Scheduling {
             world: &self.world,
             counters: &self.counters,

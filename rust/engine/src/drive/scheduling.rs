@@ -9,13 +9,13 @@ use trigram_core::Result;
 use trigram_core::planner::{self, Opening};
 use trigram_core::schedule::Schedule;
 use trigram_core::signature::Collective;
-use trigram_core::wire::{Frame, Kind};
+use trigram_core::wire::{CallId, Frame, Kind};
 
 use crate::call::active_call::CallState;
 use crate::call::body::Body;
 use crate::call::calls::Calls;
 use crate::call::mismatch::{agree, is_pairwise};
-use crate::call::request::Submission;
+use crate::call::request::{Message, Submission};
 use crate::call::schedule_cache::ScheduleCache;
 use crate::drive::failures::{self, stop};
 use crate::drive::matching::Matching;
@@ -40,19 +40,31 @@ pub(crate) struct Scheduling<'a> {
 impl Scheduling<'_> {
     /// Takes up a call.
     pub(crate) fn admit(&mut self, submission: Submission) {
+        let Submission { members, request, .. } = &submission;
+        if let Some(message) = request.message.filter(|m| self.calls.is_unmatched(members, *m)) {
+            return self.enter_unmatched(submission, message);
+        }
+        let (call_id, peer) = self.calls.number(members, request.message);
+        self.enter(submission, call_id, peer, false);
+    }
+
+    /// Takes up a receive that has no number yet.
+    fn enter_unmatched(&mut self, submission: Submission, message: Message) {
         let Submission { members, request, completion, deadline } = submission;
         let calls = &mut *self.calls;
-        if let Some(message) = request.message.filter(|m| calls.is_unmatched(&members, *m)) {
-            let i = calls.enter_unmatched(members, message, request, completion);
-            let group = calls.active[i].body.members.id;
-            if let Some(error) = calls.aborted(group).or_else(|| calls.broken.clone()) {
-                calls.fail(i, error, true, self.out);
-            } else if let Some(deadline) = deadline {
-                calls.set_deadline(i, deadline);
-            }
-            return;
+        let i = calls.enter_unmatched(members, message, request, completion);
+        let group = calls.active[i].body.members.id;
+        if let Some(error) = calls.aborted(group).or_else(|| calls.broken.clone()) {
+            calls.fail(i, error, true, self.out);
+        } else if let Some(deadline) = deadline {
+            calls.set_deadline(i, deadline);
         }
-        let (call_id, peer) = calls.number(&members, request.message);
+    }
+
+    /// Takes up a call that has a number; `shown`: its payload is in its operation slot, and it has arrived there.
+    pub(crate) fn enter(&mut self, submission: Submission, call_id: CallId, peer: Option<u32>, shown: bool) {
+        let Submission { members, request, completion, deadline } = submission;
+        let calls = &mut *self.calls;
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
         // A sender whose message has arrived may have left since.
         let has_come = calls
@@ -83,6 +95,8 @@ impl Scheduling<'_> {
             completion.set_sender(rank);
         }
         let i = calls.enter(members, call_id, request, completion);
+        calls.active[i].entered = shown;
+        calls.active[i].body.shown = shown;
         if let Some((error, tell)) = error {
             return calls.fail(i, error, tell, self.out);
         }

@@ -20,6 +20,8 @@ struct Local {
     control: ControlSegment,
     /// The group's index in the member's directory, once it has been found.
     found: AtomicUsize,
+    /// The member is known to have left all calls before this one.
+    left_before: AtomicU64,
 }
 
 const NOT_FOUND: usize = usize::MAX;
@@ -86,7 +88,8 @@ impl Members {
                     ))
                 })?;
                 let found = if place == me { control.enter_group(id)? } else { NOT_FOUND };
-                locals.push(Local { place, control: control.clone(), found: AtomicUsize::new(found) });
+                let (control, found) = (control.clone(), AtomicUsize::new(found));
+                locals.push(Local { place, control, found, left_before: AtomicU64::new(0) });
             }
         }
         let layout = Layout { me, world: ranks.len() as u32, hosts, helpers };
@@ -172,6 +175,16 @@ impl Members {
         self.locals.iter().all(|l| l.has_arrived(self.id, call, ordinal))
     }
 
+    /// Notes which calls the members on this host have left, as they say in one at which all have arrived. So the next
+    /// calls need not look at the slots of earlier ones.
+    pub fn note_left(&self, call: CallId) {
+        for local in &self.locals {
+            if let Some(op_slot) = local.op_slot(self.id, call) {
+                local.left_before.fetch_max(op_slot.left_before(), Ordering::Relaxed);
+            }
+        }
+    }
+
     /// Whether a member on this host has aborted a call. To be asked after arriving.
     pub fn has_failed(&self, call: CallId) -> bool {
         self.locals.iter().any(|l| l.op_slot(self.id, call).is_some_and(|op_slot| op_slot.has_failed(call.0)))
@@ -186,7 +199,8 @@ impl Members {
     /// Members on this host that have not left the call that used the operation slot before.
     pub fn busy(&self, call: CallId) -> impl Iterator<Item = Place> + '_ {
         let busy = self.locals.iter().filter(move |l| {
-            !l.is_past(self.id)
+            l.left_before.load(Ordering::Relaxed) + OP_SLOTS as u64 <= call.0
+                && !l.is_past(self.id)
                 && l.op_slot(self.id, call).is_some_and(|op_slot| !op_slot.is_free_for(call.0))
         });
         busy.map(|l| l.place)

@@ -32,7 +32,7 @@ pub const MAX_GROUPS: usize = 4096;
 /// slots have touched is used again.
 const KEPT_ENTRIES: usize = 512;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x05\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x06\0");
 
 /// Directory entries that are no group's id.
 const NO_GROUP: u64 = 0;

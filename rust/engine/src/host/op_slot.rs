@@ -25,17 +25,23 @@ pub const OP_SLOTS: usize = 1;
 const INLINE_BYTES: usize = 32;
 
 /// One call in flight, as one rank shows it. Counters only grow, so nothing is ever reset.
+///
+/// The first line of the cache has all that a peer reads in a tiny call; the owner writes it once in such a call.
 #[derive(Debug)]
 #[cfg_attr(trigram_loom, derive(Default))]
 #[repr(C, align(64))]
 pub struct OpSlot {
     /// `call * BARRIERS + barriers arrived at`; 0 before the first.
     arrived: AtomicU64,
-    /// `call + 1` of the last call that the owner has left.
-    done: AtomicU64,
     /// `call + 1` of the last call that the owner entered and aborted.
     failed: AtomicU64,
     signature: [AtomicU64; 3],
+    /// The owner had left all calls before this one when it arrived; 0: it does not say.
+    left_before: AtomicU64,
+    tiny: Tiny,
+    /// `call + 1` of the last call that the owner has left. Not in the first line, where peers would have to fetch the
+    /// line again when it is written.
+    done: AtomicU64,
     /// Number of the segment that holds the input, plus one; 0: the input is not registered memory.
     segment: AtomicU64,
     offset: AtomicU64,
@@ -50,13 +56,21 @@ pub struct OpSlot {
 #[repr(C, align(64))]
 struct Inline([u8; INLINE_BYTES]);
 
+/// The most bytes of a payload in the first line of the slot.
+pub const TINY_BYTES: usize = 16;
+
+#[derive(Debug)]
+#[cfg_attr(trigram_loom, derive(Default))]
+#[repr(C, align(16))]
+struct Tiny([u8; TINY_BYTES]);
+
 /// The most barriers of a call.
 const BARRIERS: u64 = 1 << 20;
 
 impl OpSlot {
     /// Another group takes the directory entry.
     pub fn begin_anew(&self) {
-        for word in [&self.arrived, &self.done, &self.failed] {
+        for word in [&self.arrived, &self.done, &self.failed, &self.left_before] {
             word.store(0, Ordering::Relaxed);
         }
     }
@@ -74,13 +88,24 @@ impl OpSlot {
         input: Option<SegmentOffset>,
         bounce_buffer: Option<SegmentOffset>,
     ) {
-        for (word, value) in self.signature.iter().zip(to_words(signature)) {
-            word.store(value, Ordering::Relaxed);
-        }
+        self.describe_one_shot(signature, 0);
         self.segment.store(input.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
         self.offset.store(input.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
         self.bounce_segment.store(bounce_buffer.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
         self.bounce_offset.store(bounce_buffer.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
+    }
+
+    /// The same for a call whose payload is in the slot. The owner has left all calls before `left_before`.
+    pub fn describe_one_shot(&self, signature: &Signature, left_before: u64) {
+        for (word, value) in self.signature.iter().zip(to_words(signature)) {
+            word.store(value, Ordering::Relaxed);
+        }
+        self.left_before.store(left_before, Ordering::Relaxed);
+    }
+
+    /// The owner has left all calls before this one; valid once it has arrived.
+    pub fn left_before(&self) -> u64 {
+        self.left_before.load(Ordering::Relaxed)
     }
 
     /// What the owner called; valid once it has arrived.
@@ -117,7 +142,10 @@ impl OpSlot {
 
     /// The owner has left a call: it will not touch anyone's memory for it again.
     pub fn leave(&self, call: u64) {
-        self.done.fetch_max(call + 1, Ordering::AcqRel);
+        // Only the owner writes it, one thread at a time.
+        if self.done.load(Ordering::Relaxed) <= call {
+            self.done.store(call + 1, Ordering::Release);
+        }
     }
 
     /// `call + 1` of the last call that the owner has left.
@@ -136,9 +164,12 @@ impl OpSlot {
         self.failed.load(Ordering::Acquire) == call + 1
     }
 
-    /// The first byte of the inline buffer.
-    pub fn inline(&self) -> *mut u8 {
-        (&raw const self.inline.0).cast::<u8>().cast_mut()
+    /// The memory for a payload of `len` bytes, and how many bytes it has.
+    pub fn inline(&self, len: usize) -> (*mut u8, usize) {
+        match len <= TINY_BYTES {
+            true => ((&raw const self.tiny.0).cast::<u8>().cast_mut(), TINY_BYTES),
+            false => ((&raw const self.inline.0).cast::<u8>().cast_mut(), INLINE_BYTES),
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use rustix::event::epoll;
 use trigram_core::{Error, Result};
 
 use crate::call::request::Submission;
+use crate::drive::one_shot::OneShot;
 use crate::drive::progress::Progress;
 use crate::group::members::Members;
 use crate::group::world::World;
@@ -28,6 +29,8 @@ use crate::sys::limits::refused;
 
 /// Rounds of progress at full speed, if every rank of the host has a core.
 const SPINS: u32 = 16;
+/// Looks at the operation slots of the peers that take about as long as a round of progress.
+const LOOKS: u32 = 8;
 /// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
 /// work gets it. On an idle core a yield costs next to nothing.
 const YIELDS: u32 = 40;
@@ -241,6 +244,31 @@ impl Driver {
         } else if soon {
             self.background.look_soon();
         }
+    }
+
+    /// Makes a small call of one host without the machinery of calls under way, if nothing else is to be done and the
+    /// peers come in a moment.
+    pub(crate) fn one_shot(&self, progress: &mut Progress, submission: Submission) -> OneShot {
+        let is_needed = || self.due.load(Ordering::Relaxed) || self.waiting.load(Ordering::Acquire) > 0;
+        if is_needed() || self.closed.load(Ordering::Acquire) {
+            return OneShot::Ordinary(submission);
+        }
+        let call = match progress.show(submission) {
+            Ok(shown) => shown,
+            Err(submission) => return OneShot::Ordinary(submission),
+        };
+        let (spins, mut looks) = (self.spins * LOOKS, 0);
+        while !call.is_open() {
+            looks += 1;
+            if looks <= spins {
+                std::hint::spin_loop();
+            } else if looks <= spins + YIELDS && !is_needed() {
+                std::thread::yield_now();
+            } else {
+                return call.hand_over();
+            }
+        }
+        progress.fold_one_shot(call)
     }
 
     /// Moves everything until `until` has its outcome or `deadline` has passed, or all work is done. `None` if another

@@ -10,6 +10,7 @@ use trigram_core::signature::Signature;
 use trigram_core::{Error, Result};
 
 use crate::call::request::Submission;
+use crate::drive::one_shot::OneShot;
 use crate::drive::progress::Progress;
 use crate::group::members::Members;
 use crate::group::world::World;
@@ -93,7 +94,16 @@ impl Engine {
             Some(mut progress) => {
                 // Calls are numbered in the order of submission: those that wait in the inbox come first.
                 self.driver.take_inbox(&mut progress);
-                progress.admit(submission);
+                match self.driver.one_shot(&mut progress, submission) {
+                    OneShot::Ended => {
+                        self.leave(progress);
+                        return Ok(());
+                    }
+                    OneShot::Begun(call, submission) => {
+                        progress.scheduling().enter(submission, call, None, true)
+                    }
+                    OneShot::Ordinary(submission) => progress.admit(submission),
+                }
                 self.drive(progress, &completion, None, &mut check_interrupt)
             }
             None => {

@@ -72,6 +72,51 @@ fn a_lane_is_reused_when_all_have_left_it() {
     });
 }
 
+/// A rank's slots of two calls, each with its payload.
+struct TwoSlots {
+    bell: Words,
+    slots: [(OpSlot, Byte); 2],
+}
+
+/// One-shot calls: a rank learns from a peer's arrival at a call which slots the peer has left, and does not look at those.
+fn run_one_shots(ranks: &[TwoSlots; 2], me: usize) {
+    let (mine, theirs) = (&ranks[me], &ranks[1 - me]);
+    let mut left_before = 0;
+    for call in 0..3 {
+        let i = call as usize % 2;
+        assert!(left_before + 2 > call, "the slot is still in use");
+        let ((slot, payload), (their_slot, their_payload)) = (&mine.slots[i], &theirs.slots[i]);
+        slot.describe_one_shot(&signature(call), call);
+        let value = call as u8 + 10 * me as u8;
+        // SAFETY: one byte; loom sees to it that nobody else is at it.
+        unsafe { copy_in(&raw const value, &raw const *payload, 1) };
+        slot.arrive(call, 0);
+        theirs.bell.ring(|| unreachable!());
+        sleep_until(&mine.bell, || their_slot.has_arrived(call, 0));
+        let mut value = 0;
+        // SAFETY: as above.
+        unsafe { copy_out(&raw const *their_payload, &raw mut value, 1) };
+        assert_eq!((their_slot.signature(), value), (signature(call), call as u8 + 10 * (1 - me) as u8));
+        left_before = their_slot.left_before();
+        slot.leave(call);
+    }
+}
+
+#[test]
+fn a_slot_is_reused_when_a_later_arrival_says_that_it_was_left() {
+    check(Some(2), || {
+        let new = || TwoSlots {
+            bell: Words::default(),
+            slots: std::array::from_fn(|_| (OpSlot::default(), Byte::new(0))),
+        };
+        let ranks = Arc::new([new(), new()]);
+        let other = ranks.clone();
+        let one = thread::spawn(move || run_one_shots(&other, 1));
+        run_one_shots(&ranks, 0);
+        one.join().unwrap();
+    });
+}
+
 /// Rank 1 gives a call up that it has entered, and takes its memory back as soon as nobody is inside who may read it.
 fn abort(controls: &[ControlSegment; 2]) {
     let (mine, theirs) = (&controls[1], &controls[0]);

@@ -4,6 +4,7 @@ What lives here: :class:`BalancedBatchSampler` (``sampler.py``) and its plan (``
 Uses: errors, runtime.
 """
 
+from trigram.data.cache import CachedDataset
 from trigram.data.sampler import BalancedBatchSampler
 
-__all__ = ["BalancedBatchSampler"]
+__all__ = ["BalancedBatchSampler", "CachedDataset"]

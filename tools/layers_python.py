@@ -47,6 +47,8 @@ ROOMS = {
         "elastic",
         "training",
     },
+    "data": {"errors", "runtime", "collectives"},
+    "moe": {"errors", "runtime", "codecs", "collectives"},
 }
 """Which rooms each room may use."""
 OUTSIDE = {

@@ -13,7 +13,15 @@ from tests.support.harness import ROOT
 
 SUPPORT = ROOT / "tests" / "support"
 PYTHON = ROOT / "python" / "trigram"
-MODULES = ["trigram", "trigram.codecs", "trigram.errors", "trigram.graphs", "trigram.mixing"]
+MODULES = [
+    "trigram",
+    "trigram.codecs",
+    "trigram.data",
+    "trigram.errors",
+    "trigram.graphs",
+    "trigram.mixing",
+    "trigram.moe",
+]
 
 
 def public_names() -> list[str]:

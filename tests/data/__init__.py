@@ -1,0 +1,1 @@
+"""Samplers and caches, see docs/data.md."""

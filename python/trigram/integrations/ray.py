@@ -34,9 +34,6 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.ray needs Ray Train: pip install 'ray[train]>=2.60'") from e
 
-_END_TIMEOUT = 600.0
-"""Seconds that workers which have trained wait for those that Ray starts again."""
-
 
 @dataclass
 class TrigramConfig(TorchConfig):
@@ -50,7 +47,7 @@ class TrigramConfig(TorchConfig):
             ``elastic=`` to :func:`trigram.with_bagua`. When a worker fails, the others continue, Ray starts a
             worker in its place (``FailureConfig(max_failures=...)`` times at most), and that one joins them.
             At the end of the training function the workers wait for those that Ray starts again. Call
-            :func:`report` in place of ``ray.train.report``.
+            :func:`await_workers` before ``ray.train.report``.
 
     Raises:
         UnsupportedError: This version of Ray has no replacement of single workers.
@@ -81,22 +78,20 @@ class TrigramConfig(TorchConfig):
         return {**super().to_dict(), "elastic": self.elastic}
 
 
-def report(metrics: dict[str, Any], timeout: float = 600.0, **more: Any) -> None:
-    """``ray.train.report`` of an elastic job: first waits for the workers that Ray starts again.
+def await_workers(timeout: float = 600.0) -> None:
+    """Waits until the workers that Ray starts again have joined this elastic job.
 
-    Ray's own call waits for all workers, and a worker can join only while the others are in no call of Ray's.
-    All workers call it after the same steps.
+    Call it before ``ray.train.report``, which waits for all workers: a worker can join only while the others
+    are in no call of Ray's. Afterwards all workers have the same weights, also one that joins after the last
+    step. All workers call it after the same steps.
 
     Args:
-        metrics: As for ``ray.train.report``.
-        timeout: Seconds to wait for missing workers.
-        **more: The other arguments of ``ray.train.report``, such as ``checkpoint``.
+        timeout: Seconds to wait.
 
     Raises:
         TimeoutError: Ray has not replaced the missing workers in time.
     """
     recovery.await_members(train.get_context().get_world_size(), timeout)
-    train.report(metrics, **more)
 
 
 class _ElasticContext(TorchConfigContextManager):
@@ -104,7 +99,7 @@ class _ElasticContext(TorchConfigContextManager):
 
     def __exit__(self, kind: Any, value: Any, traceback: Any) -> bool:
         if kind is None and trigram.is_initialized() and world.current().elastic is not None:
-            recovery.await_members(train.get_context().get_world_size(), _END_TIMEOUT)
+            await_workers()
             trigram.shutdown()
         return bool(super().__exit__(kind, value, traceback))
 

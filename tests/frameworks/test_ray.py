@@ -168,10 +168,16 @@ def elastic(config: dict[str, Any]) -> None:
     first = trigram.stats(model)["steps"]
     sizes = []
     for step in range(first, 40):
-        if step == 10 and rank == 1 and first == 0:
-            if config["raises"]:
+        if step == 10:
+            fails = rank == 1 and first == 0
+            if fails and config["how"] == "raises":
                 raise RuntimeError("as the test wants")
-            os._exit(1)
+            if config["how"] == "in a report":  # of the others
+                await_workers()
+            if fails:
+                os._exit(1)
+            if config["how"] == "in a report":
+                ray.train.report({"step": step})  # skipped, as Ray replaces the worker
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(64 * step + trigram.rank()))
         (model(x) - x[:, :2]).square().mean().backward()
         optimizer.step()
@@ -182,11 +188,11 @@ def elastic(config: dict[str, Any]) -> None:
     tell(config, (os.getpid(), first, sizes, [*weights(model), *momentum]))
 
 
-@pytest.mark.parametrize("raises", [False, True], ids=["killed", "raises"])
-def test_only_the_failed_worker_is_replaced(tmp_path: Path, raises: bool) -> None:
+@pytest.mark.parametrize("how", ["killed", "raises", "in a report"])
+def test_only_the_failed_worker_is_replaced(tmp_path: Path, how: str) -> None:
     from trigram.integrations.ray import TrigramConfig
 
-    found = fit(elastic, tmp_path / "runs", TrigramConfig(elastic=True), 3, failures=1, raises=raises)
+    found = fit(elastic, tmp_path / "runs", TrigramConfig(elastic=True), 3, failures=1, how=how)
     assert [first == 0 for _, first, _, _ in found] == [True, False, True], "rank 1 has joined the others"
     for _, _, sizes, tensors in (found[0], found[2]):
         assert sizes[:10] == [3] * 10 and sizes[10] == 2 and len(sizes) == 40

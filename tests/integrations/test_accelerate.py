@@ -128,6 +128,56 @@ def test_the_default_algorithm_trains_like_ddp() -> None:
     run(2, _like_ddp, timeout=120)
 
 
+class Game:
+    """A generator and a critic with an optimizer each, prepared in two calls."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        accelerate.state.AcceleratorState._reset_state()
+        accelerate.utils.set_seed(3 + dist.get_rank())
+        self.accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        maker, critic = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2)), nn.Linear(2, 1)
+        first, second = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (maker, critic))
+        self.maker, self.first, self.data = prepare(self.accelerator, maker, first, batches())
+        self.critic, self.second = prepare(self.accelerator, critic, second)
+
+    def train(self) -> list[Tensor]:
+        """One epoch; the weights after it."""
+        backward = self.accelerator.backward
+        for x, y in self.data:
+            with self.accelerator.accumulate(self.maker, self.critic):
+                fake = self.maker(x)
+                backward(self.critic(fake.detach()).square().mean() - self.critic(y).mean().tanh())
+                self.second.step()
+                self.second.zero_grad()
+                with self.accelerator.no_sync(self.critic):
+                    backward(-self.critic(fake).tanh().mean())
+                self.first.step()
+                self.first.zero_grad()
+        self.critic.zero_grad()  # what the generator's last pass has left
+        return [p.detach().clone() for m in (self.maker, self.critic) for p in m.parameters()]
+
+
+def _two_models(rank: int, world: int) -> None:
+    dist.init_process_group("gloo")
+    ddp = Game(theirs)
+    ddp.train()
+    expected = ddp.train()
+    for algorithm, options in {"gradient_allreduce": {}, "topk": {"fraction": 0.2}}.items():
+        ours, folder = Game(with_algorithm(algorithm, **options)), scratch() / algorithm
+        ours.train()
+        ours.accelerator.save_state(folder)
+        found = ours.train()
+        ours.accelerator.load_state(folder)
+        for again, weights, ddp_weights in zip(ours.train(), found, expected, strict=True):
+            equal(again, weights, f"{algorithm}, resumed")
+            if algorithm == "gradient_allreduce":
+                equal(weights, ddp_weights, "two models")
+
+
+def test_two_models_with_two_optimizers() -> None:
+    run(2, _two_models, timeout=60)
+
+
 def _others(rank: int, world: int) -> None:
     dist.init_process_group("gloo")
     for algorithm, options in ALGORITHMS.items():

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -126,6 +126,14 @@ test-backend: build  ## torch's tests of c10d over our backend at 2, 3 and 4 ran
 
 test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries
+
+# The Trainer of transformers, Ray Train, and examples on them and on torchvision; no weights are downloaded.
+.venv/integrations: .venv/ready requirements-integrations.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-integrations.txt
+	touch $@
+
+test-integrations: build .venv/integrations  ## all integrations; installs requirements-integrations.txt
+	HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0 $(BIN)/python -m pytest tests/integrations tests/frameworks
 
 fmt: .venv/ready  ## formats Rust and Python
 	cargo fmt --all

@@ -10,9 +10,9 @@ Another algorithm without touching the script: TRIGRAM_ALGORITHM=bytegrad torchr
 import argparse
 import os
 
+import digits
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -31,33 +31,26 @@ rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 where = "env://" if "RANK" in os.environ else "tcp://127.0.0.1:0"
 dist.init_process_group("gloo", where, rank=rank, world_size=world)
 
-images, labels = load_digits(return_X_y=True)
-x, y = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16, torch.tensor(labels)
-order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-held, kept = order[:360], order[360:]
+kept, held = digits.load()
+x, y = kept.tensors
 
 torch.manual_seed(7)
-model: nn.Module = nn.Sequential(
-    *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
-    *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10)),
-)
+model: nn.Module = digits.cnn()
 model = DDP(model) if args.ddp else trigram.with_bagua(model)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 for epoch in range(args.epochs):
     # All ranks draw the same permutation; each takes its shard of it, with the same number of batches.
-    shard = kept[torch.randperm(len(kept), generator=torch.Generator().manual_seed(epoch))][rank::world]
+    shard = torch.randperm(len(kept), generator=torch.Generator().manual_seed(epoch))[rank::world]
     for batch in shard[: len(kept) // world].split(args.batch):
         loss = F.cross_entropy(model(x[batch]), y[batch])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     # With gossip or an asynchronous algorithm, evaluate inside `with trigram.consensus(model):` on all ranks.
-    with torch.no_grad():
-        logits = model(x[held])
-    right = (logits.argmax(1) == y[held]).float().mean()
+    right = digits.accuracy(model, held)
     if rank == 0:
-        print(f"epoch {epoch}: held-out loss {F.cross_entropy(logits, y[held]):.4f}, accuracy {right:.3f}")
+        print(f"epoch {epoch}: accuracy {right:.3f}")
 
 trigram.shutdown()
 dist.destroy_process_group()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -28,11 +29,13 @@ from trigram.collectives import coalesced, serialization
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import joining, membership
 from trigram.elastic.membership import MembershipChange, current, is_loss
-from trigram.errors import MismatchError, MisuseError, TrigramError
+from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.records import broadcast_bytes
 
+_JOIN_POLL = 0.1
+"""Seconds between two looks for ranks that join while all others wait for them."""
 _STATE_TAG = 5
 """The tag of the messages that bring the training state to a new rank."""
 
@@ -504,3 +507,30 @@ def public_recover() -> Group:
     else:
         recover()
     return world.current().group
+
+
+def await_members(count: int, timeout: float) -> None:
+    """Waits until the job has ``count`` ranks again, for a launcher that starts lost ranks again.
+
+    All ranks call it between two steps. A rank that has joined and makes no step has the training state
+    afterwards.
+
+    Args:
+        count: Number of ranks.
+        timeout: Seconds to wait for them.
+
+    Raises:
+        TimeoutError: They have not joined in time.
+    """
+    end = time.monotonic() + timeout
+    while (present := world.current().group.size) < count:
+        if time.monotonic() > end:
+            raise TimeoutError(
+                f"elastic: {count - present} of {count} ranks have not joined within {timeout:.0f} s; "
+                f"rank(s) {listed(world.current().group.ranks)} are present"
+            )
+        public_recover()
+        time.sleep(_JOIN_POLL)
+    for model in _models_of(world.current().group):
+        model.receive()
+        model._end_step()

@@ -26,12 +26,46 @@ try:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
     from lightning.fabric.strategies.strategy import _BackwardSyncControl
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.strategies.strategy import _ForwardRedirection
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
 
-class TrigramStrategy(DDPStrategy):
+class _WithAlgorithm:
+    """What both strategies have: the algorithm, and their names. It precedes Lightning's DDP strategy."""
+
+    def __init__(
+        self,
+        algorithm: str | Trigram | None = None,
+        options: Mapping[str, Any] | None = None,
+        *,
+        process_group_backend: str = "trigram",
+        **more: Any,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, **more)  # type: ignore[call-arg]
+        if others := self._ddp_kwargs:  # type: ignore[attr-defined]
+            raise MisuseError(
+                f"TrigramStrategy has no argument {', '.join(others)}; arguments of trigram.with_bagua go "
+                "into options={...}, and those of DistributedDataParallel have no meaning here"
+            )
+        self._backward_sync_control = _NoSync()
+        self.algorithm = algorithm
+        self.options = dict(options or {})
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers ``trigram``, and ``trigram_spawn`` and ``trigram_fork``, which start processes like
+        ``ddp_spawn`` and ``ddp_fork``."""
+        for name, start_method in (
+            ("trigram", "popen"),
+            ("trigram_spawn", "spawn"),
+            ("trigram_fork", "fork"),
+        ):
+            if name not in strategy_registry:
+                what = f"Trigram's algorithms, with `start_method={start_method!r}`"
+                strategy_registry.register(name, cls, description=what, start_method=start_method)
+
+
+class TrigramStrategy(_WithAlgorithm, DDPStrategy):
     """Trains a LightningModule with one of Trigram's algorithms.
 
     Args:
@@ -51,20 +85,6 @@ class TrigramStrategy(DDPStrategy):
     """
 
     strategy_name = "trigram"
-
-    def __init__(
-        self,
-        algorithm: str | Trigram | None = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        process_group_backend: str = "trigram",
-        **more: Any,
-    ) -> None:
-        super().__init__(process_group_backend=process_group_backend, **more)
-        _check_arguments(self._ddp_kwargs)
-        self._forward_redirection = _ForwardRedirection()
-        self.algorithm = algorithm
-        self.options = dict(options or {})
 
     def configure_ddp(self) -> None:
         """Does nothing: the module is wrapped when its optimizers are there, see :meth:`setup_optimizers`."""
@@ -130,20 +150,12 @@ class TrigramStrategy(DDPStrategy):
     def on_train_end(self) -> None:
         """The module keeps the average of the weights, and is a plain module again."""
         module = self.lightning_module
-        if module is not None and trigram.is_wrapped(module):
-            if saved_state.weights_differ(module):
-                trigram.consensus(module)
-            trigram.unwrap(module)
+        if module is not None:
+            saved_state.finish(module)
         super().on_train_end()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers ``trigram``, and ``trigram_spawn`` and ``trigram_fork``, which start processes like
-        ``ddp_spawn`` and ``ddp_fork``."""
-        _register(cls, strategy_registry)
 
-
-class TrigramFabricStrategy(FabricDDPStrategy):
+class TrigramFabricStrategy(_WithAlgorithm, FabricDDPStrategy):  # type: ignore[misc]  # _NoSync
     """The same for Fabric.
 
     Args:
@@ -156,20 +168,6 @@ class TrigramFabricStrategy(FabricDDPStrategy):
     (:func:`trigram.algorithm_state`, on every rank) where training is to be resumed.
     """
 
-    def __init__(
-        self,
-        algorithm: str | Trigram | None = None,
-        options: Mapping[str, Any] | None = None,
-        *,
-        process_group_backend: str = "trigram",
-        **more: Any,
-    ) -> None:
-        super().__init__(process_group_backend=process_group_backend, **more)
-        _check_arguments(self._ddp_kwargs)
-        self._backward_sync_control = _NoSync()
-        self.algorithm = algorithm
-        self.options = dict(options or {})
-
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]  # not DDP's wrapper
         """Wraps a module that has something to train."""
         if any(p.requires_grad for p in module.parameters()):
@@ -180,30 +178,10 @@ class TrigramFabricStrategy(FabricDDPStrategy):
         """The module's state, with the average of the weights. All ranks call it, as ``fabric.save`` does."""
         return saved_state.averaged_state(module, partial(super().get_module_state_dict, module))
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """See :meth:`TrigramStrategy.register_strategies`."""
-        _register(cls, strategy_registry)
-
 
 class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[Any]:
         return trigram.no_sync(module) if enabled and trigram.is_wrapped(module) else nullcontext()
-
-
-def _check_arguments(others: Mapping[str, Any]) -> None:
-    if others:
-        raise MisuseError(
-            f"TrigramStrategy has no argument {', '.join(others)}; arguments of trigram.with_bagua go into "
-            "options={...}, and those of DistributedDataParallel have no meaning here"
-        )
-
-
-def _register(strategy: type[Any], registry: Any) -> None:
-    for name, start_method in (("trigram", "popen"), ("trigram_spawn", "spawn"), ("trigram_fork", "fork")):
-        if name not in registry:
-            what = f"Trigram's algorithms, with `start_method={start_method!r}`"
-            registry.register(name, strategy, description=what, start_method=start_method)
 
 
 TrigramStrategy.register_strategies(StrategyRegistry)

@@ -1,8 +1,12 @@
-"""The algorithm's states of all ranks in a checkpoint that one rank writes."""
+"""What a framework evaluates and saves of a wrapped model: average weights, and the algorithm's states.
+
+One rank writes the checkpoint, with the states of all ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,21 +18,35 @@ from trigram.errors import MisuseError
 from trigram.model.wrapped import lookup
 
 KEY = "trigram"
-"""Under which they are in a checkpoint."""
+"""Under which the states are in a checkpoint."""
 
 
 def weights_differ(model: nn.Module) -> bool:
-    """Whether a wrapped model has other weights on each rank between averaging steps. Where it has not, rank
-    0's weights and buffers are saved as they are, as those of ``DistributedDataParallel`` are."""
-    return not lookup(model, "weights_differ").algorithm.gradients
+    """Whether a model is wrapped and has other weights on each rank between averaging steps. Where it has
+    not, rank 0's weights and buffers are saved as they are, as those of ``DistributedDataParallel`` are."""
+    return trigram.is_wrapped(model) and not lookup(model, "weights_differ").algorithm.gradients
+
+
+def averaged(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside the block the model has the average of the weights. All ranks call it, between steps."""
+    return trigram.consensus(model) if weights_differ(model) else nullcontext()
 
 
 def averaged_state(model: nn.Module, state_dict: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``state_dict()`` returns, with the average of the weights. All ranks call it, between steps."""
-    if not (trigram.is_wrapped(model) and weights_differ(model)):
+    if not weights_differ(model):
         return state_dict()
-    with trigram.consensus(model):
+    with averaged(model):
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_dict().items()}
+
+
+def finish(model: nn.Module) -> None:
+    """Makes a wrapped model a plain one with the average of the weights. All ranks call it, between steps."""
+    if not trigram.is_wrapped(model):
+        return
+    if weights_differ(model):
+        trigram.consensus(model)
+    trigram.unwrap(model)
 
 
 def gathered(model: nn.Module) -> list[dict[str, Any]] | None:
@@ -38,6 +56,8 @@ def gathered(model: nn.Module) -> list[dict[str, Any]] | None:
     from each rank for those that keep residuals.
     """
     mine = trigram.algorithm_state(model)
+    if not dist.is_initialized():  # one process trains alone
+        return [mine]
     states: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, states, dst=0)
     return states
@@ -51,6 +71,6 @@ def load(model: nn.Module, states: list[dict[str, Any]]) -> None:
     """
     if not isinstance(states, list) or not states:
         raise MisuseError("the algorithm's states in this checkpoint are not those of a Trigram training")
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     # With another number of ranks any state will do, or load_algorithm_state says why none does.
-    same = len(states) == dist.get_world_size()
-    trigram.load_algorithm_state(model, states[dist.get_rank() if same else 0])
+    trigram.load_algorithm_state(model, states[rank if len(states) == size else 0])

@@ -24,6 +24,8 @@ from trigram.runtime.launchers import find, free_port, set_variables
 POLL_SECONDS = 0.02
 # After a failure the other ranks have this long to detect it and print their errors; then they are ended.
 GRACE_SECONDS = 2.0
+# A rank that was started again has this long after the others, which may have finished before it joined.
+LATE_SECONDS = 20.0
 TIMED_OUT = 124
 
 
@@ -173,7 +175,8 @@ def _watch(
         restarts: See `launch`.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    elastic, first = restarts > 0, None
+    first: int | None = None
+    again: set[int] = set()
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -182,13 +185,21 @@ def _watch(
                 sys.stderr.write(
                     f"trigram: rank {rank} {_how(code)}; starting it again ({restarts} restarts left)\n"
                 )
-                processes[rank] = start(rank)
-                codes[rank] = None
+                processes[rank], codes[rank] = start(rank), None
+                again.add(rank)
             elif code and first is None:
                 first = rank
         # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
-        if None not in codes or (first is not None and not (elastic and 0 in codes)):
+        if None not in codes or (first is not None and not (again and 0 in codes)):
             break
+        late = {rank for rank, code in enumerate(codes) if code is None}
+        if late <= again and 0 in codes and first is None:
+            _wait([processes[rank] for rank in late], LATE_SECONDS)
+            late = {rank for rank in late if processes[rank].poll() is None}
+            if late:
+                names = ", ".join(map(str, sorted(late)))
+                sys.stderr.write(f"trigram: the job has finished without rank(s) {names}, ending them\n")
+                return 0, []
         if deadline is not None and time.monotonic() > deadline:
             return TIMED_OUT, []
         time.sleep(POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""The Python code of README.md and of two pages runs, with public names only and without warnings."""
+"""The Python code of README.md and of the pages for users runs, with public names only and without warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.harness import ROOT, run
 
-PAGES = ("README.md", "docs/extending.md", "docs/training.md")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "training", "checkpoints", "extending")))
 BLOCKS = {
     f"{page}:{number}": code
     for page in PAGES

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -40,8 +40,9 @@ lint-rust:  ## formatting, clippy, docs of Rust
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
-lint-python: .venv/ready  ## layers, formatting and lints of Python
+lint-python: .venv/ready  ## layers, links of pages, formatting and lints of Python
 	$(BIN)/python tools/check_layers.py
+	$(BIN)/python tools/check_links.py
 	$(BIN)/ruff format --check python tests benches examples tools
 	$(BIN)/ruff check python tests benches examples tools
 
@@ -112,6 +113,24 @@ GPU_PYTHON ?= python3
 wheel: .venv/ready  ## builds a wheel into dist/
 	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --no-build-isolation -w dist .
 
+# Each of these two has a virtual environment of its own, as neither needs torch.
+.venv-dist/ready: requirements-dist.txt
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet --disable-pip-version-check -r requirements-dist.txt
+	touch $@
+
+dist: .venv-dist/ready  ## builds and audits the wheels of a release, for x86_64 and aarch64, into dist/
+	rustup target add x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu
+	PATH="$(CURDIR)/.venv-dist/bin:$$PATH" .venv-dist/bin/python tools/make_wheels.py
+
+.venv-docs/ready: requirements-docs.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	touch $@
+
+site: .venv-docs/ready  ## builds the documentation site into site-out/html
+	.venv-docs/bin/python tools/build_site.py
+
 test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
 	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
 	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
@@ -140,7 +159,7 @@ fmt: .venv/ready  ## formats Rust and Python
 	$(BIN)/ruff format python tests benches examples tools
 
 clean:  ## removes what was built
-	rm -rf target .venv demo-out python/trigram/*.so
+	rm -rf target .venv .venv-dist .venv-docs demo-out site-out python/trigram/*.so
 
 hooks: .venv/ready  ## installs the git hooks of .pre-commit-config.yaml
 	$(BIN)/pip install --quiet --disable-pip-version-check "pre-commit>=4,<5"

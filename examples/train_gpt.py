@@ -2,6 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/train_gpt.py          with trigram
 torchrun --nproc-per-node 2 examples/train_gpt.py --ddp    with DistributedDataParallel, on gloo
+trigram run -n 2 examples/train_gpt.py                       the same, without torchrun
+srun -n 2 python examples/train_gpt.py                       under Slurm; mpiexec works too
 python examples/train_gpt.py                               alone
 
 Another algorithm without touching the script: TRIGRAM_ALGORITHM=bytegrad torchrun ...
@@ -9,6 +11,7 @@ Another algorithm without touching the script: TRIGRAM_ALGORITHM=bytegrad torchr
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -28,9 +31,9 @@ parser.add_argument("--batch", type=int, default=16, help="samples that a rank t
 args = parser.parse_args()
 CONTEXT = 64
 
-rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-where = "env://" if "RANK" in os.environ else "tcp://127.0.0.1:0"
-dist.init_process_group("gloo", where, rank=rank, world_size=world)
+rank, world = trigram.rank(), trigram.world_size()  # joins the job, under any launcher
+if args.ddp:
+    dist.init_process_group("gloo")
 
 
 class GPT(nn.Module):
@@ -78,11 +81,12 @@ for step in range(1, args.steps + 1):
     if rank == 0 and step % 50 == 0:
         print(f"step {step}: loss {loss.item():.4f}")
 
-# With gossip or an asynchronous algorithm, evaluate inside `with trigram.consensus(model):` on all ranks.
-with torch.no_grad():
+# Where an algorithm leaves different weights on the ranks, all evaluate their mean.
+with torch.no_grad(), nullcontext() if args.ddp else trigram.consensus(model):
     held_out = loss_on(held, 256, torch.Generator().manual_seed(0))
 if rank == 0:
     print(f"held-out loss {held_out.item():.4f} nats a byte")
 
 trigram.shutdown()
-dist.destroy_process_group()
+if args.ddp:
+    dist.destroy_process_group()

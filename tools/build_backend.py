@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +41,26 @@ PLUGIN = ROOT / "python/trigram/libnccl-net-trigram.so"
 
 def build_wheel(directory: str, settings: Any = None, metadata: str | None = None) -> str:
     """See PEP 517."""
-    _build_plugin()
+    build_plugin()
     name: str = maturin.build_wheel(directory, settings, metadata)
     return name
 
 
 def build_editable(directory: str, settings: Any = None, metadata: str | None = None) -> str:
     """See PEP 660."""
-    _build_plugin()
+    build_plugin()
     name: str = maturin.build_editable(directory, settings, metadata)
     return name
 
 
-def _build_plugin() -> None:
-    """Builds the plugin into python/trigram, under the name that NCCL expects."""
-    command = ["cargo", "rustc", "--release", "--locked", "--package", "trigram-net-plugin", "--lib"]
+def build_plugin(cargo: Sequence[str] = ("cargo",), target: Sequence[str] = ()) -> None:
+    """Builds the plugin into python/trigram, under the name that NCCL expects.
+
+    Args:
+        cargo: The command that compiles.
+        target: Its arguments that name another target than this machine.
+    """
+    command = [*cargo, "rustc", "--release", "--locked", "--package", "trigram-net-plugin", "--lib", *target]
     command += ["--crate-type", "cdylib", "--message-format", "json-render-diagnostics"]
     made = subprocess.run(
         [*command, "--", "-C", "strip=symbols"], cwd=ROOT, check=True, stdout=subprocess.PIPE

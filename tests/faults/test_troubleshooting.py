@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -194,11 +195,21 @@ def half_an_environment(rank: int) -> object:
 
 
 def other_launcher(rank: int) -> object:
-    """Started by mpirun."""
+    """Started by an Indexed Job."""
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
-    os.environ |= {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": str(WORLD)}
+    os.environ |= {"JOB_COMPLETION_INDEX": str(rank)}
     return trigram.init()
+
+
+def port_taken(rank: int) -> object:
+    """Another process has the port of rank 0's store."""
+    if rank == 0:
+        with socket.socket() as other:
+            other.bind(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+            other.listen()
+            return trigram.init()
+    return None
 
 
 def no_process_group(rank: int) -> object:
@@ -232,7 +243,8 @@ CASES: dict[tuple[str, str], Case] = {
     ("AuthError", "TRIGRAM_SECRET"): no_secret,
     ("ConfigError", "TRIGRAM_TRANSPORT"): wrong_transport,
     ("ConfigError", "not set; start the ranks with torchrun"): half_an_environment,
-    ("ConfigError", "so each would train alone"): other_launcher,
+    ("ConfigError", "so it would train alone"): other_launcher,
+    ("ConfigError", "cannot serve the store at"): port_taken,
     ("UnsupportedError", "is a SyncBatchNorm"): no_process_group,
     ("UnsupportedError", "is not supported; cast the tensor"): dtype,
     ("MisuseError", "hooked already"): twice,

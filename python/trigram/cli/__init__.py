@@ -1,4 +1,4 @@
-"""The `trigram` command: demo, bench, chaos, doctor, algorithms."""
+"""The `trigram` command: run, demo, bench, chaos, doctor, algorithms."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ app = typer.Typer(
     help="Trigram: communication for data-parallel PyTorch.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -46,6 +45,35 @@ def main() -> None:
     except trigram.TrigramError as error:
         # The text names the operation, the rank and what to do: a traceback adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
+
+
+@app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run_command(
+    *,
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT [ARGS]...", help="Python script and its arguments.")
+    ],
+    ranks: Annotated[int, typer.Option("--ranks", "-n", min=1, help="Number of ranks to start.")] = 2,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = False,
+    restarts: Annotated[
+        int, typer.Option(min=0, help="How often ranks of an elastic job that fail are started again.")
+    ] = 0,
+) -> None:
+    """Run a script on several ranks of this machine.
+
+    trigram run -n 4 train.py ARGS
+
+    If a rank fails, the others are ended, unless it is started again (--restarts, for elastic jobs).
+    """
+    from trigram.cli import launch  # each command loads what it needs
+
+    if not module and not Path(command[0]).exists():
+        raise typer.BadParameter(f"there is no script {command[0]}")
+    launch.refuse_inside_job()
+    python = [sys.executable, *(["-m"] if module else []), *command]
+    raise typer.Exit(launch.launch(ranks, python, show="all", restarts=restarts).code)
 
 
 @app.command("chaos", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -176,7 +204,7 @@ def bench_command(
     )
     os.environ["TRIGRAM_TRANSPORT"] = transport
     if not launch.is_rank():
-        raise typer.Exit(launch.launch(ranks, sys.argv[1:]).code)
+        raise typer.Exit(launch.launch(ranks, launch.trigram_command(sys.argv[1:])).code)
     rows = bench.run(settings)
     if os.environ["RANK"] == "0":
         if json_file:
@@ -216,7 +244,7 @@ def demo_command(
         typer.echo(f"the demo needs {' and '.join(absent)}: pip install 'trigram[demo]'", err=True)
         raise typer.Exit(2)
     if not launch.is_rank():
-        raise typer.Exit(launch.launch(ranks, sys.argv[1:]).code)
+        raise typer.Exit(launch.launch(ranks, launch.trigram_command(sys.argv[1:])).code)
     demo.run(out)
     launch.leave_job()
 

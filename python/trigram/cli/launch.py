@@ -1,26 +1,31 @@
 """Starts ranks on this machine: runs the same command once per rank, and waits until all have ended.
 
+`trigram run`, `demo`, `bench` and `doctor` start their ranks here, and `chaos` with the same functions.
+
 A rank is an ordinary process with torchrun's variables in its environment, so a script that runs here runs
-under torchrun unchanged. If a rank fails, the others are ended too: they would wait for it.
+under torchrun unchanged. If a rank fails, the others are ended too, unless it is started again.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
-from typing import IO, NamedTuple
+from typing import IO, Literal, NamedTuple
+
+from trigram.runtime.launchers import find, free_port, set_variables
 
 POLL_SECONDS = 0.02
 # After a failure the other ranks have this long to detect it and print their errors; then they are ended.
 GRACE_SECONDS = 2.0
+# A rank that was started again has this long after the others, which may have finished before it joined.
+LATE_SECONDS = 20.0
 TIMED_OUT = 124
 
 
@@ -32,67 +37,80 @@ class Outcome(NamedTuple):
 
 
 def is_rank() -> bool:
-    """Whether torchrun, mpiexec or this module started this process as one rank of a job.
+    """Whether a launcher or this module started this process as one rank of a job.
 
-    Under mpiexec this sets torchrun's variables from MPI's.
+    Under srun and mpiexec this sets torchrun's variables from the launcher's.
     """
-    if "RANK" not in os.environ and under_mpiexec():
-        _set_variables_from_mpi()
+    set_variables(os.environ)
     return "RANK" in os.environ
 
 
-def under_mpiexec() -> bool:
-    """Whether an MPI launcher (MPICH's and Intel's, or Open MPI's) started this process."""
-    return "PMI_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
+def refuse_inside_job() -> None:
+    """Exits if a launcher has started this process as one of several, each of which would start a job."""
+    process = find(os.environ)
+    if process is not None and process.size != 1 and "RANK" not in os.environ:
+        sys.exit(
+            f"trigram run: {process.launcher} starts the ranks here; give it the script itself, such as "
+            "srun python train.py. For a job in each of its processes set RANK=0 and WORLD_SIZE=1"
+        )
 
 
 def launch(
     ranks: int,
-    argv: Sequence[str],
+    command: Sequence[str],
     *,
     environment: Mapping[str, str] | None = None,
-    quiet: bool = False,
+    show: Literal["none", "first", "all"] = "first",
     timeout: float | None = None,
+    restarts: int = 0,
 ) -> Outcome:
-    """Runs `python -m trigram ARGV` as `ranks` processes and waits for them.
-
-    Rank 0 writes to this terminal; the output of the others is dropped, except the errors of ranks that fail.
+    """Runs a command as `ranks` processes and waits for them.
 
     Args:
         ranks: How many processes to start.
-        argv: The command's arguments, as in `sys.argv[1:]`.
+        command: The program and its arguments.
         environment: Variables to set for the ranks, in addition to torchrun's.
-        quiet: Drop the output of rank 0 too, and only return the errors.
+        show: Whose output goes to this terminal: nobody's, rank 0's or that of all ranks. That of the others
+            is dropped, except the errors of ranks that fail.
         timeout: Seconds after which all ranks are ended and the exit code is 124; None: no limit.
+        restarts: How often ranks of an elastic job that fail are started again, all ranks together. When one
+            fails once more, the others are ended. Ranks are not started again once a rank has finished.
 
     Returns:
         The exit code and the failed ranks' error output.
     """
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // ranks))}
     base = threads | job_environment(ranks) | dict(environment or {})
-    command = [sys.executable, "-m", "trigram", *argv]
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
         previous = signal.signal(signal.SIGTERM, _exit)
         stack.callback(signal.signal, signal.SIGTERM, previous)
         stack.callback(end, processes)
+
+        def start(rank: int) -> subprocess.Popen[bytes]:
+            output = None if error_files[rank] is None else subprocess.DEVNULL
+            return start_rank(rank, command, base, stdout=output, stderr=error_files[rank])
+
         for rank in range(ranks):
-            shown = rank == 0 and not quiet
-            errors = None if shown else stack.enter_context(tempfile.TemporaryFile())
-            error_files.append(errors)
-            output = None if shown else subprocess.DEVNULL
-            processes.append(start_rank(rank, command, base, stdout=output, stderr=errors))
+            shown = show == "all" or (show == "first" and rank == 0)
+            error_files.append(None if shown else stack.enter_context(tempfile.TemporaryFile()))
+            processes.append(start(rank))
         try:
-            code, failed = _watch(processes, timeout)
+            code, failed = _watch(processes, timeout, start, restarts)
         except KeyboardInterrupt:
             # The terminal has sent SIGINT to the ranks too: give them time to exit.
             _wait(processes, GRACE_SECONDS)
             return Outcome(128 + signal.SIGINT, "")
         reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
-        if reports and not quiet:
+        if reports and show != "none":
             sys.stderr.write(reports)
         return Outcome(code, reports)
+
+
+def trigram_command(argv: Sequence[str]) -> list[str]:
+    """The command line of `trigram ARGV`, for `launch`."""
+    return [sys.executable, "-m", "trigram", *argv]
 
 
 def job_environment(ranks: int) -> dict[str, str]:
@@ -142,28 +160,54 @@ def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
         _wait(processes, GRACE_SECONDS)
 
 
-def free_port() -> int:
-    """A TCP port of the loopback interface that is not in use now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def _watch(
+    processes: list[subprocess.Popen[bytes]],
+    timeout: float | None,
+    start: Callable[[int], subprocess.Popen[bytes]],
+    restarts: int,
+) -> tuple[int, list[int]]:
+    """Waits until all have ended or one has failed for good; returns the exit code and the ranks that failed.
 
-
-def _watch(processes: Sequence[subprocess.Popen[bytes]], timeout: float | None) -> tuple[int, list[int]]:
-    """Waits until all have ended or one has failed; returns the exit code and the ranks that failed."""
+    Args:
+        processes: The processes by rank; one that is started again replaces the one before.
+        timeout: See `launch`.
+        start: Starts a rank.
+        restarts: See `launch`.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
-    first = None
-    while first is None:
+    first: int | None = None
+    again: set[int] = set()
+    while True:
         codes = [process.poll() for process in processes]
-        if all(code == 0 for code in codes):
-            return 0, []
-        first = next((rank for rank, code in enumerate(codes) if code), None)
+        for rank, code in enumerate(codes):
+            if code and restarts and 0 not in codes:
+                restarts -= 1
+                sys.stderr.write(
+                    f"trigram: rank {rank} {_how(code)}; starting it again ({restarts} restarts left)\n"
+                )
+                processes[rank], codes[rank] = start(rank), None
+                again.add(rank)
+            elif code and first is None:
+                first = rank
+        # Once a rank of an elastic job has finished, the others finish too, without the one that failed.
+        if None not in codes or (first is not None and not (again and 0 in codes)):
+            break
+        late = {rank for rank, code in enumerate(codes) if code is None}
+        if late <= again and 0 in codes and first is None:
+            _wait([processes[rank] for rank in late], LATE_SECONDS)
+            late = {rank for rank in late if processes[rank].poll() is None}
+            if late:
+                names = ", ".join(map(str, sorted(late)))
+                sys.stderr.write(f"trigram: the job has finished without rank(s) {names}, ending them\n")
+                return 0, []
         if deadline is not None and time.monotonic() > deadline:
             return TIMED_OUT, []
         time.sleep(POLL_SECONDS)
+    if first is None:
+        return 0, []
     _wait(processes, GRACE_SECONDS)
-    code = processes[first].returncode
     failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    code = processes[first].returncode
     # The return code of a process that a signal ended is negative; shells use 128 + signal.
     return code if code > 0 else 128 - code, failed
 
@@ -176,45 +220,20 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
 
 def _report(rank: int, code: int, errors: IO[bytes] | None) -> str:
     """How a rank failed, and its error output unless that went to this terminal."""
-    how = f"ended by the signal {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
     text = ""
     if errors is not None:
         errors.seek(0)
         text = errors.read().decode(errors="replace").strip()
-    return f"trigram: rank {rank} failed {how}\n" + (f"{text}\n" if text else "")
+    return f"trigram: rank {rank} {_how(code)}\n" + (f"{text}\n" if text else "")
+
+
+def _how(code: int) -> str:
+    by_signal = f"was ended by the signal {signal.Signals(-code).name}" if code < 0 else ""
+    return by_signal or f"failed with exit code {code}"
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _set_variables_from_mpi() -> None:
-    """Sets torchrun's variables from MPI's world, with mpi4py; exits if it is missing or does not fit."""
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        sys.exit(
-            "trigram: under mpiexec mpi4py is needed: pip install mpi4py, or start the ranks with torchrun"
-        )
-    world = MPI.COMM_WORLD
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    started = int(os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or 1)
-    if world.size != started:
-        sys.exit(
-            f"trigram: mpiexec started {started} ranks, but mpi4py sees {world.size}: install mpi4py for "
-            "the MPI of this mpiexec"
-        )
-    address, port = world.bcast((socket.gethostname(), free_port()) if world.rank == 0 else None)
-    if local.size == world.size:
-        address = "127.0.0.1"  # on one host the name need not resolve
-    os.environ |= {
-        "RANK": str(world.rank),
-        "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(local.rank),
-        "LOCAL_WORLD_SIZE": str(local.size),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
 
 
 def leave_job() -> None:

@@ -6,6 +6,7 @@ nothing else.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -14,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 import trigram
-from trigram.cli import launch
 from trigram.cli.operations import REDUCTIONS, Case
 
 Call = Callable[[], object]
@@ -165,8 +165,11 @@ class Mpi:
             raise Unavailable(
                 "mpi: mpi4py is not installed: pip install mpi4py, then run under mpiexec"
             ) from error
-        if not launch.under_mpiexec():
-            raise Unavailable("mpi: not started by mpiexec; run mpiexec -n RANKS trigram bench ...")
+        if MPI.COMM_WORLD.size != int(os.environ["WORLD_SIZE"]):
+            raise Unavailable(
+                f"mpi: mpi4py sees {MPI.COMM_WORLD.size} of {os.environ['WORLD_SIZE']} ranks: run mpiexec -n "
+                "RANKS trigram bench ..., with mpi4py for the MPI of this mpiexec"
+            )
         self.mpi: Any = MPI
 
     def prepare(self, case: Case) -> Call:

@@ -92,5 +92,7 @@ def measured(argv: list[str]) -> tuple[list[Row], launch.Outcome]:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.json"
-        outcome = launch.launch(2, [*argv, "--json", str(file)], quiet=True, timeout=SECONDS)
+        outcome = launch.launch(
+            2, launch.trigram_command([*argv, "--json", str(file)]), show="none", timeout=SECONDS
+        )
         return (json.loads(file.read_text()) if file.exists() else []), outcome

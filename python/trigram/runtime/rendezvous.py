@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime.launchers import refuse_unseen
+from trigram.runtime.launchers import number, set_variables
 
 _FAILED = b"failed: "
 _FAILURE_SECONDS = 5.0
@@ -33,7 +33,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
 
     Raises:
         MisuseError: A store is given without rank or world size.
-        ConfigError: The environment is incomplete or invalid, or that of a launcher that does not set RANK.
+        ConfigError: The environment is incomplete, invalid or contradictory.
         TimeoutError: Nobody serves the store at ``MASTER_ADDR:MASTER_PORT``.
     """
     env = os.environ
@@ -45,11 +45,11 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
         store = dist.distributed_c10d._get_default_store()
         host = _host_of(store) or env.get("MASTER_ADDR")
         return dist.PrefixStore("trigram", store), dist.get_rank(), dist.get_world_size(), host
-    if rank is None and "RANK" not in env:
-        refuse_unseen(env)
-    rank = _number("RANK") if rank is None and "RANK" in env else rank
-    world_size = _number("WORLD_SIZE") if world_size is None and "WORLD_SIZE" in env else world_size
-    if (rank, world_size) in ((None, None), (0, 1)):
+    job = set_variables(env, rank, world_size)
+    rank = number(env, "RANK") if rank is None else rank
+    world_size = number(env, "WORLD_SIZE") if world_size is None else world_size
+    addressed = [name for name in ("MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK") if name in env]
+    if (rank, world_size) == (0, 1) or (rank is None and world_size is None and not addressed):
         return None, 0, 1, "127.0.0.1"
     absent = [n for n, v in (("RANK", rank), ("WORLD_SIZE", world_size)) if v is None]
     absent += [v for v in ("MASTER_ADDR", "MASTER_PORT") if v not in env]
@@ -63,7 +63,7 @@ def find_store(store: dist.Store | None, rank: int | None, world_size: int | Non
             f"init: RANK={rank} is invalid with WORLD_SIZE={world_size}; it must be from 0 to "
             f"{world_size - 1}"
         )
-    return _from_environment(rank, deadline), rank, world_size, env["MASTER_ADDR"]
+    return _from_environment(rank, deadline, job), rank, world_size, env["MASTER_ADDR"]
 
 
 def _host_of(store: dist.Store) -> str | None:
@@ -74,20 +74,30 @@ def _host_of(store: dist.Store) -> str | None:
     return str(host) if host else None
 
 
-def _from_environment(rank: int, deadline: float) -> dist.Store:
+def _from_environment(rank: int, deadline: float, job: str) -> dist.Store:
     """torchrun's store, or one that rank 0 serves at ``MASTER_ADDR:MASTER_PORT``, under a prefix."""
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT")
+    host, port = os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT") or 0
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
     if not serves:
         _await_listener(host, port, rank, deadline)
     left = timedelta(seconds=max(deadline - time.monotonic(), 1))
-    store: dist.Store = dist.TCPStore(
-        host, port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True
-    )
-    # torchrun's store outlives its workers: each restart uses another prefix.
+    try:
+        store: dist.Store = dist.TCPStore(
+            host, port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True
+        )
+    except dist.DistNetworkError as error:
+        if not serves:
+            raise
+        raise ConfigError(
+            f"init: rank 0 cannot serve the store at {host}:{port} (MASTER_ADDR:MASTER_PORT): "
+            f"{str(error).splitlines()[0]}; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port "
+            "there, the same for all ranks"
+        ) from error
+    # torchrun's store outlives its workers: each restart uses another prefix. A launcher's job chooses its
+    # port by its name, and so may another job: its ranks must not read this one's keys.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"trigram/attempt_{attempt}", store)
+    return dist.PrefixStore("/".join(filter(None, ("trigram", job, f"attempt_{attempt}"))), store)
 
 
 def reopen(host: str, port: int) -> dist.Store:
@@ -117,15 +127,6 @@ def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
                 ) from e
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
-
-
-def _number(variable: str) -> int:
-    try:
-        return int(os.environ[variable])
-    except ValueError:
-        raise ConfigError(
-            f"init: {variable}={os.environ[variable]!r} is not an integer; correct it"
-        ) from None
 
 
 class LateError(Exception):

@@ -316,13 +316,13 @@ def init(
     """Joins this process to the job. ``with_bagua`` and the collectives call it if it has not been called.
 
     Without arguments it uses the store of ``torch.distributed`` if that is initialised, otherwise torchrun's
-    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``; without these, the job has one rank, unless
-    the variables of mpirun, mpiexec or srun say that there are several processes: then it raises.
-    Calling it again returns the same group.
+    ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``. Those that are absent it sets from the
+    variables of srun, mpiexec or a TrainJob; if these say that there are several processes and do not
+    suffice, it raises. Without any of them, the job has one rank. Calling it again returns the same group.
 
     Args:
         store: Any ``torch.distributed.Store`` that all ranks share; requires ``rank`` and ``world_size``.
-        rank: This rank, from 0.
+        rank: This rank, from 0. Children of ``torch.multiprocessing.spawn`` pass it and ``world_size``.
         world_size: The number of ranks.
         init_timeout: Seconds to wait for the other ranks.
         op_timeout: Seconds that a collective may take if all peers are alive; then it raises
@@ -343,7 +343,7 @@ def init(
 
     Raises:
         TimeoutError: Ranks are missing; the message names them.
-        ConfigError: A setting or an environment variable is wrong.
+        ConfigError: A setting or an environment variable is wrong, or a launcher's do not suffice.
         AuthError: Ranks have different ``TRIGRAM_SECRET``, or a record in the store was forged.
         AbortedError: ``init`` failed on another rank; the message has its error.
     """

@@ -1,0 +1,135 @@
+"""`trigram run`: starts ranks, ends them, and starts ranks of elastic jobs again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.support.checks import says
+from tests.support.harness import until
+from trigram.cli import app, launch
+
+pytestmark = pytest.mark.waits
+
+
+def _script(folder: Path, text: str) -> list[str]:
+    """The command that runs this text as a script."""
+    (folder / "script.py").write_text("import os, sys, time, pathlib\n" + text)
+    return [sys.executable, str(folder / "script.py")]
+
+
+def test_arguments_reach_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options behind the script are the script's, also those that trigram has."""
+    monkeypatch.chdir(tmp_path)
+    rank = "os.environ['RANK'] + os.environ['WORLD_SIZE']"
+    _script(tmp_path, f"pathlib.Path({rank}).write_text(str(sys.argv[1:]))")
+    argv = ["-n", "7", "--restarts", "x", "--", "-m"]
+    for how in (["script.py"], ["-m", "script"]):
+        assert CliRunner().invoke(app, ["run", "-n", "2", *how, *argv]).exit_code == 0
+        for name in ("02", "12"):
+            assert (tmp_path / name).read_text() == str(argv)
+            (tmp_path / name).unlink()
+
+
+def test_what_cannot_run_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = CliRunner().invoke(app, ["run", "missing.py"])
+    assert done.exit_code == 2 and "there is no script missing.py" in done.output
+    for name, value in {"PMI_RANK": "0", "PMI_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("RANK", raising=False)
+    done = CliRunner().invoke(app, ["run", *_script(tmp_path, "")[1:]])
+    assert done.exit_code == 1
+    says(str(done.exception), "mpiexec", "starts the ranks here")
+
+
+def test_a_rank_that_fails_ends_the_others(tmp_path: Path) -> None:
+    command = _script(tmp_path, "if os.environ['RANK'] == '1': sys.exit('no luck')\ntime.sleep(100)")
+    began = time.monotonic()
+    code, errors = launch.launch(3, command)
+    assert code == 1 and time.monotonic() - began < 60
+    says(errors, "rank 1 failed with exit code 1", "no luck")
+
+
+def test_a_rank_is_not_started_for_ever(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = _script(
+        tmp_path, "print('started', flush=True)\nif os.environ['RANK'] == '1': os.abort()\ntime.sleep(100)"
+    )
+    code, _ = launch.launch(2, command, show="all", restarts=2)
+    said = capfd.readouterr()
+    assert code == 128 + signal.SIGABRT and said.out.count("started") == 4
+    says(said.err, "SIGABRT; starting it again (1 restarts left)", "(0 restarts left)")
+
+
+def test_a_rank_that_comes_too_late_is_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job finishes without the rank that was started again, which would wait for it."""
+    monkeypatch.setattr(launch, "LATE_SECONDS", 0.5)
+    first = f"first = pathlib.Path({str(tmp_path / 'first')!r})\nif os.environ['RANK'] == '1':\n"
+    again = "    if first.exists(): time.sleep(100)\n    first.touch()\n    os.abort()\n"
+    rest = "while not first.exists(): time.sleep(0.05)\ntime.sleep(1)"
+    code, _ = launch.launch(2, _script(tmp_path, first + again + rest), show="all", restarts=1)
+    assert code == 0
+    says(capfd.readouterr().err, "the job has finished without rank(s) 1")
+
+
+def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
+    _script(tmp_path, "pathlib.Path(f'pid{os.getpid()}').touch()\ntime.sleep(100)")
+    command = [sys.executable, "-m", "trigram", "run", "-n", "2", "script.py"]
+    with subprocess.Popen(command, cwd=tmp_path) as launcher:
+        try:
+            until(lambda: len(list(tmp_path.glob("pid*"))) == 2, 60)
+        finally:
+            launcher.terminate()
+        assert launcher.wait(20) == 128 + signal.SIGTERM
+    for file in tmp_path.glob("pid*"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(file.name[3:]), 0)
+
+
+DIES = """
+import signal, torch, trigram
+class Seen:
+    lost = back = 0
+    def state_dict(self): return vars(self)
+    def load_state_dict(self, state): vars(self).update(state)
+
+first, seen = not pathlib.Path("died").exists(), Seen()
+trigram.init(elastic=True)
+torch.manual_seed(0)
+net = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+model = trigram.with_bagua(net, optimizer=optimizer, elastic=[seen])
+for step in range(trigram.stats(model)["steps"], 100_000):
+    if step == 5 and first and os.environ["RANK"] == "1":
+        pathlib.Path("died").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    model(torch.full((1, 4), step / 1e5)).sum().backward()
+    optimizer.step()
+    seen.lost += trigram.world_size() == 2
+    seen.back += seen.lost > 0 and trigram.world_size() == 3
+    if seen.back == 5: break  # the same step on all ranks
+    time.sleep(0.02)
+print(f"end: {step} {trigram.world_size()} {net.weight.tolist()}", flush=True)
+"""
+
+
+def test_an_elastic_job_survives_a_killed_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1 is killed; started again it joins, and all ranks finish with the same weights."""
+    monkeypatch.chdir(tmp_path)
+    code, _ = launch.launch(3, _script(tmp_path, DIES), show="all", timeout=200, restarts=1)
+    said = capfd.readouterr()
+    assert code == 0, said
+    says(said.err, "rank 1 was ended by the signal SIGKILL; starting it again")
+    ends = [line for line in said.out.splitlines() if line.startswith("end")]
+    assert len(ends) == 3 and len(set(ends)) == 1 and " 3 [[" in ends[0], said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,17 +11,17 @@ import torch.distributed.distributed_c10d as c10d
 
 from trigram.backend.calls import profiling, sparse, tensors
 from trigram.backend.calls.arguments import AVG, SUM, is_async, listed, only, options, reduce_op
-from trigram.backend.calls.starting import Starting
+from trigram.backend.calls.starting import Starting, failed
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, TrigramError
 from trigram.runtime import engine_codes
 
 _SUM = hash(dist.ReduceOp.SUM)
 _SUM_CODE = engine_codes.OPS["sum"]
+_ALL_REDUCE = engine_codes.ALL_REDUCE
 _DTYPES = engine_codes.DTYPES
-_STRIDED = torch.strided
 _UNSET = c10d.AllreduceOptions().timeout
 _profiled = profiling.enabled
 _SUMMED = {
@@ -39,32 +38,32 @@ class Reductions(Starting):
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         """Reduces a tensor over all ranks, in place."""
         # The way of most calls, and of those where every microsecond counts: the sum of one contiguous tensor
-        # on the CPU.
+        # on the CPU. What is asked of the options costs most.
+        asked = None
         try:
             (t,) = given
-            background = opts.asyncOp
-            asked = (
-                (engine_codes.ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
-                if hash(opts.reduceOp) == _SUM
+            if (
+                hash(opts.reduceOp) == _SUM
                 and t.is_cpu
-                and t.layout is _STRIDED
                 and t.is_contiguous()
                 and not t.requires_grad
-                and get_ident() not in callback_threads
-                and self._aborted is None
                 and not _profiled()
-                else None
-            )
-        except (AttributeError, KeyError, TypeError, ValueError):
-            asked = None  # an older form of the call
+            ):
+                place, size = t.data_ptr(), t.nbytes  # raises where the layout is not strided
+                asked = (_ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
+                background, asks = opts.asyncOp, opts.timeout
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            asked = None  # an older form of the call, or another kind of tensor
         if asked is not None:
-            group = self.trigram_group
-            place, size = t.data_ptr(), t.nbytes
-            limit = group.timeout if (asks := opts.timeout) == _UNSET else seconds(asks) or group.timeout
+            group = self.trigram_group if self._aborted is None and not callback_threads else self._group()
+            limit = group.timeout if asks == _UNSET else seconds(asks) or group.timeout
             if background:
-                call = group.core.start(asked, (place, size, place, size), limit, None)
+                call = group.core.start(asked, (place, size, place, size), limit)
                 return self._handle("all_reduce", call, t, given, None, None, limit)
-            self._run(group, asked, (place, size, place, size), limit, None)
+            try:
+                group.core.run(asked, (place, size, place, size), limit)
+            except TrigramError as e:
+                raise failed(group, e, limit) from None
             return self._done
         opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         t = only(listed(given), "all_reduce")

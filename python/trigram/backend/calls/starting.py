@@ -9,7 +9,7 @@ import torch
 
 from trigram.backend.calls import profiling, tensors
 from trigram.backend.handles.callbacks import Callbacks, running
-from trigram.backend.handles.work import Work, explained, finished
+from trigram.backend.handles.work import Work, explained, handle
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import routes
@@ -54,7 +54,7 @@ class Starting:
         self._aborted = None
         self._callbacks = Callbacks(group.ordinal)
         self._beside = {}
-        self._done = finished(self._callbacks)
+        self._done = handle(self._callbacks, _NOTHING)
 
     def _group(self) -> Group:
         """The group that carries the calls of this thread.
@@ -121,11 +121,14 @@ class Starting:
                 if background:
                     call = group.core.start(asked, given + wanted, timeout, splits)
                 else:
-                    self._run(group, asked, given + wanted, timeout, splits)
+                    try:
+                        group.core.run(asked, given + wanted, timeout, splits)
+                    except TrigramError as e:
+                        raise failed(group, e, timeout) from None
             if not background:
                 if finish is not None:
                     finish()
-                return finished(self._callbacks, outputs) if outputs else self._done
+                return handle(self._callbacks, outputs) if outputs else self._done
         except BaseException:
             profiling.end(event)
             raise
@@ -133,15 +136,6 @@ class Starting:
             if not background:
                 profiling.end(event)
         return self._handle(what, call, (source, target, inputs), outputs, finish, event, timeout)
-
-    def _run(
-        self, group: Group, asked: engine_codes.Asked, memory: Any, timeout: float | None, splits: Any
-    ) -> None:
-        try:
-            group.core.run(asked, memory, timeout, splits)
-        except TrigramError as e:
-            routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, which must end
-            raise explained(e, timeout) from None
 
     def _handle(
         self,
@@ -154,16 +148,17 @@ class Starting:
         timeout: float | None = None,
     ) -> Work:
         """The handle of a call in flight, which holds its tensors until it has finished."""
-        work = Work()
-        work._call, work._kept, work._limit = (
-            call,
-            kept,
-            self.trigram_group.timeout if timeout is None else timeout,
-        )
-        work._what, work._outputs, work._callbacks = what, outputs, self._callbacks
+        limit = self.trigram_group.timeout if timeout is None else timeout
+        work = handle(self._callbacks, outputs, call, kept, what, limit)
         if event is not None:
             finish = profiling.ending(event, finish)
         if finish is not None:
             work._finish = finish
         in_flight.hold(work)
         return work
+
+
+def failed(group: Group, error: TrigramError, timeout: float | None) -> Exception:
+    """The error of a call on CPU tensors. Other ranks may have made it on GPU tensors: those end too."""
+    routes.abort(group, str(error))
+    return explained(error, timeout)

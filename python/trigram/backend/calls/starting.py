@@ -17,6 +17,7 @@ from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 
 _NOTHING: tuple[torch.Tensor, ...] = ()
+_NO_MEMORY = (0, 0, 0, 0)
 
 
 class _OnDevice:
@@ -79,8 +80,8 @@ class Starting:
         self,
         what: str,
         asked: engine_codes.Asked,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        source: tensors.Memory | None,
+        target: tensors.Memory | None,
         background: bool,
         timeout: float | None = None,
         finish: Callable[[], None] | None = None,
@@ -93,8 +94,8 @@ class Starting:
         Args:
             what: Its name, for errors and the profiler.
             asked: The call.
-            source: What it reads, contiguous.
-            target: What it writes, contiguous; it may be ``source``.
+            source: What it reads.
+            target: What it writes; it may be ``source``.
             background: Return before it has finished.
             timeout: Seconds; None: that of the group.
             finish: What remains to do when it has finished.
@@ -107,24 +108,26 @@ class Starting:
             timeout = group.timeout
         event = profiling.begin(what, inputs or outputs) if profiling.enabled() else None
         try:
-            t = source if source is not None else target
-            if t is not None and not tensors.on_host(t):
-                call: Any = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
-                if not background:
-                    call.wait()
+            lists, memory = None, _NO_MEMORY
+            call: Any = None
+            if isinstance(source, list) or isinstance(target, list):
+                lists = (_places(source), _places(target))
+            elif (t := source if source is not None else target) is not None:
+                if t.is_cpu:
+                    given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
+                    memory = given + ((0, 0) if target is None else (target.data_ptr(), target.nbytes))
+                else:
+                    call = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
+            if background:
+                if call is None:
+                    call = group.core.start(asked, memory, timeout, splits, lists)
+            elif call is not None:
+                call.wait()
             else:
-                given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
-                if target is source:
-                    wanted = given
-                else:
-                    wanted = (0, 0) if target is None else (target.data_ptr(), target.nbytes)
-                if background:
-                    call = group.core.start(asked, given + wanted, timeout, splits)
-                else:
-                    try:
-                        group.core.run(asked, given + wanted, timeout, splits)
-                    except TrigramError as e:
-                        raise failed(group, e, timeout) from None
+                try:
+                    group.core.run(asked, memory, timeout, splits, lists)
+                except TrigramError as e:
+                    raise failed(group, e, timeout) from None
             if not background:
                 if finish is not None:
                     finish()
@@ -156,6 +159,13 @@ class Starting:
             work._finish = finish
         in_flight.hold(work)
         return work
+
+
+def _places(memory: tensors.Memory | None) -> list[tuple[int, int]]:
+    """The addresses and bytes of memory."""
+    if memory is None:
+        return []
+    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
 
 
 def failed(group: Group, error: TrigramError, timeout: float | None) -> Exception:

@@ -302,6 +302,29 @@ def groups(rank: int, world: int) -> None:
 
 
 @CASES
+def split_groups(rank: int, world: int) -> None:
+    """As torch makes them where the default group has a device: a rank that is in no part names the first."""
+    group: Any = world_group()
+    assert group.supports_splitting
+    for k, parts in enumerate([[[0, 1], list(range(2, world))], [list(range(world))], [[1]]]):
+        mine = next((part for part in parts if rank in part), parts[0])
+        made = group.split_group(
+            mine, timeout=timedelta(seconds=20), group_name=f"{k} {mine}", group_desc="part"
+        )
+        if rank not in mine:
+            assert made is None
+            continue
+        assert (made.rank(), made.size(), made.group_name) == (mine.index(rank), len(mine), f"{k} {mine}")
+        t = torch.full((3,), float(rank))
+        made.allreduce([t]).wait()
+        equal(t, torch.full((3,), float(sum(mine))))
+        inner = made.split_group([len(mine) - 1], group_name=f"{k} {mine} last")
+        assert (inner is not None) == (rank == mine[-1])
+        made.shutdown()
+        says(raises(RuntimeError, made.split_group, [0]), "destroyed")
+
+
+@CASES
 def threads(rank: int, world: int) -> None:
     world_group()
     made = [dist.new_group() for _ in range(3)]

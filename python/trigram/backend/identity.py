@@ -31,7 +31,7 @@ class Identity(Starting):
     _description = "undefined"
     _bound: torch.device | None = None
 
-    supports_splitting = False
+    supports_splitting = True
     supports_coalescing = False
     supports_time_estimate = False
     supports_shrinking = False
@@ -128,6 +128,9 @@ class Identity(Starting):
 
     def _set_sequence_number_for_group(self) -> None:
         """Nothing: the engine counts."""
+
+    def perform_nocolor_split(self, device: torch.device | None = None) -> None:
+        """Nothing: ranks that are not in a group take no part in making it."""
 
     def eager_connect_single_device(self, device: torch.device | None = None) -> None:
         """Nothing: the ranks are connected already."""

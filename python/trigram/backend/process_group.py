@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -40,6 +42,42 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
         self._awaited = {}
         self._store, self._owns, self._job = store, owns, world.job()
         self._options = options if options is not None else Options(timeout)
+
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """A process group of some ranks of this one, which ``torch.distributed.split_group`` asks for.
+
+        Args:
+            ranks: Their ranks in this group; all of them call it.
+            timeout: Of calls that set none; None: that of this group.
+            opts: The options of the caller, which are kept.
+            group_name: Its name in torch's registry.
+            group_desc: What it is for.
+            device_types: Ignored: a group serves all devices.
+
+        Returns:
+            None on ranks that are not in it.
+        """
+        del device_types
+        if self._aborted is not None:
+            self._group()
+        group = world.torch_group([self.trigram_group.ranks[place] for place in ranks])
+        if group.rank < 0:
+            return None
+        group.timeout = self.trigram_group.timeout if timeout is None else seconds(timeout)
+        store = dist.PrefixStore(f"{group_name}/", self._store)
+        made = ProcessGroup(group, store, timeout or self._options._timeout, opts, False)
+        made.setGroupName(group_name or group.name)
+        made.setGroupDesc(group_desc or f"{self.getGroupDesc()}, split")
+        stand_in.register(made)
+        return made
 
     def abort(self) -> None:
         """Aborts the calls in flight, on all ranks of the group; later calls of this group raise too."""

@@ -22,10 +22,23 @@ class _Route(Protocol):
         """Aborts the calls in flight."""
 
 
+class _NoMember:
+    """In place of the engine's group on ranks that are not in it: whatever they ask of it is an error."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: str) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> object:
+        raise MisuseError(self._error)
+
+
 class Group:
     """Ranks that communicate with each other.
 
     Attributes:
+        core: The engine's group; whatever ranks that are not members ask of it raises MisuseError.
         ranks: World ranks; the index of a rank in this list is its group rank.
         rank: The group rank of this process, -1 if it is not a member.
         size: Number of ranks.
@@ -38,7 +51,7 @@ class Group:
 
     __slots__ = (
         "__weakref__",
-        "_core",
+        "core",
         "derived",
         "describe",
         "helpers",
@@ -72,25 +85,17 @@ class Group:
         self.rank = core.rank if core is not None else -1
         self.timeout = timeout
         self.describe: Callable[[], str] | None = None
-        self._core = core
+        # An attribute and not a property: every call reads it.
+        self.core: _core.Group = core or cast(
+            _core.Group,
+            _NoMember(
+                f"this rank is not in group {name} (world ranks {self.ranks}); only members can call its "
+                "collectives"
+            ),
+        )
 
     def __repr__(self) -> str:
         return f"Group({self.name!r}, ranks={self.ranks}, rank={self.rank})"
-
-    @property
-    def core(self) -> _core.Group:
-        """The engine's group.
-
-        Raises:
-            MisuseError: This rank is not a member.
-        """
-        core = self._core
-        if core is None:
-            raise MisuseError(
-                f"this rank is not in group {self.name} (world ranks {self.ranks}); only members can call "
-                "its collectives"
-            )
-        return core
 
     def group_rank(self, rank: int, what: str) -> int:
         """The group rank of a world rank; ``what`` names the call in the error.
@@ -108,7 +113,7 @@ class Group:
     def become(self, other: Group) -> None:
         """Takes over the members of another group, because an elastic job has changed its membership."""
         self.name, self.ordinal, self.derived, self.routes = other.name, other.ordinal, 0, {}
-        self.ranks, self.size, self.rank, self._core = other.ranks, other.size, other.rank, other._core
+        self.ranks, self.size, self.rank, self.core = other.ranks, other.size, other.rank, other.core
 
     def abort(self, why: str = "") -> None:
         """Aborts the group on all ranks: its calls and messages under way and all later ones raise

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from trigram.backend.calls import profiling, tensors
 from trigram.backend.calls.arguments import listed, only
 from trigram.backend.calls.starting import Starting
+from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import routes
 from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
+
+_REAL = {dtype: code for dtype, code in engine_codes.DTYPES.items() if not dtype.is_complex}
 
 
 class PointToPoint(Starting):
@@ -34,27 +38,24 @@ class PointToPoint(Starting):
 
     def _message(self, sends: bool, given: Any, peer: int | None, tag: int) -> Work:
         what = "send" if sends else "recv" if peer is not None else "recvAnySource"
-        t = only(listed(given), what)
-        tensors.check(t, what)
-        group = self._group()
-        self._check_message(what, peer, tag)
+        group = self.trigram_group if self._aborted is None and not callback_threads else self._group()
+        if not 0 <= tag < 1 << 31 or (peer is not None and not 0 <= peer < group.size):
+            self._refuse(what, peer, tag)
+        flat = code = finish = None
+        try:
+            (t,) = given  # the way of most messages: one contiguous tensor
+            if t.is_cpu and t.is_contiguous() and not t.requires_grad and not t.is_neg():
+                code, flat = _REAL[t.dtype], t
+        except (AttributeError, KeyError, RuntimeError, ValueError):
+            pass
+        if code is None or flat is None:
+            t = only(listed(given), what)
+            tensors.check(t, what)
+            flat, finish = _memory(t, sends)
+            code = engine_codes.DTYPES[flat.dtype]
         event = profiling.begin(what, [t]) if profiling.enabled() else None
-        finish = None
-        if sends:
-            memory = tensors.in_place(t)
-            if memory is None:
-                memory = tensors.source(t)
-        else:
-            if t.requires_grad:
-                torch.autograd.graph.increment_version(t)
-            memory = tensors.in_place(t)
-            if memory is None:
-                target = tensors.Target([t])
-                memory, finish = target.flat, target.finish
-        flat = tensors.moved(memory)
-        code = engine_codes.DTYPES[flat.dtype]
         call: Any
-        if not tensors.on_host(t):
+        if not t.is_cpu:
             if peer is None:
                 raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
             call = routes.message(group, sends, peer, tag, flat, code)
@@ -69,13 +70,26 @@ class PointToPoint(Starting):
             work._peer = group.rank if sends else peer
         return work
 
-    def _check_message(self, what: str, peer: int | None, tag: int) -> None:
+    def _refuse(self, what: str, peer: int | None, tag: int) -> NoReturn:
         if not 0 <= tag < 1 << 31:
             raise MisuseError(f"{what}: tag {tag} is invalid; it must be from 0 to 2**31 - 1")
-        if peer is not None and not 0 <= peer < self.trigram_group.size:
-            raise MisuseError(
-                f"{what}: rank {peer} is not in the group, which has ranks 0 to {self.trigram_group.size - 1}"
-            )
+        raise MisuseError(
+            f"{what}: rank {peer} is not in the group, which has ranks 0 to {self.trigram_group.size - 1}"
+        )
+
+
+def _memory(t: torch.Tensor, sends: bool) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """The memory of a message, and what remains to do when it has arrived there."""
+    finish = None
+    if not sends and t.requires_grad:
+        torch.autograd.graph.increment_version(t)
+    memory = tensors.in_place(t)
+    if memory is None and sends:
+        memory = tensors.source(t)
+    elif memory is None:
+        target = tensors.Target([t])
+        memory, finish = target.flat, target.finish
+    return tensors.moved(memory), finish
 
 
 def _place(call: Any, group: Group) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -12,17 +11,17 @@ import torch.distributed.distributed_c10d as c10d
 
 from trigram.backend.calls import profiling, sparse, tensors
 from trigram.backend.calls.arguments import AVG, SUM, is_async, listed, only, options, reduce_op
-from trigram.backend.calls.starting import Starting
+from trigram.backend.calls.starting import Starting, failed
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, TrigramError
 from trigram.runtime import engine_codes
 
 _SUM = hash(dist.ReduceOp.SUM)
 _SUM_CODE = engine_codes.OPS["sum"]
+_ALL_REDUCE = engine_codes.ALL_REDUCE
 _DTYPES = engine_codes.DTYPES
-_STRIDED = torch.strided
 _UNSET = c10d.AllreduceOptions().timeout
 _profiled = profiling.enabled
 _SUMMED = {
@@ -39,32 +38,32 @@ class Reductions(Starting):
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         """Reduces a tensor over all ranks, in place."""
         # The way of most calls, and of those where every microsecond counts: the sum of one contiguous tensor
-        # on the CPU.
+        # on the CPU. What is asked of the options costs most.
+        asked = None
         try:
             (t,) = given
-            background = opts.asyncOp
-            asked = (
-                (engine_codes.ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
-                if hash(opts.reduceOp) == _SUM
+            if (
+                hash(opts.reduceOp) == _SUM
                 and t.is_cpu
-                and t.layout is _STRIDED
                 and t.is_contiguous()
                 and not t.requires_grad
-                and get_ident() not in callback_threads
-                and self._aborted is None
                 and not _profiled()
-                else None
-            )
-        except (AttributeError, KeyError, TypeError, ValueError):
-            asked = None  # an older form of the call
+            ):
+                place, size = t.data_ptr(), t.nbytes  # raises where the layout is not strided
+                asked = (_ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
+                background, asks = opts.asyncOp, opts.timeout
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+            asked = None  # an older form of the call, or another kind of tensor
         if asked is not None:
-            group = self.trigram_group
-            place, size = t.data_ptr(), t.nbytes
-            limit = group.timeout if (asks := opts.timeout) == _UNSET else seconds(asks) or group.timeout
+            group = self.trigram_group if self._aborted is None and not callback_threads else self._group()
+            limit = group.timeout if asks == _UNSET else seconds(asks) or group.timeout
             if background:
-                call = group.core.start(asked, (place, size, place, size), limit, None)
+                call = group.core.start(asked, (place, size, place, size), limit)
                 return self._handle("all_reduce", call, t, given, None, None, limit)
-            self._run(group, asked, (place, size, place, size), limit, None)
+            try:
+                group.core.run(asked, (place, size, place, size), limit)
+            except TrigramError as e:
+                raise failed(group, e, limit) from None
             return self._done
         opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         t = only(listed(given), "all_reduce")
@@ -103,13 +102,25 @@ class Reductions(Starting):
             raise MisuseError(f"{what}: the list of tensors is empty")
         tensors.same(given[0], given, what)
         code, factor = reduce_op(opts.reduceOp, what)
+        for t in given:
+            if gets and t.requires_grad:
+                torch.autograd.graph.increment_version(t)
+        divides = code == AVG and _is_integer(given[0])
+        if len(given) > 1 and factor is None and not divides:
+            pieces = tensors.together(given, True)
+            if isinstance(pieces, list):
+                asked = (call, _DTYPES[given[0].dtype], sum(t.numel() for t in given), code, 0, root)
+                return self._start(
+                    what, asked, pieces, pieces if gets else None, is_async(opts), seconds(opts.timeout),
+                    None, given, inputs=given,
+                )  # fmt: skip
         memory = tensors.in_place(given[0]) if len(given) == 1 else None
         target = None
         if memory is None:
             target = tensors.Target(given, filled=True)
             memory = target.flat
         finish = target.finish if target is not None and gets else None
-        if code == AVG and _is_integer(given[0]):
+        if divides:
             code = SUM
             finish = self._divides(memory, finish) if gets else None
         if factor is not None:
@@ -125,9 +136,6 @@ class Reductions(Starting):
                 if copy is not None:
                     copy()
 
-        for t in given:
-            if gets and t.requires_grad:
-                torch.autograd.graph.increment_version(t)
         asked = (call, _DTYPES[sent.dtype], sent.numel(), code, 0, root)
         return self._start(
             what, asked, sent, received if gets else None, is_async(opts), seconds(opts.timeout),
@@ -171,6 +179,27 @@ class Reductions(Starting):
                     f"{what}: an input has {t.numel()} elements and its output {out.numel()}; with {size} "
                     f"ranks the input must have {size * out.numel()}"
                 )
+        tensors.same(given[0], [*given, *outs], what)
+        code, factor = reduce_op(opts.reduceOp, what)
+        if factor is None and not (code == AVG and _is_integer(given[0])) and tensors.are_pieces(given):
+            rows = [t.detach().view(size, -1).unbind() for t in given]
+            sent = tensors.together([row[r] for r in range(size) for row in rows], True)
+            received = tensors.together(outs, True)
+            if sent is not None and received is not None:
+                count = sum(out.numel() for out in outs)
+                asked = (engine_codes.REDUCE_SCATTER, _DTYPES[given[0].dtype], count, code, 0, 0)
+                return self._start(
+                    what,
+                    asked,
+                    sent,
+                    received,
+                    is_async(opts),
+                    seconds(opts.timeout),
+                    None,
+                    outs,
+                    None,
+                    given,
+                )
         packed = torch.cat([tensors.source(t).view(size, -1) for t in given], dim=1)
         target = tensors.Target(outs)
         return self._scatter_sums(what, [target.flat], [[packed]], opts, target.finish, outs)
@@ -202,13 +231,6 @@ class Reductions(Starting):
         divides = code == AVG and _is_integer(out)
         code = SUM if divides else code
         target = tensors.Target([out])
-        flat = (
-            torch.cat([tensors.source(t).view(-1) for t in given])
-            if len(given) > 1
-            else tensors.source(given[0])
-        )
-        if factor is not None:
-            flat = tensors.scaled(flat, factor)
         lengths = [t.numel() for t in given]
         if len(given) > 1 and len(given) != group.size:
             raise MisuseError(f"{what}: {len(given)} tensors for {group.size} ranks; pass one for each rank")
@@ -218,16 +240,40 @@ class Reductions(Starting):
                 f"{what}: the output has {out.numel()} elements, and the input for this rank "
                 f"{lengths[group.rank]}; make them equal"
             )
-        if equal and flat.numel() != group.size * out.numel():
+        if equal and sum(lengths) != group.size * out.numel():
             raise MisuseError(
-                f"{what}: the input has {flat.numel()} elements and the output {out.numel()}; with "
+                f"{what}: the input has {sum(lengths)} elements and the output {out.numel()}; with "
                 f"{group.size} ranks the input must have {group.size * out.numel()}"
             )
-        sent, wider = tensors.reduced(flat, code, what)
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
         limit = seconds(opts.timeout)
-        if not equal and not tensors.on_host(out):
+        if len(given) > 1 and factor is None and not divides:
+            pieces = tensors.together(given, True)
+            if isinstance(pieces, list):
+                asked = (engine_codes.REDUCE_SCATTER, _DTYPES[out.dtype], out.numel(), code, 0, 0)
+                splits = None if equal else (lengths, lengths)
+                return self._start(
+                    what,
+                    asked,
+                    pieces,
+                    target.flat,
+                    is_async(opts),
+                    limit,
+                    target.finish,
+                    [out],
+                    splits,
+                    given,
+                )
+        flat = (
+            torch.cat([tensors.source(t).view(-1) for t in given])
+            if len(given) > 1
+            else tensors.source(given[0])
+        )
+        if factor is not None:
+            flat = tensors.scaled(flat, factor)
+        sent, wider = tensors.reduced(flat, code, what)
+        if not equal and not out.is_cpu:
             return self._scatter_uneven(what, out, sent, lengths, flat, code, opts, divides)
         finish = target.finish
         if wider:

@@ -8,7 +8,7 @@ import torch
 
 from trigram.backend.calls.arguments import SUM, reduce_op
 from trigram.backend.calls.starting import Starting
-from trigram.backend.handles.work import Work, finished
+from trigram.backend.handles.work import Work, handle
 from trigram.collectives import calls
 from trigram.errors import UnsupportedError
 
@@ -42,4 +42,4 @@ def all_reduce(group: Starting, t: torch.Tensor, opts: Any) -> Work:
     total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], t.shape).coalesce()
     with torch.no_grad():
         t.copy_(total)
-    return finished(group._callbacks, [t])
+    return handle(group._callbacks, [t])

@@ -9,7 +9,7 @@ import torch
 
 from trigram.backend.calls import profiling, tensors
 from trigram.backend.handles.callbacks import Callbacks, running
-from trigram.backend.handles.work import Work, explained, finished
+from trigram.backend.handles.work import Work, explained, handle
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import routes
@@ -17,6 +17,7 @@ from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 
 _NOTHING: tuple[torch.Tensor, ...] = ()
+_NO_MEMORY = (0, 0, 0, 0)
 
 
 class _OnDevice:
@@ -54,7 +55,7 @@ class Starting:
         self._aborted = None
         self._callbacks = Callbacks(group.ordinal)
         self._beside = {}
-        self._done = finished(self._callbacks)
+        self._done = handle(self._callbacks, _NOTHING)
 
     def _group(self) -> Group:
         """The group that carries the calls of this thread.
@@ -79,8 +80,8 @@ class Starting:
         self,
         what: str,
         asked: engine_codes.Asked,
-        source: torch.Tensor | None,
-        target: torch.Tensor | None,
+        source: tensors.Memory | None,
+        target: tensors.Memory | None,
         background: bool,
         timeout: float | None = None,
         finish: Callable[[], None] | None = None,
@@ -93,8 +94,8 @@ class Starting:
         Args:
             what: Its name, for errors and the profiler.
             asked: The call.
-            source: What it reads, contiguous.
-            target: What it writes, contiguous; it may be ``source``.
+            source: What it reads.
+            target: What it writes; it may be ``source``.
             background: Return before it has finished.
             timeout: Seconds; None: that of the group.
             finish: What remains to do when it has finished.
@@ -107,25 +108,30 @@ class Starting:
             timeout = group.timeout
         event = profiling.begin(what, inputs or outputs) if profiling.enabled() else None
         try:
-            t = source if source is not None else target
-            if t is not None and not tensors.on_host(t):
-                call: Any = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
-                if not background:
-                    call.wait()
+            lists, memory = None, _NO_MEMORY
+            call: Any = None
+            if isinstance(source, list) or isinstance(target, list):
+                lists = (_places(source), _places(target))
+            elif (t := source if source is not None else target) is not None:
+                if t.is_cpu:
+                    given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
+                    memory = given + ((0, 0) if target is None else (target.data_ptr(), target.nbytes))
+                else:
+                    call = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
+            if background:
+                if call is None:
+                    call = group.core.start(asked, memory, timeout, splits, lists)
+            elif call is not None:
+                call.wait()
             else:
-                given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
-                if target is source:
-                    wanted = given
-                else:
-                    wanted = (0, 0) if target is None else (target.data_ptr(), target.nbytes)
-                if background:
-                    call = group.core.start(asked, given + wanted, timeout, splits)
-                else:
-                    self._run(group, asked, given + wanted, timeout, splits)
+                try:
+                    group.core.run(asked, memory, timeout, splits, lists)
+                except TrigramError as e:
+                    raise failed(group, e, timeout) from None
             if not background:
                 if finish is not None:
                     finish()
-                return finished(self._callbacks, outputs) if outputs else self._done
+                return handle(self._callbacks, outputs) if outputs else self._done
         except BaseException:
             profiling.end(event)
             raise
@@ -133,15 +139,6 @@ class Starting:
             if not background:
                 profiling.end(event)
         return self._handle(what, call, (source, target, inputs), outputs, finish, event, timeout)
-
-    def _run(
-        self, group: Group, asked: engine_codes.Asked, memory: Any, timeout: float | None, splits: Any
-    ) -> None:
-        try:
-            group.core.run(asked, memory, timeout, splits)
-        except TrigramError as e:
-            routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, which must end
-            raise explained(e, timeout) from None
 
     def _handle(
         self,
@@ -154,16 +151,24 @@ class Starting:
         timeout: float | None = None,
     ) -> Work:
         """The handle of a call in flight, which holds its tensors until it has finished."""
-        work = Work()
-        work._call, work._kept, work._limit = (
-            call,
-            kept,
-            self.trigram_group.timeout if timeout is None else timeout,
-        )
-        work._what, work._outputs, work._callbacks = what, outputs, self._callbacks
+        limit = self.trigram_group.timeout if timeout is None else timeout
+        work = handle(self._callbacks, outputs, call, kept, what, limit)
         if event is not None:
             finish = profiling.ending(event, finish)
         if finish is not None:
             work._finish = finish
         in_flight.hold(work)
         return work
+
+
+def _places(memory: tensors.Memory | None) -> list[tuple[int, int]]:
+    """The addresses and bytes of memory."""
+    if memory is None:
+        return []
+    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
+
+
+def failed(group: Group, error: TrigramError, timeout: float | None) -> Exception:
+    """The error of a call on CPU tensors. Other ranks may have made it on GPU tensors: those end too."""
+    routes.abort(group, str(error))
+    return explained(error, timeout)

@@ -1,18 +1,23 @@
 """Tensors as the engine takes them: contiguous memory of a dtype that it knows.
 
 A tensor that covers its memory without gaps, in any order of its dimensions, is passed in place, as gloo
-does. Others go through a contiguous copy, and results are copied back (:class:`Target`).
+does. Others go through a contiguous copy, and results are copied back (:class:`Target`). Lists of contiguous
+tensors on the CPU are passed as lists (:data:`Memory`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import torch
 
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import device
 from trigram.runtime import engine_codes
+
+Memory = torch.Tensor | list[torch.Tensor]
+"""One contiguous tensor, or several on the CPU that the engine takes for one, each where it is."""
 
 _DTYPES = engine_codes.DTYPES
 _WIDER = {
@@ -25,11 +30,6 @@ _WIDER = {
     },
 }
 """Where the engine does not reduce a dtype: the one that holds its values and the sums of a few of them."""
-
-
-def on_host(t: torch.Tensor) -> bool:
-    """Whether the engine takes a tensor itself; :mod:`trigram.gpu.routes` takes the others."""
-    return bool(t.is_cpu)
 
 
 def check(t: torch.Tensor, what: str) -> None:
@@ -79,12 +79,46 @@ def source(t: torch.Tensor) -> torch.Tensor:
     return plain(t.detach()).contiguous()
 
 
-def moved(flat: torch.Tensor) -> torch.Tensor:
-    """Contiguous elements as a dtype that the engine moves: complex as pairs, unknown ones as bytes."""
+def together(tensors: Sequence[torch.Tensor], reduces: bool = False) -> Memory | None:
+    """The memory of tensors of one dtype, as one piece or as a list; None: it takes a copy.
+
+    Args:
+        tensors: The tensors.
+        reduces: Whether the call computes with them.
+    """
+    joined = _joined(tensors)
+    if joined is not None or len(tensors) == 1:
+        return joined
+    dtype = tensors[0].dtype
+    if dtype not in _DTYPES or (reduces and (dtype in _WIDER or dtype.is_complex)):
+        return None
+    return list(tensors) if are_pieces(tensors) else None
+
+
+def are_pieces(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the engine takes tensors of any dtypes as a list of bytes."""
+    return all(t.is_cpu and t.is_contiguous() and not t.is_conj() and not t.is_neg() for t in tensors)
+
+
+def lengths(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The lengths of tensors, in elements of :func:`moved`."""
+    return [t.numel() if t.dtype in _DTYPES else t.nbytes for t in tensors]
+
+
+@overload
+def moved(flat: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def moved(flat: Memory) -> Memory: ...
+
+
+def moved(flat: Memory) -> Memory:
+    """Contiguous elements as a dtype that the engine moves, unknown ones as bytes."""
+    if isinstance(flat, list):
+        return flat
     if flat.dtype in _DTYPES:
         return flat
-    if flat.is_complex() and flat.dtype != torch.complex32:
-        return torch.view_as_real(flat).view(-1)
     return flat.view(-1).view(torch.uint8)
 
 
@@ -116,6 +150,10 @@ def scaled(flat: torch.Tensor, factor: float | torch.Tensor) -> torch.Tensor:
 class Target:
     """Where results arrive: the tensors' own memory if it is one piece, otherwise a buffer.
 
+    Args:
+        outputs: The tensors.
+        filled: Whether a buffer begins with what the tensors hold.
+
     Attributes:
         flat: The memory, contiguous, in the order of the tensors.
         finish: Copies the buffer to the tensors; None if the results arrive in place.
@@ -146,6 +184,22 @@ class Target:
         with torch.no_grad():
             for part, t in zip(self._split(), self.parts, strict=True):
                 t.copy_(part)
+
+
+def target(outputs: Sequence[torch.Tensor]) -> tuple[Memory, Callable[[], None] | None]:
+    """Where the results for several tensors arrive, and what remains to do then: in their own memory, as one
+    piece or as a list, or else in a buffer."""
+    memory = together(outputs)
+    if memory is not None:
+        return memory, None
+    made = Target(outputs)
+    return made.flat, made.finish
+
+
+def sources(inputs: Sequence[torch.Tensor], reduces: bool = False) -> Memory:
+    """Several tensors to send one after another: their own memory, as one piece or as a list, or a copy."""
+    memory = together(inputs, reduces)
+    return memory if memory is not None else torch.cat([source(t).view(-1) for t in inputs])
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

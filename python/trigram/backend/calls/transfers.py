@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -100,18 +100,25 @@ class Transfers(Starting):
                         f"{what}: an output has {out.numel()} elements and its input {t.numel()}; make "
                         "them equal"
                     )
-        sent = torch.cat([tensors.source(t).view(-1).view(torch.uint8) for t in given])
-        received = sent.new_empty(self.trigram_group.size, sent.numel())
-        lengths = [t.nbytes for t in given]
-
-        def finish() -> None:
-            with torch.no_grad():
-                for memory, one in zip(received.unbind(), by_rank, strict=True):
-                    for part, out in zip(memory.split(lengths), one, strict=True):
-                        out.copy_(part.clone().view(out.dtype).view(out.shape))
-
-        asked = (engine_codes.ALL_GATHER, _DTYPES[torch.uint8], sent.numel(), 0, 0, 0)
         outputs = [t for one in by_rank for t in one]
+        lengths = [t.nbytes for t in given]
+        sent: tensors.Memory
+        received: tensors.Memory
+        finish = None
+        if tensors.are_pieces(given) and tensors.are_pieces(outputs):
+            sent, received = list(given), outputs
+        else:
+            sent = torch.cat([tensors.source(t).view(-1).view(torch.uint8) for t in given])
+            buffer = sent.new_empty(self.trigram_group.size, sent.numel())
+            received = buffer
+
+            def finish() -> None:
+                with torch.no_grad():
+                    for memory, one in zip(buffer.unbind(), by_rank, strict=True):
+                        for part, out in zip(memory.split(lengths), one, strict=True):
+                            out.copy_(part.clone().view(out.dtype).view(out.shape))
+
+        asked = (engine_codes.ALL_GATHER, _DTYPES[torch.uint8], sum(lengths), 0, 0, 0)
         return self._start(
             what, asked, sent, received, is_async(opts), seconds(opts.timeout), finish, outputs, inputs=given
         )
@@ -136,24 +143,23 @@ class Transfers(Starting):
         for t in outs:
             if t.requires_grad:
                 torch.autograd.graph.increment_version(t)
-        target = tensors.Target(outs)
-        sent, received = tensors.moved(tensors.source(mine)), tensors.moved(target.flat)
+        flat, finish = tensors.target(outs)
+        sent, received = tensors.moved(tensors.source(mine)), tensors.moved(flat)
         background, limit = is_async(opts), seconds(opts.timeout)
         if uneven:
-            per = received.numel() // max(sum(lengths), 1)
-            parts = [n * per for n in lengths]
-            if not tensors.on_host(sent):  # NCCL has no uneven gather
+            parts = tensors.lengths(outs)
+            if not sent.is_cpu:  # NCCL has no uneven gather
                 repeated, splits = sent.view(-1).repeat(group.size), ([sent.numel()] * group.size, parts)
                 asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
                 return self._start(
-                    what, asked, repeated, received, background, limit, target.finish, outs, splits, [mine]
+                    what, asked, repeated, received, background, limit, finish, outs, splits, [mine]
                 )
             asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], 0, 0, 0, 0)
             return self._start(
-                what, asked, sent, received, background, limit, target.finish, outs, (parts, parts), [mine]
+                what, asked, sent, received, background, limit, finish, outs, (parts, parts), [mine]
             )
         asked = (engine_codes.ALL_GATHER, _DTYPES[sent.dtype], sent.numel(), 0, 0, 0)
-        return self._start(what, asked, sent, received, background, limit, target.finish, outs, inputs=[mine])
+        return self._start(what, asked, sent, received, background, limit, finish, outs, inputs=[mine])
 
     def gather(
         self,
@@ -174,13 +180,24 @@ class Transfers(Starting):
         if not here and lists:
             raise MisuseError(f"gather: requires empty output on rank {group.rank}, which is not the root")
         wanted = list(only(lists, "gather")) if here else []
-        target = self._each(wanted, mine, "gather") if here else None
+        received, finish = None, None
+        if here:
+            self._check_each(wanted, mine, "gather")
+            flat, finish = tensors.target(wanted)
+            received = tensors.moved(flat)
         sent = tensors.moved(tensors.source(mine))
         asked = (engine_codes.GATHER, _DTYPES[sent.dtype], sent.numel(), 0, 0, opts.rootRank)
         return self._start(
-            "gather", asked, sent, tensors.moved(target.flat) if target else None, is_async(opts),
-            seconds(opts.timeout), target.finish if target else None, wanted, inputs=[mine],
-        )  # fmt: skip
+            "gather",
+            asked,
+            sent,
+            received,
+            is_async(opts),
+            seconds(opts.timeout),
+            finish,
+            wanted,
+            inputs=[mine],
+        )
 
     def scatter(
         self, outs: Any, given: Any, opts: Any = None, timeout: Any = None, *, root: Any = None
@@ -198,8 +215,7 @@ class Transfers(Starting):
         source = None
         if here:
             self._check_each(parts, out, "scatter")
-            joined = tensors.Target(parts, filled=True).flat
-            source = tensors.moved(joined)
+            source = tensors.moved(tensors.sources(parts))
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
         target = tensors.Target([out])
@@ -222,10 +238,6 @@ class Transfers(Starting):
                     f"{what}: the tensors have {t.numel()} and {one.numel()} elements; make them equal"
                 )
         tensors.same(one, parts, what)
-
-    def _each(self, parts: list[torch.Tensor], one: torch.Tensor, what: str) -> tensors.Target:
-        self._check_each(parts, one, what)
-        return tensors.Target(parts)
 
     def all_to_all_single(
         self,
@@ -250,7 +262,7 @@ class Transfers(Starting):
             self._lengths(given, sent, in_splits, "input"),
             self._lengths(out, received, out_splits, "output"),
         )
-        return self._all_to_all(what, sent, received, lengths, opts, target, [out], [given])
+        return self._all_to_all(what, sent, received, lengths, opts, target.finish, [out], [given])
 
     def alltoall(self, outs: Any, given: Any, opts: Any = None, timeout: Any = None) -> Work:
         """Sends the j-th tensor of a list to rank j, and collects those for this rank in a list."""
@@ -268,20 +280,19 @@ class Transfers(Starting):
         for t in outs:
             if t.requires_grad:
                 torch.autograd.graph.increment_version(t)
-        target = tensors.Target(outs)
-        joined = tensors.Target(given, filled=True).flat
-        sent, received = tensors.moved(joined), tensors.moved(target.flat)
-        lengths = (_scaled(given, sent), _scaled(outs, received))
-        return self._all_to_all(what, sent, received, lengths, opts, target, outs, given)
+        flat, finish = tensors.target(outs)
+        sent, received = tensors.moved(tensors.sources(given)), tensors.moved(flat)
+        lengths = (tensors.lengths(given), tensors.lengths(outs))
+        return self._all_to_all(what, sent, received, lengths, opts, finish, outs, given)
 
     def _all_to_all(
         self,
         what: str,
-        sent: torch.Tensor,
-        received: torch.Tensor,
+        sent: tensors.Memory,
+        received: tensors.Memory,
         lengths: tuple[list[int], list[int]],
         opts: Any,
-        target: tensors.Target,
+        finish: Callable[[], None] | None,
         outs: list[torch.Tensor],
         given: list[torch.Tensor],
     ) -> Work:
@@ -293,11 +304,11 @@ class Transfers(Starting):
                 "equal"
             )
         # Always with lengths: ranks with equal parts and ranks with others take part in the same call.
-        asked = (engine_codes.ALL_TO_ALL, _DTYPES[sent.dtype], 0, 0, 0, 0)
+        dtype = _DTYPES.get(outs[0].dtype, _DTYPES[torch.uint8])  # as `moved` has it
+        asked = (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0)
         return self._start(
-            what, asked, sent, received, is_async(opts), seconds(opts.timeout), target.finish, outs, lengths,
-            given,
-        )  # fmt: skip
+            what, asked, sent, received, is_async(opts), seconds(opts.timeout), finish, outs, lengths, given
+        )
 
     def _lengths(self, t: torch.Tensor, flat: torch.Tensor, splits: Sequence[int], which: str) -> list[int]:
         """Elements of ``flat`` for each rank, from splits along the first dimension of ``t``."""
@@ -321,10 +332,3 @@ class Transfers(Starting):
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
     alltoall_base = all_to_all_single
-
-
-def _scaled(parts: list[torch.Tensor], flat: torch.Tensor) -> list[int]:
-    """The lengths of parts, in elements of the memory in which they are sent."""
-    total = sum(t.numel() for t in parts)
-    per = flat.numel() // total if total else 1
-    return [t.numel() * per for t in parts]

@@ -1,4 +1,4 @@
-"""The Python code of README.md and of the pages for users runs, with public names only and without warnings."""
+"""The Python code of README.md and of the pages for users runs, with public names and without warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.harness import ROOT, run
 
-PAGES = ("README.md", *(f"docs/{name}.md" for name in ("start", "training", "checkpoints", "extending", "data", "moe")))
+_DOCS = ("start", "training", "checkpoints", "extending", "data", "moe")
+PAGES = ("README.md", *(f"docs/{name}.md" for name in _DOCS))
 BLOCKS = {
     f"{page}:{number}": code
     for page in PAGES

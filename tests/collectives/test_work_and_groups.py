@@ -409,6 +409,7 @@ def tensors_that_do_not_do(rank: int, world: int) -> None:
     """Refused before anything is sent, with the reason; the group is as good as before."""
     square = torch.arange(12.0).view(3, 4)
     kept = square.clone()
+    imaginary = torch.tensor([1 + 2j, 3 + 4j])
     refused: list[tuple[Callable[..., object], tuple[object, ...], tuple[str, ...]]] = [
         (trigram.all_reduce, (square.t(),), ("contiguous",)),
         (trigram.broadcast, (torch.zeros(10)[::2], 0), ("contiguous",)),
@@ -430,6 +431,9 @@ def tensors_that_do_not_do(rank: int, world: int) -> None:
         (trigram.all_to_all, (torch.zeros(4 * world), torch.zeros(4 * world), [1], [1]), ("split",)),
         (trigram.broadcast, (torch.zeros(4), world), (str(world),)),
         (trigram.all_reduce, ([1.0, 2.0],), ("list",)),
+        (trigram.broadcast, (imaginary.conj(), 0), ("conjugate",)),
+        (trigram.all_reduce, (imaginary[:1].conj().imag,), ("negative",)),
+        (trigram.all_reduce, (imaginary.conj().imag[0],), ("negative",)),
     ]
     for fn, args, words in refused:
         says(raises((trigram.TrigramError, TypeError), fn, *args), *words)
@@ -437,6 +441,42 @@ def tensors_that_do_not_do(rank: int, world: int) -> None:
     t = torch.ones(5)
     trigram.all_reduce(t)
     equal(t, torch.full((5,), float(world)), "after the refusals")
+
+
+class _Named(torch.Tensor):
+    """A subclass, which does nothing else than its base."""
+
+
+@CASES
+def kinds_of_small_tensors(rank: int, world: int) -> None:
+    """Small tensors of all kinds, plain or not, are reduced where they are."""
+    total = float(sum(range(1, world + 1)))
+    base = torch.full((4, 4), rank + 1.0)
+    parameter = torch.nn.Parameter(base[0].clone())
+    weight = torch.ones(4, requires_grad=True)
+    saved = base[1].clone()
+    loss = (weight * saved).sum()
+    kinds = {
+        "a number": torch.tensor(rank + 1.0),
+        "a row": base[2],
+        "a column of one": base[3:, 2],
+        "one of a step": base.t()[3, 1],
+        "shape 1 x 3": torch.full((1, 3), rank + 1.0),
+        "shape 3 x 1": torch.full((3, 1), rank + 1.0),
+        "a subclass": torch.full((3,), rank + 1.0).as_subclass(_Named),
+        "a parameter": parameter,
+        "nothing": torch.zeros(0),
+        "channels of one": torch.full((2, 1, 3, 1), rank + 1.0).contiguous(memory_format=torch.channels_last),
+    }
+    for name, t in kinds.items():
+        trigram.all_reduce(t)
+        equal(t.detach().as_subclass(torch.Tensor), torch.full(t.shape, total), name)
+    equal(base[0], torch.full((4,), rank + 1.0), "a row beside the one reduced")
+    # Torch is told that a parameter has changed.
+    used = (parameter * weight).sum()
+    trigram.all_reduce(parameter)
+    says(raises(RuntimeError, used.backward), "modified by an inplace operation")
+    loss.backward()
 
 
 @CASES

@@ -16,6 +16,7 @@ from trigram.runtime.group import Group
 
 # Looking a name up in this module is faster than in another one, and small calls take two microseconds.
 _DTYPES = engine_codes.DTYPES
+_COMPLEX = frozenset(code for dtype, code in _DTYPES.items() if dtype.is_complex)
 VIAS = engine_codes.VIAS
 OPS = engine_codes.OPS
 _STRIDED = torch.strided
@@ -27,8 +28,10 @@ Tensors = torch.Tensor | list[torch.Tensor] | tuple[torch.Tensor, ...]
 def check(t: torch.Tensor, what: str) -> int:
     """The engine's code of a tensor's dtype; raises if the engine does not support the tensor."""
     try:
-        if t.is_cpu and t.layout is _STRIDED and t.is_contiguous():
-            return _DTYPES[t.dtype]
+        if t.is_cpu and t.layout is _STRIDED and t.is_contiguous() and not t.is_neg():
+            code = _DTYPES[t.dtype]
+            if code not in _COMPLEX or not t.is_conj():
+                return code
     except (AttributeError, KeyError):
         pass
     return refuse(t, what)
@@ -51,6 +54,11 @@ def refuse(t: torch.Tensor, what: str) -> int:
     if not t.is_contiguous():
         raise MisuseError(
             f"{what}: the tensor is not contiguous; pass t.contiguous(), and copy the result back"
+        )
+    if t.is_conj() or t.is_neg():
+        raise MisuseError(
+            f"{what}: the tensor is a lazy conjugate or negative view, whose memory has other values; pass "
+            "t.resolve_conj().resolve_neg()"
         )
     return code
 

@@ -114,10 +114,14 @@ pub(crate) fn dense(t: &Bound<'_, PyAny>) -> Option<Dense> {
         // SAFETY: the tensor has that many sizes and strides.
         let (size, stride) = unsafe { (*d.shape.add(i), *d.strides.add(i)) };
         let size = usize::try_from(size).ok()?;
-        if size > 1 && usize::try_from(stride) != Ok(len) {
+        // Stricter than torch where a size is 1: parts of complex numbers, whose sign may be a flag, are left out.
+        if usize::try_from(stride) != Ok(len) {
             return None;
         }
         len *= size;
+    }
+    if dimensions == 0 && t.call_method0(pyo3::intern!(py, "is_neg")).ok()?.is_truthy().ok()? {
+        return None;
     }
     (len > 0).then_some(Dense { address: d.data.cast(), len, dtype })
 }

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 import trigram
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, await_flag, flag, run, say, scratch, until
+from tests.support.marks import long
 from trigram.data import CachedDataset
 from trigram.data.peers import owner
 
@@ -275,6 +276,6 @@ def _peers(rank: int, world: int, dies: bool) -> tuple[int, int]:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [True, long(False)])
 def test_peers(dies: bool) -> None:
     run(2, _peers, dies, transport="tcp", timeout=60, dies=[1] if dies else [])

@@ -1,7 +1,9 @@
 """Data for data-parallel training: batches that cost all ranks the same time, and a cache that a host shares.
 
-What lives here: :class:`BalancedBatchSampler` (``sampler.py``) and its plan (``plan.py``).
-Uses: errors, runtime.
+What lives here: :class:`BalancedBatchSampler` (``sampler.py``) and its plan (``plan.py``);
+:class:`CachedDataset` (``cache.py``), its samples as bytes (``encoding.py``), a host's file (``store.py``)
+and the samples of other hosts (``peers.py``).
+Uses: errors, runtime, collectives.
 """
 
 from trigram.data.cache import CachedDataset

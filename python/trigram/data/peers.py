@@ -183,8 +183,10 @@ class Server:
 
     def close(self) -> None:
         """Stops serving; a request that is under way is answered with nothing."""
-        if self._pid == os.getpid() and not self._closed:
+        if self._pid == os.getpid():  # again too: the thread that was first may end with the process
             self._closed = True
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
             self._listener.close()
             shutil.rmtree(self._folder, ignore_errors=True)
 

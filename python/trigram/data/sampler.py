@@ -103,6 +103,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         self._parts: list[tuple[list[float], int]] = []  # earlier plans of this epoch and the steps done
         self._start = self._given = self._weighed = 0
         self._seconds: list[float] = []
+        self._sizes: list[int] = []
         self._cached: tuple[Any, list[plan.Step]] | None = None
         self._check_speeds()
 
@@ -211,6 +212,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         planned, rank, start = self._plan(), self._rank(), self._start
         self._start, self._seconds = 0, []
         self._given = self._weighed = start
+        self._sizes = [len(step[rank]) for step in planned]
         last: tuple[float, float] | None = None
         for step in planned[start:]:
             if self._measured:
@@ -237,15 +239,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Raises:
             MisuseError: There were more backward passes than batches.
         """
-        planned = self._plan()
-        if self._weighed >= min(self._given, len(planned)):
+        if self._weighed >= self._given:
             raise MisuseError(
                 f"BalancedBatchSampler: sample_weight was asked for batch {self._weighed} of this epoch, and "
                 f"{self._given} were handed out: a batch had more than one backward pass; pass a function of "
                 "your own to with_bagua(sample_weight=)"
             )
         self._weighed += 1
-        return float(len(planned[self._weighed - 1][self._rank()]))
+        return float(self._sizes[self._weighed - 1])
 
     def state_dict(self, trained: int | None = None) -> dict[str, Any]:
         """What :meth:`load_state_dict` needs to go on in the middle of an epoch; the same on all ranks.

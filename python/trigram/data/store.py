@@ -96,9 +96,9 @@ class Store:
         self._held = False
         self._env: Any = None
         self._lmdb = _import()
-        _private(path)
         self._path, self._writer = path / socket.gethostname(), -1
         try:
+            _private(path)
             self._path.mkdir(mode=0o700, exist_ok=True)
             self._writer = os.open(self._path / "writer", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             weakref.finalize(self, _close, self._writer, self.pid)

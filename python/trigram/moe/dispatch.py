@@ -87,8 +87,8 @@ def dispatch(
             "experts, or pass a smaller group"
         )
     local = num_experts // n
-    wrong = _wrong(x, expert_index, num_experts)
     coding = find_codec(codec) if isinstance(codec, str) else codec
+    wrong = _wrong(x, expert_index, num_experts, coding)
     kept = expert_index.new_zeros((0, 1)) if wrong else expert_index
     kept = kept[:, None] if kept.dim() == 1 else kept
     chosen = kept.reshape(-1)
@@ -180,10 +180,12 @@ def _code(x: torch.Tensor, codec: Codec | None) -> int:
     return int.from_bytes(text.encode()[-32:].rjust(32), "little") % ((1 << 61) - 1)
 
 
-def _wrong(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int) -> str:
+def _wrong(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, codec: Codec | None) -> str:
     """What is wrong with the arguments; nothing: "". The other ranks hear of it, and raise too."""
     if x.dim() != 2 or x.dtype not in _DTYPES:
         return f"x has shape {tuple(x.shape)} and dtype {x.dtype}; pass floats of shape (tokens, width)"
+    if codec is not None and x.dtype == torch.float64:
+        return f"x has dtype {x.dtype}, which no codec encodes; pass codec=None, or other floats"
     if expert_index.dtype != torch.int64 or expert_index.dim() not in (1, 2) or len(expert_index) != len(x):
         return (
             f"expert_index has shape {tuple(expert_index.shape)} and dtype {expert_index.dtype}; pass int64 "

@@ -29,6 +29,8 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
+__all__ = ["TrigramFabricStrategy", "TrigramStrategy"]
+
 
 class _WithAlgorithm:
     """What both strategies have: the algorithm, and their names. It precedes Lightning's DDP strategy."""

@@ -111,6 +111,7 @@ def prepare_model(
         **options: See :func:`prepare`.
     """
     _check(accelerator)
+    saved_state.refuse_elastic(options, "Accelerate")
     prepared: nn.Module = accelerator.prepare_model(
         model, device_placement=device_placement, evaluation_mode=True
     )

@@ -52,6 +52,7 @@ class _WithAlgorithm:
         self._backward_sync_control = _NoSync()
         self.algorithm = algorithm
         self.options = dict(options or {})
+        saved_state.refuse_elastic(self.options, "Lightning")
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

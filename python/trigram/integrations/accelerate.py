@@ -28,6 +28,7 @@ except ImportError as e:
         "trigram.integrations.accelerate needs Accelerate: pip install 'accelerate>=1.0'"
     ) from e
 
+__all__ = ["prepare"]
 _WRAPPED_BY_ACCELERATE = {"DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"}
 """The kinds of training in which Accelerate itself shards or wraps a model."""
 _bridged: weakref.WeakSet[Accelerator] = weakref.WeakSet()
@@ -110,6 +111,7 @@ def prepare_model(
         **options: See :func:`prepare`.
     """
     _check(accelerator)
+    saved_state.refuse_elastic(options, "Accelerate")
     prepared: nn.Module = accelerator.prepare_model(
         model, device_placement=device_placement, evaluation_mode=True
     )

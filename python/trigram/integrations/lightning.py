@@ -29,6 +29,8 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.lightning needs Lightning 2: pip install 'lightning>=2.4'") from e
 
+__all__ = ["TrigramFabricStrategy", "TrigramStrategy"]
+
 
 class _WithAlgorithm:
     """What both strategies have: the algorithm, and their names. It precedes Lightning's DDP strategy."""
@@ -50,6 +52,7 @@ class _WithAlgorithm:
         self._backward_sync_control = _NoSync()
         self.algorithm = algorithm
         self.options = dict(options or {})
+        saved_state.refuse_elastic(self.options, "Lightning")
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

@@ -34,6 +34,8 @@ try:
 except ImportError as e:
     raise ImportError("trigram.integrations.ray needs Ray Train: pip install 'ray[train]>=2.60'") from e
 
+__all__ = ["TrigramConfig", "await_workers"]
+
 
 @dataclass
 class TrigramConfig(TorchConfig):

@@ -1,11 +1,11 @@
-"""What a framework evaluates and saves of a wrapped model: average weights, and the algorithm's states.
+"""What the integrations share: average weights and the algorithm's states, for evaluation and checkpoints.
 
 One rank writes the checkpoint, with the states of all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trigram
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import lookup
 
 KEY = "trigram"
@@ -38,6 +38,19 @@ def averaged_state(model: nn.Module, state_dict: Callable[[], dict[str, Any]]) -
         return state_dict()
     with averaged(model):
         return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in state_dict().items()}
+
+
+def refuse_elastic(options: Mapping[str, Any], library: str) -> None:
+    """Raises if a model is to be elastic in a library whose process group has a fixed number of ranks.
+
+    Raises:
+        UnsupportedError: ``options`` has ``elastic``.
+    """
+    if options.get("elastic", False) is not False:
+        raise UnsupportedError(
+            f"elastic: not supported under {library}, whose process group has a fixed number of ranks; use a "
+            "loop of your own, or Ray Train with TrigramConfig(elastic=True)"
+        )
 
 
 def finish(model: nn.Module) -> None:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 else:
     _Mixed = object
 
+__all__ = ["TrigramTrainer", "TrigramTrainerMixin"]
 _FILE = "trigram.pt"
 """The algorithm's states of all ranks, in a checkpoint's folder."""
 

@@ -1,4 +1,4 @@
-"""The Python code of README.md and of the pages for users runs, with public names only and without warnings."""
+"""The Python code of README.md and of four pages runs, with public names only and without warnings."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ PARTLY = SLURM | {"WORLD_SIZE": "{world}", "MASTER_ADDR": "127.0.0.1"}  # as bat
 
 
 def _set_only(rank: int, world: int, variables: dict[str, str], job: int) -> None:
-    port = os.environ["MASTER_PORT"]
+    port, address = os.environ["MASTER_PORT"], os.environ["MASTER_ADDR"]
     for name in TORCHRUN:
         os.environ.pop(name, None)
-    values = {"rank": rank, "world": world, "job": job, "port": port}
+    values = {"rank": rank, "world": world, "job": job, "port": port, "address": address}
     os.environ |= {name: value.format(**values) for name, value in variables.items()}
 
 
@@ -70,12 +70,12 @@ def _launched(rank: int, world: int, variables: dict[str, str], job: int) -> Non
         *(str(rank), str(world)),
         "0" if variables in (TRAINJOB, INDEXED) else str(rank),
     )
+    trigram.shutdown()
+    assert trigram.init().size == world, "again"
     torch.distributed.init_process_group("trigram")
     torch.distributed.all_reduce(t)
     assert t.tolist() == [world**2] * 3
     torch.distributed.destroy_process_group()
-    trigram.shutdown()
-    assert trigram.init().size == world, "again"
 
 
 @pytest.mark.parametrize(
@@ -94,6 +94,12 @@ def _launched(rank: int, world: int, variables: dict[str, str], job: int) -> Non
 )
 def test_a_launcher_makes_the_job(variables: dict[str, str]) -> None:
     run(3, _launched, variables, os.getpid() + id(variables) % 1000)
+
+
+def test_srun_on_two_hosts(several_hosts: None) -> None:
+    """The store is on the first host of the step."""
+    variables = SLURM_NODES | {"SLURM_STEP_NODELIST": "{address},other"}
+    run(3, _launched, variables, os.getpid(), transport="auto", hosts=[0, 1, 1])
 
 
 def _given(rank: int, world: int) -> None:

@@ -233,7 +233,7 @@ def _indexed_job(env: Mapping[str, str]) -> Process | None:
     index = _integer(env, "JOB_COMPLETION_INDEX")
     if index is None:
         return None
-    advice = "set WORLD_SIZE, MASTER_ADDR and MASTER_PORT as in examples/launch/elastic_job.yaml"
+    advice = "set WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as examples/launch/elastic_job.yaml does"
     return Process("an Indexed Job (Kubernetes)", ("JOB_COMPLETION_INDEX",), index, None, 0, advice=advice)
 
 

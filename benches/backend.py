@@ -60,6 +60,8 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     """Calls on few bytes."""
     t, world = torch.zeros(numbers), dist.group.WORLD
     rank, other = dist.get_rank(), dist.get_rank() ^ 1
+    ranks = dist.get_world_size()
+    taken, given = [torch.zeros(numbers) for _ in range(ranks)], [torch.zeros(numbers) for _ in range(ranks)]
     operators = torch.ops._c10d_functional  # what compiled graphs call, without torch's wrappers in Python
 
     def ping(group: dist.ProcessGroup | None) -> None:
@@ -92,6 +94,10 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
         "send and recv": lambda: ping(None),
         "send and recv, gloo": lambda: ping(gloo),
         "trigram.send and recv": our_ping,
+        "all_gather to a list": lambda: dist.all_gather(taken, t),
+        "all_gather to a list, gloo": lambda: dist.all_gather(taken, t, group=gloo),
+        "all_to_all of lists": lambda: dist.all_to_all(taken, given),
+        "trigram.all_to_all of lists": lambda: trigram.all_to_all(taken, given),
     }
 
 
@@ -136,7 +142,7 @@ def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str
         if rank == 0:
             print(title)
             for name, blocks in times.items():
-                print(f"  {name:24} {statistics.median(blocks):10.1f} us")
+                print(f"  {name:28} {statistics.median(blocks):10.1f} us")
             for one, other in pairs:
                 both = list(zip(times[one], times[other], strict=True))
                 low, ratio, high = statistics.quantiles([a / b for a, b in both], n=4)
@@ -149,6 +155,8 @@ def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str
         ("functional, gloo", "functional"),
         ("send and recv, gloo", "send and recv"),
         ("send and recv", "trigram.send and recv"),
+        ("all_gather to a list, gloo", "all_gather to a list"),
+        ("all_to_all of lists", "trigram.all_to_all of lists"),
     ]
     if "calls" in parts:
         report("4 bytes", measure(small_calls(gloo, 1), seconds), pairs)

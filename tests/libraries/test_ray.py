@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def test_torch_trainer(tmp_path: Path) -> None:
-    ray = pytest.importorskip("ray")
+    ray = pytest.importorskip("ray", reason="pip install 'ray[train]'")
     from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 

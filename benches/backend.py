@@ -1,8 +1,10 @@
 """The backend of torch.distributed next to gloo, to trigram's own calls and to with_bagua, in turn.
 
-    python benches/backend.py [--ranks 2] [--seconds 0.4]
+    python benches/backend.py [--ranks 2] [--seconds 0.4] [--parts calls,ddp,fsdp2]
+    python benches/hosts.py --hosts 2 --rate 1gbit -- benches/backend.py --parts fsdp2 --seconds 20
 
-Each line gives medians in microseconds of calls that alternate, and their ratio.
+Each line gives medians in microseconds of calls that alternate, then the median and the quartiles of the
+ratios of pairs. Under a launcher, the process is one rank of its job.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import trigram
 Calls = dict[str, Callable[[], object]]
 
 
-def measure(calls: Calls, seconds: float) -> dict[str, float]:
-    """The median time of each call in microseconds; the calls take turns in blocks of a few milliseconds."""
+def measure(calls: Calls, seconds: float) -> dict[str, list[float]]:
+    """Times of each call in microseconds; the calls take turns in blocks of a few milliseconds."""
     agreed = torch.zeros(1)
     counts = {}
     for name, call in calls.items():
@@ -51,13 +53,15 @@ def measure(calls: Calls, seconds: float) -> dict[str, float]:
             blocks[name].append((time.perf_counter() - began) / count * 1e6)
         more[0] = float(time.perf_counter() < end or len(blocks[name]) < 5)
         dist.broadcast(more, 0)
-    return {name: statistics.median(times) for name, times in blocks.items()}
+    return blocks
 
 
 def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     """Calls on few bytes."""
     t, world = torch.zeros(numbers), dist.group.WORLD
     rank, other = dist.get_rank(), dist.get_rank() ^ 1
+    ranks = dist.get_world_size()
+    taken, given = [torch.zeros(numbers) for _ in range(ranks)], [torch.zeros(numbers) for _ in range(ranks)]
     operators = torch.ops._c10d_functional  # what compiled graphs call, without torch's wrappers in Python
 
     def ping(group: dist.ProcessGroup | None) -> None:
@@ -90,6 +94,10 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
         "send and recv": lambda: ping(None),
         "send and recv, gloo": lambda: ping(gloo),
         "trigram.send and recv": our_ping,
+        "all_gather to a list": lambda: dist.all_gather(taken, t),
+        "all_gather to a list, gloo": lambda: dist.all_gather(taken, t, group=gloo),
+        "all_to_all of lists": lambda: dist.all_to_all(taken, given),
+        "trigram.all_to_all of lists": lambda: trigram.all_to_all(taken, given),
     }
 
 
@@ -122,57 +130,63 @@ def sharded(group: dist.ProcessGroup | None, ranks: int) -> nn.Module:
     return net
 
 
-def run(rank: int, ranks: int, port: int, seconds: float) -> None:
+def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str]) -> None:
     """One rank."""
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if port is not None:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("trigram", rank=rank, world_size=ranks)
     gloo = dist.new_group(backend="gloo")
 
-    def report(title: str, times: dict[str, float], pairs: list[tuple[str, str]]) -> None:
+    def report(title: str, times: dict[str, list[float]], pairs: list[tuple[str, str]]) -> None:
         if rank == 0:
             print(title)
-            for name, time_us in times.items():
-                print(f"  {name:24} {time_us:10.1f} us")
+            for name, blocks in times.items():
+                print(f"  {name:28} {statistics.median(blocks):10.1f} us")
             for one, other in pairs:
-                ratio, apart = times[one] / times[other], times[one] - times[other]
-                print(f"  {one} / {other}: {ratio:.2f}, {apart:+.1f} us")
+                both = list(zip(times[one], times[other], strict=True))
+                low, ratio, high = statistics.quantiles([a / b for a, b in both], n=4)
+                apart = statistics.median(a - b for a, b in both)
+                print(f"  {one} / {other}: {ratio:.2f} ({low:.2f} to {high:.2f}), {apart:+.1f} us")
 
-    times = measure(small_calls(gloo, 1), seconds)
     pairs = [
         ("dist.all_reduce", "trigram.all_reduce"),
         ("dist.all_reduce, gloo", "dist.all_reduce"),
         ("functional, gloo", "functional"),
         ("send and recv, gloo", "send and recv"),
         ("send and recv", "trigram.send and recv"),
+        ("all_gather to a list, gloo", "all_gather to a list"),
+        ("all_to_all of lists", "trigram.all_to_all of lists"),
     ]
-    report("4 bytes", times, pairs)
-    times = measure(small_calls(gloo, 1 << 18), seconds)
-    report("1 MiB", times, pairs)
-    steps: Calls = {
-        "no communication": step_of(layers()),
-        "DDP, gloo": step_of(DDP(layers(), process_group=gloo)),
-        "DDP": step_of(DDP(layers())),
-        "DDP, views": step_of(DDP(layers(), gradient_as_bucket_view=True)),
-        "with_bagua": step_of(trigram.with_bagua(layers())),
-    }
-    report(
-        "a step with 10 MB of gradients",
-        measure(steps, seconds),
-        [("DDP", "with_bagua"), ("DDP, views", "with_bagua"), ("DDP, gloo", "DDP")],
-    )
-    registered = sharded(None, ranks)
-    registered.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
-    steps = {
-        "FSDP2, gloo": step_of(sharded(gloo, ranks)),
-        "FSDP2": step_of(sharded(None, ranks)),
-        "FSDP2, registered": step_of(registered),
-    }
-    report(
-        "a step of FSDP2 with 10 MB of weights",
-        measure(steps, seconds),
-        [("FSDP2, gloo", "FSDP2"), ("FSDP2, gloo", "FSDP2, registered")],
-    )
+    if "calls" in parts:
+        report("4 bytes", measure(small_calls(gloo, 1), seconds), pairs)
+        report("1 MiB", measure(small_calls(gloo, 1 << 18), seconds), pairs)
+    if "ddp" in parts:
+        steps: Calls = {
+            "no communication": step_of(layers()),
+            "DDP, gloo": step_of(DDP(layers(), process_group=gloo)),
+            "DDP": step_of(DDP(layers())),
+            "DDP, views": step_of(DDP(layers(), gradient_as_bucket_view=True)),
+            "with_bagua": step_of(trigram.with_bagua(layers())),
+        }
+        report(
+            "a step with 10 MB of gradients",
+            measure(steps, seconds),
+            [("DDP", "with_bagua"), ("DDP, views", "with_bagua"), ("DDP, gloo", "DDP")],
+        )
+    if "fsdp2" in parts:
+        registered = sharded(None, ranks)
+        registered.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        steps = {
+            "FSDP2, gloo": step_of(sharded(gloo, ranks)),
+            "FSDP2": step_of(sharded(None, ranks)),
+            "FSDP2, registered": step_of(registered),
+        }
+        report(
+            "a step of FSDP2 with 10 MB of weights",
+            measure(steps, seconds),
+            [("FSDP2, gloo", "FSDP2"), ("FSDP2, gloo", "FSDP2, registered")],
+        )
     dist.destroy_process_group()
 
 
@@ -181,11 +195,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.4, help="for each line")
+    parser.add_argument("--parts", default="calls,ddp,fsdp2", help="what to measure")
     args = parser.parse_args()
+    parts = args.parts.split(",")
+    if "RANK" in os.environ:
+        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, args.seconds, parts)
+        return
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(run, (args.ranks, port, args.seconds), args.ranks, start_method="spawn")
+    mp.start_processes(run, (args.ranks, port, args.seconds, parts), args.ranks, start_method="spawn")
 
 
 if __name__ == "__main__":

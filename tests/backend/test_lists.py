@@ -148,6 +148,44 @@ def other_operators_on_lists(rank: int, world: int) -> None:
 
 
 @CASES
+def inputs_among_the_outputs(rank: int, world: int) -> None:
+    """A tensor that a call reads and writes, at this rank's place in a list and at others."""
+    world_group()
+    everyone = float(sum(range(world)))
+    for size in SIZES:
+        for at in (rank, (rank + 1) % world):
+            outs = apart([size] * world, torch.float32)
+            dist.all_gather(outs, outs[at].fill_(rank))
+            for r, out in enumerate(outs):
+                equal(out, torch.full((size,), float(r)), "all_gather")
+            whole = torch.full((world, size), -1.0)
+            dist.all_gather_into_tensor(whole, whole[at].fill_(rank))
+            equal(whole[:, -1].clone(), torch.arange(float(world)), "all_gather_into_tensor")
+            given = filled(apart([size] * world, torch.float32), [float(rank + r) for r in range(world)])
+            dist.reduce_scatter(given[at], given)
+            equal(given[at], torch.full((size,), everyone + world * rank), "reduce_scatter")
+            whole = (torch.arange(float(world)) + rank).repeat_interleave(size).view(world, size)
+            dist.reduce_scatter_tensor(whole[at], whole)
+            equal(whole[at], torch.full((size,), everyone + world * rank), "reduce_scatter_tensor")
+            outs = apart([size] * world, torch.float32)
+            dist.gather(outs[at].fill_(rank), outs if rank == 1 else None, 1)
+            if rank == 1:
+                equal(torch.stack(outs)[:, -1].clone(), torch.arange(float(world)), "gather")
+            given = filled(apart([size] * world, torch.float32), [float(r) for r in range(world)])
+            dist.scatter(given[at], given if rank == 1 else None, 1)
+            equal(given[at], torch.full((size,), float(rank)), "scatter")
+        for reverse in (False, True):
+            given = filled(apart([size] * world, torch.float32), [10.0 * rank + r for r in range(world)])
+            outs = given[::-1] if reverse else given
+            dist.all_to_all(outs, given)
+            for r, out in enumerate(outs):
+                equal(out, torch.full((size,), 10.0 * r + rank), "all_to_all")
+        whole = (torch.arange(float(world)) + 10 * rank).repeat_interleave(size)
+        dist.all_to_all_single(whole, whole)
+        equal(whole, (torch.arange(float(world)) * 10 + rank).repeat_interleave(size), "all_to_all_single")
+
+
+@CASES
 def they_are_not_copied(rank: int, world: int) -> None:
     """What goes to the engine are the tensors of the list."""
     del rank, world
@@ -166,3 +204,8 @@ def they_are_not_copied(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [long(2), 3])
 def test_lists(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world)
+
+
+@pytest.mark.parametrize("case", ["inputs_among_the_outputs", "coalesced_calls"])
+def test_lists_over_tcp(in_launch: Callable[..., None], case: str) -> None:
+    in_launch("CASES", case, 3, env={"TRIGRAM_TRANSPORT": "tcp"})

@@ -118,3 +118,15 @@ def test_all(tmp_path: Path, posing_as: str, world: int) -> None:
     found = outcomes(posing_as, world, [n for n in every if n not in doomed], tmp_path / "outcomes.json")
     assert len(found) + len(doomed) == len(every)
     check(found, listed, exactly)
+
+
+@pytest.mark.parametrize("posing_as", [long("gloo")])
+def test_groups_of_eight(tmp_path: Path, posing_as: str) -> None:
+    """Those on a part of the ranks, which torch skips with fewer than eight."""
+    names = [
+        name
+        for name, why in left_out(posing_as, 2).items()
+        if why.endswith("small world size.") and "cuda" not in name
+    ]
+    assert len(names) > 20
+    check(outcomes(posing_as, 8, names, tmp_path / "outcomes.json"), {})

@@ -110,12 +110,21 @@ class Starting:
         try:
             lists, memory = None, _NO_MEMORY
             call: Any = None
+            given = tensors.places(source)
+            wanted = given if target is source else tensors.places(target)
+            if (
+                source is not None
+                and (target is not source or asked[0] == engine_codes.ALL_TO_ALL)
+                and tensors.overlap(given, wanted)
+                and not _in_place(asked[0], given, wanted, group, splits)
+            ):
+                source = tensors.copied(source)  # the call writes to what it has yet to read
+                given = tensors.places(source)
             if isinstance(source, list) or isinstance(target, list):
-                lists = (_places(source), _places(target))
+                lists = (given, wanted)
             elif (t := source if source is not None else target) is not None:
                 if t.is_cpu:
-                    given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
-                    memory = given + ((0, 0) if target is None else (target.data_ptr(), target.nbytes))
+                    memory = (given[0] if given else (0, 0)) + (wanted[0] if wanted else (0, 0))
                 else:
                     call = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
             if background:
@@ -161,11 +170,25 @@ class Starting:
         return work
 
 
-def _places(memory: tensors.Memory | None) -> list[tuple[int, int]]:
-    """The addresses and bytes of memory."""
-    if memory is None:
-        return []
-    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
+def _in_place(
+    what: int, given: tensors.Places, wanted: tensors.Places, group: Group, splits: engine_codes.Splits
+) -> bool:
+    """Whether this rank's part of a call is where it belongs in the whole, as the engine allows."""
+    if what in (engine_codes.ALL_GATHER, engine_codes.GATHER):
+        part, whole = given, wanted
+    elif what in (engine_codes.REDUCE_SCATTER, engine_codes.SCATTER):
+        part, whole = wanted, given
+    else:
+        return False
+    if len(whole) == group.size * len(part):
+        return whole[group.rank * len(part) : (group.rank + 1) * len(part)] == part
+    if len(part) != 1 or len(whole) != 1:
+        return False
+    at, size = part[0]
+    before = size * group.rank
+    if splits is not None and (own := splits[0][group.rank]):
+        before = sum(splits[0][: group.rank]) * (size // own)
+    return at == whole[0][0] + before
 
 
 def failed(group: Group, error: TrigramError, timeout: float | None) -> Exception:

@@ -79,6 +79,36 @@ def source(t: torch.Tensor) -> torch.Tensor:
     return plain(t.detach()).contiguous()
 
 
+Places = list[tuple[int, int]]
+"""Addresses and bytes."""
+
+
+def places(memory: Memory | None) -> Places:
+    """Where memory is."""
+    if memory is None:
+        return []
+    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
+
+
+def overlap(one: Places, other: Places) -> bool:
+    """Whether two memories have a byte in common."""
+    if len(one) == len(other) == 1:
+        (a, n), (b, m) = one[0], other[0]
+        return a < b + m and b < a + n and n > 0 and m > 0
+    spans = [(at, at + n, which) for which, each in enumerate((one, other)) for at, n in each if n]
+    ends = [0, 0]
+    for at, end, which in sorted(spans):
+        if at < ends[1 - which]:
+            return True
+        ends[which] = max(ends[which], end)
+    return False
+
+
+def copied(memory: Memory) -> Memory:
+    """A copy of memory."""
+    return [t.clone() for t in memory] if isinstance(memory, list) else memory.clone()
+
+
 def together(tensors: Sequence[torch.Tensor], reduces: bool = False) -> Memory | None:
     """The memory of tensors of one dtype, as one piece or as a list; None: it takes a copy.
 

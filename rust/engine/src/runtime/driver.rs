@@ -30,7 +30,7 @@ use crate::sys::limits::refused;
 /// Rounds of progress at full speed, if every rank of the host has a core.
 const SPINS: u32 = 16;
 /// Looks at the operation slots of the peers that take about as long as a round of progress.
-const LOOKS: u32 = 8;
+const LOOKS: u32 = 64;
 /// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
 /// work gets it. On an idle core a yield costs next to nothing.
 const YIELDS: u32 = 40;

@@ -135,15 +135,24 @@ def test_training_is_resumed_from_a_checkpoint() -> None:
 
 
 def _best(rank: int, world: int) -> None:
-    best = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
-    t = trainer(
-        "async", {}, [transformers.EarlyStoppingCallback(2)], learning_rate=0.5, load_best_model_at_end=True,
-        num_train_epochs=4, output_dir=str(scratch() / "best"), **best,
-    )  # fmt: skip
-    t.train()
-    assert t.state.global_step < 28, "the loss rises, so training ends early"
-    assert t.evaluate()["eval_loss"] == pytest.approx(t.state.best_metric, rel=1e-5)
-    same_on_all_ranks(rank, world, "best", t.model.parameters())
+    """Without early stopping averages are under way when the best model is loaded."""
+    every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    for early in (True, False):
+        t = trainer(
+            "async",
+            callbacks=[transformers.EarlyStoppingCallback(2)] * early,
+            learning_rate=0.5,
+            load_best_model_at_end=True,
+            num_train_epochs=4,
+            output_dir=str(scratch() / f"best-{early}"),
+            **every,
+        )
+        t.train()
+        assert (t.state.global_step == 28) != early
+        assert t.evaluate()["eval_loss"] == pytest.approx(t.state.best_metric, rel=1e-5)
+        saved = transformers.GPT2LMHeadModel.from_pretrained(t.state.best_model_checkpoint)
+        for name, p in t.model.named_parameters():
+            equal(p.detach(), saved.get_parameter(name).detach(), name)
     t.args.max_steps = 3
     t.train()  # the same trainer again
     same_on_all_ranks(rank, world, "again", t.model.parameters())

@@ -302,6 +302,17 @@ fn request(
     })
 }
 
+/// An all_reduce in place, if the tensor is plain.
+fn plain_all_reduce(t: &Bound<'_, PyAny>, op: u8) -> PyResult<Option<Request>> {
+    let Some(Dense { address, len, dtype }) = tensors::dense(t) else { return Ok(None) };
+    Ok(Some(Request {
+        call: group::call(Collective::AllReduce, dtype, len),
+        op: ReduceOp::from_code(op).raise(t.py())?,
+        tensors: group::in_place(address, len * dtype.size()),
+        ..Request::nothing()
+    }))
+}
+
 impl Group {
     /// The handle of a collective of this group. It does not keep the engine: a collected engine has ended its calls.
     fn work(&self, completion: Arc<Completion>) -> Work {
@@ -351,18 +362,21 @@ impl Group {
     /// An all_reduce of a plain tensor, in this thread; false, and nothing has happened, for any other tensor.
     #[pyo3(signature = (t, op, timeout=None))]
     fn all_reduce(&self, t: &Bound<'_, PyAny>, op: u8, timeout: Option<f64>) -> PyResult<bool> {
-        let Some(Dense { address, len, dtype }) = tensors::dense(t) else { return Ok(false) };
-        let py = t.py();
-        let request = Request {
-            call: group::call(Collective::AllReduce, dtype, len),
-            op: ReduceOp::from_code(op).raise(py)?,
-            tensors: group::in_place(address, len * dtype.size()),
-            ..Request::nothing()
-        };
+        let Some(request) = plain_all_reduce(t, op)? else { return Ok(false) };
         let limit = seconds(timeout);
         // SAFETY: the caller holds the tensor until this returns.
-        wait(py, |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
+        wait(t.py(), |check_interrupt| unsafe { self.0.run(request, limit, check_interrupt) })?;
         Ok(true)
+    }
+
+    /// The same in the background; `None` for any other tensor.
+    #[pyo3(signature = (t, op, timeout=None))]
+    fn start_all_reduce(&self, t: &Bound<'_, PyAny>, op: u8, timeout: Option<f64>) -> PyResult<Option<Work>> {
+        let Some(request) = plain_all_reduce(t, op)? else { return Ok(None) };
+        let limit = seconds(timeout);
+        // SAFETY: the caller holds the tensor until the work is done.
+        let completion = t.py().detach(|| unsafe { self.0.start(request, limit) });
+        Ok(Some(self.work(completion.raise(t.py())?)))
     }
 
     /// A collective in the background.

@@ -20,16 +20,9 @@ from trigram.runtime import engine_codes
 
 _SUM = hash(dist.ReduceOp.SUM)
 _SUM_CODE = engine_codes.OPS["sum"]
-_ALL_REDUCE = engine_codes.ALL_REDUCE
 _DTYPES = engine_codes.DTYPES
 _UNSET = c10d.AllreduceOptions().timeout
 _profiled = profiling.enabled
-_SUMMED = {
-    dtype: code
-    for dtype, code in _DTYPES.items()
-    if not dtype.is_complex and (dtype.itemsize > 1 or not dtype.is_floating_point)
-}
-"""The dtypes that the engine sums as they are, with their codes."""
 
 
 class Reductions(Starting):
@@ -37,34 +30,26 @@ class Reductions(Starting):
 
     def allreduce(self, given: Any, opts: Any = None, timeout: Any = None, *, op: Any = None) -> Work:
         """Reduces a tensor over all ranks, in place."""
-        # The way of most calls, and of those where every microsecond counts: the sum of one contiguous tensor
-        # on the CPU. What is asked of the options costs most.
-        asked = None
+        # The way of most calls, and of those where every microsecond counts: the sum of a plain tensor, which
+        # the engine reads itself. What is asked of the options costs most.
         try:
             (t,) = given
-            if (
-                hash(opts.reduceOp) == _SUM
-                and t.is_cpu
-                and t.is_contiguous()
-                and not t.requires_grad
-                and not _profiled()
-            ):
-                place, size = t.data_ptr(), t.nbytes  # raises where the layout is not strided
-                asked = (_ALL_REDUCE, _SUMMED[t.dtype], t.numel(), _SUM_CODE, 0, 0)
-                background, asks = opts.asyncOp, opts.timeout
-        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
-            asked = None  # an older form of the call, or another kind of tensor
-        if asked is not None:
+            short = hash(opts.reduceOp) == _SUM and not _profiled()
+            background, asks = opts.asyncOp, opts.timeout
+        except (AttributeError, TypeError, ValueError):
+            short = False  # an older form of the call
+        if short:
             group = self.trigram_group if self._aborted is None and not callback_threads else self._group()
             limit = group.timeout if asks == _UNSET else seconds(asks) or group.timeout
-            if background:
-                call = group.core.start(asked, (place, size, place, size), limit)
-                return self._handle("all_reduce", call, t, given, None, None, limit)
             try:
-                group.core.run(asked, (place, size, place, size), limit)
+                if background:
+                    call = group.core.start_all_reduce(t, _SUM_CODE, limit)
+                    if call is not None:
+                        return self._handle("all_reduce", call, t, given, None, None, limit)
+                elif group.core.all_reduce(t, _SUM_CODE, limit):
+                    return self._done
             except TrigramError as e:
                 raise failed(group, e, limit) from None
-            return self._done
         opts = options(c10d.AllreduceOptions, opts, timeout, reduceOp=op)
         t = only(listed(given), "all_reduce")
         if t.layout != torch.strided:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -441,6 +442,43 @@ def tensors_that_do_not_do(rank: int, world: int) -> None:
     t = torch.ones(5)
     trigram.all_reduce(t)
     equal(t, torch.full((5,), float(world)), "after the refusals")
+
+
+@CASES
+def overlapping_memory(rank: int, world: int) -> None:
+    """A call works in its own place of the larger tensor, and any other overlap is refused."""
+    for n in (1, 1000, 50_000):
+        for new in (torch.empty, trigram.empty):
+            given = [numbers(r, world * n) for r in range(world)]
+            own = slice(rank * n, (rank + 1) * n)
+
+            twice = new(2 * world * n)
+            twice.zero_()
+            x = twice[: world * n]
+            x.copy_(given[rank])
+            trigram.all_gather(x, x[own])
+            equal(x, torch.cat([given[r][r * n : (r + 1) * n] for r in range(world)]), "all_gather")
+            x.copy_(given[rank])
+            trigram.reduce_scatter(x[own], x)
+            right_sum(x[own], "sum", [g[own] for g in given], "reduce_scatter")
+            x.copy_(given[rank])
+            trigram.gather(x if rank == 0 else None, x[own], 0)
+            if rank == 0:
+                equal(x, torch.cat([given[r][r * n : (r + 1) * n] for r in range(world)]), "gather")
+            x.copy_(given[rank])
+            trigram.scatter(x[own], x if rank == 0 else None, 0)
+            equal(x[own], given[0][own], "scatter")
+            moved = twice[n : n + world * n]
+            bad: list[tuple[Any, tuple[Any, ...]]] = [(trigram.all_to_all, (moved, moved))]
+            if rank:
+                bad += [
+                    (trigram.all_to_all, (moved, x)),
+                    (trigram.all_gather, (x, x[:n])),
+                    (trigram.reduce_scatter, (x[:n], x)),
+                ]
+            for fn, args in bad:
+                says(raises(trigram.MisuseError, fn, *args), "overlap", "clone()")
+    trigram.barrier()
 
 
 class _Named(torch.Tensor):

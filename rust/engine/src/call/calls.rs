@@ -130,15 +130,16 @@ impl Calls {
                 return Some((i, peer));
             }
         }
-        // A receive from a known rank waits only for those from any source that were made before it.
-        self.active.iter().enumerate().find_map(|(i, active)| {
-            let message = active.body.request.message.filter(|m| !m.is_from_any());
-            let message = message.filter(|_| active.state == CallState::Unmatched)?;
+        // A receive from a known rank waits only for those from any source that were made before it. Of several, the one
+        // that was made first has the next number.
+        let free = self.active.iter().enumerate().filter_map(|(i, active)| {
+            let message = active.body.request.message.filter(|m| !m.is_from_any())?;
             let from_any = self.first_unmatched(active.body.members.id, message.tag, |m, _| m.is_from_any());
             let waits = from_any.is_some_and(|j| self.active[j].body.id < active.body.id);
-            let rank = active.body.members.ranks.get(message.peer as usize)?;
-            (!waits).then_some((i, *rank))
-        })
+            let rank = *active.body.members.ranks.get(message.peer as usize)?;
+            (active.state == CallState::Unmatched && !waits).then_some((active.body.id, i, rank))
+        });
+        free.min().map(|(_, i, rank)| (i, rank))
     }
 
     /// The unmatched receive of a group with this tag that was made first, of those that fit.

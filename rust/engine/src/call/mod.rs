@@ -9,6 +9,7 @@ pub mod body;
 pub mod calls;
 pub(crate) mod index;
 pub(crate) mod mismatch;
+pub(crate) mod overlap;
 pub mod request;
 pub mod schedule_cache;
 pub mod steps;

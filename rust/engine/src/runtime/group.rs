@@ -120,6 +120,12 @@ impl Group {
                 received.len()
             )));
         }
+        if request.overlaps(self.members.me) {
+            return Err(Error::misuse(format!(
+                "{}: input and output overlap in memory; pass a copy of the input (tensor.clone())",
+                call.what.name()
+            )));
+        }
         let size = call.dtype.align();
         let aligned = |at: *const u8, len: usize| len == 0 || (at as usize).is_multiple_of(size);
         let is_aligned = match lists.as_deref() {

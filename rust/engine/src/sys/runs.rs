@@ -58,11 +58,52 @@ impl Runs {
         }
         Some(cut)
     }
+
+    /// Each place's first address, and the one after its last.
+    fn ranges(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let starts = std::iter::once(0).chain(self.places.iter().map(|place| place.1));
+        self.places.iter().zip(starts).map(|((at, end), start)| (at.addr(), at.addr() + (end - start)))
+    }
+
+    /// Whether some byte lies in both.
+    pub(crate) fn meets(&self, other: &Self) -> bool {
+        let mut all: Vec<_> =
+            self.ranges().map(|r| (r, true)).chain(other.ranges().map(|r| (r, false))).collect();
+        all.sort_unstable();
+        // The furthest end so far, of each of the two.
+        let mut ends = [0; 2];
+        all.into_iter().any(|((start, end), mine)| {
+            let meets = start < ends[usize::from(!mine)];
+            let last = &mut ends[usize::from(mine)];
+            *last = end.max(*last);
+            meets
+        })
+    }
+
+    /// Whether its bytes are those of `other` from byte `at` on.
+    pub(crate) fn starts_as(&self, other: &Self, at: usize) -> bool {
+        let mine = self.ranges().map(|(start, end)| (start, end - start));
+        other.cut(at, self.len()).is_some_and(|cut| mine.eq(cut.into_iter().map(|(at, n)| (at.addr(), n))))
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn shared_bytes_are_found() {
+        let runs = |places: &[(usize, usize)]| Runs::new(places.iter().copied());
+        let list = runs(&[(1000, 8), (5000, 16), (2000, 4)]);
+        for apart in [&[(1008, 10)][..], &[(992, 8), (5016, 4)], &[(2004, 1), (1999, 1)]] {
+            assert!(!list.meets(&runs(apart)) && !runs(apart).meets(&list), "{apart:?}");
+        }
+        for shared in [&[(1007, 1)][..], &[(900, 101)], &[(1, 1), (4000, 4000)], &[(2003, 100)]] {
+            assert!(list.meets(&runs(shared)) && runs(shared).meets(&list), "{shared:?}");
+        }
+        assert!(list.starts_as(&list, 0) && runs(&[(5000, 16)]).starts_as(&list, 8));
+        assert!(!runs(&[(5000, 16)]).starts_as(&list, 0) && !runs(&[(2000, 8)]).starts_as(&list, 24));
+    }
 
     #[test]
     fn bytes_are_found_across_places() {

@@ -27,7 +27,7 @@ impl Request {
                 (&own.0, &own.1)
             }
         };
-        if input.len() == 0 || output.len() == 0 || !input.meets(output) {
+        if input.is_empty() || output.is_empty() || !input.meets(output) {
             return false;
         }
         let is_same = input.starts_as(output, 0) && input.len() == output.len();

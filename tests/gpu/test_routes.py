@@ -41,6 +41,8 @@ def test_collective_by_host(in_launch: Callable[..., None], world: int, case: st
 @pytest.mark.parametrize("case", list(GROUPS))
 @pytest.mark.parametrize("way", ["nccl", "host"])
 def test_groups(in_launch: Callable[..., None], way: str, case: str) -> None:
+    if way == "host" and case == "overlapping_memory":
+        pytest.skip("input and output pass through buffers of their own, so nothing overlaps")
     in_launch("GROUPS", case, 3, env=gpu_standin.env(way))
 
 

@@ -20,8 +20,13 @@ impl Request {
                 let t = &self.tensors;
                 let apart = t.input.addr() + t.input_len <= t.output.addr()
                     || t.output.addr() + t.output_len <= t.input.addr();
-                if apart {
-                    return false; // the usual case, at no cost
+                let in_place = (t.input.addr(), t.input_len) == (t.output.addr(), t.output_len)
+                    && matches!(
+                        self.call.what,
+                        Collective::AllReduce | Collective::Reduce | Collective::Broadcast
+                    );
+                if apart || in_place {
+                    return false; // the usual cases, of short calls too: nothing is allocated
                 }
                 own = (whole(t.input, t.input_len), whole(t.output, t.output_len));
                 (&own.0, &own.1)

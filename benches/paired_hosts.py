@@ -3,8 +3,9 @@
     python benches/paired_hosts.py --hosts 4 gloo now=python "summed=python:TRIGRAM_CHECKSUM=on"
     python benches/paired_hosts.py --hosts 4 --rate 1gbit gloo before=../before/python after=python
 
-A contestant is `gloo`, or `NAME=PATH[:VARIABLE=VALUE...]`: the folder with the package `trigram`, and
-settings. All contestants have a rank on every host (network namespaces; needs root), and take turns, so that
+A contestant is `gloo`, `NAME=PATH[:VARIABLE=VALUE...]` (the folder with the package `trigram`; settings, and
+`via`), or `mpich=/path/to/mpiexec` (MPICH over TCP, where mpi4py is installed beside it). All contestants
+have a rank on every host (network namespaces; needs root), and take turns, so that
 other load on the machine affects all alike. The table has the median time, the median and the quartiles of
 the ratios of pairs (above 1: faster than the first contestant), and the processor time of all ranks together.
 Sums are checked.
@@ -14,12 +15,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import json
 import os
 import resource
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -37,7 +41,7 @@ PAYLOAD = 0.948
 
 
 def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO, told: TextIO) -> None:
-    """One rank of a contestant: answers requests `BYTES COUNT` with figures as JSON, one line each."""
+    """One rank of a contestant that enters its host by itself."""
     entry = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
     if ctypes.CDLL(None, use_errno=True).setns(entry, CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), f"entering {namespace}")
@@ -52,15 +56,38 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
         all_reduce = dist.all_reduce
     else:
         path, *variables = spec.split(":")
-        os.environ.update(each.split("=", 1) for each in variables)
+        chosen = dict(each.split("=", 1) for each in variables)
+        via = chosen.pop("via", None)
+        os.environ.update(chosen)
         for name in [name for name in sys.modules if name.split(".")[0] == "trigram"]:
             del sys.modules[name]
         sys.path.insert(0, str(Path(path).resolve()))
         import trigram
 
         trigram.init()
-        all_reduce = trigram.all_reduce
-    world = float(settings["WORLD_SIZE"])
+        all_reduce = functools.partial(trigram.all_reduce, via=via)
+    answer(spec, all_reduce, float(settings["WORLD_SIZE"]), asked, told)
+
+
+def mpi_main(folder: Path) -> None:
+    """One rank of MPI, started by its launcher."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    ask, told_to = folder / f"ask.{world.rank}", folder / f"told.{world.rank}"
+    with ask.open() as asked, told_to.open("w", 1) as told:
+
+        def all_reduce(tensor: torch.Tensor) -> None:
+            world.Allreduce(MPI.IN_PLACE, tensor.numpy())
+
+        answer("mpi", all_reduce, float(world.size), asked, told)
+
+
+def answer(
+    spec: str, all_reduce: Callable[[torch.Tensor], object], world: float, asked: TextIO, told: TextIO
+) -> None:
+    """Answers requests `BYTES COUNT` with figures as JSON, one line each."""
     tensors: dict[int, torch.Tensor] = {}
     told.write("ready\n")
     for line in asked:
@@ -83,12 +110,49 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
 class Contestant:
     """The ranks of one contestant, one on each host."""
 
-    def __init__(self, text: str, where: hosts.Hosts) -> None:
+    def __init__(self, text: str, where: hosts.Hosts, folder: Path) -> None:
         self.name, _, spec = text.partition("=")
-        port = str(free_port())
         self.asks: list[TextIO] = []
         self.answers: list[TextIO] = []
         self.pids: list[int] = []
+        self.launched = spec.endswith("mpiexec")
+        if self.launched:
+            self._start_mpi(Path(spec), where, folder / self.name)
+        else:
+            self._fork(text, spec, where)
+        for each in self.answers:
+            if each.readline() != "ready\n":
+                raise SystemExit(f"{self.name}: a rank has failed")
+
+    def _start_mpi(self, mpiexec: Path, where: hosts.Hosts, folder: Path) -> None:
+        folder.mkdir()
+        pipes = [(folder / f"ask.{rank}", folder / f"told.{rank}") for rank in range(where.count)]
+        for pipe in (each for pair in pipes for each in pair):
+            os.mkfifo(pipe)
+        # In place of ssh: the launcher gives options, the host, and a command for its shell.
+        enter = folder / "enter"
+        cases = "\n".join(
+            f'{address}) shift; exec ip netns exec {name} sh -c "$*" ;;'
+            for address, name in zip(where.addresses, where.names, strict=True)
+        )
+        enter.write_text(f'#!/bin/sh\nwhile :; do case "$1" in\n{cases}\n*) shift ;;\nesac; done\n')
+        enter.chmod(0o755)
+        libraries = next(mpiexec.parent.parent.glob("lib/python*/site-packages"))
+        command = ["ip", "netns", "exec", where.names[0], str(mpiexec), "-launcher", "ssh"]
+        command += ["-launcher-exec", str(enter), "-iface", hosts.INTERFACE, "-ppn", "1"]
+        command += ["-hosts", ",".join(where.addresses), "-n", str(where.count)]
+        command += ["-genv", "UCX_TLS", "tcp,self", "-genv", "UCX_NET_DEVICES", hosts.INTERFACE]
+        command += ["-genv", "PYTHONPATH", f"{libraries}:{os.environ.get('PYTHONPATH', '')}"]
+        command += ["-genv", "MPI4PY_LIBMPI", str(mpiexec.parent.parent / "lib" / "libmpi.so.12")]
+        command += [sys.executable, __file__, "--mpi-rank", str(folder)]
+        self.pids.append(subprocess.Popen(command, stdin=subprocess.DEVNULL).pid)
+        signal.alarm(30)  # Opening waits for the ranks, which may not start.
+        self.asks = [ask.open("w", 1) for ask, _ in pipes]
+        self.answers = [told.open() for _, told in pipes]
+        signal.alarm(0)
+
+    def _fork(self, text: str, spec: str, where: hosts.Hosts) -> None:
+        port = str(free_port())
         for rank in range(where.count):
             settings = {
                 "RANK": str(rank),
@@ -115,9 +179,6 @@ class Contestant:
             self.asks.append(os.fdopen(ask, "w", buffering=1))
             self.answers.append(os.fdopen(answer))
             self.pids.append(pid)
-        for each in self.answers:
-            if each.readline() != "ready\n":
-                raise SystemExit(f"{self.name}: a rank has failed")
 
     def run(self, size: int, count: int) -> tuple[float, float]:
         """Seconds of rank 0 per call, and processor seconds of all ranks per call."""
@@ -131,8 +192,11 @@ class Contestant:
 
     def end(self) -> None:
         """Ends the ranks."""
+        for each in self.asks:
+            each.close()
         for pid in self.pids:
-            os.kill(pid, signal.SIGKILL)
+            if not self.launched:  # A rank of MPI ends when nothing more can be asked.
+                os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
 
@@ -145,15 +209,19 @@ def main() -> None:
     parser.add_argument("--rate", help="of each cable; else unshaped")
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("contestants", nargs="+")
+    parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("contestants", nargs="*")
     args = parser.parse_args()
+    if args.mpi_rank:
+        mpi_main(args.mpi_rank)
+        return
     sizes = [int(each) for each in args.sizes.split(",")]
     teams: list[Contestant] = []
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    with hosts.Hosts(args.hosts, args.rate) as where:
+    with tempfile.TemporaryDirectory() as folder, hosts.Hosts(args.hosts, args.rate) as where:
         try:
             for each in args.contestants:
-                teams.append(Contestant(each, where))
+                teams.append(Contestant(each, where, Path(folder)))
             # Rates are known after some calls; only then are the schedules those of a long job.
             pace = {(team.name, size): team.run(size, 14)[0] for team in teams for size in sizes}
             deadline = time.monotonic() + args.seconds
@@ -166,7 +234,7 @@ def main() -> None:
                         figures.setdefault((team.name, size), []).append(team.run(size, count))
                 turn += 1
         finally:
-            for team in teams:
+            for team in reversed(teams):  # Ranks forked later hold the pipes of those before them.
                 team.end()
     print("| bytes | contestant | ms | of the wire | times as fast | quartiles | processor ms |")
     print("|---:|---|---:|---:|---:|---|---:|")

@@ -22,13 +22,8 @@ PAGES = OUT / "pages"
 SOURCES = "https://github.com/trigram-project/trigram/blob/main/"
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?\.?([^`]+)`")
 """A reference as Sphinx writes it: Markdown shows the name."""
-MODULES = {
-    "trigram": "python/trigram/__init__.py",
-    "trigram.errors": "python/trigram/errors.py",
-    "trigram.codecs": "python/trigram/codecs/__init__.py",
-    "trigram.graphs": "python/trigram/graphs.py",
-    "trigram.mixing": "python/trigram/mixing/__init__.py",
-}
+NAMES = ROOT / "tests/support/public_names.txt"
+"""Every public name, which the tests compare with the sources."""
 
 
 def main() -> int:
@@ -72,9 +67,11 @@ def _link(link: re.Match[str], page: Path, staged: dict[Path, Path]) -> str:
 def reference() -> str:
     """The page of the API: every public name of every public module."""
     parts, seen = ["# API\n"], set()
-    for module, path in MODULES.items():
+    for module in sorted({name.rpartition(".")[0] for name in NAMES.read_text().split()}):
         parts.append(f"## {module}\n")
-        for name, source in public_names(ROOT / path, module).items():
+        path = ROOT / "python" / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for name, source in public_names(file, module).items():
             full = f"{source}.{name}"
             if full not in seen:
                 options = f"    options:\n      heading: {module}.{name}\n      toc_label: {name}\n"

@@ -1,5 +1,7 @@
 """Checks the links of all Markdown pages: that files exist, and that pages have the headings of anchors.
 
+The navigation of the site must have every page of docs/.
+
 It reads files and needs nothing installed. Addresses on the web are not visited.
 """
 
@@ -51,10 +53,18 @@ def wrong_links(page: Path) -> list[str]:
     return wrong
 
 
+def left_out() -> list[str]:
+    """Pages that nobody finds on the site."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    names = [f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))]
+    return [f"mkdocs.yml: {name} is not in nav" for name in names if f": {name}\n" not in navigation]
+
+
 def main() -> int:
-    """Prints the links that lead nowhere; returns 1 if there are any."""
+    """Prints the links that lead nowhere, and the pages to which none leads; returns 1 if there are any."""
     found = pages()
     wrong = [f"{page.relative_to(ROOT)}: {text}" for page in found for text in wrong_links(page)]
+    wrong += left_out()
     print("\n".join(wrong) or f"links: those of {len(found)} pages lead somewhere")
     return 1 if wrong else 0
 

@@ -51,6 +51,9 @@ from trigram.model.counters import stats
 from trigram.model.ddp import DistributedDataParallel
 from trigram.model.shards import local_shards
 from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
+from trigram.observe import dump as _dump  # noqa: F401  # so that TRIGRAM_DUMP works
+from trigram.observe import rank_report as _report  # noqa: F401  # so that TRIGRAM_REPORT works
+from trigram.observe.timeline import timeline
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
@@ -106,6 +109,7 @@ __all__ = [
     "stats",
     "step",
     "switch",
+    "timeline",
     "unwrap",
     "with_bagua",
     "world_size",

@@ -32,6 +32,51 @@ class Engine:
     def losses(self) -> list[tuple[int, str]]: ...
     def counters(self) -> dict[str, int | float | list[int] | list[float]]: ...
 
+class Event:
+    """The record of a call, from an ``EventReader``; times are those of ``time.monotonic_ns``.
+
+    Attributes:
+        number: In the order in which calls were taken up.
+        group: ``Group.id``.
+        sequence: The number of the collective in its group, or of the message among those of the same tag and
+            peer.
+        tag: The tag of a message.
+        kind: ``all_reduce`` and so on; messages are ``send`` or ``recv``.
+        on_gpu: It stands for a call on GPU memory.
+        dtype: As in ``DTYPES``.
+        nbytes: Bytes of a rank's payload, as the collective counts them.
+        peer: The world rank that it waited for longest, if it waited; for a message, the other rank.
+        waited: Nanoseconds that this rank slept while it waited for ``peer``.
+        failed: Whether it has failed.
+        made, started, first_byte, ended: When its caller made it, when it began to run, when the peers'
+            contributions began to come, and when it ended; None: not yet, or (for the middle two of short
+            calls) not known.
+    """
+
+    number: int
+    group: int
+    sequence: int
+    tag: int | None
+    kind: str
+    on_gpu: bool
+    dtype: str
+    nbytes: int
+    peer: int | None
+    waited: int
+    failed: bool
+    made: int
+    started: int | None
+    first_byte: int | None
+    ended: int | None
+
+class EventReader:
+    def __init__(self, engine: Engine, /) -> None: ...
+    def read(self) -> tuple[list[Event], int]: ...
+    def all(self, under_way: bool = False) -> list[Event]: ...
+    def wait_for_failure(
+        self, seen: int, timeout_seconds: float, /
+    ) -> tuple[int, list[tuple[int, int | None, str]]]: ...
+
 class RegisteredMemory:
     @property
     def address(self) -> int: ...
@@ -39,6 +84,8 @@ class RegisteredMemory:
     def nbytes(self) -> int: ...
 
 class Group:
+    @property
+    def id(self) -> int: ...
     @property
     def ranks(self) -> list[int]: ...
     @property
@@ -164,6 +211,7 @@ class DeviceCall:
     def wait(self, timeout: float | None = None) -> bool: ...
 
 def gpus() -> int: ...
+def simulate_all_reduce(len: int, latency: float, rates: list[float], /) -> float: ...
 def is_endpoint_record(record: bytes, rank: int, /) -> bool: ...
 def interfaces() -> list[tuple[str, str]]: ...
 def log_line(level: int, text: str, /) -> None: ...

@@ -62,7 +62,7 @@ def pose() -> None:
     """From now on a process group of gloo is one of ours, and says that it is gloo's."""
     import torch.distributed.distributed_c10d as c10d
 
-    from trigram.backend.calls import profiling
+    from trigram.observe import profiling
 
     profiling.PREFIX = "gloo:"
     make = c10d._new_process_group_helper

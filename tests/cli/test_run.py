@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from tests.support.checks import says
 from tests.support.harness import until
+from tests.support.marks import long
 from trigram.cli import app, launch
 
 pytestmark = pytest.mark.waits
@@ -80,15 +81,52 @@ def test_a_rank_that_comes_too_late_is_ended(
     says(capfd.readouterr().err, "the job has finished without rank(s) 1")
 
 
-def test_a_signal_to_the_launcher_ends_the_ranks(tmp_path: Path) -> None:
-    _script(tmp_path, "pathlib.Path(f'pid{os.getpid()}').touch()\ntime.sleep(100)")
-    command = [sys.executable, "-m", "trigram", "run", "-n", "2", "script.py"]
-    with subprocess.Popen(command, cwd=tmp_path) as launcher:
+SAVES = """
+import signal
+def save(*_):
+    pathlib.Path(f"asked{os.getpid()}").touch()
+    time.sleep(float(sys.argv[2]))
+    pathlib.Path(f"saved{os.getpid()}").touch()
+    sys.exit(0)
+
+signal.signal(signal.Signals[sys.argv[1]], save)
+pathlib.Path(f"pid{os.getpid()}").touch()
+time.sleep(100)
+"""
+
+
+RUN, CHAOS = ["run", "-n", "2"], ["chaos", "--ranks", "2", "--"]
+
+
+@pytest.mark.parametrize(
+    ("how", "name", "again"),
+    [
+        (RUN, "SIGTERM", False),
+        (RUN, "SIGTERM", True),
+        long(RUN, "SIGINT", False),
+        long(RUN, "SIGINT", True),
+        long(CHAOS, "SIGTERM", False),
+    ],
+)
+def test_a_signal_to_the_launcher_ends_the_ranks(
+    tmp_path: Path, how: list[str], name: str, again: bool
+) -> None:
+    """They have time to save; a second signal ends them at once."""
+    _script(tmp_path, SAVES)
+    number = signal.Signals[name]
+    command = [sys.executable, "-m", "trigram", *how, "script.py", name, "60" if again else "3"]
+    with subprocess.Popen(command, cwd=tmp_path, start_new_session=True) as launcher:
         try:
             until(lambda: len(list(tmp_path.glob("pid*"))) == 2, 60)
+            # A terminal sends SIGINT to all processes, the ranks among them.
+            (os.killpg if name == "SIGINT" else os.kill)(launcher.pid, number)
+            until(lambda: len(list(tmp_path.glob("asked*"))) == 2, 60)
+            if again:
+                launcher.send_signal(number)
+            assert launcher.wait(9) in (128 + number, -number)
         finally:
-            launcher.terminate()
-        assert launcher.wait(20) == 128 + signal.SIGTERM
+            launcher.kill()
+    assert len(list(tmp_path.glob("saved*"))) == (0 if again else 2)
     for file in tmp_path.glob("pid*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.name[3:]), 0)

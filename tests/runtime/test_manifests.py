@@ -1,4 +1,7 @@
-"""The manifests of examples/launch have the APIs' fields, and their commands run with what is injected."""
+"""The manifests of examples/launch have the APIs' fields, and their commands run with what is injected.
+
+So does the script that joins two sites.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +50,15 @@ def _command(words: list[str]) -> list[str]:
 
 
 @contextmanager
-def _started(command: list[str], env: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _started(
+    command: list[str], env: dict[str, str], log: Path, folder: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     base = {name: value for name, value in os.environ.items() if name not in names}
-    with log.open("ab") as out, subprocess.Popen(command, env=base | env, stdout=out, stderr=out) as process:
+    with (
+        log.open("ab") as out,
+        subprocess.Popen(command, env=base | env, stdout=out, stderr=out, cwd=folder) as process,
+    ):
         try:
             yield process
         finally:
@@ -72,7 +80,7 @@ def test_the_trainjob_trains(tmp_path: Path) -> None:
         _started(command, env | {"PET_NODE_RANK": "1"}, log) as second,
     ):
         assert (first.wait(250), second.wait(20)) == (0, 0), log.read_text()
-    assert log.read_text().count("epoch 0: held-out loss") == 1
+    assert log.read_text().count("epoch 0: accuracy") == 1
 
 
 @pytest.mark.long
@@ -106,3 +114,18 @@ def test_the_elastic_job_survives_a_lost_pod(tmp_path: Path) -> None:
             ]
     assert len({log.read_text().split(": loss")[1] for log in logs}) == 1
     assert "4 ranks" in logs[2].read_text()
+
+
+@pytest.mark.long
+def test_two_sites_train(tmp_path: Path) -> None:
+    """DiLoCo over TLS; one site waits for the other."""
+    command = ["sh", str(ROOT / "examples/launch/two_sites.sh")]
+    env = {"PYTHON": sys.executable, "PORT": str(free_port()), "TRIGRAM_SECRET": "a secret of this test"}
+    env |= {"PYTHONPATH": str(ROOT / "python"), "TRIGRAM_TRANSPORT": "tcp"}
+    log = tmp_path / "log"
+    with (
+        _started([*command, "0", "127.0.0.1", "--steps", "33"], env, log, ROOT) as first,
+        _started([*command, "1", "127.0.0.1", "--steps", "33"], env, log, ROOT) as second,
+    ):
+        assert (first.wait(250), second.wait(20)) == (0, 0), log.read_text()
+    assert log.read_text().count("held-out loss") == 1

@@ -89,10 +89,27 @@ def test_hosts_as_slurm_expands_them(cluster: dict[str, str]) -> None:
 
 
 @pytest.mark.long
-def test_the_batch_script_trains(cluster: dict[str, str], tmp_path: Path) -> None:
-    env = cluster | {"PYTHON": sys.executable, "PYTHONPATH": str(ROOT / "python")}
-    command = ["sbatch", "--wait", "--nodes=1", "--ntasks-per-node=2", f"--output={tmp_path / 'log'}"]
-    command += [str(ROOT / "examples/launch/slurm.sh"), "--epochs", "1"]
+@pytest.mark.parametrize(
+    ("name", "options", "arguments", "says"),
+    [
+        ("slurm.sh", ["--ntasks-per-node=2"], ["--epochs", "1"], "epoch 0: accuracy"),
+        ("cpu_cluster.sh", [], ["--steps", "5"], "held-out loss"),
+    ],
+)
+def test_a_batch_script_trains(
+    cluster: dict[str, str], tmp_path: Path, name: str, options: list[str], arguments: list[str], says: str
+) -> None:
+    """Two ranks, of which one prints; the node has two sockets."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho "rank $SLURM_PROCID of $SLURM_NTASKS"\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    env = cluster | {"PYTHON": str(python), "PYTHONPATH": str(ROOT / "python")}
+    command = ["sbatch", "--wait", "--nodes=1", f"--output={tmp_path / 'log'}", *options]
+    command += [str(ROOT / "examples/launch" / name), *arguments]
     done = subprocess.run(command, env=env, cwd=ROOT, timeout=250, check=False)
     log = (tmp_path / "log").read_text()
-    assert done.returncode == 0 and log.count("epoch 0: held-out loss") == 1, log
+    assert done.returncode == 0 and log.count(says) == 1, log
+    assert sorted(line for line in log.splitlines() if line.startswith("rank")) == [
+        "rank 0 of 2",
+        "rank 1 of 2",
+    ]

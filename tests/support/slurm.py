@@ -36,7 +36,7 @@ TaskPlugin=task/none
 SwitchType=switch/none
 MpiDefault=none
 ReturnToService=2
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
+NodeName={host} NodeAddr=127.0.0.1 Sockets=2 CoresPerSocket=4 State=UNKNOWN
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE
 """
 

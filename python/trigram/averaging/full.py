@@ -14,6 +14,7 @@ class FullAverage:
     """An :class:`~trigram.averaging.average.Average` by one all-reduce; it has no state."""
 
     calls = 0
+    name = "all_reduce"
 
     def __init__(self, memory: torch.Tensor, groups: ModelGroups) -> None:
         self.memory = memory

@@ -19,6 +19,17 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 
 
+def arithmetic(m: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """What one matrix costs a rank in a step of :class:`PowerAverage`, without communication; for
+    :mod:`trigram.plan.costs`, which measures it. ``m``: rows by columns, ``q``: columns by rank."""
+    residual = torch.zeros_like(m)
+    residual += m
+    p = torch.linalg.qr(residual @ q)[0]
+    local_q = residual.T @ p
+    residual -= p @ local_q.T
+    return m.copy_(p @ local_q.T)
+
+
 class _Matrix:
     """The gradient of one parameter as a matrix whose rows are the first dimension."""
 

@@ -1,7 +1,9 @@
-"""The `trigram` command: run, demo, bench, chaos, doctor, algorithms."""
+"""The `trigram` command: run, plan, report, compare, timeline, postmortem, demo, bench, chaos, doctor,
+algorithms."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -27,6 +29,7 @@ DeviceType = Literal["cpu", "cuda"]
 Dtype = Literal["float32", "float64", "float16", "bfloat16", "int8", "uint8", "int32", "int64"]
 Reduction = Literal["sum", "avg", "min", "max", "prod", "band", "bor", "bxor"]
 Via = Literal["shared", "ring", "tree", "recursive_doubling", "scatter_gather", "all"]
+Allowed = Literal["exact", "close", "any"]
 Count = Annotated[int, typer.Option(min=1)]
 SIZES = "4,1K,16K,64K,256K,1M,4M,25M,100M"
 PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl",)}
@@ -66,6 +69,7 @@ def run_command(
     trigram run -n 4 train.py ARGS
 
     If a rank fails, the others are ended, unless it is started again (--restarts, for elastic jobs).
+    On SIGTERM or Ctrl-C the ranks have ten seconds to end; a second signal ends them at once.
     """
     from trigram.cli import launch  # each command loads what it needs
 
@@ -228,6 +232,72 @@ def _check_gpu(registered: bool, via: str | None) -> None:
         )
 
 
+@app.command("timeline")
+def timeline_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the ranks' timelines (TRIGRAM_TIMELINE).")
+    ],
+    *,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", metavar="FILE", help="File to write; .gz is compressed.")
+    ] = Path("timeline.json.gz"),
+    profiler: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder of torch.profiler's files of the same job.")
+    ] = None,
+) -> None:
+    """Make one timeline of those of all ranks, for https://ui.perfetto.dev."""
+    from trigram.observe import merge  # each command loads what it needs
+
+    profiles = sorted(profiler.glob("*.json*")) if profiler is not None else []
+    if profiler is not None and not profiles:
+        raise typer.BadParameter(f"{profiler} has no .json or .json.gz files of torch.profiler")
+    trace, told = merge.merge(merge.read_folder(folder), profiles)
+    merge.write(trace, out)
+    for line in told:
+        typer.echo(line)
+    typer.echo(f"{out}: open it in https://ui.perfetto.dev")
+
+
+@app.command("report")
+def report_command(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Folder of the ranks' files (TRIGRAM_REPORT).")
+    ],
+    *,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the report to this file too.")
+    ] = None,
+) -> None:
+    """Say where the steps of a job went, which rank or link held it up, and what to change."""
+    from trigram.observe import report  # each command loads what it needs
+
+    rows = report.read(folder)
+    typer.echo(report.text(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(rows), indent=1), encoding="utf-8")
+
+
+@app.command("compare")
+def compare_command(
+    first: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a job (TRIGRAM_REPORT).")],
+    second: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of another.")],
+) -> None:
+    """Compare the reports of two jobs."""
+    from trigram.observe import report  # each command loads what it needs
+
+    typer.echo(report.compare(report.read(first), report.read(second)))
+
+
+@app.command("postmortem")
+def postmortem_command(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the ranks' dumps (TRIGRAM_DUMP).")],
+) -> None:
+    """Say which rank a failed or stuck job has waited for, and in which call, from the dumps of its ranks."""
+    from trigram.observe import postmortem  # each command loads what it needs
+
+    typer.echo(postmortem.report(folder))
+
+
 @app.command("demo")
 def demo_command(
     ranks: Annotated[
@@ -263,3 +333,46 @@ def algorithms_command() -> None:
     from trigram.cli import algorithms  # each command loads what it needs
 
     algorithms.show()
+
+
+@app.command("plan", context_settings={"allow_extra_args": True, "ignore_unknown_options": False})
+def plan_command(
+    context: typer.Context,
+    *,
+    ranks: Annotated[
+        int, typer.Option("--ranks", "-n", min=1, help="With a script: ranks to start here.")
+    ] = 2,
+    steps: Annotated[int, typer.Option(min=4, help="With a script: steps to measure.")] = 12,
+    params: Annotated[str | None, typer.Option(help="Parameters of the model: 350M.")] = None,
+    compute: Annotated[
+        str | None, typer.Option(help="A step of a rank without communication: 420ms.")
+    ] = None,
+    hosts: Annotated[int, typer.Option(min=1, help="Number of hosts.")] = 2,
+    ranks_per_host: Annotated[int, typer.Option(min=1, help="Ranks on each host.")] = 1,
+    rate: Annotated[str | None, typer.Option(help="Of each host's link: 10gbit, 100mbit.")] = None,
+    rtt: Annotated[str, typer.Option(help="From host to host and back: 0.2ms.")] = "0.2ms",
+    links: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Rates of unequal links, lines of host,rate.")
+    ] = None,
+    slow: Annotated[float, typer.Option(min=1.0, help="The slowest rank's step, of the others'.")] = 1.0,
+    cores: Annotated[float, typer.Option(min=0.1, help="Cores that a rank computes on.")] = 1.0,
+    allow: Annotated[Allowed, typer.Option(help="What the plan's decision may change.")] = "exact",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the plan to this file.")
+    ] = None,
+) -> None:
+    """Predict a training step with every algorithm, and recommend one.
+
+    trigram plan --params 350M --compute 420ms --hosts 16 --rate 10gbit --rtt 0.2ms
+
+    trigram plan -n 4 -- python train.py ARGS
+    """
+    from trigram.cli import plan  # each command loads what it needs
+    from trigram.model import planned
+
+    if context.args:
+        raise typer.Exit(plan.measured(context.args, ranks, steps, json_file or Path("plan.json"), allow))
+    if params is None or compute is None:
+        raise typer.BadParameter("give a script behind --, or both --params and --compute")
+    job = plan.offline(params, compute, hosts, ranks_per_host, rate, rtt, links, slow, cores)
+    planned.show(job, json_file, allow)

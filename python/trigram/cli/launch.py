@@ -24,6 +24,8 @@ from trigram.runtime.launchers import find, free_port, set_variables
 POLL_SECONDS = 0.02
 # After a failure the other ranks have this long to detect it and print their errors; then they are ended.
 GRACE_SECONDS = 2.0
+# Ranks that are ended have this long after the signal, as for saving a checkpoint; then they are killed.
+END_SECONDS = 10.0
 # A rank that was started again has this long after the others, which may have finished before it joined.
 LATE_SECONDS = 20.0
 TIMED_OUT = 124
@@ -84,8 +86,7 @@ def launch(
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
-        previous = signal.signal(signal.SIGTERM, _exit)
-        stack.callback(signal.signal, signal.SIGTERM, previous)
+        exit_on_sigterm(stack)
         stack.callback(end, processes)
 
         def start(rank: int) -> subprocess.Popen[bytes]:
@@ -99,8 +100,7 @@ def launch(
         try:
             code, failed = _watch(processes, timeout, start, restarts)
         except KeyboardInterrupt:
-            # The terminal has sent SIGINT to the ranks too: give them time to exit.
-            _wait(processes, GRACE_SECONDS)
+            end(processes, interrupted=True)
             return Outcome(128 + signal.SIGINT, "")
         reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
         if reports and show != "none":
@@ -151,13 +151,29 @@ def start_rank(
     )
 
 
-def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends the processes that still run, with SIGTERM and two seconds later with SIGKILL."""
-    for stop in (subprocess.Popen.terminate, subprocess.Popen.kill):
-        for process in processes:
-            if process.poll() is None:
-                stop(process)
+def end(processes: Sequence[subprocess.Popen[bytes]], *, interrupted: bool = False) -> None:
+    """Ends the processes that still run: with SIGTERM, and ten seconds later with SIGKILL.
+
+    A signal that raises an exception here meanwhile, as Ctrl-C does, kills them at once.
+
+    Args:
+        processes: The processes.
+        interrupted: The terminal has sent them SIGINT: SIGTERM follows ten seconds later.
+    """
+    try:
+        if interrupted:
+            _wait(processes, END_SECONDS)
+        _stop(processes, signal.SIGTERM)
+        _wait(processes, END_SECONDS)
+    finally:
+        _stop(processes, signal.SIGKILL)
         _wait(processes, GRACE_SECONDS)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.send_signal(number)
 
 
 def _watch(
@@ -232,8 +248,13 @@ def _how(code: int) -> str:
     return by_signal or f"failed with exit code {code}"
 
 
-def _exit(number: int, _frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
+def exit_on_sigterm(stack: ExitStack) -> None:
+    """Until the stack is closed, SIGTERM raises ``SystemExit``, so that what started processes ends them."""
+
+    def leave(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
 
 
 def leave_job() -> None:

@@ -28,6 +28,7 @@ from trigram.codecs.codec import Codec
 from trigram.errors import AbortedError
 from trigram.mixing.gossip import References, seed
 from trigram.mixing.step import AveragingStep
+from trigram.observe import spans
 from trigram.runtime.memory import empty
 
 _OFFER, _ACCEPT, _DECLINE, _GOODBYE = 1, 2, 3, 4
@@ -101,6 +102,7 @@ class AsyncGossip:
         self.mine = empty(like.numel(), dtype=like.dtype, device=like.device)
         self.theirs = empty(like.numel(), dtype=like.dtype, device=like.device)
         self.partner: int | None = None
+        self._span: spans.Span | None = None  # of the step under way, if anybody looks
         self.works: list[Any] = []
         self.queue: list[int] = []
         self.offered: dict[int, int] = {}
@@ -116,6 +118,8 @@ class AsyncGossip:
     def _start_step(self, j: int) -> None:
         group = self.groups.main
         self.partner, self.started_at = j, self.step
+        n = self.steps_done
+        self._span = spans.begin("rounds", lambda: f"round {n} with rank {group.ranks[j]}")
         self.weights.take()
         self.references.encode(j, self.weights.inp, self.mine, seed(self.steps_done, self.groups.rank))
         self.works = [
@@ -138,6 +142,8 @@ class AsyncGossip:
         self.references.apply(self.partner, self.mine, self.theirs, self.weights.out, 0.5)
         self.weights.apply(moved=True)
         self.partner = None
+        span, self._span = self._span, None
+        spans.end(span)
         self.steps_done += 1
 
     # Boundaries.

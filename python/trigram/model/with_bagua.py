@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -12,8 +13,10 @@ from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.sparse import sparse_parameters
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, UnsupportedError
-from trigram.model import methods
+from trigram.model import methods, planned
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
+from trigram.plan import measuring
+from trigram.plan.file import agreed
 from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
@@ -43,6 +46,7 @@ def with_bagua(
     broadcast_buffers: bool = True,
     ignore: Sequence[str] = (),
     elastic: bool | Sequence[Any] = False,
+    plan: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Model:
     """Trains ``model`` data-parallel: call it instead of ``DistributedDataParallel(model)``.
@@ -82,6 +86,9 @@ def with_bagua(
             docs/elastic.md. It needs ``optimizer``, whose state a joining rank receives. True, or a sequence
             of other objects whose state it receives: schedulers, GradScalers, anything with ``state_dict``
             and ``load_state_dict``.
+        plan: A plan.json of ``trigram plan``, the same on all ranks: its decision sets the algorithm, its
+            options and the size of buckets, see docs/planning.md. None: ``$TRIGRAM_PLAN``, if ``algorithm``
+            is None. Other options are given to its algorithm.
         **options: The options of the algorithm, see docs/algorithms.md. If the algorithm comes from
             ``$TRIGRAM_ALGORITHM``, options that it does not have are ignored, and rank 0 logs their names.
 
@@ -91,10 +98,25 @@ def with_bagua(
     Raises:
         UnsupportedError: The algorithm, an option or their combination is not supported; the message says
             why, and lists what is.
-        MismatchError: The models differ between ranks; all ranks raise it.
-        MisuseError: The model is hooked already, has no parameter to train, or has no parameter or buffer of
+        ConfigError: The plan cannot be read.
+        MismatchError: The models, or the plans, differ between ranks; all ranks raise it.
+        MisuseError: Both ``algorithm`` and ``plan`` are given; or the model is hooked
+            already, has no parameter to train, or has no parameter or buffer of
             a name in ``ignore``.
     """
+    if (asked := measuring.wanted()) is not None:
+        algorithm, bucket_mb, optimizer, plan = "local_sgd", None, None, None
+        options = {**measuring.LEARN, "warmup_steps": asked.communicating}
+        sample_weight, check_finite, check_replicas = None, False, 0
+        if elastic is not False:
+            raise UnsupportedError(
+                "with_bagua: trigram plan cannot measure an elastic job; pass elastic=False"
+            )
+    if algorithm is not None and plan is not None:
+        raise MisuseError("with_bagua: plan= names the algorithm; remove algorithm=, or plan=")
+    if (decision := agreed(plan, group, uses=algorithm is None, asks=elastic is False)) is not None:
+        algorithm, options = decision.algorithm, {**decision.options, **options}
+        bucket_mb = decision.bucket_mb if bucket_mb is None else bucket_mb
     chosen = find(algorithm, options)
     if bucket_mb is None:
         bucket_mb = BUCKET_MB_GPU if any(p.is_cuda for p in model.parameters()) else BUCKET_MB
@@ -125,6 +147,8 @@ def with_bagua(
         model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states
     )
     methods.add(model)
+    if asked is not None and ranks.size > 1:
+        measuring.Watch(model, ranks, asked, planned.conclude)
     return model
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
@@ -32,6 +34,16 @@ class _NoMember:
 
     def __getattr__(self, name: str) -> object:
         raise MisuseError(self._error)
+
+
+_all: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def all_groups() -> list[Group]:
+    """The groups of this process that still exist."""
+    while True:
+        with contextlib.suppress(RuntimeError):  # another thread has made one meanwhile
+            return list(_all)
 
 
 class Group:
@@ -85,6 +97,7 @@ class Group:
         self.rank = core.rank if core is not None else -1
         self.timeout = timeout
         self.describe: Callable[[], str] | None = None
+        _all.add(self)
         # An attribute and not a property: every call reads it.
         self.core: _core.Group = core or cast(
             _core.Group,

@@ -149,6 +149,8 @@ _starting = threading.RLock()
 """Held by a thread in ``init``: the first calls of two threads make one world, not two."""
 _leaves_in = 0
 """The child of multiprocessing that leaves its job when it ends."""
+at_start: list[Callable[[], None]] = []
+"""Functions that ``init`` calls when this rank has joined the job."""
 at_exit: list[Callable[[], None]] = []
 """Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
 
@@ -156,6 +158,11 @@ at_exit: list[Callable[[], None]] = []
 def is_initialized() -> bool:
     """Whether ``init`` has been called, without a ``shutdown`` since."""
     return _world is not None
+
+
+def present() -> World | None:
+    """The current world; None if there is none."""
+    return _world
 
 
 def job() -> int:
@@ -352,6 +359,8 @@ def init(
             limit = _limit(op_timeout)
             _start(store, rank, world_size, init_timeout, limit, iface, elastic, helper)
             _leave_at_end_of_child()
+            for begin in at_start:
+                begin()
         assert _world is not None
         return _world.group
 

@@ -15,6 +15,7 @@ import torch
 from trigram.averaging.average import Average
 from trigram.collectives import coalesced
 from trigram.errors import MisuseError
+from trigram.observe import spans
 from trigram.runtime.memory import empty
 
 FIRST_BUCKET = 1 << 20
@@ -73,6 +74,7 @@ class Bucket:
         self.held: list[int] = []
         self.sent = False
         self.backup: torch.Tensor | None = None
+        self.span: spans.Span | None = None  # of its average under way, if anybody looks
         self.outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         # What refers to the gradients if no script does: see `is_kept_by_script`.
         self._references: list[int] = []
@@ -87,6 +89,11 @@ class Bucket:
         self.pending = set(range(len(self.params)))
         self.unused = []
         self.sent = False
+
+    def end_span(self) -> None:
+        """The average has ended, or was aborted."""
+        span, self.span = self.span, None
+        spans.end(span)
 
     def is_kept_by_script(self, params: Sequence[torch.Tensor]) -> bool:
         """Whether a script holds gradients of an earlier pass that are no longer those of the parameters."""

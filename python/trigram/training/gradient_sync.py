@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
+from trigram.observe import spans, steps
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
@@ -107,6 +109,7 @@ class GradientSync(StepHooks):
                 for name, part in kept.get(i, {}).items():
                     parts[name].copy_(part)
             self.buckets.append(bucket)
+        self.times.buckets = [b.nbytes for b in self.buckets]
         self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
@@ -326,18 +329,27 @@ class GradientSync(StepHooks):
         self.compressor.before_send(bucket, self.params)
         if weights is not None:
             weights.weigh(bucket.values)
-        bucket.average.start(self.steps)
+        name = partial(self._bucket_name, bucket)
+        bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
+        with spans.naming(self.groups.main, name):
+            bucket.average.start(self.steps)
         self.compressor.after_send(bucket)
         self.next += 1
 
     def _advance(self) -> None:
         """Starts second phases, which have the order of the buckets too."""
-        while (
-            self.next_second_phase < len(self.two_phase)
-            and self.two_phase[self.next_second_phase].sent
-            and self.two_phase[self.next_second_phase].average.advance()
-        ):
+        while self.next_second_phase < len(self.two_phase):
+            bucket = self.two_phase[self.next_second_phase]
+            if not bucket.sent:
+                return
+            with spans.naming(self.groups.second_phase, partial(self._bucket_name, bucket)):
+                has_started = bucket.average.advance()
+            if not has_started:
+                return
             self.next_second_phase += 1
+
+    def _bucket_name(self, bucket: Bucket) -> str:
+        return f"bucket {self.buckets.index(bucket)}"
 
     def end(self) -> None:
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
@@ -447,6 +459,7 @@ class GradientSync(StepHooks):
         """
         counts = self._call_counts()
         error: TrigramError | None = None
+        before = self.times.enter(steps.WAIT)
         waits = time.perf_counter()
         flags = None
         if failed is not None:
@@ -456,6 +469,7 @@ class GradientSync(StepHooks):
                 flags = self._reduce_flags()
             for bucket in self.buckets if failed is None else []:
                 bucket.average.wait()
+                bucket.end_span()
                 self._advance()
             if flags is not None:
                 flags.wait()
@@ -470,6 +484,9 @@ class GradientSync(StepHooks):
                 with contextlib.suppress(TrigramError):
                     end()
         self.groups.main.core.set_pass(0)
+        self.times.enter(before)
+        for bucket in self.buckets:
+            bucket.end_span()
         self.active = False
         now = time.perf_counter()
         self.waited += now - waits

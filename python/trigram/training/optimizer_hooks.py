@@ -17,6 +17,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from trigram.observe import steps
+
 
 class Updated(Protocol):
     """Who is told of updates.
@@ -25,6 +27,7 @@ class Updated(Protocol):
         model: A weak reference to the model.
         param_ids: ``id()`` of each parameter whose updates it wants to know of.
         updating: The optimizers whose ``step`` is running, outermost first.
+        times: Where the model's steps go.
         waits_for_closure: A closure given to ``step`` is called first, and then :meth:`before_update`: the
             closure may have gradients of this rank completed by a backward pass.
     """
@@ -32,6 +35,7 @@ class Updated(Protocol):
     model: weakref.ref[torch.nn.Module]
     param_ids: set[int]
     updating: list[weakref.ref[Optimizer]]
+    times: steps.StepTimes
     waits_for_closure: bool
 
     def before_update(self, mine: set[int]) -> None:
@@ -103,6 +107,7 @@ class _Closure:
         value = self.closure()
         for listener, mine in self.waiting:
             listener.before_update(mine)
+            listener.times.enter(steps.OPTIMIZER)
         return value
 
 
@@ -129,6 +134,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
         except BaseException:
             listener.updating.pop()
             raise
+        listener.times.enter(steps.OPTIMIZER)
     if not waiting:
         return None
     checked = _Closure(closure, waiting)
@@ -148,6 +154,8 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if optimizer in running:
             del listener.updating[running.index(optimizer) :]
         listener.after_update(mine)
+        if not listener.updating:
+            listener.times.enter(steps.INPUT)
 
 
 def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import tell_all
 from trigram.mixing.step import AveragingStep
+from trigram.observe import spans
 
 
 class StepSchedule(Protocol):
@@ -68,6 +69,7 @@ class _CountedSchedule:
         self.steps_done = 0
         self.waits = 0
         self.waited = 0.0
+        self._span: spans.Span | None = None  # of the step under way, if anybody looks
 
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""
@@ -81,9 +83,12 @@ class _CountedSchedule:
     def _start(self) -> None:
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.start_averaging()
-        for step in self.steps:
-            step.take()
-            step.start(self.steps_started)
+        n = self.steps_started
+        self._span = spans.begin("rounds", lambda: f"round {n}")
+        with spans.naming(self.groups.main, lambda: f"round {n}"):
+            for step in self.steps:
+                step.take()
+                step.start(n)
         self.steps_started += 1
 
     def _finish(self, moved: bool) -> None:
@@ -93,6 +98,8 @@ class _CountedSchedule:
         self.waited += time.perf_counter() - since
         for step in self.steps:
             step.apply(moved)
+        span, self._span = self._span, None
+        spans.end(span)
         self.steps_done += 1
 
     def drain(self, timeout: float | None = None) -> None:

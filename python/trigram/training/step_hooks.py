@@ -31,6 +31,7 @@ from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
+from trigram.observe import steps
 from trigram.runtime import world
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
@@ -100,6 +101,7 @@ class StepHooks:
         join: The block of ``trigram.join`` that the model is in, or None.
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
         number: The order in which hooks were made.
+        times: Where the steps go.
     """
 
     weights_differ = False
@@ -109,6 +111,8 @@ class StepHooks:
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
         self.groups = groups
+        self.times = steps.StepTimes(type(model).__name__)
+        self.times.group = groups.main
         self.number = next(_numbers)
         self.sync = True
         self.join: UnevenInputs | None = None
@@ -319,6 +323,7 @@ class StepHooks:
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
+        self.times.enter(steps.FORWARD)
         self.abort_failed()
         optimizer_hooks.forget_failed(self)
         if not self.updating and (following := self.end_warmup()) is not None:
@@ -334,15 +339,20 @@ class StepHooks:
 
     def _prepare_pass(self, model: nn.Module, in_backward: bool) -> None:
         self.prepared = True
+        before = self.times.enter(steps.WAIT)
         try:
             with torch.no_grad():
                 self.before_pass(model, in_backward)
         except BaseException:
             self.prepared = False
             raise
+        finally:
+            self.times.enter(before)
 
     @torch.compiler.disable
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
+        if self.times.phase == steps.FORWARD:
+            self.times.enter(steps.OTHER)
         if not (torch.is_grad_enabled() and self.sync) or not self.handles:
             return
         raised = sys.exc_info()[1]
@@ -358,6 +368,7 @@ class StepHooks:
 
     def _on_outermost(self, _grad: torch.Tensor) -> None:
         task = torch._C._current_graph_task_id()
+        self.times.enter(steps.BACKWARD)
         if self._outermost is None or self._outermost.number != task:
             self._outermost = self._new_backward(task)
 
@@ -372,14 +383,20 @@ class StepHooks:
             self._outermost = None
         if self.active and self._backward is not None and self._backward.number == task:
             self._end_pass()
+        if self.times.phase == steps.BACKWARD and not self.inside_backward():
+            self.times.enter(steps.OTHER)
 
     @torch.no_grad()
     def _on_gradient(self, i: int, param: torch.Tensor) -> None:
         if not self.sync:
+            if self.times.phase != steps.BACKWARD:
+                self._new_backward(torch._C._current_graph_task_id())  # tells when it ends
+                self.times.enter(steps.BACKWARD)
             self.local_gradient()
             return
         self.abort_failed()
         if not self.active:
+            self.times.enter(steps.BACKWARD)
             # Queued first: what follows may raise, and a failed pass is known by its callback.
             self._backward = self._outermost or self._new_backward(torch._C._current_graph_task_id())
             self.begin_pass(i)
@@ -398,6 +415,7 @@ class StepHooks:
         self.prepared = False
         self._backward = None
         self.end()
+        self.times.end_pass()
 
     def end_warmup(self) -> StepHooks | None:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""

@@ -25,6 +25,7 @@ from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
+from trigram.observe import steps
 from trigram.training import optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
@@ -158,8 +159,10 @@ class WeightSync(StepHooks):
             self.elastic.between_steps()
         if not self.begun:  # the passes are in a closure of the optimizer, or there are none
             self._begin_step()
+        before = self.times.enter(steps.WAIT)
         with self.elastic.forgiving(), self._explaining():
             self.schedule.before_update()
+        self.times.enter(before)
 
     @torch.no_grad()
     def after_update(self, mine: set[int]) -> None:
@@ -254,8 +257,12 @@ class WeightSync(StepHooks):
         self.last_boundary += 1
         self.covered.clear()
         self.begun = self.forward_begun = False
-        with self._explaining():
-            self.elastic.boundary(self._boundary)
+        before = self.times.enter(steps.WAIT)
+        try:
+            with self._explaining():
+                self.elastic.boundary(self._boundary)
+        finally:
+            self.times.enter(before)
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:

@@ -35,15 +35,23 @@ pub const WINDOW_PIECES: usize = 6;
 /// Up to here latency decides, and a message takes `log p` hops; less where links are known to be slow.
 pub const SMALL_BYTES: usize = 32 << 10;
 
+/// The same in worlds of a power of two: between two ranks, where recursive doubling sends no more bytes than
+/// scatter-gather, and in one hop; among more, once links are known to be fast.
+pub const DOUBLING_BYTES: usize = 128 << 10;
+
 /// Where the bytes of a call pass a link in less time than this, in seconds, latency decides: it is about what the
 /// messages cost that scatter-gather has more than recursive doubling.
 const SMALL_SECONDS: f64 = 1e-4;
 
-/// From this many ranks on, a ring spares large calls the many flows to one receiver that scatter-gather has, and
-const RING_WORLD: u32 = 5;
+/// From this many ranks on, a ring spares large calls the many flows to one receiver that scatter-gather has.
+const RING_WORLD: u32 = 3;
 
-/// they are large if their bytes take this many seconds for each rank: its 2 (p - 1) hops must not show.
+/// They are large if their bytes take this many seconds for each rank: its 2 (p - 1) hops must not show.
 const RING_SECONDS: f64 = 3e-4;
+
+/// Where links carry more bytes per second than this, copies limit a call and not links, and scatter-gather copies less:
+/// what it has under way stays in the cache.
+const RING_RATE: f64 = 3e8;
 
 /// From here on unequal links are worth unequal shares.
 pub const BALANCED_BYTES: usize = 1 << 20;
@@ -200,7 +208,7 @@ fn has_links(call: &Call, layout: &Layout) -> bool {
 
 /// Whether the schedule of a call depends on the rates of the links.
 pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
-    let small = call.via == Via::Auto && call.len * call.dtype.size() <= SMALL_BYTES;
+    let small = call.via == Via::Auto && call.len * call.dtype.size() <= most_small_bytes(layout.world);
     has_links(call, layout) && (small || layout.helpers > 0 || is_balanced(call, layout))
 }
 
@@ -209,11 +217,19 @@ pub fn is_balanced(call: &Call, layout: &Layout) -> bool {
     has_links(call, layout) && call.len * call.dtype.size() >= BALANCED_BYTES
 }
 
+fn most_small_bytes(world: u32) -> usize {
+    if world.is_power_of_two() { DOUBLING_BYTES } else { SMALL_BYTES }
+}
+
 /// The bytes up to which recursive doubling is faster: a power of two, so that a rate that is measured a little
 /// differently tomorrow chooses the same.
-fn small_bytes(rates: &[f64]) -> usize {
+fn small_bytes(world: u32, rates: &[f64]) -> usize {
+    let most = most_small_bytes(world);
+    if rates.is_empty() {
+        return if world == 2 { most } else { SMALL_BYTES };
+    }
     let slowest = rates.iter().fold(f64::INFINITY, |a, &b| a.min(b));
-    let bytes = (slowest * SMALL_SECONDS).min(SMALL_BYTES as f64) as usize;
+    let bytes = (slowest * SMALL_SECONDS).min(most as f64) as usize;
     1 << bytes.max(1).ilog2()
 }
 
@@ -225,7 +241,10 @@ fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
         && is_balanced(call, layout)
         && links.steady
         && balance::is_equal(links.rates)
-        && links.rates.iter().all(|rate| bytes / rate > RING_SECONDS * f64::from(layout.world))
+        && links
+            .rates
+            .iter()
+            .all(|rate| *rate < RING_RATE && bytes / rate > RING_SECONDS * f64::from(layout.world))
 }
 
 /// Whether the ranks of a host may pass this call through their stages.
@@ -292,7 +311,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
                 hierarchical::all_reduce(s, hosts, lent == Lent::Inputs, window)
             }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
-            Via::Auto if bytes <= small_bytes(rates) && !call.dtype.is_half() => {
+            Via::Auto if bytes <= small_bytes(s.world, rates) && !call.dtype.is_half() => {
                 recursive_doubling::all_reduce(s)
             }
             Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
@@ -394,10 +413,15 @@ mod tests {
         let (mega, giga) = (12.5e6, 1.2e8);
         assert_eq!(steps(4, 8 << 10, giga, true), by(4, 8 << 10, &recursive_doubling::all_reduce));
         assert_eq!(steps(4, 8 << 10, mega, true), by(4, 8 << 10, &scattered));
+        assert_eq!(steps(2, 64 << 10, giga, true), by(2, 64 << 10, &recursive_doubling::all_reduce));
+        assert_eq!(steps(8, 64 << 10, 10.0 * giga, true), by(8, 64 << 10, &recursive_doubling::all_reduce));
+        assert_eq!(steps(3, 64 << 10, 10.0 * giga, true), by(3, 64 << 10, &scattered));
+        assert_eq!(steps(2, 1 << 20, giga, true), by(2, 1 << 20, &scattered));
         assert_eq!(steps(8, 1 << 20, giga, true), by(8, 1 << 20, &ring::all_reduce));
         assert_eq!(steps(8, 1 << 20, giga, false), by(8, 1 << 20, &scattered));
         assert_eq!(steps(8, 1 << 20, 100.0 * giga, true), by(8, 1 << 20, &scattered));
-        assert_eq!(steps(4, 4 << 20, giga, true), by(4, 4 << 20, &scattered));
+        assert_eq!(steps(4, 4 << 20, giga, true), by(4, 4 << 20, &ring::all_reduce));
+        assert_eq!(steps(4, 4 << 20, 10.0 * giga, true), by(4, 4 << 20, &scattered));
     }
 
     #[test]

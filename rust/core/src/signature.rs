@@ -185,6 +185,11 @@ impl Signature {
         Some((DType::from_code(self.dtype).ok()?, ReduceOp::from_code(self.op).ok()?, via))
     }
 
+    /// The codes of the collective, the element type, the operator and the way, unchecked.
+    pub const fn codes(&self) -> [u8; 4] {
+        [self.collective, self.dtype, self.op, self.via]
+    }
+
     /// The collective called; `None` if the bytes came from a corrupt peer.
     pub fn collective(&self) -> Option<Collective> {
         Collective::from_code(self.collective)

@@ -8,6 +8,8 @@ mod callbacks;
 mod codec;
 mod device;
 mod errors;
+mod events;
+mod simulation;
 mod tensors;
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -323,6 +325,12 @@ impl Group {
 
 #[pymethods]
 impl Group {
+    /// Its identity, the same on all members.
+    #[getter]
+    fn id(&self) -> u64 {
+        self.0.members().id
+    }
+
     /// World ranks, by place.
     #[getter]
     fn ranks(&self) -> Vec<u32> {
@@ -619,11 +627,14 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<Group>()?;
     m.add_class::<RegisteredMemory>()?;
     m.add_class::<Work>()?;
+    m.add_class::<events::Event>()?;
+    m.add_class::<events::EventReader>()?;
     m.add_class::<codec::Codec>()?;
     m.add_class::<device::Nccl>()?;
     m.add_class::<device::DeviceGroup>()?;
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
+    m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;

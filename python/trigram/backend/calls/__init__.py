@@ -2,5 +2,5 @@
 
 What lives here: the calls by family (``reductions.py``, ``sparse.py``, ``transfers.py``,
 ``point_to_point.py``, ``barriers.py``), their options (``arguments.py``), tensors as the engine takes them
-(``tensors.py``), what starts a call (``starting.py``) and its profiler event (``profiling.py``).
+(``tensors.py``) and what starts a call (``starting.py``).
 """

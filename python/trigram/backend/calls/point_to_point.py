@@ -8,13 +8,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from trigram.backend.calls import profiling, tensors
+from trigram.backend.calls import tensors
 from trigram.backend.calls.arguments import listed, only
 from trigram.backend.calls.starting import Starting
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import routes
+from trigram.observe import profiling
 from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
 

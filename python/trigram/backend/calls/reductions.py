@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from trigram.backend.calls import profiling, sparse, tensors
+from trigram.backend.calls import sparse, tensors
 from trigram.backend.calls.arguments import AVG, SUM, is_async, listed, only, options, reduce_op
 from trigram.backend.calls.starting import Starting, failed
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError, TrigramError
+from trigram.observe import profiling
 from trigram.runtime import engine_codes
 
 _SUM = hash(dist.ReduceOp.SUM)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from trigram.backend.calls import profiling, tensors
+from trigram.backend.calls import tensors
 from trigram.backend.handles.callbacks import Callbacks, running
 from trigram.backend.handles.work import Work, explained, handle
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import routes
+from trigram.observe import profiling
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 

@@ -4,7 +4,7 @@
 //! ends.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use trigram_core::executor::{Executor, Started};
 use trigram_core::planner::{self, Opening};
@@ -17,6 +17,7 @@ use crate::call::body::{Body, EAGER};
 use crate::call::request::{Message, Request};
 use crate::call::steps::{StepRunner, TURN};
 use crate::group::members::Members;
+use crate::health::events::{EventRing, Phase};
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
@@ -38,8 +39,14 @@ pub enum CallState {
 
 /// One call under way.
 pub struct ActiveCall {
-    /// Its state.
+    /// Its state; it changes only in `ActiveCall::pass_to`.
     pub state: CallState,
+    /// The number of its record.
+    pub(crate) event: u64,
+    /// By world rank, the nanoseconds that this rank slept while the call waited for it.
+    waited: Vec<(u32, u64)>,
+    /// Whether anything of a peer has come.
+    heard: bool,
     /// Its memory and messages: everything but the executor.
     pub body: Body,
     /// The executor of its schedule.
@@ -87,6 +94,9 @@ impl ActiveCall {
         let now = Instant::now();
         Self {
             state: CallState::Waiting,
+            event: u64::MAX,
+            waited: Vec::new(),
+            heard: false,
             exec,
             opening,
             completion: Arc::default(),
@@ -99,6 +109,39 @@ impl ActiveCall {
             announced: false,
             named: false,
             body: Body::new(id, members, call_id, request, signature, scratch),
+        }
+    }
+
+    /// Passes to another state, and notes that in its record: every change of a state passes here.
+    pub(crate) fn pass_to(&mut self, state: CallState, events: &EventRing) {
+        let before = std::mem::replace(&mut self.state, state);
+        match state {
+            CallState::Unmatched | CallState::Waiting => {}
+            CallState::Opening => events.note(self.event, Phase::Started),
+            CallState::Running if before == CallState::Opening => self.note_first_byte(events),
+            CallState::Running => events.note(self.event, Phase::Started),
+            CallState::Closing => events.note(self.event, Phase::Failed),
+        }
+    }
+
+    /// Something of a peer has come.
+    pub(crate) fn note_first_byte(&mut self, events: &EventRing) {
+        if !std::mem::replace(&mut self.heard, true) {
+            events.note(self.event, Phase::FirstByte);
+        }
+    }
+
+    /// This rank has slept while the call waited.
+    pub(crate) fn note_wait(&mut self, slept: Duration, events: &EventRing) {
+        let body = &self.body;
+        for rank in body.members.ranks_of(&self.absent()) {
+            match self.waited.iter_mut().find(|(other, _)| *other == rank) {
+                Some((_, sum)) => *sum += slept.as_nanos() as u64,
+                None => self.waited.push((rank, slept.as_nanos() as u64)),
+            }
+        }
+        if let Some((rank, waited)) = self.waited.iter().max_by_key(|(_, waited)| waited) {
+            events.note_wait(self.event, *rank, *waited);
         }
     }
 

@@ -16,6 +16,7 @@ use trigram_core::{Error, Result};
 use crate::call::request::Request;
 use crate::group::members::Members;
 use crate::group::world::World;
+use crate::health::events::Made;
 use crate::host::control_segment::OpSlot;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
@@ -129,6 +130,23 @@ impl Body {
 
     pub(crate) fn into_scratch(self) -> Scratch {
         self.scratch
+    }
+
+    /// What the record of this call says, which was made at this moment.
+    pub(crate) fn made(&self, at: u64) -> Made {
+        let peer = |place: Place| self.members.ranks.get(place as usize).copied();
+        let elements = match self.signature.count {
+            0 => (self.request.nbytes() / self.request.call.dtype.size()) as u64,
+            count => count,
+        };
+        Made {
+            group: self.members.id,
+            call: self.call_id,
+            signature: self.signature,
+            elements,
+            message: self.request.message.map(|message| (peer(message.peer), message.sends)),
+            at,
+        }
     }
 
     /// A frame of this call.

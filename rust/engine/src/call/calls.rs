@@ -15,11 +15,13 @@ use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::agreed_rates::AgreedRates;
 use crate::call::body::Body;
 use crate::call::index::Index;
-use crate::call::request::{Message, Request};
+use crate::call::request::{Message, Request, Submission};
 use crate::call::unexpected::{MOST_GROUPS, Unexpected, UnexpectedMessage};
 use crate::group::members::Members;
+use crate::health::events::EventRing;
 use crate::host::control_segment::OP_SLOTS;
 use crate::link::outbox::Outbox;
+use crate::sys::clock;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
 
@@ -65,9 +67,16 @@ pub struct Calls {
     spare: Vec<(Scratch, Executor)>,
     /// The number in this process of the call that was taken up last.
     pub(crate) last_id: u64,
+    /// Records of calls, for threads without the progress lock.
+    pub(crate) events: Arc<EventRing>,
 }
 
 impl Calls {
+    /// None yet; their records go into `events`.
+    pub(crate) fn new(events: Arc<EventRing>) -> Self {
+        Self { events, ..Self::default() }
+    }
+
     /// The number of a call that is made now, and the other rank if it is a message. Each group numbers its
     /// collectives in the order in which they are made.
     pub(crate) fn number(
@@ -167,16 +176,11 @@ impl Calls {
     }
 
     /// Adds a receive that has no number yet, and returns its index.
-    pub(crate) fn enter_unmatched(
-        &mut self,
-        members: Arc<Members>,
-        message: Message,
-        request: Request,
-        completion: Arc<Completion>,
-    ) -> usize {
+    pub(crate) fn enter_unmatched(&mut self, submission: Submission, message: Message) -> usize {
+        let Submission { members, request, completion, made, .. } = submission;
         self.group(&members);
-        let i = self.enter(members, CallId::message(message.tag, u64::MAX), request, completion);
-        self.active[i].state = CallState::Unmatched;
+        let i = self.enter(members, CallId::message(message.tag, u64::MAX), request, completion, made);
+        self.active[i].pass_to(CallState::Unmatched, &self.events);
         self.unmatched += 1;
         i
     }
@@ -193,7 +197,8 @@ impl Calls {
         let active = &mut self.active[i];
         active.body.request.message = Some(message);
         let before = std::mem::replace(&mut active.body.call_id, call);
-        active.state = CallState::Waiting;
+        active.pass_to(CallState::Waiting, &self.events);
+        self.events.note_wait(active.event, peer, 0);
         active.completion.set_sender(peer);
         self.index.rename(active.body.id, (members.id, before), (members.id, call));
         self.touch(i);
@@ -257,19 +262,21 @@ impl Calls {
         }
     }
 
-    /// Adds a call that has a number, and returns its index.
+    /// Adds a call that has a number, and returns its index; `made`: when its caller made it, in ticks.
     pub(crate) fn enter(
         &mut self,
         members: Arc<Members>,
         call: CallId,
         request: Request,
         completion: Arc<Completion>,
+        made: u64,
     ) -> usize {
         let (scratch, exec) = self.spare.pop().unwrap_or_default();
         let signature = request.signature();
         self.last_id += 1;
         let mut active = ActiveCall::new(self.last_id, members, call, request, signature, scratch, exec);
         active.completion = completion;
+        active.event = self.events.begin(&active.body.made(made));
         if goes_by_rates(&active)
             && let Some(group) = self.groups.get_mut(&active.body.members.id)
         {
@@ -381,7 +388,7 @@ impl Calls {
         }
         let unmatched = active.state == CallState::Unmatched;
         self.unmatched -= usize::from(unmatched);
-        active.state = CallState::Closing;
+        active.pass_to(CallState::Closing, &self.events);
         active.error = Some(error.clone());
         active.moved = Instant::now();
         let (id, call, signature) = (active.body.id, active.body.call_id, active.body.signature);
@@ -398,6 +405,7 @@ impl Calls {
             op_slot.leave(call.0);
             members.ring();
         }
+        self.events.note_failure(members.id, call, &error);
         out.take_back(id);
         self.failed.push(id);
         let peer = message.and_then(|m| members.ranks.get(m.peer as usize).copied());
@@ -428,7 +436,7 @@ impl Calls {
         for call in skipped.map(CallId::collective) {
             self.unexpected.drop_failures(members.id, call);
             // A skipped call is entered and fails at once, so that its operation slot is passed on to the next call.
-            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default());
+            let i = self.enter(members.clone(), call, Request::nothing(), Arc::default(), clock::ticks());
             self.fail(i, error.clone(), true, out);
         }
     }

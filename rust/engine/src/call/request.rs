@@ -1,7 +1,7 @@
 //! What a caller asks for.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use trigram_core::planner::Call;
 use trigram_core::schedule::Place;
@@ -9,6 +9,7 @@ use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::{DType, ReduceOp};
 
 use crate::group::members::Members;
+use crate::sys::clock;
 use crate::sys::completion::Completion;
 use crate::sys::runs::Runs;
 
@@ -120,9 +121,17 @@ impl Request {
         self
     }
 
+    /// Bytes of this rank's payload: of the larger of input and output.
+    pub(crate) fn nbytes(&self) -> usize {
+        match self.lists.as_deref() {
+            Some((inputs, outputs)) => inputs.len().max(outputs.len()),
+            None => self.tensors.input_len.max(self.tensors.output_len),
+        }
+    }
+
     /// Whether it is so small that the thread that starts it may begin it: it takes less time than to wake another thread.
     pub(crate) fn is_small(&self) -> bool {
-        self.lists.is_none() && self.tensors.input_len.max(self.tensors.output_len) <= SMALL
+        self.lists.is_none() && self.nbytes() <= SMALL
     }
 
     /// The signature that ranks compare.
@@ -172,6 +181,26 @@ pub struct Submission {
     pub request: Request,
     /// The handle on which the caller waits.
     pub completion: Arc<Completion>,
+    /// When the caller made the call, in ticks of [`crate::sys::clock`].
+    pub made: u64,
+    /// How long the call may take.
+    pub limit: Option<Duration>,
+}
+
+impl Submission {
+    /// A call that is made now.
+    pub fn new(
+        members: Arc<Members>,
+        request: Request,
+        completion: Arc<Completion>,
+        limit: Option<Duration>,
+    ) -> Self {
+        Self { members, request, completion, made: clock::ticks(), limit }
+    }
+
     /// When the call times out.
-    pub deadline: Option<Instant>,
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        let waited = self.limit.map(|_| clock::since(self.made)).unwrap_or_default();
+        self.limit.and_then(|limit| Instant::now().checked_add(limit.saturating_sub(waited)))
+    }
 }

@@ -13,6 +13,7 @@ use crate::call::request::{Request, Submission};
 use crate::group::members::Members;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
+use crate::sys::clock;
 
 /// The most calls that a helper takes part in at the same time: each takes memory for its share of each worker's
 /// data.
@@ -73,7 +74,7 @@ impl Helper {
             None if calls.unexpected.has_failed(members.id, next) => Request::nothing(),
             None => return Helped::Nothing,
         };
-        Helped::Call(Submission { members, request, completion: Arc::default(), deadline: None })
+        Helped::Call(Submission::new(members, request, Arc::default(), None))
     }
 
     /// Stops helping because a member is lost. The workers must learn that before they learn that this rank leaves,
@@ -82,7 +83,7 @@ impl Helper {
         let why = peers.reason(gone).map_or_else(String::new, ToString::to_string);
         let error = Error::PeerLost { rank: gone, what: "a call that this rank helps with".into(), why };
         let (next, _) = calls.number(&members, None);
-        let i = calls.enter(members, next, Request::nothing(), Arc::default());
+        let i = calls.enter(members, next, Request::nothing(), Arc::default(), clock::ticks());
         calls.fail(i, error, true, out);
         self.group = None;
         self.active.store(false, Ordering::Release);

@@ -87,6 +87,9 @@ impl Matching<'_> {
     fn accept(&mut self, i: usize, peer: u32, frame: &Frame, payload: Vec<u8>) {
         let active = &mut self.calls.active[i];
         let Some(place) = active.body.members.place_of(peer) else { return };
+        if frame.kind == Kind::Data {
+            active.note_first_byte(&self.calls.events);
+        }
         let out = &mut *self.out;
         let go = || {
             active.release(place, out)?;
@@ -170,6 +173,7 @@ impl Sink for Matching<'_> {
             return Ok(Target::Nowhere);
         }
         let active = &mut self.calls.active[i];
+        active.note_first_byte(&self.calls.events);
         let Some(place) = active.body.members.place_of(peer) else { return Ok(Target::Nowhere) };
         let step = active.exec.schedule().recv_step(place, frame.tag);
         let Some(step) = step.filter(|&s| active.exec.is_started(s)) else { return Ok(heap()) };
@@ -210,6 +214,7 @@ impl Sink for Matching<'_> {
                             );
                             return Err(Error::Corrupt { rank, what });
                         }
+                        self.calls.events.note_failure(frame.group, frame.call, &error);
                         if !frame.call.is_message() {
                             self.peers.add_failed_call(frame.group, error);
                         }

@@ -80,11 +80,11 @@ impl Progress {
             return Err(submission);
         };
         let members = members.clone();
-        let Submission { request, completion, deadline, .. } = submission;
+        let Submission { request, completion, made, limit, .. } = submission;
         let signature = request.signature();
         let body = Body::new(0, members.clone(), id, request, signature, Scratch::default());
         let schedule = self.schedules.schedule(&body, Opening::OneShot, None);
-        let rest = Submission { members, request: Request::nothing(), completion, deadline };
+        let rest = Submission { members, request: Request::nothing(), completion, made, limit };
         let mut call = ShownCall { body, schedule: schedule.unwrap_or_else(|_| Schedule::empty()), rest };
         let copied = call.run(false);
         let members = &call.body.members;
@@ -112,6 +112,7 @@ impl Progress {
         if let Some(slot) = members.op_slot(members.me, id) {
             slot.leave(id.0);
         }
+        self.counters.events.record_ended(&call.body.made(call.rest.made));
         self.counters.calls.fetch_add(1, Ordering::Relaxed);
         self.counters.direct_bytes.fetch_add(call.body.direct_bytes, Ordering::Relaxed);
         OneShot::Ended

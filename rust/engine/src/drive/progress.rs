@@ -36,6 +36,9 @@ const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
 /// On shutdown, how long to wait for peers to leave calls that have failed, before they lose their access to its memory.
 const LEAVING: Duration = Duration::from_secs(1);
 
+/// The most calls for which it is noted what they wait for.
+const MOST_NOTED: usize = 8;
+
 /// Everything that the progress lock protects.
 pub struct Progress {
     /// The job as this rank sees it.
@@ -69,8 +72,8 @@ impl Progress {
         Self {
             peers: Peers::new(counters.clone(), world.patience.limit),
             world,
+            calls: Calls::new(counters.events.clone()),
             counters,
-            calls: Calls::default(),
             out: Outbox::new(tx),
             schedules: ScheduleCache::new(rx.iter().flatten().any(Rx::is_far)),
             meter: RateMeter::default(),
@@ -202,6 +205,12 @@ impl Progress {
     pub(crate) fn awaited(&self) -> Vec<u32> {
         let active = self.calls.active.iter().find(|active| active.completion.is_awaited());
         active.map_or_else(Vec::new, |active| active.body.members.ranks_of(&active.absent()))
+    }
+
+    /// This rank has slept: notes for which ranks the oldest calls have waited meanwhile.
+    pub(crate) fn note_wait(&mut self, slept: Duration) {
+        let Calls { active, events, .. } = &mut self.calls;
+        active.iter_mut().take(MOST_NOTED).for_each(|call| call.note_wait(slept, events));
     }
 
     /// Moves everything once; true if anything moved.

@@ -21,6 +21,7 @@ use crate::drive::failures::{self, stop};
 use crate::drive::matching::Matching;
 use crate::group::world::World;
 use crate::health::counters::Counters;
+use crate::health::events::Phase;
 use crate::health::peers::Peers;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
@@ -50,9 +51,9 @@ impl Scheduling<'_> {
 
     /// Takes up a receive that has no number yet.
     fn enter_unmatched(&mut self, submission: Submission, message: Message) {
-        let Submission { members, request, completion, deadline } = submission;
+        let deadline = submission.deadline();
         let calls = &mut *self.calls;
-        let i = calls.enter_unmatched(members, message, request, completion);
+        let i = calls.enter_unmatched(submission, message);
         let group = calls.active[i].body.members.id;
         if let Some(error) = calls.aborted(group).or_else(|| calls.broken.clone()) {
             calls.fail(i, error, true, self.out);
@@ -63,7 +64,8 @@ impl Scheduling<'_> {
 
     /// Takes up a call that has a number; `shown`: its payload is in its operation slot, and it has arrived there.
     pub(crate) fn enter(&mut self, submission: Submission, call_id: CallId, peer: Option<u32>, shown: bool) {
-        let Submission { members, request, completion, deadline } = submission;
+        let deadline = submission.deadline();
+        let Submission { members, request, completion, made, .. } = submission;
         let calls = &mut *self.calls;
         let failed = calls.unexpected.take_failure(members.id, call_id, peer);
         // A sender whose message has arrived may have left since.
@@ -94,7 +96,7 @@ impl Scheduling<'_> {
         if let Some(rank) = peer {
             completion.set_sender(rank);
         }
-        let i = calls.enter(members, call_id, request, completion);
+        let i = calls.enter(members, call_id, request, completion, made);
         calls.active[i].entered = shown;
         calls.active[i].body.shown = shown;
         if let Some((error, tell)) = error {
@@ -149,7 +151,7 @@ impl Scheduling<'_> {
                 if planner::goes_by_rates(&active.body.request.call, &members.layout) && !self.settle(i) {
                     return Ok(());
                 }
-                self.calls.active[i].state = CallState::Running;
+                self.calls.active[i].pass_to(CallState::Running, &self.calls.events);
                 self.calls.note_begun(i);
                 let schedule = self.schedule(i)?;
                 let active = &mut self.calls.active[i];
@@ -163,7 +165,7 @@ impl Scheduling<'_> {
                 let Some(op_slot) = members.op_slot(members.me, call) else { return Ok(()) };
                 if active.opening == Opening::OneShot {
                     op_slot.describe(&active.body.signature, None, None);
-                    active.state = CallState::Opening;
+                    active.pass_to(CallState::Opening, &self.calls.events);
                     let schedule = self.schedule(i)?;
                     return self.calls.active[i].run(schedule, self.out);
                 }
@@ -178,7 +180,7 @@ impl Scheduling<'_> {
                 }
                 op_slot.describe(&active.body.signature, input, bounce_buffer);
                 members.arrive(call, 0);
-                active.state = CallState::Opening;
+                active.pass_to(CallState::Opening, &self.calls.events);
                 Ok(())
             }
             CallState::Opening => {
@@ -187,7 +189,7 @@ impl Scheduling<'_> {
                     return Ok(());
                 }
                 agree(&members, call, &active.body.signature)?;
-                active.state = CallState::Running;
+                active.pass_to(CallState::Running, &self.calls.events);
                 let body = &mut active.body;
                 if body.request.call.what == Collective::AllToAll
                     && body.request.call.splits.is_none()
@@ -339,6 +341,7 @@ impl Scheduling<'_> {
                 counter.store(tx.bytes, Ordering::Relaxed);
             }
         }
+        self.calls.events.note(active.event, Phase::Ended);
         let completion = active.completion.clone();
         self.calls.recycle(active);
         completion.resolve(outcome);

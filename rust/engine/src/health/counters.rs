@@ -1,9 +1,10 @@
 //! What an engine has done and what has failed, for threads that do not hold the progress lock.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::health::events::EventRing;
 use crate::health::log_lines::LogQueue;
 use crate::health::losses::Failures;
 
@@ -23,6 +24,8 @@ pub struct Counters {
     /// Processor time of the background thread in nanoseconds, as of its last look at the clock.
     pub background: AtomicU64,
     failures: Mutex<Failures>,
+    /// Records of the last calls.
+    pub events: Arc<EventRing>,
     /// Log lines that wait until the progress lock is free.
     pub(crate) log: LogQueue,
 }
@@ -31,7 +34,13 @@ impl Counters {
     /// All zero, for a world of this many ranks.
     pub(crate) fn new(ranks: usize) -> Self {
         let zeros = || (0..ranks).map(|_| AtomicU64::new(0)).collect();
-        Self { sent: zeros(), waited: zeros(), silent: zeros(), ..Self::default() }
+        Self {
+            sent: zeros(),
+            waited: zeros(),
+            silent: zeros(),
+            events: Arc::new(EventRing::new()),
+            ..Self::default()
+        }
     }
 
     /// Records that this rank slept while it waited for these ranks.

@@ -1,8 +1,10 @@
-//! How the job is doing: which peers are lost and why, what has been counted, and which rank keeps this one waiting.
+//! How the job is doing: which peers are lost and why, what has been counted, which rank keeps this one waiting, and the
+//! records of the last calls.
 //!
 //! Uses [`crate::group`].
 
 pub mod counters;
+pub mod events;
 pub(crate) mod log_lines;
 pub mod losses;
 pub mod peers;

@@ -416,7 +416,9 @@ impl Driver {
         } else {
             bell.sleep(seen, FUTEX_SLEEP.min(limit));
         }
-        self.counters.note_wait(&awaited, before.elapsed());
+        let slept = before.elapsed();
+        self.counters.note_wait(&awaited, slept);
+        progress.note_wait(slept);
     }
 
     /// Takes note of events on sockets and doorbells, waiting up to `limit` for one.

@@ -340,6 +340,7 @@ impl Engine {
             progress.announce_leave();
         }
         self.driver.counters.log.write_out();
+        self.driver.counters.events.close();
     }
 }
 

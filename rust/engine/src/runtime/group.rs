@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use trigram_core::planner::Call;
 use trigram_core::signature::{Collective, Signature};
@@ -147,12 +147,7 @@ impl Group {
             request.pass = self.members.pass.load(Ordering::Relaxed);
             self.members.made.fetch_add(1, Ordering::Relaxed);
         }
-        Submission {
-            members: self.members.clone(),
-            request,
-            completion: Arc::default(),
-            deadline: limit.map(|l| Instant::now() + l),
-        }
+        Submission::new(self.members.clone(), request, Arc::default(), limit)
     }
 
     /// Makes a call and waits for its end. Calls `check_interrupt` every few milliseconds while waiting; its error

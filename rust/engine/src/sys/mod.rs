@@ -1,10 +1,11 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
-//! host's name and addresses, what a forked child may do, completion handles, and lists of stretches of memory.
+//! host's name and addresses, a clock that is fast to read, what a forked child may do, completion handles, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
 pub mod address;
 pub(crate) mod atomics;
+pub mod clock;
 pub mod completion;
 pub mod fork;
 pub mod limits;

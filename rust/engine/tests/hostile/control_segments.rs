@@ -130,7 +130,7 @@ fn control_segments() {
                 let request = some_request(&mut rng, memory.at(), *len, 2);
                 let completion = Arc::default();
                 completions.push(Arc::clone(&completion));
-                progress.admit(Submission { members: members.clone(), request, completion, deadline: None });
+                progress.admit(Submission::new(members.clone(), request, completion, None));
                 jobs += 1;
             }
             match rng.below(40) {

@@ -239,7 +239,7 @@ fn streams() {
                 let request = some_request(&mut rng, at, len, 3);
                 let completion = Arc::default();
                 completions.push(Arc::clone(&completion));
-                progress.admit(Submission { members: all.clone(), request, completion, deadline: None });
+                progress.admit(Submission::new(all.clone(), request, completion, None));
                 jobs += 1;
             }
             let from = 1 + rng.below(2);

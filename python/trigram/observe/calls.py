@@ -1,0 +1,76 @@
+"""Reads the engine's records of calls, with the names of their groups; follows an elastic job from one engine
+to the next."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+from trigram import _core
+from trigram.runtime import group, world
+
+
+class GroupName(NamedTuple):
+    """What users know of a group.
+
+    Attributes:
+        name: Its name in messages.
+        ranks: World ranks.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+
+
+class Calls:
+    """The calls of this process."""
+
+    def __init__(self) -> None:
+        self._world: weakref.ref[world.World] | None = None
+        self._reader: _core.EventReader | None = None
+        self._names: dict[int, GroupName] = {}
+        self.lost = 0
+        """Records that were overwritten before they were read."""
+
+    def _current(self) -> _core.EventReader | None:
+        present = world.present()
+        if present is not None and (self._world is None or self._world() is not present):
+            self._world = weakref.ref(present)
+            self._reader = _core.EventReader(present.engine)
+        return self._reader
+
+    def read(self) -> list[_core.Event]:
+        """The calls that have ended since the last read."""
+        before, reader = self._reader, self._current()
+        found: list[_core.Event] = []
+        for one in {id(r): r for r in (before, reader) if r is not None}.values():
+            events, lost = one.read()
+            found += events
+            self.lost += lost
+        return found
+
+    def all(self, under_way: bool = False) -> list[_core.Event]:
+        """The last calls, in the order in which they were made, with those under way; or only these."""
+        reader = self._current()
+        return reader.all(under_way) if reader is not None else []
+
+    def wait_for_failure(
+        self, seen: int, seconds: float
+    ) -> tuple[int, list[tuple[int, int | None, str]]] | None:
+        """See ``_core.EventReader``; None if there is no engine."""
+        reader = self._current()
+        return reader.wait_for_failure(seen, seconds) if reader is not None else None
+
+    def group(self, number: int) -> GroupName:
+        """The group with this ``Group.id``."""
+        if number not in self._names:
+            for g in group.all_groups():
+                if g.rank >= 0:
+                    self._names[g.core.id] = GroupName(g.name, tuple(g.ranks))
+        # It had been collected before its calls were read.
+        return self._names.setdefault(number, GroupName("of the job", tuple(range(self._world_size()))))
+
+    @staticmethod
+    def _world_size() -> int:
+        present = world.present()
+        return present.size if present is not None else 1

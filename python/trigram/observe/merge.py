@@ -1,0 +1,226 @@
+"""Makes one timeline of those of all ranks, with arrows between them, and of torch.profiler's files.
+
+Each rank's times are those of its host's clock. Where hosts differ, their clocks are aligned by the calls
+themselves: no rank can end an all_reduce or a barrier before another has begun it, so each call bounds how
+far the clocks of two hosts are apart, from both sides, and the bounds of the shortest calls are the tightest.
+The files of torch.profiler have the same clock.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from trigram.errors import MisuseError
+
+_EVERYBODY = ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
+"""Calls that end on no rank before all have begun them."""
+_PROFILED = 1_000_000
+"""The first ``pid`` of processes in profiler files, which ranks do not have."""
+
+Event = dict[str, Any]
+
+
+class RankTrace:
+    """The timeline of one rank.
+
+    Attributes:
+        rank: The rank.
+        host: Its host.
+        pid: Its process.
+        base: Nanoseconds since 1970 at which its ``ts`` is 0.
+        events: Its events.
+    """
+
+    def __init__(self, path: Path, events: list[Event]) -> None:
+        about = next((e["args"] for e in events if e.get("name") == "trigram" and e["ph"] == "M"), None)
+        if about is None:
+            raise MisuseError(f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE")
+        self.path = path
+        self.rank: int = about["rank"]
+        self.host: str = about["host"]
+        self.pid: int = about["pid"]
+        self.base: int = about["base_ns"]
+        self.events = events
+
+    def calls(self) -> Iterable[Event]:
+        """The engine's calls."""
+        return (e for e in self.events if e["ph"] == "X" and "call" in e.get("args", ()))
+
+
+def read_events(path: Path) -> Any:
+    """The JSON of a file, also of one whose process was killed while it wrote."""
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as f:
+        text = f.read()
+    try:
+        return json.loads(text)
+    except ValueError:
+        lines = text.splitlines()
+        events = []
+        for line in lines[1:]:
+            try:
+                events.append(json.loads(line.rstrip(",\n ")))
+            except ValueError:
+                break
+        return events
+
+
+def read_folder(folder: Path) -> list[RankTrace]:
+    """The timelines of a folder, by rank.
+
+    Raises:
+        MisuseError: There are none, or two of one rank.
+    """
+    traces = [RankTrace(path, read_events(path)) for path in sorted(folder.glob("*-rank*.json*"))]
+    if not traces:
+        raise MisuseError(f"{folder} has no timelines; run the job with TRIGRAM_TIMELINE={folder}")
+    by_rank: dict[int, RankTrace] = {}
+    for trace in traces:
+        if trace.rank in by_rank:
+            raise MisuseError(
+                f"{by_rank[trace.rank].path} and {trace.path} are both of rank {trace.rank}; keep the "
+                "timelines of one job in a folder"
+            )
+        by_rank[trace.rank] = trace
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def clock_offsets(traces: list[RankTrace]) -> dict[str, tuple[float, float]]:
+    """How far the clock of each host is ahead of that of the first rank's host.
+
+    Returns:
+        By host, microseconds and how far they may be wrong; 0 and infinity for a host that shares no calls
+        with the first, not even by way of others.
+    """
+    first = traces[0].host
+    spans: dict[str, dict[str, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
+    for trace in traces:
+        shift = (trace.base - traces[0].base) / 1000
+        for event in trace.calls():
+            if event["name"].split()[-1] in _EVERYBODY and "failed" not in event["args"]:
+                began = event["ts"] + shift
+                spans[event["args"]["call"]][trace.host].append((began, began + event["dur"]))
+    bounds: dict[tuple[str, str], tuple[float, float]] = {}
+    for by_host in spans.values():
+        for a in by_host:
+            for b in by_host:
+                if a == b:
+                    continue
+                # In true time b begins before a ends, and a before b ends.
+                low = max(s for s, _ in by_host[b]) - min(e for _, e in by_host[a])
+                high = min(e for _, e in by_host[b]) - max(s for s, _ in by_host[a])
+                known = bounds.get((a, b), (float("-inf"), float("inf")))
+                bounds[a, b] = max(known[0], low), min(known[1], high)
+    found = {first: (0.0, 0.0)}
+    while True:
+        reached = [
+            ((high - low) / 2 + found[a][1], a, b, (low + high) / 2)
+            for (a, b), (low, high) in bounds.items()
+            if a in found and b not in found
+        ]
+        if not reached:
+            break
+        error, a, b, offset = min(reached)
+        found[b] = found[a][0] + offset, abs(error)
+    return {host: found.get(host, (0.0, float("inf"))) for host in {t.host for t in traces}}
+
+
+def merge(traces: list[RankTrace], profiles: Iterable[Path] = ()) -> tuple[Event, list[str]]:
+    """One trace of all ranks.
+
+    Args:
+        traces: The ranks' timelines.
+        profiles: Files of torch.profiler; each goes to the rank that its ``distributedInfo`` or its process
+            names.
+
+    Returns:
+        The trace, and lines to tell the user.
+
+    Raises:
+        MisuseError: A profiler's file is of no rank.
+    """
+    offsets = clock_offsets(traces)
+    base = traces[0].base
+    told = []
+    for host, (offset, error) in sorted(offsets.items()):
+        if error == float("inf"):
+            told.append(f"{host} shares no collective with {traces[0].host}: its clock is taken as it is")
+        elif host != traces[0].host:
+            told.append(
+                f"the clock of {host} is {offset / 1000:.3f} ms ahead of that of {traces[0].host}, to "
+                f"{error / 1000:.3f} ms"
+            )
+    events: list[Event] = []
+    for trace in traces:
+        shift = (trace.base - base) / 1000 - offsets[trace.host][0]
+        events += (_moved(e, shift) for e in trace.events)
+    events += _arrows(events)
+    for n, path in enumerate(profiles):
+        events += _profile(path, traces, offsets, base, _PROFILED + 10 * n)
+    return {"traceEvents": events, "displayTimeUnit": "ms", "baseTimeNanoseconds": base}, told
+
+
+def _moved(event: Event, shift: float) -> Event:
+    return {**event, "ts": event["ts"] + shift} if "ts" in event else event
+
+
+def _arrows(events: list[Event]) -> list[Event]:
+    """From the rank that came last into a call to the ends on the others, which it has kept waiting."""
+    calls: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X" and "call" in event.get("args", ()):
+            calls[event["args"]["call"]].append(event)
+    arrows = []
+    for call, slices in calls.items():
+        last = max(slices, key=lambda e: e["ts"])
+        for n, other in enumerate(e for e in slices if e is not last):
+            end = other["ts"] + other["dur"]
+            about = {"cat": "call", "name": last["name"], "id": f"{call}.{n}"}
+            start = min(last["ts"], end)
+            arrows.append({**about, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": start})
+            arrows.append(
+                {**about, "ph": "f", "bp": "e", "pid": other["pid"], "tid": other["tid"], "ts": end}
+            )
+    return arrows
+
+
+def _profile(
+    path: Path, traces: list[RankTrace], offsets: dict[str, tuple[float, float]], base: int, pid: int
+) -> list[Event]:
+    """The events of a file of torch.profiler, on the common clock."""
+    profile = read_events(path)
+    if not isinstance(profile, dict) or "traceEvents" not in profile:
+        raise MisuseError(f"{path} is no file of torch.profiler (export_chrome_trace)")
+    events: list[Event] = profile["traceEvents"]
+    pids = {e.get("pid") for e in events}
+    rank = profile.get("distributedInfo", {}).get("rank")
+    owners = [t for t in traces if t.rank == rank] or [t for t in traces if t.pid in pids]
+    if len(owners) != 1:
+        raise MisuseError(
+            f"{path}: the rank of this profile is not known: {len(owners)} timelines have one of "
+            "its processes; keep the files of one job in a folder"
+        )
+    trace = owners[0]
+    shift = (profile.get("baseTimeNanoseconds", 0) - base) / 1000 - offsets[trace.host][0]
+    renamed: dict[Any, int] = {}
+    moved = []
+    for event in events:
+        if "pid" in event:
+            event["pid"] = renamed.setdefault(event["pid"], pid + len(renamed))
+        if event.get("ph") == "M" and event.get("name") == "process_name":
+            event["args"]["name"] = f"rank {trace.rank}, torch.profiler: {event['args'].get('name')}"
+        if event.get("ph") in ("s", "t", "f"):
+            event["id"] = f"{pid}.{event['id']}"
+        moved.append(_moved(event, shift))
+    return moved
+
+
+def write(trace: Event, path: Path) -> None:
+    """Writes a trace, compressed if its name ends in ``.gz``."""
+    data = json.dumps(trace).encode()
+    path.write_bytes(gzip.compress(data, 5) if path.suffix == ".gz" else data)

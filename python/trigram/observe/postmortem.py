@@ -1,0 +1,226 @@
+"""Says what stopped a job, from the dumps of its ranks (``dump``): which rank, and in which call.
+
+For each group it looks for the first call that not all of its ranks have ended. A rank that has not made it,
+while others wait in it, is the culprit; if all have made a call there, those whose call differs from that of
+most ranks are. A rank that others have lost, or that left no dump, is named first.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trigram.errors import MisuseError
+from trigram.observe.dump import PREFIX
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a postmortem has found.
+
+    Attributes:
+        ranks: The ranks to look at.
+        call: The call that they have kept from ending, in words; "": none.
+        text: What happened.
+    """
+
+    ranks: tuple[int, ...]
+    call: str
+    text: str
+
+
+class _Harmless(pickle.Unpickler):
+    """Reads plain values only: a pickle may otherwise run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it has a {module}.{name}, which no dump has")
+
+
+@dataclass
+class _Group:
+    """A group in the dumps.
+
+    Attributes:
+        name: Its name.
+        ranks: Its members.
+        calls: By number and rank, the entry.
+    """
+
+    name: str
+    ranks: list[int]
+    calls: dict[int, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def label(self) -> str:
+        """As messages name it."""
+        return f"group {self.name!r} of ranks {self.ranks}"
+
+
+def read(folder: Path) -> dict[int, dict[str, Any]]:
+    """The dumps of a folder, by rank.
+
+    Raises:
+        MisuseError: There are none, or one cannot be read.
+    """
+    dumps = {}
+    for path in folder.glob(f"{PREFIX}*"):
+        found = re.fullmatch(rf"{PREFIX}(\d+)", path.name)
+        if found is None:
+            continue
+        try:
+            with path.open("rb") as f:
+                dumps[int(found[1])] = _Harmless(f).load()
+        except (OSError, pickle.UnpicklingError, EOFError, ValueError) as e:
+            raise MisuseError(f"{path} is no dump: {e}") from e
+    if not dumps:
+        raise MisuseError(f"{folder} has no dumps; run the job with TRIGRAM_DUMP={folder}")
+    return dict(sorted(dumps.items()))
+
+
+def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:
+    groups: dict[str, _Group] = {}
+    for rank, dump in dumps.items():
+        for number, about in dump["pg_config"].items():
+            ranks = [int(r) for r in re.findall(r"\d+", about["ranks"])]
+            groups.setdefault(number, _Group(about["desc"], ranks))
+        for entry in dump["entries"]:
+            if not entry["is_p2p"]:
+                groups[entry["process_group"][0]].calls[entry["collective_seq_id"]][rank] = entry
+    return list(groups.values())
+
+
+def _what(entry: dict[str, Any]) -> str:
+    name = entry["profiling_name"].partition(":")[2]
+    return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}"
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, ranks))
+    return f"rank {numbers}" if len(ranks) == 1 else f"ranks {numbers}"
+
+
+def _have(ranks: Sequence[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
+
+
+def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
+    """What stopped the job, the most telling first; nothing if no call is open."""
+    found = _lost(dumps)
+    open_calls = []
+    for group in _groups(dumps):
+        newest = {
+            rank: max((n for n, by_rank in group.calls.items() if rank in by_rank), default=0)
+            for rank in group.ranks
+        }
+        for number in sorted(group.calls):
+            entries = group.calls[number]
+            if any(entry["state"] != "completed" for entry in entries.values()):
+                began = min(e["time_created_ns"] for e in entries.values() if e["state"] != "completed")
+                open_calls.append((began, group, number, newest))
+                break
+    for _, group, number, newest in sorted(open_calls, key=lambda o: o[0]):
+        found += _in_call(group, number, newest, dumps)
+    absent = sorted({r for g in _groups(dumps) for r in g.ranks} - dumps.keys())
+    named = {r for f in found for r in f.ranks}
+    if absent and not set(absent) <= named:
+        text = f"{_listed(absent)} left no dump: ended before, or on a host with another folder"
+        found.append(Finding(tuple(absent), "", text))
+    return found
+
+
+def _lost(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
+    """Ranks that died or fell silent, as the others saw it."""
+    how: dict[int, set[str]] = defaultdict(set)
+    for dump in dumps.values():
+        for rank, kind in dump.get("trigram", {}).get("losses", []):
+            if kind in ("dead", "silent"):
+                how[rank].add(kind)
+    words = {"dead": "died", "silent": "fell silent"}
+    return [
+        Finding(
+            (rank,), "", f"rank {rank} {' or '.join(sorted(words[k] for k in kinds))} first, as others saw"
+        )
+        for rank, kinds in sorted(how.items())
+    ]
+
+
+def _in_call(
+    group: _Group, number: int, newest: dict[int, int], dumps: dict[int, dict[str, Any]]
+) -> list[Finding]:
+    entries = group.calls[number]
+    # A rank whose record was overwritten has gone further; one without a dump is not known.
+    missing = [r for r in group.ranks if r not in entries and r in dumps and newest[r] < number]
+    kinds = Counter(_what(e) for e in entries.values())
+    usual = kinds.most_common(1)[0][0]
+    waiting = [r for r, e in entries.items() if e["state"] != "completed"]
+    shown = number - 1  # as error messages count
+    call = f"call {shown} of {group.label}, {usual}"
+    if missing:
+        text = (
+            f"{_listed(missing)} {_have(missing)} not made {call}, in which {_listed(waiting)} "
+            f"{'waits' if len(waiting) == 1 else 'wait'}; " + _last_calls(missing, dumps)
+        )
+        return [Finding(tuple(missing), call, text)]
+    if len(kinds) > 1:
+        other = [r for r, e in entries.items() if _what(e) != usual]
+        if len(kinds) == 2 and kinds[usual] == len(other):
+            other = sorted(entries)  # as many have made the one as the other
+        made = "; ".join(f"rank {r} made {_what(e)}" for r, e in sorted(entries.items()))
+        text = (
+            f"the ranks made different calls as call {shown} of {group.label}: {made}. One of them has "
+            "skipped or added a call before"
+        )
+        return [Finding(tuple(sorted(other)), call, text)]
+    absent = [r for r in group.ranks if r not in dumps]
+    if absent:
+        text = f"{_listed(absent)} left no dump, and {_listed(waiting)} waited in {call}"
+        return [Finding(tuple(absent), call, text)]
+    blamed = Counter(
+        e["trigram"]["waited_for"]
+        for e in entries.values()
+        if e["state"] != "completed" and e.get("trigram", {}).get("waited_for") is not None
+    )
+    if not blamed:
+        return [Finding((), call, f"all ranks have made {call}, and it has not ended on {_listed(waiting)}")]
+    rank = blamed.most_common(1)[0][0]
+    text = f"all ranks have made {call}; {_listed(waiting)} waited longest for rank {rank} in it"
+    return [Finding((rank,), call, text)]
+
+
+def _last_calls(ranks: Sequence[int], dumps: dict[int, dict[str, Any]]) -> str:
+    """What ranks did last."""
+    parts = []
+    for rank in ranks:
+        entries = dumps[rank]["entries"]
+        if not entries:
+            parts.append(f"rank {rank} has made no call")
+            continue
+        last = entries[-1]
+        state = "ended" if last["state"] == "completed" else "is under way or failed"
+        ago = (dumps[rank]["trigram"]["time_ns"] - last["time_created_ns"]) / 1e9
+        parts.append(
+            f"the last call of rank {rank}, {_what(last)}, made {ago:.1f} s before its dump, {state}"
+        )
+    return "; ".join(parts)
+
+
+def report(folder: Path) -> str:
+    """What :func:`find` finds, as text, with the errors of the ranks."""
+    dumps = read(folder)
+    found = find(dumps)
+    lines = [f"{len(dumps)} dumps, of {_listed(list(dumps))}"]
+    if found:
+        who = f"look at {_listed(found[0].ranks)}" if found[0].ranks else "no rank stands out"
+        lines += [f"Verdict: {who}", *(f"- {f.text}" for f in found)]
+    else:
+        lines.append("Verdict: no call is open; the ranks have ended all calls that they have made")
+    errors: Counter[str] = Counter()
+    for dump in dumps.values():
+        errors.update({text for *_, text in dump.get("trigram", {}).get("failures", [])})
+    lines += [f"Error on {n} of {len(dumps)} ranks: {text}" for text, n in errors.most_common(5)]
+    return "\n".join(lines)

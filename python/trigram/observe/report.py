@@ -1,0 +1,303 @@
+"""Where the steps of a job go, which rank or link holds the others up, and what to do about it: from the
+files that its ranks leave (``TRIGRAM_REPORT``).
+
+Ranks that average gradients end each step together, so a late rank shows in the others' waiting and not in
+its own. *Own time* is a step without the waiting: it is what tells ranks apart, and a rank that is late
+because it waited for another one is not blamed.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trigram.errors import ConfigError
+from trigram.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PHASES, WAIT
+
+PREFIX = "report-rank"
+VERSION = 1
+_LATE = 1.1
+"""A rank is slow if its own time is this many times that of the others."""
+_EXPOSED = 0.1
+"""Of a step: from here on, waiting is worth a word."""
+_SLOW_LINK = 0.75
+"""A link is slow if it carries less than this part of the median."""
+_SMALL_BUCKET = 256 << 10
+_MANY_BUCKETS = 8
+
+
+@dataclass
+class Rank:
+    """What a rank says of itself; times are seconds.
+
+    Attributes:
+        rank: World rank.
+        world_size: Ranks of the job.
+        host: Its host.
+        model: The class of the model with most steps; "": no model was trained.
+        steps: How many.
+        mean: By phase, and ``step``: the mean of a step.
+        median: The same, the median.
+        buckets: Bytes of each gradient bucket; empty if weights are averaged.
+        ranks: The world ranks that train the model.
+        rates: Bytes per second of the link of each of them, if they were measured.
+        sent: Bytes that it sent to other hosts or through pipes.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    model: str
+    steps: int
+    mean: dict[str, float]
+    median: dict[str, float]
+    buckets: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    sent: int = 0
+
+    def own(self, typical: bool = False) -> float:
+        """Seconds of a step, without waiting for others: the mean, or the median."""
+        values = self.median if typical else self.mean
+        return sum(values[phase] for phase in PHASES if phase != WAIT)
+
+    @property
+    def exposed(self) -> float:
+        """The part of a step in which the training thread waits."""
+        return self.mean[WAIT] / self.mean["step"] if self.mean["step"] else 0.0
+
+
+@dataclass
+class Finding:
+    """What the figures say.
+
+    Attributes:
+        cause: ``input``, ``compute``, ``link``, ``buckets``, ``network``, or ``none``.
+        rank: The rank that holds the others up; None: no single one does.
+        chronic: Whether it does so in most steps, not in some.
+        verdict: One sentence.
+        why: Figures behind it, one sentence each.
+        then: What to do, one sentence each.
+    """
+
+    cause: str
+    rank: int | None
+    chronic: bool
+    verdict: str
+    why: list[str]
+    then: list[str]
+
+
+def write(folder: Path, row: Rank) -> None:
+    """Writes a rank's file; one that is read meanwhile is the old one or the new one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{PREFIX}{row.rank}.json"
+    unfinished = path.with_suffix(".part")
+    unfinished.write_text(json.dumps({"version": VERSION, **asdict(row)}), encoding="utf-8")
+    unfinished.replace(path)
+
+
+def read(where: Path) -> list[Rank]:
+    """The ranks of a folder, by rank.
+
+    Raises:
+        ConfigError: There is no file of a rank, or one is no report.
+    """
+    rows = []
+    for path in sorted(where.glob(f"{PREFIX}*.json")) if where.is_dir() else []:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            if values.pop("version") != VERSION:
+                raise ValueError("it is of another release")
+            row = Rank(**values)
+            if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
+                raise ValueError("it lacks phases of a step")
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            raise ConfigError(f"{path} is no report of a rank: {error}") from error
+        rows.append(row)
+    if not rows:
+        raise ConfigError(
+            f"{where} has no {PREFIX}N.json; the ranks of a job write them there with TRIGRAM_REPORT={where}"
+        )
+    return sorted(rows, key=lambda row: row.rank)
+
+
+def judge(rows: list[Rank]) -> Finding:
+    """Who or what holds the job up.
+
+    Args:
+        rows: All ranks, or those that are known.
+    """
+    trained = [row for row in rows if row.steps > 0]
+    if not trained:
+        return Finding(
+            "none",
+            None,
+            False,
+            "no step of training was counted",
+            ["a step is a forward and a backward pass of a model given to with_bagua, and its update"],
+            [],
+        )
+    step = statistics.median(row.mean["step"] for row in trained)
+    exposed = statistics.median(row.exposed for row in trained)
+    waits = f"half of the ranks wait for more than {exposed:.0%} of a step"
+    late = max(trained, key=Rank.own)
+    others = [row for row in trained if row is not late]
+    usual = statistics.median(row.own() for row in others) if others else late.own()
+    if others and late.own() > _LATE * usual and late.own() - usual > 0.05 * step:
+        return _slow_rank(late, others, usual, waits)
+    if exposed < _EXPOSED:
+        return Finding(
+            "none",
+            None,
+            False,
+            f"nothing stands out: ranks wait for {exposed:.0%} of a step",
+            [f"own times are within {late.own() / usual - 1:.0%} of each other"] if others and usual else [],
+            [],
+        )
+    return _communication(trained, waits)
+
+
+def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Finding:
+    excess = {
+        phase: late.mean[phase] - statistics.median(row.mean[phase] for row in others)
+        for phase in (INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER)
+    }
+    phase = max(excess, key=excess.__getitem__)
+    typical = statistics.median(row.own(typical=True) for row in others)
+    # A rank that is late once has a long mean and an ordinary median.
+    chronic = late.own(typical=True) - typical > 0.5 * (late.own() - usual)
+    often = "in most steps" if chronic else "in some steps"
+    cause = "input" if phase == INPUT else "compute"
+    what = "its input" if cause == "input" else f"its computation (most in: {phase})"
+    if cause == "input":
+        then = [
+            "give its DataLoader more workers or a longer prefetch_factor, or cache what it reads "
+            "(trigram.data.CachedDataset)"
+        ]
+    else:
+        then = [
+            f"look at {late.host}: other programs, clocks, threads",
+            "trigram.data.BalancedBatchSampler with speeds='measured' gives it less work",
+        ]
+    if chronic:
+        then.append("asynchronous algorithms do not wait for it: algorithm='async'")
+    return Finding(
+        cause,
+        late.rank,
+        chronic,
+        f"rank {late.rank} on {late.host} is slow in {what}, {often}",
+        [
+            f"without waiting its step takes {_ms(late.own())}, the others' {_ms(usual)}; "
+            f"{_ms(excess[phase])} of the difference are in {phase}",
+            waits,
+        ],
+        then,
+    )
+
+
+def _communication(rows: list[Rank], waits: str) -> Finding:
+    """Ranks wait for communication, and none of them for a late rank."""
+    most = max(rows, key=lambda row: len(row.rates))
+    rates = [rate / 1e6 for rate in most.rates]
+    if len(rates) > 2 and min(rates) < _SLOW_LINK * statistics.median(rates):
+        rank = most.ranks[rates.index(min(rates))]
+        host = next((row.host for row in rows if row.rank == rank), "its host")
+        return Finding(
+            "link",
+            rank,
+            True,
+            f"the link of rank {rank} on {host} is slow",
+            [
+                f"it carries {min(rates):.0f} MB/s, the median link {statistics.median(rates):.0f}",
+                waits,
+            ],
+            [
+                f"look at the cable, the port and other traffic of {host}",
+                "trigram plan -- python SCRIPT says which algorithm suits these links",
+            ],
+        )
+    buckets = max((row.buckets for row in rows), key=len)
+    usual = statistics.median(buckets) if buckets else 0
+    if len(buckets) >= _MANY_BUCKETS and usual < _SMALL_BUCKET:
+        return Finding(
+            "buckets",
+            None,
+            True,
+            "the gradient buckets are small",
+            [
+                f"{len(buckets)} buckets, half of them of {usual / 1024:.0f} KiB at most; each costs a call",
+                waits,
+            ],
+            ["leave bucket_mb out, or set it to 4"],
+        )
+    why = [waits]
+    if rates:
+        why.append(f"links carry {min(rates):.0f} to {max(rates):.0f} MB/s")
+    return Finding(
+        "network",
+        None,
+        True,
+        "communication takes longer than backward can hide",
+        why,
+        [
+            "trigram plan -- python SCRIPT predicts the step with every algorithm",
+            "algorithm='bytegrad' sends a quarter of the bytes and trains as DDP does within noise",
+        ],
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def as_json(rows: list[Rank]) -> dict[str, Any]:
+    """The report as values for JSON: ``finding`` and ``ranks``."""
+    return {"version": VERSION, "finding": asdict(judge(rows)), "ranks": [asdict(row) for row in rows]}
+
+
+def text(rows: list[Rank]) -> str:
+    """The report, for people."""
+    found = judge(rows)
+    size = max(row.world_size for row in rows)
+    first = max(rows, key=lambda row: row.steps)
+    lines = [f"trigram report: {size} ranks, {first.steps} steps of {first.model or 'no model'}"]
+    known = {row.rank for row in rows}
+    if absent := [rank for rank in range(size) if rank not in known]:
+        lines.append(
+            f"no file of rank(s) {', '.join(map(str, absent))}: on another host, or they have failed"
+        )
+    lines.append(f"Verdict: {found.verdict}")
+    lines += [f"Why:     {line}" for line in found.why]
+    lines += [f"Next:    {line}" for line in found.then]
+    header = ("rank", "host", "step ms", *PHASES)
+    table: list[tuple[str, ...]] = [header]
+    for row in rows:
+        if row.steps:
+            cells = (f"{1e3 * row.mean[key]:.2f}" for key in ("step", *PHASES))
+            table.append((str(row.rank), row.host, *cells))
+    widths = [max(len(line[k]) for line in table) for k in range(len(header))]
+    lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
+    return "\n".join(lines)
+
+
+def compare(before: list[Rank], after: list[Rank]) -> str:
+    """Two reports beside each other: means over ranks, and how many times as long the second takes."""
+
+    def mean(rows: list[Rank], key: str) -> float:
+        return (
+            statistics.fmean(row.mean[key] for row in rows if row.steps)
+            if any(r.steps for r in rows)
+            else 0.0
+        )
+
+    lines = [f"{'ms of a step':>12}  {'first':>9}  {'second':>9}  second / first"]
+    for key in ("step", *PHASES):
+        a, b = mean(before, key), mean(after, key)
+        lines.append(f"{key:>12}  {1e3 * a:9.2f}  {1e3 * b:9.2f}  {f'{b / a:.2f}' if a > 0 else ''}".rstrip())
+    lines.append(f"first:  {judge(before).verdict}")
+    lines.append(f"second: {judge(after).verdict}")
+    return "\n".join(lines)

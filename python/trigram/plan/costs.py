@@ -1,0 +1,85 @@
+"""Measures what the arithmetic of averages costs on this machine: nothing of it is assumed.
+
+Each measurement repeats real calls on values of the size of a bucket; the median of the processor time
+counts, which other processes do not lengthen. Where ranks share cores, :mod:`trigram.plan.step` lengthens it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trigram import codecs
+from trigram.averaging.powersgd import arithmetic
+from trigram.plan.inputs import CodecCost, Costs
+from trigram.training.compressors import NEEDS_FEEDBACK
+
+CODECS = ("bf16", "f16", "int8", "sign", "topk:0.01")
+ELEMENTS = 1 << 20
+"""Values of a bucket of 4 MiB."""
+REPEATS = 5
+TOUCHED = 64 << 20
+"""Bytes of the copy whose time counts: more than caches hold."""
+
+
+def measure(
+    shapes: Sequence[tuple[int, ...]], elements: int = ELEMENTS, ranks: Sequence[int] = (2,)
+) -> Costs:
+    """Measures codecs, PowerSGD and copies in this process; about a second.
+
+    Args:
+        shapes: The shapes of the model's parameters, for PowerSGD; a sample of them is measured.
+        elements: Values that a codec gets at a time.
+        ranks: The ranks of PowerSGD.
+
+    Returns:
+        The costs. ``shared`` is the copy's: within a host every byte is read and written once. ``wire`` is 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(elements, generator=generator)
+    found = {name: _codec(name, values) for name in CODECS}
+    source = torch.ones(TOUCHED // 8)
+    target = torch.empty_like(source)
+    copy = seconds(lambda: target.copy_(source)) / source.nbytes
+    return Costs(found, {str(rank): _powersgd(shapes, rank) for rank in ranks}, copy, copy, 0.0)
+
+
+def _codec(name: str, values: torch.Tensor) -> CodecCost:
+    codec, n = codecs.find(name), values.numel()
+    residual = torch.zeros(n) if name.partition(":")[0] in NEEDS_FEEDBACK else None
+    out, code = torch.zeros(n), codec.encode(values)
+    return CodecCost(
+        seconds(lambda: codec.encode(values, code, residual)) / n,
+        seconds(lambda: codec.decode(code, out)) / n,
+        seconds(lambda: codec.decode(code, out, 1.0)) / n,
+    )
+
+
+def _powersgd(shapes: Sequence[tuple[int, ...]], rank: int) -> float:
+    """Seconds of the arithmetic of one step, per value of the matrices of a sample."""
+    sample: list[tuple[int, ...]] = []
+    for shape in shapes:
+        rows = shape[0] if len(shape) > 1 else 1
+        columns = torch.Size(shape).numel() // max(rows, 1)
+        if len(shape) > 1 and rank * (rows + columns) < rows * columns:
+            sample.append((rows, columns))
+        if sum(r * c for r, c in sample) > 2 * ELEMENTS:
+            break
+    if not sample:
+        return 0.0
+    matrices = [(torch.randn(r, c), torch.randn(c, rank)) for r, c in sample]
+    return seconds(lambda: [arithmetic(m, q) for m, q in matrices]) / sum(r * c for r, c in sample)
+
+
+def seconds(call: Callable[[], object]) -> float:
+    """The median processor time that a call takes this thread; the first call is not counted."""
+    call()
+    times = []
+    for _ in range(REPEATS):
+        began = time.thread_time()
+        call()
+        times.append(time.thread_time() - began)
+    return statistics.median(times)

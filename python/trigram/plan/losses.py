@@ -1,0 +1,55 @@
+"""What is known of each algorithm's loss: the table of docs/benchmarks.md, "Loss after the same number of
+samples"; a test compares the two."""
+
+from __future__ import annotations
+
+from trigram.algorithms.parse import find
+from trigram.algorithms.trigram import Algorithm
+
+TASKS = ("digits", "gpt", "characters")
+LOSS_PERCENT: dict[str, tuple[float, float, float]] = {
+    "gradient_allreduce": (0.3, 0.0, -0.1),
+    "bytegrad": (-9.4, 0.3, -0.8),
+    "decentralized": (-7.8, 1.3, 5.0),
+    "low_precision_decentralized": (-11.0, 0.5, 5.4),
+    "async": (-9.6, 0.4, 5.0),
+    "async_low_precision": (-9.4, 0.4, 4.1),
+    "async_decentralized": (-15.2, 3.0, 9.4),
+    "async_low_precision_decentralized": (-15.5, 2.3, 10.3),
+    "qadam": (3.3, 1.2, 17.0),
+    "local_sgd": (-11.4, 2.5, 2.7),
+    "diloco": (-1.5, 1.7, 6.0),
+    "powersgd": (-0.1, 2.9, 0.7),
+    "topk": (-15.5, 3.4, 1.2),
+    "signsgd": (3.0, 1.8, 1.6),
+    "push_sum": (-6.0, 2.4, 8.8),
+}
+"""Held-out loss relative to DDP's, in percent, on the three tasks; negative is better."""
+CLOSE_CODECS = ("int8", "bf16", "f16")
+KINDS = ("exact", "close", "different")
+ALLOWED = {"exact": ("exact",), "close": ("exact", "close"), "any": KINDS}
+"""What each recommendation may choose from."""
+
+
+def kind(algorithm: Algorithm) -> str:
+    """How much an algorithm changes the training.
+
+    Returns:
+        ``exact``: the mean gradient, as DDP; ``close``: the same with rounding whose effect on the loss is
+        within noise; ``different``: another training, learning rates may have to change.
+    """
+    if algorithm.value.carry != "gradients" or algorithm.aggregation or algorithm.step:
+        return "different"
+    if algorithm.value.what == "full":
+        return "exact"
+    return "close" if algorithm.value.what in CLOSE_CODECS else "different"
+
+
+def known(name: str) -> str:
+    """What is known of the loss of an algorithm, in a few words."""
+    found = LOSS_PERCENT.get(name)
+    if found is None:
+        return {"exact": "as DDP's", "close": "not measured; rounds each value once per phase"}.get(
+            kind(find(name)), "not measured"
+        )
+    return ", ".join(f"{task} {value:+.1f} %" for task, value in zip(TASKS, found, strict=True))

@@ -1,0 +1,1 @@
+"""What a job shows of itself: records of calls, timelines, dumps after a failure."""

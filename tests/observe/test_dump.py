@@ -1,0 +1,107 @@
+"""Dumps of a failed job, read by torch's own analyser and by our postmortem."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import signal
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+import trigram
+from tests.support.harness import run, until
+from trigram.observe import postmortem
+
+
+def _job(rank: int, world: int, how: str) -> str:
+    trigram.init(op_timeout=3.0)
+    for _ in range(3):
+        trigram.all_reduce(torch.ones(4))
+    try:
+        if how == "skipped" and rank != 2:
+            trigram.all_reduce(torch.ones(8))
+        elif how == "late" and rank == 2:
+            time.sleep(4.0)
+        trigram.all_reduce(torch.ones(4))
+    except trigram.TrigramError as e:
+        return str(e)
+    return ""
+
+
+def _torchs_verdict(folder: Path) -> str:
+    """What torchfrtrace says of the dumps in a folder."""
+    fr_trace = pytest.importorskip("torch.distributed.flight_recorder.fr_trace")
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]
+    theirs = [logger for logger in loggers if "light" in logger.name.lower() or "fr" in logger.name.lower()]
+    for logger in theirs:
+        logger.addHandler(handler)
+    try:
+        with redirect_stdout(heard):
+            fr_trace.main([str(folder)])
+    finally:
+        for logger in theirs:
+            logger.removeHandler(handler)
+    return heard.getvalue()
+
+
+@pytest.mark.parametrize("how", ["skipped", "late"])
+def test_the_dump_names_the_rank(how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 2 skips a call, or does not come to it: torch's analyser and ours name it, and the call."""
+    errors = run(3, _job, how, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
+    assert all(errors), errors
+    assert sorted(p.name for p in tmp_path.glob("rank*")) == ["rank0", "rank1", "rank2"]
+    [finding, *_] = postmortem.find(postmortem.read(tmp_path))
+    assert finding.ranks == (2,)
+    elements = 8 if how == "skipped" else 4
+    assert f"all_reduce of {elements} float32" in finding.call
+    number = "call 5"  # after two barriers of init and three all_reduces, counted from 0
+    assert number in finding.text
+    text = postmortem.report(tmp_path)
+    assert "Verdict: look at rank 2" in text
+    if how == "skipped":
+        assert number in errors[0], "errors and postmortem count alike"
+    said = _torchs_verdict(tmp_path) + "".join(capfd.readouterr())
+    assert ("Culprit rank 2" if how == "skipped" else "missing ranks: {2}") in said
+
+
+def _asked(rank: int, world: int, folder: str) -> list[int]:
+    trigram.init()
+    seen: list[int] = []
+    if rank == 1:
+        signal.signal(signal.SIGUSR2, lambda *_: seen.append(1))
+    trigram.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGUSR2)
+    until(lambda: all((Path(folder) / f"rank{r}").exists() for r in range(2)), 15, "the dumps")
+    trigram.barrier()
+    return seen
+
+
+def test_a_signal_asks_all_ranks_for_a_dump(tmp_path: Path) -> None:
+    """SIGUSR2 on one rank; the other dumps because it is asked through the folder. Nothing is wrong."""
+    run(2, _asked, str(tmp_path), env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
+    dumps = postmortem.read(tmp_path)
+    assert postmortem.find(dumps) == []
+    assert "SIGUSR2" in dumps[0]["trigram"]["why"]
+    assert "no call is open" in postmortem.report(tmp_path)
+
+
+def test_a_dump_is_no_program(tmp_path: Path) -> None:
+    """A pickle that would run code is refused."""
+    import pickle
+
+    class Evil:
+        def __reduce__(self) -> tuple[object, ...]:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    (tmp_path / "rank0").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(trigram.MisuseError, match="no dump"):
+        postmortem.read(tmp_path)
+    assert not (tmp_path / "made").exists()

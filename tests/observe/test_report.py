@@ -1,0 +1,118 @@
+"""``TRIGRAM_REPORT``: the report names who holds a job up, and nobody when nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import trigram
+from tests.support.harness import run
+from trigram.cli import app
+from trigram.errors import ConfigError
+from trigram.observe import report
+from trigram.observe.steps import PHASES
+
+STEPS = 12
+
+
+def train(rank: int, world: int, plant: str) -> None:
+    """Trains a small model; rank 1 is what ``plant`` says."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64) for _ in range(40)]
+    model = nn.Sequential(*layers)
+    model = trigram.with_bagua(model, bucket_mb=0.02 if plant == "buckets" else 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        if rank == 1 and (plant == "input" or (plant == "once" and step == 5)):
+            time.sleep(0.05 if plant == "input" else 0.6)
+        inputs = torch.randn(8, 64)
+        optimizer.zero_grad()
+        loss = model(inputs).square().mean()
+        if rank == 1 and plant == "compute":
+            loss.register_hook(slowly)
+        loss.backward()
+        optimizer.step()
+
+
+def slowly(grad: torch.Tensor) -> None:
+    """Takes its time in backward."""
+    time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("plant", "cause", "chronic"),
+    [("input", "input", True), ("once", "input", False), ("compute", "compute", True)],
+)
+def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path: Path) -> None:
+    run(3, train, plant, env={"TRIGRAM_REPORT": str(tmp_path)})
+    rows = report.read(tmp_path)
+    found = report.judge(rows)
+    assert [row.rank for row in rows] == [0, 1, 2]
+    assert all(row.steps >= STEPS - 2 for row in rows)
+    assert (found.rank, found.cause, found.chronic) == (1, cause, chronic), report.text(rows)
+
+
+def row(rank: int, **other: object) -> report.Rank:
+    """A rank with a step of 100 ms."""
+    values = {
+        "input": 0.01,
+        "forward": 0.03,
+        "backward": 0.05,
+        "wait": 0.002,
+        "optimizer": 0.008,
+        "other": 0.0,
+    }
+    values |= {k: v for k, v in other.items() if k in PHASES}  # type: ignore[misc]
+    values["step"] = sum(values[phase] for phase in PHASES)
+    given = {k: v for k, v in other.items() if k not in PHASES}
+    return report.Rank(rank, 4, f"node{rank}", "GPT", 50, values, dict(values), **given)  # type: ignore[arg-type]
+
+
+def test_nobody_is_named_when_nothing_is_wrong() -> None:
+    found = report.judge([row(r, input=0.01 + 0.001 * r) for r in range(4)])
+    assert (found.cause, found.rank) == ("none", None)
+
+
+def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
+    waiting = {"wait": 0.05}
+    rates = [1.2e8, 1.2e8, 3e7, 1.2e8]
+    found = report.judge([row(r, ranks=[0, 1, 2, 3], rates=rates, **waiting) for r in range(4)])
+    assert (found.cause, found.rank) == ("link", 2)
+    found = report.judge([row(r, buckets=[20_000] * 40, **waiting) for r in range(4)])
+    assert (found.cause, found.rank) == ("buckets", None)
+    found = report.judge([row(r, buckets=[4 << 20] * 10, rates=[1.2e8] * 4, **waiting) for r in range(4)])
+    assert (found.cause, found.rank) == ("network", None)
+
+
+def test_the_commands(tmp_path: Path) -> None:
+    for r in range(4):
+        report.write(tmp_path / "a", row(r))
+        report.write(tmp_path / "b", row(r, forward=0.06))
+    out = tmp_path / "all.json"
+    said = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--json", str(out)])
+    assert said.exit_code == 0
+    assert "Verdict: nothing stands out" in said.output
+    assert json.loads(out.read_text())["finding"]["cause"] == "none"
+    said = CliRunner().invoke(app, ["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    assert "2.00" in said.output
+
+
+def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has no report-rankN"):
+        report.read(tmp_path)
+    (tmp_path / "report-rank3.json").write_text("{}")
+    with pytest.raises(ConfigError, match="report-rank3"):
+        report.read(tmp_path)
+
+
+def test_a_folder_that_cannot_be_used_ends_no_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path / "file")})
+    (tmp_path / "report-rank7.json").write_text("{}")
+    run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path)})

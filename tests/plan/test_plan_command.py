@@ -1,0 +1,171 @@
+"""`trigram plan`: offline, with a script that real ranks run, and what ``with_bagua`` takes from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import trigram
+from tests.support.checks import says
+from tests.support.harness import run
+from trigram.cli import app
+from trigram.plan import file
+
+OFFLINE = ["plan", "--params", "11M", "--compute", "220ms"]
+SCRIPT = """
+import torch, trigram
+torch.manual_seed(0)
+model = trigram.with_bagua(torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)]), "bytegrad")
+optimizer = torch.optim.Adam(model.parameters())
+for step in range({steps}):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+print("the script has ended")
+"""
+
+
+def decided(path: Path, **decision: Any) -> Path:
+    path.write_text(json.dumps({"version": file.VERSION, "decision": decision}))
+    return path
+
+
+def test_offline(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    rest = ["--hosts", "2", "--rate", "1gbit", "--rtt", "0.2ms", "--allow", "close", "--json", str(out)]
+    done = CliRunner().invoke(app, [*OFFLINE, *rest])
+    assert done.exit_code == 0, done.output
+    says(
+        done.output,
+        "11M parameters, 2 ranks on 2 hosts",
+        "0.948 Gbit/s",
+        "exact: gradient_allreduce",
+        "close: bytegrad",
+    )
+    content = json.loads(out.read_text())
+    assert content["decision"] == content["recommended"]["close"]
+    assert file.read(out).algorithm == "bytegrad"
+    assert {row["algorithm"] for row in content["rows"]} > {"diloco", "powersgd", "async"}
+
+
+def test_links_of_a_file(tmp_path: Path) -> None:
+    links = tmp_path / "links.csv"
+    links.write_text("host,rate\na,1gbit\nb,100mbit\n")
+    done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links)])
+    says(done.output, "2 ranks on 2 hosts, 0.0948 to 0.948 Gbit/s")
+    links.write_text("a,1gbit\nb,fast\n")
+    done = CliRunner().invoke(app, [*OFFLINE, "--links", str(links)])
+    assert done.exit_code == 2
+    says(done.output, "the rate of b", "'fast'")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        ([], "--params and --compute"),
+        (["--params", "1M", "--compute", "1", "--rate", "1gbit"], "no positive number"),
+        (["--params", "1M", "--compute", "1s"], "--rate 10gbit"),
+        (["--params", "1M", "--compute", "1s", "--rate", "1gbit", "--hosts", "1"], "nobody to average with"),
+    ],
+)
+def test_what_is_missing_is_said(argv: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["plan", *argv])
+    assert done.exit_code == 2
+    says(" ".join(done.output.replace("│", " ").split()), words)
+
+
+def planned(tmp_path: Path, steps: int) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "train.py").write_text(SCRIPT.format(steps=steps))
+    argv = [
+        "-m",
+        "trigram",
+        "plan",
+        "-n",
+        "2",
+        "--steps",
+        "4",
+        "--json",
+        "plan.json",
+        "--",
+        sys.executable,
+        "train.py",
+    ]
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ,
+        check=False,
+    )
+
+
+def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
+    done = planned(tmp_path, 1000)
+    assert done.returncode == 0, done.stderr
+    says(done.stdout, "2 ranks on 1 hosts", "measured in 4 steps", "check: gradient_allreduce")
+    assert "the script has ended" not in done.stdout
+    inputs = json.loads((tmp_path / "plan.json").read_text())["inputs"]
+    assert [t["shape"] for t in inputs["compute"]["tensors"]].count([64, 64]) == 4
+    ready = [t["ready"] for t in inputs["compute"]["tensors"]]
+    assert ready == sorted(ready) and 0 < inputs["compute"]["forward"] < ready[0]
+    assert ready[-1] < inputs["compute"]["step"]
+    assert inputs["compute"]["optimizer_state"] == pytest.approx(2.0, rel=0.01)
+
+
+def test_a_script_that_is_too_short(tmp_path: Path) -> None:
+    done = planned(tmp_path, 5)
+    assert done.returncode == 1
+    says(done.stderr, "ended after 5 training steps, and 14 are needed", "measured nothing")
+
+
+def use(rank: int, _world: int, paths: list[str], from_environment: bool) -> Any:
+    if from_environment:
+        os.environ["TRIGRAM_PLAN"] = paths[rank]  # "": none
+    model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+    try:
+        trigram.with_bagua(model, plan=None if from_environment else paths[rank])
+    except trigram.TrigramError as error:
+        return type(error).__name__, str(error)
+    counters = trigram.stats(model)
+    return counters["algorithm"], len(counters["buckets"])
+
+
+@pytest.mark.parametrize("from_environment", [False, True])
+def test_a_plan_is_taken_by_all_ranks(tmp_path: Path, from_environment: bool) -> None:
+    plan = decided(tmp_path / "plan.json", algorithm="bytegrad", options={}, bucket_mb=0.5)
+    assert run(2, use, [str(plan)] * 2, from_environment) == [("bytegrad", 4)] * 2
+
+
+def test_plans_that_differ_are_refused(tmp_path: Path) -> None:
+    one = decided(tmp_path / "1.json", algorithm="bytegrad", options={}, bucket_mb=1)
+    two = decided(tmp_path / "2.json", algorithm="bytegrad", options={}, bucket_mb=2)
+    (tmp_path / "3.json").write_text("{}")
+    for name, text in run(2, use, [str(one), str(two)], False):
+        assert name == "MismatchError"
+        says(text, "plan of rank(s) 1 differs from that of rank 0")
+    (first, said), (second, broken) = run(2, use, [str(one), str(tmp_path / "3.json")], False)
+    assert (first, second) == ("MismatchError", "ConfigError")
+    says(said, "cannot be read there")
+    says(broken, "no plan of version 1", "trigram plan")
+
+
+def test_a_rank_without_a_plan_is_named(tmp_path: Path) -> None:
+    plan = decided(tmp_path / "plan.json", algorithm="bytegrad", options={}, bucket_mb=1)
+    for name, text in run(2, use, [str(plan), ""], True):
+        assert name == "MismatchError"
+        says(text, "plan of rank(s) 1 differs from that of rank 0")
+
+
+def test_an_algorithm_and_a_plan(tmp_path: Path) -> None:
+    with pytest.raises(trigram.MisuseError, match="plan= names the algorithm"):
+        trigram.with_bagua(torch.nn.Linear(2, 2), "async", plan=tmp_path / "plan.json")

@@ -34,6 +34,8 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
         model: A model given to :func:`trigram.with_bagua`.
     """
     wrapped = lookup(model, "algorithm_state")
+    if wrapped.tuner is not None:
+        wrapped.tuner.pause()
     state: dict[str, Any] = {
         "algorithm": wrapped.algorithm.title,
         "trigram": _trigram(wrapped),
@@ -66,6 +68,8 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
             what differs. All ranks raise it.
     """
     wrapped = lookup(model, "load_algorithm_state")
+    if wrapped.tuner is not None:
+        wrapped.tuner.resume(state)
     problem = _mismatch(wrapped, state)
     _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
     with _kept_weights(model, wrapped, state):

@@ -51,6 +51,8 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
     if wrapped.hooks is not None:
         counters |= wrapped.hooks.stats()
     counters["steps"] += wrapped.earlier_steps
+    if wrapped.tuner is not None:
+        counters["auto"] = wrapped.tuner.report()
     return {
         "algorithm": wrapped.algorithm.name,
         "world_size": wrapped.size,

@@ -8,14 +8,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.sparse import sparse_parameters
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model import methods, planned
+from trigram.model.auto import Auto
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
-from trigram.plan import measuring
+from trigram.plan import measuring, settle
 from trigram.plan.file import agreed
 from trigram.runtime import logs
 from trigram.runtime.group import Group
@@ -63,12 +65,14 @@ def with_bagua(
     Args:
         model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
-            :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
+            :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``. ``auto``,
+            ``auto:close`` and ``auto:any`` choose while the model trains, see docs/planning.md.
         optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given; the others ignore
             it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
-        bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs.
+        bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs. ``auto`` begins
+            with it.
         sample_weight: How much this rank counts in averages, for example if batches are unequal: a number, or
             a callable that returns it and is called once per step, when backward begins. Averages are
             ``sum(w_i g_i) / sum(w_i)``. A rank with weight 0 contributes nothing, even if its gradients are
@@ -117,6 +121,13 @@ def with_bagua(
     if (decision := agreed(plan, group, uses=algorithm is None, asks=elastic is False)) is not None:
         algorithm, options = decision.algorithm, {**decision.options, **options}
         bucket_mb = decision.bucket_mb if bucket_mb is None else bucket_mb
+    if (automatic := settle.settings(algorithm, options)) is not None:
+        if elastic is not False:
+            raise UnsupportedError(
+                "with_bagua: algorithm='auto' does not support elastic=True: ranks that join would have to "
+                'follow its trials; measure with trigram plan, and pass plan="plan.json"'
+            )
+        algorithm, options = DEFAULT, {}
     chosen = find(algorithm, options)
     if bucket_mb is None:
         bucket_mb = BUCKET_MB_GPU if any(p.is_cuda for p in model.parameters()) else BUCKET_MB
@@ -143,9 +154,18 @@ def with_bagua(
     extras.check(chosen, ranks.size)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
-    wrapped_models[model] = WrappedModel(
-        model, chosen, ranks, int(bucket_mb * (1 << 20)), optimizer, extras, states
+    wrapped = wrapped_models[model] = WrappedModel(
+        model,
+        chosen,
+        ranks,
+        int(bucket_mb * (1 << 20)),
+        optimizer,
+        extras,
+        states,
+        str(automatic or ""),
     )
+    if automatic is not None and wrapped.hooks is not None:
+        wrapped.tuner = Auto(wrapped, automatic)
     methods.add(model)
     if asked is not None and ranks.size > 1:
         measuring.Watch(model, ranks, asked, planned.conclude)
@@ -279,6 +299,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``.
     """
     wrapped = lookup(model, "switch")
+    if settle.settings(algorithm, options) is not None:
+        raise UnsupportedError(f"switch: algorithm={algorithm!r} begins with with_bagua; call it there")
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
     check(chosen, optimizer)
@@ -288,4 +310,5 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
     wrapped.end()
+    wrapped.tuner, wrapped.settings = None, ""
     wrapped.begin(model, chosen, optimizer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -27,6 +27,19 @@ from trigram.training.step_hooks import StepHooks, agree_on_algorithm
 from trigram.training.weight_sync import WeightSync, running
 
 
+class Tuner(Protocol):
+    """Chooses the algorithm of a model while it trains: :class:`trigram.model.auto.Auto`."""
+
+    def pause(self) -> None:
+        """Ends a trial under way, on all ranks: what is being tried is not what was chosen."""
+
+    def resume(self, state: dict[str, Any]) -> None:
+        """Takes the algorithm of a saved state, if it may; all ranks call it."""
+
+    def report(self) -> dict[str, Any]:
+        """What ``stats`` says of it."""
+
+
 class WrappedModel:
     """A model and its algorithm.
 
@@ -35,6 +48,8 @@ class WrappedModel:
         algorithm: The algorithm with its options.
         hooks: The hooks on the model; None if one rank trains it alone.
         earlier_steps: Steps made with earlier algorithms.
+        settings: More that all ranks must have alike, as text.
+        tuner: Chooses the algorithm while the model trains; None: the script has chosen it.
     """
 
     def __init__(
@@ -46,7 +61,10 @@ class WrappedModel:
         optimizer: Any,
         extras: Options,
         states: Sequence[Any] | None = None,
+        settings: str = "",
     ) -> None:
+        self.settings = settings
+        self.tuner: Tuner | None = None
         self.job = world.job()
         self.extras = extras
         self.model = weakref.ref(model)
@@ -79,7 +97,7 @@ class WrappedModel:
         if self.groups is None:
             return
         if not self.groups.joining:
-            agree_on_algorithm(f"{chosen}{self.extras}", self.groups)
+            agree_on_algorithm(f"{chosen}{self.extras}{self.settings}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)

@@ -26,7 +26,10 @@ TOUCHED = 64 << 20
 
 
 def measure(
-    shapes: Sequence[tuple[int, ...]], elements: int = ELEMENTS, ranks: Sequence[int] = (2,)
+    shapes: Sequence[tuple[int, ...]],
+    elements: int = ELEMENTS,
+    ranks: Sequence[int] = (2,),
+    touched: int = TOUCHED,
 ) -> Costs:
     """Measures codecs, PowerSGD and copies in this process; about a second.
 
@@ -34,6 +37,7 @@ def measure(
         shapes: The shapes of the model's parameters, for PowerSGD; a sample of them is measured.
         elements: Values that a codec gets at a time.
         ranks: The ranks of PowerSGD.
+        touched: Bytes of the copy whose time counts.
 
     Returns:
         The costs. ``shared`` is the copy's: within a host every byte is read and written once. ``wire`` is 0.
@@ -41,7 +45,7 @@ def measure(
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(elements, generator=generator)
     found = {name: _codec(name, values) for name in CODECS}
-    source = torch.ones(TOUCHED // 8)
+    source = torch.ones(touched // 8)
     target = torch.empty_like(source)
     copy = seconds(lambda: target.copy_(source)) / source.nbytes
     return Costs(found, {str(rank): _powersgd(shapes, rank) for rank in ranks}, copy, copy, 0.0)

@@ -23,7 +23,7 @@ VERSION = 1
 VARIABLE = "TRIGRAM_PLAN"
 
 
-def write(path: Path, job: Job, found: Comparison, allowed: str) -> None:
+def write(path: Path, job: Job, found: Comparison, allowed: str, decision: Decision | None = None) -> None:
     """Writes a plan.
 
     Args:
@@ -31,12 +31,13 @@ def write(path: Path, job: Job, found: Comparison, allowed: str) -> None:
         job: What the plan was made from.
         found: The comparison.
         allowed: Which recommendation is the decision: ``exact``, ``close`` or ``any``.
+        decision: Another decision, that a job has tried.
     """
     content = {
         "version": VERSION,
         "trigram": core.__version__,
         "allowed": allowed,
-        "decision": asdict(found.decision(allowed)),
+        "decision": asdict(decision or found.decision(allowed)),
         "recommended": {name: asdict(found.decision(name)) for name in ALLOWED},
         "rows": as_rows(found),
         "inputs": asdict(job),

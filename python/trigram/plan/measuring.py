@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,12 +194,23 @@ def _of_all(seconds: list[float], group: Group) -> tuple[float, float]:
     return slowest / 1e9, statistics.median(s for rank in everyone for s in rank) / 1e9
 
 
-def links(group: Group, measured: Costs) -> tuple[Machines, Costs]:
+def links(
+    group: Group,
+    measured: Costs,
+    known: Sequence[float] = (),
+    probes: int = PROBES,
+    most_bytes: int = 64 * PROBE_BYTES,
+    short_probes: int = SHORT_PROBES,
+) -> tuple[Machines, Costs]:
     """Measures the links between the ranks of a group; all of them call it.
 
     Args:
         group: The ranks.
         measured: The costs so far.
+        known: Rates of the ranks' links that the engine has measured; empty: those of ``group``.
+        probes: Transfers of each size that count.
+        most_bytes: A transfer that was too short is repeated with more, but with no more than this.
+        short_probes: Transfers of 4 bytes.
 
     Returns:
         The machines, and the costs with those of transfers.
@@ -211,21 +222,21 @@ def links(group: Group, measured: Costs) -> tuple[Machines, Costs]:
     cores = len(os.sched_getaffinity(0)) / kernels.count(kernel)
     cores = min(c / 1e6 for (c,) in tell_all([round(1e6 * cores)], group))
     nbytes = PROBE_BYTES
-    seconds, processor = _transfer(nbytes, group)
-    while seconds < SHORT_SECONDS and nbytes < 64 * PROBE_BYTES:
+    seconds, processor = _transfer(nbytes, group, probes)
+    while seconds < SHORT_SECONDS and nbytes < most_bytes:
         nbytes *= 8
-        seconds, processor = _transfer(nbytes, group)
+        seconds, processor = _transfer(nbytes, group, probes)
     if len(hosts) == 1:
         shared = dataclasses.replace(measured, shared=seconds / nbytes)
         return Machines((nbytes / seconds,), 0.0, local, cores), shared
     sent = 2 * (len(hosts) - 1) / len(hosts) * nbytes
-    known = group.core.rates()
+    known = known or group.core.rates()
     rates = [sent / seconds] * len(hosts)
     if len(known) == n:
         # What the engine has measured tells links apart; the transfer has measured the slowest.
         by_host = [sum(known[rank] for rank in host) for host in hosts]
         rates = [sent / seconds * rate / min(by_host) for rate in by_host]
-    short, _ = _transfer(4, group, SHORT_PROBES)
+    short, _ = _transfer(4, group, short_probes)
     latency = short / math.ceil(math.log2(len(hosts)))
     carried = 2 * (n - 1) / n * nbytes
     after = dataclasses.replace(measured, wire=processor / carried)

@@ -41,7 +41,7 @@ def compose(
         optimizer: The optimizer, for algorithms that use it; else None.
     """
     if algorithm.gradients:
-        return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
+        return GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     return WeightSync(model, groups, make, algorithm.every is not None)
 
@@ -80,7 +80,8 @@ def _averages_state(algorithm: Algorithm) -> bool:
     return mean and not algorithm.gradients and algorithm.step is None
 
 
-def _compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCompressor:
+def compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCompressor:
+    """The compressor of an algorithm that averages gradients."""
     block = algorithm.options.get("block")
     if algorithm.value.carry == "momentum":
         return compressors.MomentumCompressor(optimizer, algorithm.options["bits"], block)

@@ -37,6 +37,7 @@ from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_backup import GradientBackup
+from trigram.training.gradient_probe import GradientProbe
 from trigram.training.model_changes import agree_on_change
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
@@ -53,6 +54,10 @@ class GradientSync(StepHooks):
         groups: The model's process groups.
         bucket_bytes: The size of a bucket in bytes.
         compressor: Chooses how gradients are averaged; None: in full.
+
+    Attributes:
+        probe: Told of gradients, while somebody looks.
+        at_boundary: Called once per pass when it is prepared, on all ranks; it may call :meth:`change`.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class GradientSync(StepHooks):
         self.passes = 0  # since the last update
         self.buckets: list[Bucket] = []
         self.backup = GradientBackup()
+        self.probe: GradientProbe | None = None
+        self.at_boundary: Callable[[], object] | None = None
         self.failure: TrigramError | None = None
         self.keep_residuals = True
         self.redoing = False
@@ -95,6 +102,19 @@ class GradientSync(StepHooks):
         self.buckets = []
         self._build_buckets(self.dense[::-1])
         self.order = []
+
+    def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
+        """Gives the buckets another size, and averages another compressor; all ranks call it, between passes.
+
+        Args:
+            bucket_bytes: The size of a bucket in bytes.
+            compressor: None: the same, and residuals move to the new buckets. Another begins without.
+        """
+        self.bucket_bytes = bucket_bytes
+        self.keep_residuals = compressor is None
+        self.compressor = compressor or self.compressor
+        self._build_buckets([i for b in self.buckets for i in b.params])
+        self.keep_residuals = True
 
     def _build_buckets(self, order: Sequence[int]) -> None:
         if self.keep_residuals:
@@ -148,6 +168,8 @@ class GradientSync(StepHooks):
             check_replicas(model.parameters(), self.groups.control, self.steps)
         if not self._follow_changes(model, in_backward) and self.order is not None and self.steps:
             self._reorder()
+        if self.at_boundary is not None:
+            self.at_boundary()
         if self.groups.broadcast_buffers:
             self._broadcast_buffers(model, src, in_backward)
 
@@ -301,6 +323,8 @@ class GradientSync(StepHooks):
                 "passes but the last under trigram.no_sync"
             )
         bucket.pending.discard(k)
+        if self.probe is not None:
+            self.probe.ready(i)
         if self.order is not None and i not in self.order:
             self.order.append(i)
         try:
@@ -316,6 +340,8 @@ class GradientSync(StepHooks):
         if self.next == 0:
             self.began = time.perf_counter()
         bucket.collect(self.params, self.copies)
+        if self.probe is not None:
+            self.probe.own(bucket.values)
         if self.elastic.newcomer:
             bucket.memory.zero_()
             bucket.unused = list(range(len(bucket.params)))

@@ -1,0 +1,174 @@
+"""What ``algorithm="auto"`` may change, what it would change, and whether a trial has confirmed it.
+
+Values only: rank 0 proposes, all ranks try the proposals (``trigram/model/auto.py``), and each computes the
+same verdict from the same integers.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trigram.algorithms.names import DEFAULT
+from trigram.algorithms.parse import find
+from trigram.algorithms.trigram import Algorithm
+from trigram.errors import UnsupportedError
+from trigram.plan import choice
+from trigram.plan.choice import Comparison, Decision
+from trigram.plan.inputs import Job
+from trigram.plan.losses import ALLOWED
+from trigram.plan.step import predict
+
+AFTER = 15.0
+"""Seconds of training before measuring begins: it takes about 0.2 s, and must not take 2 % of a job."""
+WORTH = 0.1
+"""The part of a step that a change must be predicted to gain."""
+CONFIRMED = 0.05
+"""The part that it must gain in the trial: both its blocks of steps must be faster too."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ``with_bagua(model, "auto", ...)`` asks for.
+
+    Attributes:
+        allowed: ``exact``, ``close`` or ``any``.
+        after: Seconds of training before measuring begins.
+        save_plan: Where rank 0 writes the decision as a plan; None: nowhere.
+    """
+
+    allowed: str = "exact"
+    after: float = AFTER
+    save_plan: str | None = None
+
+    def __str__(self) -> str:
+        return f", chosen by auto:{self.allowed} after {self.after} s"
+
+
+def settings(algorithm: Any, options: dict[str, Any]) -> Settings | None:
+    """What a script or ``TRIGRAM_ALGORITHM`` asks of auto; None: it names an algorithm.
+
+    Args:
+        algorithm: As ``with_bagua`` takes it.
+        options: The script's options; those that auto does not have are left out if the environment asks.
+
+    Raises:
+        UnsupportedError: It asks for something that there is not.
+    """
+    from_environment = algorithm is None
+    name = os.environ.get("TRIGRAM_ALGORITHM") if from_environment else algorithm
+    if not isinstance(name, str) or name.partition(":")[0] != "auto":
+        return None
+    allowed = name.partition(":")[2] or ("exact" if name == "auto" else "")
+    if allowed not in ALLOWED:
+        raise UnsupportedError(f"algorithm {name!r} is unknown; write auto, auto:close or auto:any")
+    known = {k: v for k, v in options.items() if k in ("after", "save_plan")}
+    if len(known) < len(options) and not from_environment:
+        raise UnsupportedError(
+            f"algorithm {name!r}: unknown option {', '.join(sorted(options.keys() - known.keys()))}; its "
+            "options are after and save_plan"
+        )
+    after = known.get("after", AFTER)
+    if not isinstance(after, int | float) or not after >= 0:
+        raise UnsupportedError(f"algorithm {name!r}: after={after!r} must be a number of seconds, 0 or more")
+    path = known.get("save_plan")
+    return Settings(allowed, float(after), None if path is None else os.fspath(path))
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A change that is worth a trial.
+
+    Attributes:
+        decision: The algorithm and the size of its buckets.
+        kind: ``exact``, ``close`` or ``different``.
+        gain: The part of a step that it is predicted to gain.
+    """
+
+    decision: Decision
+    kind: str
+    gain: float
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What rank 0 proposes.
+
+    Attributes:
+        comparison: All that was compared.
+        now: Predicted seconds of a step with what is used now.
+        first: What to try, the most free first.
+        refused: What the freedom does not allow, in words; "": nothing would gain enough.
+    """
+
+    comparison: Comparison
+    now: float
+    first: tuple[Proposal, ...]
+    refused: str
+
+
+def propose(
+    job: Job, current: Decision, allowed: str, supported: Callable[[Algorithm], bool] = lambda _: True
+) -> Proposals:
+    """What could be changed for the better.
+
+    Args:
+        job: What was measured.
+        current: What is used now.
+        allowed: ``exact``, ``close`` or ``any``.
+        supported: Whether the options of the model go with an algorithm.
+    """
+    names = (DEFAULT, *(n for n in choice.CANDIDATES if supported(find(n))))
+    found = choice.compare(job, names)
+    size = current.bucket_mb or choice.BUCKETS_MB[0]
+    now = predict(job, find(current.algorithm, current.options), int(size * (1 << 20))).seconds
+    wanted = list(ALLOWED)
+    first: list[Proposal] = []
+    for level in reversed(wanted[: wanted.index(allowed) + 1]):
+        row, decision = found.best[level], found.decision(level)
+        gain = 1 - row.seconds / now
+        if gain >= WORTH and decision != current and decision not in [p.decision for p in first]:
+            first.append(Proposal(decision, row.kind, gain))
+    refused, best = [], found.best[allowed]
+    for level in wanted[wanted.index(allowed) + 1 :]:
+        row = found.best[level]
+        if row != best and 1 - row.seconds / now >= WORTH:
+            refused.append(f'{row.algorithm}, predicted {1e3 * row.seconds:.3g} ms ("auto:{level}")')
+            best = row
+    return Proposals(found, now, tuple(first), " and ".join(refused))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a trial has shown, in seconds of the median step over ranks.
+
+    Attributes:
+        before: With what was used.
+        after: With what was tried.
+        confirmed: Whether the change stays.
+    """
+
+    before: float
+    after: float
+    confirmed: bool
+
+
+def judge(blocks: Sequence[Sequence[int]]) -> Verdict:
+    """The verdict on a trial.
+
+    Args:
+        blocks: For each rank, the median step of each block in nanoseconds: before, after, before, after.
+    """
+    median = [statistics.median(rank[k] for rank in blocks) for k in range(4)]
+    before, after = (median[0] + median[2]) / 2, (median[1] + median[3]) / 2
+    both = median[1] < median[0] and median[3] < median[2]
+    return Verdict(before * 1e-9, after * 1e-9, both and after <= (1 - CONFIRMED) * before)
+
+
+def named(decision: Decision) -> str:
+    """A decision in words."""
+    size = "" if decision.bucket_mb is None else f" with buckets of {decision.bucket_mb:.3g} MiB"
+    return decision.algorithm + size

@@ -1,0 +1,306 @@
+"""``algorithm="auto"``: what it proposes and confirms, and that a training goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trigram
+from tests.support.cases import Cases
+from tests.support.checks import equal, raises, same_on_all_ranks, says
+from tests.support.harness import scratch
+from tests.support.twin_training import x
+from trigram.model import auto
+from trigram.model.wrapped import lookup
+from trigram.plan import settle
+from trigram.plan.choice import Decision
+from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
+from trigram.plan.settle import Proposal, Settings, Verdict
+
+CASES = Cases()
+MIB = 1 << 20
+FREE = CodecCost(1e-10, 1e-10, 1e-10)
+COSTS = Costs(
+    dict.fromkeys(("bf16", "f16", "int8", "sign", "topk:0.01"), FREE), {"2": 1e-9}, 1e-10, 1e-10, 0.0
+)
+ROUND = 4 * (auto.UNTIMED + auto.TIMED)
+"""Passes of a trial."""
+
+
+def job(elements: int, compute: float, rate: float) -> Job:
+    return Job(Compute.even(elements, compute), Machines((rate, rate), 1e-4), COSTS)
+
+
+def test_exact_changes_buckets_only() -> None:
+    slow = job(20_000_000, 0.4, 118e6)
+    given = settle.propose(slow, Decision("gradient_allreduce", {}, 64.0), "exact")
+    assert [(p.decision.algorithm, p.kind) for p in given.first] == [("gradient_allreduce", "exact")]
+    assert given.first[0].decision.bucket_mb in (1.0, 2.0, 4.0) and given.first[0].gain >= settle.WORTH
+    says(given.refused, "auto:close", "bytegrad", "predicted")
+    # What is best already is left alone, and a network that does not matter too.
+    best = given.first[0].decision
+    assert settle.propose(slow, best, "exact").first == ()
+    fast = settle.propose(job(1_000_000, 0.4, 1e10), Decision("gradient_allreduce", {}, 25.0), "any")
+    assert fast.first == () and fast.refused == ""
+
+
+def test_more_freedom_proposes_more() -> None:
+    slow = job(20_000_000, 0.4, 12e6)
+    now = Decision("gradient_allreduce", {}, 25.0)
+    kinds = {
+        allowed: [p.kind for p in settle.propose(slow, now, allowed).first] for allowed in settle.ALLOWED
+    }
+    assert (
+        set(kinds["exact"]) <= {"exact"} and kinds["close"][0] == "close" and kinds["any"][0] == "different"
+    )
+    # Each next proposal is stricter: it is tried if the one before does not hold what was predicted.
+    assert kinds["any"][1] == "close"
+    only = settle.propose(slow, now, "close", lambda a: a.value.what != "int8").first
+    assert only[0].decision.algorithm in ("central/bf16/sync", "central/f16/sync")
+
+
+@pytest.mark.parametrize(
+    "blocks, confirmed",
+    [
+        ([[100, 80, 100, 80], [90, 82, 98, 80], [99, 200, 101, 79]], True),  # one rank was disturbed once
+        ([[100, 97, 100, 97]], False),  # too little
+        ([[100, 60, 100, 101]], False),  # not in both turns
+        ([[100, 110, 100, 110]], False),
+    ],
+)
+def test_verdict(blocks: list[list[int]], confirmed: bool) -> None:
+    assert settle.judge(blocks).confirmed is confirmed
+
+
+def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert settle.settings("bytegrad", {}) is None and settle.settings(None, {}) is None
+    assert settle.settings("auto", {"after": 0}) == Settings("exact", 0.0)
+    assert settle.settings("auto:any", {"save_plan": "p"}) == Settings("any", settle.AFTER, "p")
+    says(raises(trigram.UnsupportedError, settle.settings, "auto:fast", {}), "auto:close")
+    says(raises(trigram.UnsupportedError, settle.settings, "auto:", {}), "auto:close")
+    says(raises(trigram.UnsupportedError, settle.settings, "auto", {"every": 4}), "every", "save_plan")
+    says(raises(trigram.UnsupportedError, settle.settings, "auto", {"after": math.nan}), "after")
+    monkeypatch.setenv("TRIGRAM_ALGORITHM", "auto:close")
+    assert settle.settings(None, {"every": 4}) == Settings("close")
+    assert settle.settings("bytegrad", {}) is None
+
+
+def net() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(*[m for _ in range(5) for m in (nn.Linear(64, 64), nn.Tanh())])
+
+
+def start(algorithm: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = trigram.with_bagua(net(), algorithm, **options)
+    return model, torch.optim.Adam(model.parameters(), 1e-3)
+
+
+def steps(model: nn.Module, optimizer: Any, rank: int, first: int, count: int, micro: int = 1) -> None:
+    for step in range(first, first + count):
+        optimizer.zero_grad()
+        for k in range(micro - 1):
+            with trigram.no_sync(model):
+                model(x(rank, step, 4, 64, salt=100 + k)).square().mean().backward()
+        model(x(rank, step, 4, 64)).sin().square().mean().backward()
+        optimizer.step()
+
+
+def tuner(model: nn.Module) -> auto.Auto:
+    found = lookup(model, "test").tuner
+    assert isinstance(found, auto.Auto)
+    return found
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+EXACT = Proposal(Decision("gradient_allreduce", {}, 0.02), "exact", 0.2)
+CLOSE = Proposal(Decision("bytegrad", {}, 0.02), "close", 0.2)
+
+
+@CASES.over("auto", "auto:any")
+def measures_and_trains_on(rank: int, world: int, algorithm: str) -> None:
+    """A whole search, whatever it finds: the loop is the same, and all ranks hold the same."""
+    plan = scratch() / f"{algorithm}.json"
+    model, optimizer = start(algorithm, after=0, save_plan=plan, bucket_mb=0.001)
+    steps(model, optimizer, rank, 0, auto.FIRST + 2)
+    report = trigram.stats(model)["auto"]
+    assert report["state"] in ("trying", "settled")
+    steps(model, optimizer, rank, auto.FIRST + 2, 3 * ROUND + 2)
+    report = trigram.stats(model)["auto"]
+    assert report["state"] == "settled" and report["allowed"] == (algorithm.partition(":")[2] or "exact")
+    says(report["said"], "takes" if any(t["confirmed"] for t in report["trials"]) else "stays")
+    same_on_all_ranks(rank, world, f"measured {algorithm}", [weights(model)])
+    if rank == 0:
+        content = json.loads(plan.read_text())
+        assert content["decision"] == report["decision"]
+    if algorithm == "auto":  # the bits are those of a training without it, here inside one host
+        twin, other = start("gradient_allreduce", bucket_mb=0.001)
+        steps(twin, other, rank, 0, auto.FIRST + 3 * ROUND + 4)
+        equal(weights(model), weights(twin), "auto beside gradient_allreduce")
+
+
+@CASES.over(1, 2)
+def a_trial_changes_no_bit(rank: int, world: int, micro: int) -> None:
+    """An exact change, through all blocks and after it, with accumulation in ``no_sync`` too."""
+    model, optimizer = start("auto")
+    twin, other = start("gradient_allreduce")
+    steps(model, optimizer, rank, 0, 3, micro)
+    tuner(model)._begin_trials([EXACT])
+    counts = set()
+    for step in range(3, 3 + ROUND + 4):
+        steps(model, optimizer, rank, step, 1, micro)
+        counts.add(len(trigram.stats(model)["buckets"]))
+    steps(twin, other, rank, 0, 3 + ROUND + 4, micro)
+    assert len(counts) == 2, counts
+    assert len(tuner(model).trials) == 1
+    equal(weights(model), weights(twin), "after a trial")
+
+
+@CASES.over(True, False)
+def a_verdict_is_kept(rank: int, world: int, confirmed: bool) -> None:
+    model, optimizer = start("auto:close")
+    steps(model, optimizer, rank, 0, 2)
+    before = tuner(model).current
+    tuner(model)._begin_trials([CLOSE])
+    trial = tuner(model).trial
+    assert trial is not None
+    tuner(model)._use(CLOSE.decision)
+    steps(model, optimizer, rank, 2, 2)
+    tuner(model)._decide(trial, Verdict(2e-3, 1e-3 if confirmed else 3e-3, confirmed))
+    steps(model, optimizer, rank, 4, 2)
+    assert trigram.stats(model)["algorithm"] == ("bytegrad" if confirmed else "gradient_allreduce")
+    assert tuner(model).current == (CLOSE.decision if confirmed else before)
+    says(trigram.stats(model)["auto"]["said"], "bytegrad", "takes" if confirmed else "stays")
+    same_on_all_ranks(rank, world, f"verdict {confirmed}", [weights(model)])
+
+
+@CASES.over(math.nan, 1e3)
+def gradients_that_depart_end_a_codec(rank: int, world: int, factor: float) -> None:
+    """Of one rank only: all ranks go back."""
+    model, optimizer = start("auto:close")
+    steps(model, optimizer, rank, 0, 2 * auto.NORM_EVERY + 1)
+    assert tuner(model).reference > 0
+    trial = auto._Trial(CLOSE, [])
+    tuner(model)._use(CLOSE.decision)
+    tuner(model)._decide(trial, Verdict(2e-3, 1e-3, True))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(100, 100 + (auto.NORMS + 1) * auto.NORM_EVERY):
+        optimizer.zero_grad()
+        scale = factor if rank == world - 1 else 1.0
+        (scale * model(x(rank, step, 4, 64)).sin().square().mean()).backward()
+        optimizer.step()
+    report = trigram.stats(model)["auto"]
+    assert trigram.stats(model)["algorithm"] == "gradient_allreduce", report
+    says(report["said"], "goes back", "bytegrad", "norm of the gradients")
+    again = tuner(model)._proposals(None if rank else job(20_000_000, 0.4, 12e6))
+    assert all(p.kind == "exact" for p in again), again
+
+
+@CASES
+def a_checkpoint_in_a_trial(rank: int, world: int) -> None:
+    """What is saved is what was chosen, and it loads again; a codec that was chosen comes back."""
+    model, optimizer = start("auto:close")
+    steps(model, optimizer, rank, 0, 3)
+    tuner(model)._begin_trials([CLOSE])
+    steps(model, optimizer, rank, 3, auto.UNTIMED + auto.TIMED + 1)
+    assert trigram.stats(model)["algorithm"] == "bytegrad"
+    saved = [model.state_dict(), optimizer.state_dict(), trigram.algorithm_state(model)]
+    assert saved[2]["algorithm"].startswith("gradient_allreduce")
+    file = io.BytesIO()
+    torch.save(saved, file)
+    steps(model, optimizer, rank, 50, 4)
+    twin, other = start("auto:close")
+    steps(twin, other, rank, 7, 2)
+    tuner(twin)._begin_trials([CLOSE])
+    steps(twin, other, rank, 9, auto.UNTIMED + auto.TIMED + 1)
+    file.seek(0)
+    w, o, s = torch.load(file)
+    twin.load_state_dict(w)
+    other.load_state_dict(o)
+    trigram.load_algorithm_state(twin, s)
+    steps(twin, other, rank, 50, 4)
+    equal(weights(twin), weights(model), "resumed")
+    # A state of bytegrad, in a job that may use it and in one that may not.
+    source, _ = start("bytegrad", bucket_mb=0.02)
+    state = trigram.algorithm_state(source)
+    trigram.load_algorithm_state(twin, state)
+    assert trigram.stats(twin)["algorithm"] == "bytegrad"
+    strict, _ = start("auto")
+    says(raises(trigram.MisuseError, trigram.load_algorithm_state, strict, state), "bytegrad")
+
+
+@CASES
+def a_pass_that_fails_in_a_trial(rank: int, world: int) -> None:
+    model, optimizer = start("auto:close")
+    steps(model, optimizer, rank, 0, 2)
+    tuner(model)._begin_trials([CLOSE])
+    for step in range(2, 2 + ROUND + 9):
+        optimizer.zero_grad()
+        loss = model(x(rank, step, 4, 64)).square().mean()
+        if step % 9 == 5:
+            hook = next(model.parameters()).register_hook(_raise) if rank == 0 else None
+            with pytest.raises((RuntimeError, trigram.AbortedError)):
+                loss.backward()
+            if hook is not None:
+                hook.remove()
+            continue
+        loss.backward()
+        optimizer.step()
+    assert len(tuner(model).trials) == 1
+    same_on_all_ranks(rank, world, "failed passes", [weights(model)])
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise RuntimeError("planned")
+
+
+@CASES
+def refusals(rank: int, world: int) -> None:
+    says(
+        raises(
+            trigram.UnsupportedError,
+            trigram.with_bagua,
+            net(),
+            "auto",
+            elastic=True,
+            optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1),
+        ),
+        "elastic",
+        "plan=",
+    )
+    says(raises(trigram.UnsupportedError, trigram.switch, start("async")[0], "auto"), "with_bagua")
+    says(raises(trigram.MismatchError, start, ["auto", "gradient_allreduce"][rank % 2]), "differ")
+    says(raises(trigram.MismatchError, start, "auto", after=float(rank % 2)), "different options")
+    model = trigram.with_bagua(net().double(), "auto")
+    says(trigram.stats(model)["auto"]["said"], "stays", "float32")
+    model, optimizer = start("auto")
+    trigram.switch(model, "bytegrad")
+    steps(model, optimizer, rank, 0, 2)
+    assert "auto" not in trigram.stats(model)
+
+
+@CASES
+def uneven_inputs(rank: int, world: int) -> None:
+    """Ranks without inputs follow a trial's end, and the others' steps."""
+    model, optimizer = start("auto")
+    steps(model, optimizer, rank, 0, 2)
+    tuner(model)._begin_trials([EXACT])
+    with trigram.join(model):
+        steps(model, optimizer, rank, 2, 4 + 9 * rank)
+    assert tuner(model).trial is None
+    steps(model, optimizer, rank, 40, 3)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [3])
+def test_auto(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("CASES", case, world, patience=60)

@@ -1,4 +1,4 @@
-"""``algorithm="auto"``: what it proposes and confirms, and that a training goes on as if nothing had happened."""
+"""``algorithm="auto"``: what it proposes and confirms, and that a training goes on as without it."""
 
 from __future__ import annotations
 

@@ -203,9 +203,7 @@ class Auto:
         forward = tensors[0].ready if tensors else 0.0
         typical = statistics.median(of for of, _ in everyone) / _NANO
         cores = min(max(0.1, processor), float(torch.get_num_threads()))
-        compute = Compute(
-            max(slowest, ready and max(ready.values()) or 0.0), forward, tensors, cores, typical
-        )
+        compute = Compute(max(slowest, max(ready.values(), default=0.0)), forward, tensors, cores, typical)
         return Job(compute, machines, measured, f"measured in {len(recent)} steps by auto")
 
     def _proposals(self, job: Job | None) -> list[Proposal]:

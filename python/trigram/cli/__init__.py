@@ -1,4 +1,4 @@
-"""The `trigram` command: run, plan, report, compare, timeline, postmortem, demo, bench, chaos, doctor,
+"""The `trigram` command: run, plan, top, report, compare, timeline, postmortem, demo, bench, chaos, doctor,
 algorithms."""
 
 from __future__ import annotations
@@ -275,6 +275,21 @@ def report_command(
     typer.echo(report.text(rows))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(rows), indent=1), encoding="utf-8")
+
+
+@app.command("top")
+def top_command(
+    *,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The job's store; else MASTER_ADDR and MASTER_PORT."),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and end.")] = False,
+) -> None:
+    """Show the ranks of a running job, live; they leave snapshots in its store with TRIGRAM_TOP=1."""
+    from trigram.cli import top  # each command loads what it needs
+
+    raise typer.Exit(top.show(store, once))
 
 
 @app.command("compare")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trigram import _core
-from trigram.elastic.store import ReconnectingStore
+from trigram.runtime.live_store import ReconnectingStore
 
 # The keys in the store: the protocol between members and joining ranks. `{}` is the number of a request.
 _STATUS = "elastic/job_status"

@@ -24,10 +24,10 @@ from trigram.elastic.join_queue import (
     JoinRequest,
 )
 from trigram.elastic.membership import Membership
-from trigram.elastic.store import connect_again
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import world
 from trigram.runtime.group import Group
+from trigram.runtime.live_store import connect_again
 from trigram.runtime.rendezvous import LateError, StoreGather
 from trigram.runtime.world import Settings, World, use_elastic
 

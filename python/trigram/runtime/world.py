@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -102,6 +102,7 @@ class World:
         ordinals: How many groups of the same kind and ranks have been created.
         borrowed: The groups of torch's process groups.
         elastic: The membership of an elastic job; None: the job is not elastic.
+        store: The store in which the ranks met; None: closed, unless ``TRIGRAM_TOP`` asks for it.
     """
 
     engine: _core.Engine
@@ -113,6 +114,7 @@ class World:
     ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
     borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
     elastic: Membership | None = None
+    store: Any = None
 
     def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
         """Creates a group of world ranks; all members create the same groups in the same order."""
@@ -145,6 +147,8 @@ class World:
 
 _world: World | None = None
 _jobs_left = 0
+TOP = "TRIGRAM_TOP"
+"""Set to 1, the store stays open while the job runs, and ranks leave snapshots in it."""
 _starting = threading.RLock()
 """Held by a thread in ``init``: the first calls of two threads make one world, not two."""
 _leaves_in = 0
@@ -420,11 +424,13 @@ def _start(
         assert _start_elastic is not None
         start = _start_elastic(store, rank, world_size, (iface, toward, transport), op_timeout)
     gather = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
+    kept = store if os.environ.get(TOP, "0") not in ("", "0") else None
     del store, found
     if start is not None:
         late = start.wait_outside(gather)
         if late is not None:
             _world = late
+            _world.store = kept
             return
     records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
     try:
@@ -455,6 +461,7 @@ def _start(
             _world.aided.help()
     if start is not None:
         _world.elastic = start.member()
+    _world.store = kept
 
 
 def _workers(helps: list[bool]) -> int:

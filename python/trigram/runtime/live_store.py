@@ -1,4 +1,4 @@
-"""The store through which a joining rank and the members of an elastic job find each other."""
+"""A store that outlives the start of a job: for elastic jobs, and for ``trigram top``."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ class ReconnectingStore:
     Args:
         store: The store.
         reopen: Opens another connection to the server; None if the store cannot be opened again.
+        address: ``HOST:PORT`` of the server; "": it has none.
     """
 
-    def __init__(self, store: Any, reopen: Callable[[], Any] | None) -> None:
+    def __init__(self, store: Any, reopen: Callable[[], Any] | None, address: str = "") -> None:
         self.store, self.reopen = store, reopen
+        self.address = address
         self.lock = threading.Lock()
 
     def __call__(self, operation: Callable[[Any], Any]) -> Any:
@@ -61,7 +63,7 @@ class ReconnectingStore:
 
 
 def connect_again(store: dist.Store) -> ReconnectingStore:
-    """A second connection to the store of ``init``, which elastic code uses from another thread."""
+    """A second connection to the store of ``init``, for another thread."""
     # torchrun prefixes the keys of each restart; the running job keeps the same keys in all of them.
     base = store
     while isinstance(base, dist.PrefixStore):
@@ -75,4 +77,6 @@ def connect_again(store: dist.Store) -> ReconnectingStore:
         )
     except (dist.DistError, OSError, RuntimeError):
         client = base
-    return ReconnectingStore(dist.PrefixStore("trigram", client), lambda: reopen(host, port))
+    return ReconnectingStore(
+        dist.PrefixStore("trigram", client), lambda: reopen(host, port), f"{host}:{port}"
+    )

@@ -1,0 +1,184 @@
+"""`trigram top`: the ranks of a running job, live, from the snapshots that they leave in its store."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from trigram.errors import AuthError
+from trigram.observe.snapshots import KEY, PER_RANK, PERIOD, Snapshot, secret, unseal
+from trigram.observe.steps import FORWARD, INPUT, OPTIMIZER, PHASES, WAIT
+from trigram.runtime.live_store import ReconnectingStore
+from trigram.runtime.rendezvous import reopen
+
+_STALE = 3
+"""Periods without a snapshot after which a rank counts as silent."""
+_MOST = 1 << 14
+_COLUMNS = (
+    "rank",
+    "host",
+    "steps",
+    "step ms",
+    "input",
+    "forward",
+    "backward",
+    "wait",
+    "optimizer",
+    "MB/s",
+    "waits for",
+    "",
+)
+
+
+def address(text: str | None) -> tuple[str, int]:
+    """Host and port of the store: as given, else where MASTER_ADDR and MASTER_PORT say."""
+    given = text or f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '')}"
+    host, _, port = given.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise typer.BadParameter(
+            f"--store {given!r} is no HOST:PORT; rank 0 of a job with TRIGRAM_TOP=1 logs its own"
+        )
+    return host, int(port)
+
+
+class Job:
+    """What is known of a job: the newest snapshot of each rank, and when it was first seen here."""
+
+    def __init__(self, store: ReconnectingStore) -> None:
+        self.store, self.key = store, secret()
+        self.ranks: dict[int, tuple[Snapshot, float]] = {}
+        self.problem = ""
+
+    def read(self) -> None:
+        """Reads the snapshots of all ranks."""
+        self.problem = ""
+        size = max((s.world_size for s, _ in self.ranks.values()), default=1)
+        for rank in range(min(size, _MOST)):
+            self._read(rank)
+        grown = max((s.world_size for s, _ in self.ranks.values()), default=1)
+        for rank in range(size, min(grown, _MOST)):
+            self._read(rank)
+        if not self.ranks and not self.problem:
+            self.problem = "no snapshot in the store yet; start the ranks with TRIGRAM_TOP=1"
+
+    def _read(self, rank: int) -> None:
+        value = self.store.get(KEY.format(rank))
+        if value is None:
+            return
+        try:
+            found = unseal(value, rank, self.key)
+        except (AuthError, ValueError) as error:
+            self.problem = str(error)
+            return
+        before = self.ranks.get(rank)
+        if before is None or (found.time, found.number) > (before[0].time, before[0].number):
+            self.ranks[rank] = found, time.monotonic()
+
+    def state(self, rank: int) -> str:
+        """``left``, ``silent for N s``, or "" if all is well."""
+        taken, seen = self.ranks[rank]
+        period = max(PERIOD, PER_RANK * taken.world_size)
+        silent = time.monotonic() - seen
+        if taken.left:
+            return "left"
+        if silent > _STALE * period:
+            return f"silent for {silent:.0f} s"
+        return f"hears nothing of {', '.join(map(str, taken.silent))}" if taken.silent else ""
+
+    def shown(self, most: int) -> list[int]:
+        """The ranks for a table of so many rows: those with something to say first, then the slowest."""
+        if len(self.ranks) <= most:
+            return sorted(self.ranks)
+        own = {rank: _own(taken) for rank, (taken, _) in self.ranks.items()}
+        chosen = sorted(self.ranks, key=lambda r: (not self.state(r), -own[r], r))[: max(0, most)]
+        return sorted(chosen)
+
+    def table(self, most: int) -> Any:
+        """What the terminal shows."""
+        lines: list[Any] = [Text(self.headline())]
+        if self.problem:
+            lines.append(Text(self.problem, style="red"))
+        table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+        for name in _COLUMNS:
+            table.add_column(name, justify="left" if name in ("host", "") else "right", no_wrap=True)
+        slowest = max(self.ranks, key=lambda r: _own(self.ranks[r][0]), default=-1)
+        shown = self.shown(most)
+        for rank in shown:
+            cells = [Text(cell) for cell in self._cells(rank)]
+            table.add_row(*cells, style="bold" if rank == slowest and len(self.ranks) > 1 else "")
+        lines.append(table)
+        if len(shown) < len(self.ranks):
+            lines.append(Text(f"and {len(self.ranks) - len(shown)} other ranks"))
+        return Group(*lines)
+
+    def headline(self) -> str:
+        """The job in a line."""
+        trained = [taken for taken, _ in self.ranks.values() if taken.seconds.get("step")]
+        size = max((taken.world_size for taken, _ in self.ranks.values()), default=0)
+        text = f"trigram top: {len(self.ranks)} of {size} ranks"
+        if trained:
+            most = max(trained, key=lambda taken: taken.steps)
+            step = statistics.median(taken.seconds["step"] for taken in trained)
+            wait = statistics.median(taken.seconds[WAIT] / taken.seconds["step"] for taken in trained)
+            text += f", {most.steps} steps of {most.model}, {1e3 * step:.3g} ms per step"
+            text += f", {wait:.0%} of it waiting"
+        return text
+
+    def _cells(self, rank: int) -> Iterator[str]:
+        taken, _ = self.ranks[rank]
+        yield str(rank)
+        yield taken.host
+        yield str(taken.steps)
+        for phase in ("step", INPUT, FORWARD, "backward", WAIT, OPTIMIZER):
+            yield f"{1e3 * taken.seconds[phase]:.1f}" if phase in taken.seconds else "-"
+        yield f"{taken.sent / 1e6:.1f}"
+        yield f"{taken.waits_for} ({taken.waits:.0%})" if taken.waits > 0.01 else "-"
+        yield self.state(rank)
+
+
+def _own(taken: Snapshot) -> float:
+    """Seconds of a step without waiting for others."""
+    return sum(taken.seconds.get(phase, 0.0) for phase in PHASES if phase != WAIT)
+
+
+def show(store: str | None, once: bool) -> int:
+    """Shows a job until Ctrl-C, or until it ends; ``once``: prints one table.
+
+    Returns:
+        The exit code: 1 if nothing of the job was found.
+    """
+    host, port = address(store)
+    try:
+        client = reopen(host, port)
+    except (OSError, dist.DistError) as error:
+        raise typer.BadParameter(
+            f"no store answers at {host}:{port} ({error}); rank 0 of a job with TRIGRAM_TOP=1 logs it"
+        ) from error
+    client.set_timeout(timedelta(seconds=5))
+    job = Job(ReconnectingStore(client, lambda: reopen(host, port)))
+    console = Console()
+    job.read()
+    if once or not console.is_terminal:
+        (console if console.is_terminal else Console(width=120)).print(job.table(_MOST))
+        return 0 if job.ranks else 1
+    try:
+        with Live(job.table(console.height - 4), console=console, auto_refresh=False, screen=True) as live:
+            while not job.ranks or not all(taken.left for taken, _ in job.ranks.values()):
+                time.sleep(PERIOD / 2)
+                job.read()
+                live.update(job.table(console.height - 4), refresh=True)
+    except KeyboardInterrupt:
+        pass
+    console.print(job.table(console.height - 4))
+    return 0

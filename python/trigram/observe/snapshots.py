@@ -1,0 +1,231 @@
+"""``TRIGRAM_TOP=1``: each rank leaves a small snapshot of itself in the job's store, for ``trigram top``.
+
+A thread writes it every two seconds (less often in jobs of more than 200 ranks), so that nothing is sent
+between ranks and no port is opened. A snapshot is sealed with the job's secret as endpoint records are
+(docs/adr/0018): an HMAC over the rank and the text. Without a secret nobody can tell who wrote it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from trigram.errors import AuthError
+from trigram.observe import steps
+from trigram.runtime import logs, world
+from trigram.runtime.live_store import ReconnectingStore, connect_again
+
+PERIOD = 2.0
+PER_RANK = 0.01
+"""Seconds between two snapshots of a rank, at least, and for each rank of the job: so many a second suit a
+store."""
+KEY = "top/{}"
+"""Of a rank's snapshot in the store."""
+_SEAL = 64
+_LONGEST = 4096
+_TEXT = 64
+
+
+@dataclass
+class Snapshot:
+    """A rank at a moment; seconds are means over the steps since its last snapshot.
+
+    Attributes:
+        rank, world_size, host: Who it is.
+        time: When, as ``time.time()`` of its host.
+        number: Counts its snapshots.
+        model: The class of the model with most steps; "": none has been trained.
+        steps: Steps of it so far.
+        seconds: By phase, and ``step``; empty: no step has ended since.
+        sent: Bytes per second that it has sent to other ranks.
+        waits_for: The rank that its calls have waited for longest, -1: none; and for how many seconds per
+            second.
+        waits: See ``waits_for``.
+        silent: Ranks of which it hears nothing.
+        left: Whether it has left the job.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    time: float
+    number: int = 0
+    model: str = ""
+    steps: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    sent: float = 0.0
+    waits_for: int = -1
+    waits: float = 0.0
+    silent: list[int] = field(default_factory=list)
+    left: bool = False
+
+
+def _mac(secret: bytes | None, rank: int, body: bytes) -> bytes:
+    if secret is None:
+        return b"0" * _SEAL
+    return hmac.new(secret, b"trigram snapshot %d " % rank + body, hashlib.sha256).hexdigest().encode()
+
+
+def secret() -> bytes | None:
+    """The job's secret, ``TRIGRAM_SECRET``."""
+    found = os.environb.get(b"TRIGRAM_SECRET")
+    return found or None
+
+
+def seal(snapshot: Snapshot, key: bytes | None) -> bytes:
+    """A snapshot as it is stored: its seal, and JSON."""
+    body = json.dumps(asdict(snapshot), separators=(",", ":")).encode()
+    return _mac(key, snapshot.rank, body) + body
+
+
+def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
+    """The snapshot of a rank that a store holds. Any process may write to a store, so nothing is believed.
+
+    Raises:
+        AuthError: It is not sealed with this secret.
+        ValueError: It is no snapshot of this rank.
+    """
+    if len(value) > _LONGEST or len(value) < _SEAL:
+        raise ValueError(f"{len(value)} bytes are no snapshot")
+    mine, body = value[:_SEAL], value[_SEAL:]
+    if not hmac.compare_digest(mine, _mac(key, rank, body)):
+        raise AuthError(
+            f"the snapshot of rank {rank} is not sealed with this TRIGRAM_SECRET; give top that of the "
+            "job, or none if the job has none"
+        )
+    try:
+        given = json.loads(body)
+        found = Snapshot(**given)
+    except (TypeError, RecursionError) as error:
+        raise ValueError(f"no snapshot: {error}") from error
+    if found.rank != rank or not all(_fits(getattr(found, f.name), f.name) for f in fields(Snapshot)):
+        raise ValueError("no snapshot of this rank")
+    return found
+
+
+def _fits(value: Any, name: str) -> bool:
+    """Whether a field has a value that a rank could have written."""
+    if name in ("host", "model"):
+        return isinstance(value, str) and len(value) <= _TEXT and value.isprintable()
+    if name == "left":
+        return isinstance(value, bool)
+    if name == "silent":
+        return isinstance(value, list) and all(isinstance(r, int) for r in value)
+    if name == "seconds":
+        right = isinstance(value, dict) and set(value) <= {"step", *steps.PHASES}
+        return right and all(_number(v) for v in value.values())
+    if name in ("time", "sent", "waits"):
+        return _number(value)
+    return isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 1 << 62
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+
+
+class Publisher:
+    """Leaves this rank's snapshots in a store.
+
+    Args:
+        store: A connection of its own: it is used by another thread.
+        present: The job.
+    """
+
+    def __init__(self, store: ReconnectingStore, present: world.World) -> None:
+        self.store, self.process = store, os.getpid()
+        self.period = max(PERIOD, PER_RANK * present.size)
+        self.number, self.at = 0, time.monotonic()
+        self.before: dict[str, int] = {}
+        self.counted, self.sent = 0, 0
+        self.waited: list[float] = []
+        self._stop = threading.Event()
+        self.publish()
+        self._thread = threading.Thread(target=self._serve, name="trigram-top", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._stop.wait(self.period):
+            self.publish()
+
+    def close(self) -> None:
+        """Leaves a last snapshot, and ends the thread. Not in a forked child."""
+        if self.process != os.getpid():
+            return
+        self._stop.set()
+        self._thread.join(1.0)  # not longer: the network may no longer reach the store
+        if not self._thread.is_alive():
+            self.publish(left=True)
+
+    def publish(self, left: bool = False) -> None:
+        """Writes one snapshot."""
+        present = world.present()
+        if present is None:
+            return
+        try:
+            taken = self.take(present, left)
+        except Exception as error:  # nothing here may end a training
+            logs.warning(f"TRIGRAM_TOP: rank {present.rank} cannot take a snapshot: {error}")
+            self._stop.set()
+            return
+        self.store.put(KEY.format(taken.rank), seal(taken, secret()))
+
+    def take(self, present: world.World, left: bool = False) -> Snapshot:
+        """This rank now."""
+        now = time.monotonic()
+        elapsed, self.at = max(now - self.at, 1e-3), now
+        self.number += 1
+        counters: dict[str, Any] = dict(present.engine.counters())
+        taken = Snapshot(
+            present.rank, present.size, socket.gethostname()[:_TEXT], time.time(), self.number, left=left
+        )
+        times = next(iter(steps.of_process()), None)
+        if times is not None:
+            taken.model, taken.steps = times.name[:_TEXT], times.step.count
+            totals = {"step": times.step.total, **{p: times.phases[p].total for p in steps.PHASES}}
+            if (ended := taken.steps - self.counted) > 0:
+                taken.seconds = {
+                    k: max(0.0, t - self.before.get(k, 0)) * 1e-9 / ended for k, t in totals.items()
+                }
+            self.before, self.counted = totals, taken.steps
+        sent, waited = sum(counters["sent_bytes"]), list(counters["waited_for"])
+        taken.sent, self.sent = max(0, sent - self.sent) / elapsed, sent
+        since = [w - b for w, b in zip(waited, self.waited or [0.0] * len(waited), strict=False)]
+        self.waited = waited
+        if since and max(since) > 0:
+            taken.waits_for, taken.waits = since.index(max(since)), max(since) / elapsed
+        taken.silent = [rank for rank, s in enumerate(counters["silent_for"]) if s > 0][:8]
+        return taken
+
+
+_publisher: Publisher | None = None
+
+
+def _begin() -> None:
+    global _publisher
+    present = world.present()
+    if present is None or present.store is None:
+        return
+    store = connect_again(present.store)
+    if present.rank == 0:
+        at = f"--store {store.address}" if store.address else "nothing: the store has no address"
+        logs.warning(f"{world.TOP}: look at this job with trigram top {at}")
+    _publisher = Publisher(store, present)
+
+
+def _finish() -> None:
+    global _publisher
+    publisher, _publisher = _publisher, None
+    if publisher is not None:
+        publisher.close()
+
+
+world.at_start.append(_begin)
+world.at_exit.append(_finish)

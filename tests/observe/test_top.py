@@ -1,0 +1,134 @@
+"""`trigram top`: what ranks leave in the store of their job, who may have written it, what is shown."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import trigram
+from tests.support.checks import raises, says
+from tests.support.harness import Ranks, say, scratch, until
+from trigram.cli import top
+from trigram.observe.snapshots import KEY, Snapshot, seal, unseal
+from trigram.runtime.live_store import ReconnectingStore
+from trigram.runtime.rendezvous import reopen
+
+WHOLE = Snapshot(3, 8, "node7", 12.5, 4, "GPT", 90, {"step": 0.2, "wait": 0.05}, 1e6, 5, 0.2, [6])
+
+
+@pytest.mark.parametrize("key", [None, b"a secret"])
+def test_a_snapshot_comes_back(key: bytes | None) -> None:
+    value = seal(WHOLE, key)
+    assert unseal(value, 3, key) == WHOLE
+    says(raises(trigram.AuthError, unseal, value, 4 if key else 3, b"another"), "rank", "TRIGRAM_SECRET")
+    says(raises(trigram.AuthError, unseal, value, 3, b"" if key is None else None), "TRIGRAM_SECRET")
+    if key is not None:
+        for at in range(0, len(value), 7):
+            forged = value[:at] + bytes([value[at] ^ 1]) + value[at + 1 :]
+            raises((trigram.AuthError, ValueError), unseal, forged, 3, key)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rank": 4},
+        {"host": "\x1b[2Jnode"},
+        {"host": "n" * 100},
+        {"sent": math.nan},
+        {"sent": -1.0},
+        {"steps": "many"},
+        {"steps": 1 << 70},
+        {"world_size": 2.5},
+        {"seconds": {"step": "long"}},
+        {"seconds": {"other thing": 1.0}},
+        {"silent": {}},
+        {"left": 1},
+    ],
+)
+def test_what_no_rank_writes_is_refused(change: dict[str, Any]) -> None:
+    body = json.dumps({**json.loads(seal(WHOLE, None)[64:]), **change}).encode()
+    raises(ValueError, unseal, b"0" * 64 + body, 3, None)
+
+
+@pytest.mark.parametrize("value", [b"", b"0" * 64, b"0" * 64 + b"[" * 3000, b"0" * 64 + b"{}", b"x" * 5000])
+def test_noise_is_refused(value: bytes) -> None:
+    raises((ValueError, trigram.AuthError), unseal, value, 0, None)
+
+
+def test_the_table_is_as_long_as_the_terminal() -> None:
+    store = dist.HashStore()
+    ranks = [replace(WHOLE, rank=rank, world_size=40, silent=[]) for rank in range(40)]
+    ranks[17] = replace(ranks[17], seconds={"step": 0.9, "wait": 0.0, "input": 0.8})
+    ranks[30] = replace(ranks[30], silent=[17])
+    for taken in ranks:
+        store.set(KEY.format(taken.rank), seal(taken, None))
+    job = top.Job(ReconnectingStore(store, None))
+    job.read()
+    assert len(job.ranks) == 40 and {17, 30} <= set(job.shown(5)) and len(job.shown(5)) == 5
+    says(job.headline(), "40 of 40 ranks", "90 steps of GPT", "200 ms per step", "25% of it waiting")
+    assert job.state(30) == "hears nothing of 17"
+    store.set(KEY.format(17), seal(replace(ranks[17], time=1.0, steps=3), None))  # an old one, written again
+    job.read()
+    assert job.ranks[17][0].steps == 90
+
+
+def _train(rank: int, world: int) -> None:
+    model = trigram.with_bagua(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    say("trains")
+    for step in range(1_000_000):
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+        if step % 50 == 0:  # all ranks stop after the same step
+            seen = torch.tensor([float((scratch() / "flag-seen").exists())])
+            trigram.all_reduce(seen, "min")
+            if seen.item():
+                return
+    raise AssertionError("the test has not looked")
+
+
+def _top(port: str, secret: str | None) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k != "TRIGRAM_SECRET"}
+    env |= {"TRIGRAM_SECRET": secret} if secret else {}
+    argv = [sys.executable, "-m", "trigram", "top", "--once", "--store", f"127.0.0.1:{port}"]
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+def test_a_running_job_is_seen() -> None:
+    """By another process, with the secret only; nothing of it is left open when the job ends."""
+    with Ranks(2, _train, env={"TRIGRAM_TOP": "1", "TRIGRAM_SECRET": "between us"}) as ranks:
+        for rank in range(2):
+            ranks.await_said(rank, "trains")
+        port = ranks.env["MASTER_PORT"]
+        client = ReconnectingStore(reopen("127.0.0.1", int(port)), None)
+
+        def trained() -> bool:
+            values = [client.get(KEY.format(rank)) for rank in range(2)]
+            return all(v and unseal(v, r, b"between us").steps > 0 for r, v in enumerate(values))
+
+        until(trained, 30.0, "snapshots with steps")
+        done = _top(port, "between us")
+        assert done.returncode == 0, done.stderr
+        says(done.stdout, "2 of 2 ranks", "steps of Linear", "forward", "MB/s")
+        blind = _top(port, None)
+        assert blind.returncode == 1
+        says(" ".join(blind.stdout.split()), "not sealed with this TRIGRAM_SECRET")
+        says(ranks.log(0), "trigram top --store", port)
+        (ranks.dir / "flag-seen").touch()
+        ranks.results(40)
+
+
+def test_no_store() -> None:
+    done = _top("1", None)
+    assert done.returncode == 2
+    says(" ".join(done.stderr.replace("│", " ").split()), "no store answers at 127.0.0.1:1", "TRIGRAM_TOP=1")

@@ -52,6 +52,7 @@ from trigram.model.ddp import DistributedDataParallel
 from trigram.model.shards import local_shards
 from trigram.model.with_bagua import is_wrapped, switch, unwrap, with_bagua
 from trigram.observe import dump as _dump  # noqa: F401  # so that TRIGRAM_DUMP works
+from trigram.observe import metrics as _metrics  # noqa: F401  # so that TRIGRAM_METRICS works
 from trigram.observe import rank_report as _report  # noqa: F401  # so that TRIGRAM_REPORT works
 from trigram.observe import snapshots as _snapshots  # noqa: F401  # so that TRIGRAM_TOP works
 from trigram.observe.timeline import timeline

@@ -96,8 +96,28 @@ def write(folder: Path, row: Rank) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{PREFIX}{row.rank}.json"
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(json.dumps({"version": VERSION, **asdict(row)}), encoding="utf-8")
+    unfinished.write_text(line(row), encoding="utf-8")
     unfinished.replace(path)
+
+
+def line(row: Rank) -> str:
+    """A rank's figures as JSON."""
+    return json.dumps({"version": VERSION, **asdict(row)})
+
+
+def parsed(values: dict[str, Any]) -> Rank:
+    """The figures in what :func:`line` has written.
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: They are something else.
+    """
+    values = dict(values)
+    if values.pop("version") != VERSION:
+        raise ValueError("it is of another release")
+    row = Rank(**values)
+    if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
+        raise ValueError("it lacks phases of a step")
+    return row
 
 
 def read(where: Path) -> list[Rank]:
@@ -109,12 +129,7 @@ def read(where: Path) -> list[Rank]:
     rows = []
     for path in sorted(where.glob(f"{PREFIX}*.json")) if where.is_dir() else []:
         try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-            if values.pop("version") != VERSION:
-                raise ValueError("it is of another release")
-            row = Rank(**values)
-            if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
-                raise ValueError("it lacks phases of a step")
+            row = parsed(json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
             raise ConfigError(f"{path} is no report of a rank: {error}") from error
         rows.append(row)

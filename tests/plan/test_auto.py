@@ -62,6 +62,11 @@ def test_more_freedom_proposes_more() -> None:
     )
     # Each next proposal is stricter: it is tried if the one before does not hold what was predicted.
     assert kinds["any"][1] == "close"
+    # What cannot be taken here is named, and not proposed.
+    few = settle.propose(slow, now, "any", lambda a: a.name == "bytegrad")
+    says(few.refused, "predicted", "from the start only")
+    assert [p.decision.algorithm for p in few.first][:1] == ["bytegrad"]
+    assert "async" in {row.algorithm for row in few.comparison.rows}
     only = settle.propose(slow, now, "close", lambda a: a.value.what != "int8").first
     assert only[0].decision.algorithm in ("central/bf16/sync", "central/f16/sync")
 
@@ -142,6 +147,15 @@ def measures_and_trains_on(rank: int, world: int, algorithm: str) -> None:
     if rank == 0:
         content = json.loads(plan.read_text())
         assert content["decision"] == report["decision"]
+    trigram.barrier()
+    again = trigram.stats(trigram.with_bagua(net(), plan=plan))
+    assert again["algorithm"] == report["decision"]["algorithm"]
+    assert [b["bytes"] for b in again["buckets"]] == [
+        b["bytes"]
+        for b in trigram.stats(start(again["algorithm"], bucket_mb=report["decision"]["bucket_mb"])[0])[
+            "buckets"
+        ]
+    ]
     if algorithm == "auto":  # the bits are those of a training without it, here inside one host
         twin, other = start("gradient_allreduce", bucket_mb=0.001)
         steps(twin, other, rank, 0, auto.FIRST + 3 * ROUND + 4)

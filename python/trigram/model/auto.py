@@ -190,7 +190,7 @@ class Auto:
         processor = (time.process_time() - self._processor) / max(1e-9, time.monotonic() - self.began)
         everyone = tell_all([int(_NANO * own), int(1e3 * processor)], group)
         slowest = max(of for of, _ in everyone) / _NANO
-        cheap = costs.measure(shapes, 1 << 16, (2,) if self.settings.allowed == "any" else (), 16 << 20)
+        cheap = costs.measure(shapes, 1 << 16, touched=16 << 20)
         known = list(self.groups.main.core.rates())
         machines, measured = measuring.links(group, cheap, known, 1, 8 * measuring.PROBE_BYTES, 5)
         if group.rank != 0:

@@ -70,6 +70,11 @@ class Comparison:
         row = self.best[allowed]
         return Decision(row.algorithm, schedule(row.algorithm), row.bucket_mb)
 
+    def among(self, algorithms: Iterable[str]) -> Comparison:
+        """The same of some algorithms only; the default one must be among them."""
+        rows = [row for row in self.rows if row.algorithm in set(algorithms)]
+        return Comparison(tuple(rows), _best(rows))
+
 
 def schedule(name: str) -> dict[str, Any]:
     """The options of an algorithm that set its schedule, written out so that later defaults do not matter."""

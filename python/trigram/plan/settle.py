@@ -98,10 +98,10 @@ class Proposals:
     """What rank 0 proposes.
 
     Attributes:
-        comparison: All that was compared.
+        comparison: All that was compared, also what is not supported here.
         now: Predicted seconds of a step with what is used now.
         first: What to try, the most free first.
-        refused: What the freedom does not allow, in words; "": nothing would gain enough.
+        refused: What is not allowed, in words; "": nothing of it would gain enough.
     """
 
     comparison: Comparison
@@ -119,10 +119,10 @@ def propose(
         job: What was measured.
         current: What is used now.
         allowed: ``exact``, ``close`` or ``any``.
-        supported: Whether the options of the model go with an algorithm.
+        supported: Whether an algorithm can be taken in the middle of a training of this model.
     """
-    names = (DEFAULT, *(n for n in choice.CANDIDATES if supported(find(n))))
-    found = choice.compare(job, names)
+    everything = choice.compare(job)
+    found = everything.among([DEFAULT, *(n for n in choice.CANDIDATES if supported(find(n)))])
     size = current.bucket_mb or choice.BUCKETS_MB[0]
     now = predict(job, find(current.algorithm, current.options), int(size * (1 << 20))).seconds
     wanted = list(ALLOWED)
@@ -132,13 +132,16 @@ def propose(
         gain = 1 - row.seconds / now
         if gain >= WORTH and decision != current and decision not in [p.decision for p in first]:
             first.append(Proposal(decision, row.kind, gain))
-    refused, best = [], found.best[allowed]
+    refused, best = list[str](), found.best[allowed]
     for level in wanted[wanted.index(allowed) + 1 :]:
         row = found.best[level]
         if row != best and 1 - row.seconds / now >= WORTH:
             refused.append(f'{row.algorithm}, predicted {1e3 * row.seconds:.3g} ms ("auto:{level}")')
             best = row
-    return Proposals(found, now, tuple(first), " and ".join(refused))
+    row = everything.best["any"]
+    if row not in found.rows and row.seconds <= (1 - WORTH) * min(now, found.best["any"].seconds):
+        refused.append(f"{row.algorithm}, predicted {1e3 * row.seconds:.3g} ms (from the start only)")
+    return Proposals(everything, now, tuple(first), ", ".join(refused))
 
 
 @dataclass(frozen=True)

@@ -318,3 +318,9 @@ def uneven_inputs(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [3])
 def test_auto(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, patience=60)
+
+
+@pytest.mark.parametrize("case", ["a_trial_changes_no_bit-1", "measures_and_trains_on-auto"])
+@pytest.mark.parametrize("world", [2])
+def test_auto_over_tcp(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport="tcp", patience=60)

@@ -16,9 +16,10 @@ from torch import nn
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
-from trigram.errors import MisuseError, TrigramError
+from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.runtime import exit_status, logs, world
 from trigram.runtime.group import Group
+from trigram.training import fidelity
 from trigram.training.compose import check, compose, warm
 from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
@@ -96,8 +97,15 @@ class WrappedModel:
         self.algorithm, self.optimizer = chosen, optimizer
         if self.groups is None:
             return
+        looks = fidelity.every()
+        if looks and self.states is not None:
+            raise UnsupportedError(
+                f"with_bagua: {fidelity.VARIABLE} is not supported with elastic=True, where ranks come and "
+                "go; unset it"
+            )
         if not self.groups.joining:
-            agree_on_algorithm(f"{chosen}{self.extras}{self.settings}", self.groups)
+            seen = f", looks at gradients every {looks} steps" if looks else ""
+            agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)

@@ -46,6 +46,7 @@ def of_this_rank(present: world.World) -> report.Rank:
         ranks=list(group.ranks),
         rates=list(group.core.rates()) if group.rank >= 0 else [],
         sent=sum(counters["sent_bytes"]),
+        fidelity=times.fidelity() if times is not None else {},
     )
 
 

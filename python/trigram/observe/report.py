@@ -45,6 +45,7 @@ class Rank:
         ranks: The world ranks that train the model.
         rates: Bytes per second of the link of each of them, if they were measured.
         sent: Bytes that it sent to other hosts or through pipes.
+        fidelity: What averages lose (``TRIGRAM_GRADIENTS``), the same on all ranks.
     """
 
     rank: int
@@ -58,6 +59,7 @@ class Rank:
     ranks: list[int] = field(default_factory=list)
     rates: list[float] = field(default_factory=list)
     sent: int = 0
+    fidelity: dict[str, Any] = field(default_factory=dict)
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -288,6 +290,8 @@ def text(rows: list[Rank]) -> str:
     lines.append(f"Verdict: {found.verdict}")
     lines += [f"Why:     {line}" for line in found.why]
     lines += [f"Next:    {line}" for line in found.then]
+    if said := _fidelity(first.fidelity):
+        lines.append(said)
     header = ("rank", "host", "step ms", *PHASES)
     table: list[tuple[str, ...]] = [header]
     for row in rows:
@@ -297,6 +301,18 @@ def text(rows: list[Rank]) -> str:
     widths = [max(len(line[k]) for line in table) for k in range(len(header))]
     lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in table]
     return "\n".join(lines)
+
+
+def _fidelity(found: dict[str, Any]) -> str:
+    """What averages lose and gain, in a line; empty if it was not measured."""
+    parts = []
+    if (scale := found.get("noise_scale")) is not None:
+        parts.append(f"noise scale of {scale:.3g} batches of a rank")
+    if errors := found.get("codec_errors"):
+        parts.append("relative error of " + ", ".join(f"{k} {v:.2g}" for k, v in errors.items()))
+    if (distance := found.get("consensus_distance")) is not None:
+        parts.append(f"ranks' weights are {distance:.2g} of their length apart")
+    return f"Values:  {'; '.join(parts)}" if parts else ""
 
 
 def compare(before: list[Rank], after: list[Rank]) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from trigram.observe import profiling, spans
@@ -93,6 +94,7 @@ class StepTimes:
         step: The whole step, as a :class:`Distribution` of seconds per step.
         phases: The same of each phase: all of its time in a step is one value.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
+        fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
         group: The group whose calls carry most, which knows the rates of its links; None: nobody has said.
     """
 
@@ -103,6 +105,7 @@ class StepTimes:
         self.phases = {phase: Distribution() for phase in PHASES}
         self.buckets: list[int] = []
         self.group: Group | None = None
+        self.fidelity: Callable[[], dict[str, Any]] = dict
         self._since = 0
         self._now = dict.fromkeys(PHASES, 0)
         self._began = 0

@@ -261,6 +261,9 @@ class GradientSync(StepHooks):
             bucket.begin()
         if self.groups.non_finite_check is not None:
             self.groups.non_finite_check.begin()
+        if self.fidelity is not None:
+            comparable = self.join is None and self.groups.sample_weight is None
+            self.fidelity.begin(self.steps, comparable)
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
@@ -342,6 +345,8 @@ class GradientSync(StepHooks):
         bucket.collect(self.params, self.copies)
         if self.probe is not None:
             self.probe.own(bucket.values)
+        if self.fidelity is not None:
+            self.fidelity.own(bucket.values)
         if self.elastic.newcomer:
             bucket.memory.zero_()
             bucket.unused = list(range(len(bucket.params)))
@@ -414,6 +419,10 @@ class GradientSync(StepHooks):
                 n = self.groups.size
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
             bucket.assign(self.params, used)
+            if self.fidelity is not None:
+                self.fidelity.mean(bucket.values)
+        if self.fidelity is not None:
+            self.fidelity.end()
         for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 

@@ -34,7 +34,7 @@ from trigram.gpu import device
 from trigram.observe import steps
 from trigram.runtime import world
 from trigram.runtime.group import Group
-from trigram.training import optimizer_hooks
+from trigram.training import fidelity, optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
 from trigram.training.tensor_check import check_tensors
 from trigram.training.uneven_inputs import UnevenInputs
@@ -102,6 +102,7 @@ class StepHooks:
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
         number: The order in which hooks were made.
         times: Where the steps go.
+        fidelity: What averages lose; None: nobody has asked.
     """
 
     weights_differ = False
@@ -127,6 +128,9 @@ class StepHooks:
         self.handles: list[Any] = []
         self.updating: list[weakref.ref[Optimizer]] = []
         self.elastic: Elasticity = FixedRanks()
+        self.fidelity = fidelity.asked(groups)
+        if self.fidelity is not None:
+            self.times.fidelity = self.fidelity.summary
         self._outermost: _Backward | None = None
         self._backward: _Backward | None = None
         check_tensors(model, None if groups.joining else groups.control, groups.ignored)
@@ -207,11 +211,13 @@ class StepHooks:
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
+        more = {} if self.fidelity is None else {"fidelity": self.fidelity.summary()}
         return {
             "steps": self.steps,
             "bytes_per_step": self.bytes // self.steps if self.steps else 0,
             "bytes": self.bytes,
             "wait_seconds": self.waited,
+            **more,
         }
 
     # Elastic jobs.

@@ -281,6 +281,8 @@ class WeightSync(StepHooks):
         number = self.last_boundary
         if isinstance(self.schedule, EverySteps) and number <= self.skip_until:
             return False
+        if self.fidelity is not None and isinstance(self.schedule, EverySteps) and self.join is None:
+            self.fidelity.weights(number, self.trained)
         self.schedule.boundary(number)
         return isinstance(self.schedule, EverySteps) and number % self.schedule.every == 0
 

@@ -300,6 +300,8 @@ class Auto:
                 f"stays with {settle.named(self.current)}: {settle.named(Decision(**last['decision']))} was "
                 f"predicted to gain {last['gain']:.0%}, and gained {gained:.0%} in a trial"
             )
+            if gained >= settle.CONFIRMED:
+                text += ", but not in both its turns"
         else:
             text = f"stays with {settle.named(self.current)}: no change is predicted to gain 10 %"
         if self.refused:

@@ -31,7 +31,9 @@ def stats(of: nn.Module | Group | None = None) -> dict[str, Any]:
         ``wait_seconds``. If gradients are averaged: ``overlap`` (fraction of the communication time hidden
         behind backward) and ``buckets``. If weights are averaged: ``rounds`` (averaging steps) and ``waits``
         (those that staleness waited for). ``suspects``: by world rank, the averaging steps in which a robust
-        average left out the rank, because it sent NaN, infinity or undecodable values.
+        average left out the rank, because it sent NaN, infinity or undecodable values. ``auto``: what
+        ``algorithm="auto"`` has tried and decided; ``fidelity``: what averages lose, with
+        ``TRIGRAM_GRADIENTS``.
     """
     totals: dict[str, Any] = dict(current().engine.counters())
     if not isinstance(of, nn.Module):

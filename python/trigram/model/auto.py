@@ -176,8 +176,9 @@ class Auto:
     # Watching.
 
     def _watched(self) -> None:
-        elapsed = tell_all([int(1e3 * (time.monotonic() - self.began))], self.groups.control)[0][0]
-        if elapsed < 1e3 * self.settings.after or len(self.steps) < WATCHED or not self.ready:
+        seen = len(self.steps) >= WATCHED and bool(self.ready)
+        everyone = tell_all([int(1e3 * (time.monotonic() - self.began)), seen], self.groups.control)
+        if everyone[0][0] < 1e3 * self.settings.after or not all(of for _, of in everyone):
             self.next = self.passes + max(FIRST, self.passes)
             return
         self._begin_trials(self._proposals(self._measure()))
@@ -265,7 +266,7 @@ class Auto:
             self._use(trial.proposal.decision if block % 2 else self.current)
             self.block.append([])
             return
-        mine = [int(_NANO * statistics.median(b)) if b else _MAX for b in self.block]
+        mine = [int(_NANO * statistics.median(b)) if b else 0 for b in self.block]
         verdict = settle.judge(tell_all(mine, self.groups.control))
         self._decide(trial, verdict)
 
@@ -295,7 +296,7 @@ class Auto:
                 f"{1e3 * last['before']:.3g} (predicted to gain {last['gain']:.0%})"
             )
         elif last is not None:
-            gained = 1 - last["after"] / last["before"]
+            gained = 1 - last["after"] / last["before"] if last["before"] else 0.0
             text = (
                 f"stays with {settle.named(self.current)}: {settle.named(Decision(**last['decision']))} was "
                 f"predicted to gain {last['gain']:.0%}, and gained {gained:.0%} in a trial"
@@ -313,10 +314,14 @@ class Auto:
 
     def _look(self) -> None:
         since = self.passes - self.settled_at
-        if since % AGAIN or len(self.steps) < WATCHED:
+        if since % AGAIN:
             return
-        mine = int(_NANO * statistics.median(seconds for seconds, _ in self.steps))
-        now = max(of for (of,) in tell_all([mine], self.groups.control)) / _NANO
+        seen = [seconds for seconds, _ in self.steps]
+        mine = int(_NANO * statistics.median(seen)) if len(seen) >= WATCHED else 0
+        everyone = [of for (of,) in tell_all([mine], self.groups.control)]
+        now = max(everyone) / _NANO
+        if 0 in everyone:
+            return  # some have made too few comparable steps, in trigram.join for instance
         if not self.usual:
             self.usual = now
         elif since >= SELDOM and not 1 / CHANGED < now / self.usual < CHANGED:
@@ -344,11 +349,7 @@ class Auto:
         self.current = self.safe
         self._use(self.current)
         self.norms.clear()
-        seen = (
-            "is not finite"
-            if not math.isfinite(norm)
-            else f"is {norm / self.reference:.1f} times its earlier"
-        )
+        seen = f"is {norm:.3g}, and was {self.reference:.3g} at most before"
         self._say(
             f"goes back to {settle.named(self.current)} from {settle.named(left)}: the norm of the gradients "
             f"{seen}",

@@ -150,7 +150,9 @@ def with_bagua(
     ranks = resolve(group)
     if chosen.from_environment:
         extras, unknown = extras.known_to(chosen, ranks.size)
-        _warn_of(chosen, [*chosen.unknown, *unknown], ranks)
+        _warn_of(chosen.name, [*chosen.unknown, *unknown], ranks)
+    if automatic is not None:
+        _warn_of("auto", automatic.ignored, ranks)
     extras.check(chosen, ranks.size)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
@@ -188,11 +190,11 @@ def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:
             )
 
 
-def _warn_of(chosen: Algorithm, unknown: Sequence[str], ranks: Group) -> None:
+def _warn_of(chosen: str, unknown: Sequence[str], ranks: Group) -> None:
     """Logs, on the first rank, the options in code that the algorithm of the environment does not have."""
     if unknown and ranks.rank == 0:
         logs.warning(
-            f"with_bagua: {chosen.name} (from TRIGRAM_ALGORITHM) has no option {', '.join(unknown)}; the "
+            f"with_bagua: {chosen} (from TRIGRAM_ALGORITHM) has no option {', '.join(unknown)}; the "
             "script passes it for another algorithm, and it is ignored"
         )
 

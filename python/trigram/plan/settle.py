@@ -24,6 +24,8 @@ from trigram.plan.step import predict
 
 AFTER = 15.0
 """Seconds of training before measuring begins: it takes about 0.2 s, and must not take 2 % of a job."""
+OPTIONS = ("after", "save_plan")
+"""Of auto, as ``with_bagua`` takes them."""
 WORTH = 0.1
 """The part of a step that a change must be predicted to gain."""
 CONFIRMED = 0.05
@@ -38,11 +40,13 @@ class Settings:
         allowed: ``exact``, ``close`` or ``any``.
         after: Seconds of training before measuring begins.
         save_plan: Where rank 0 writes the decision as a plan; None: nowhere.
+        ignored: Options of the script that auto does not have, if the environment asks for auto.
     """
 
     allowed: str = "exact"
     after: float = AFTER
     save_plan: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f", chosen by auto:{self.allowed} after {self.after} s"
@@ -65,7 +69,7 @@ def settings(algorithm: Any, options: dict[str, Any]) -> Settings | None:
     allowed = name.partition(":")[2] or ("exact" if name == "auto" else "")
     if allowed not in ALLOWED:
         raise UnsupportedError(f"algorithm {name!r} is unknown; write auto, auto:close or auto:any")
-    known = {k: v for k, v in options.items() if k in ("after", "save_plan")}
+    known = {k: v for k, v in options.items() if k in OPTIONS}
     if len(known) < len(options) and not from_environment:
         raise UnsupportedError(
             f"algorithm {name!r}: unknown option {', '.join(sorted(options.keys() - known.keys()))}; its "
@@ -75,7 +79,8 @@ def settings(algorithm: Any, options: dict[str, Any]) -> Settings | None:
     if not isinstance(after, int | float) or not after >= 0:
         raise UnsupportedError(f"algorithm {name!r}: after={after!r} must be a number of seconds, 0 or more")
     path = known.get("save_plan")
-    return Settings(allowed, float(after), None if path is None else os.fspath(path))
+    ignored = tuple(sorted(options.keys() - known.keys()))
+    return Settings(allowed, float(after), None if path is None else os.fspath(path), ignored)
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,13 @@ def judge(blocks: Sequence[Sequence[int]]) -> Verdict:
     """The verdict on a trial.
 
     Args:
-        blocks: For each rank, the median step of each block in nanoseconds: before, after, before, after.
+        blocks: For each rank, the median step of each block in nanoseconds: before, after, before, after;
+            0 where it has made no step that counts, and then nothing is confirmed.
     """
     median = [statistics.median(rank[k] for rank in blocks) for k in range(4)]
     before, after = (median[0] + median[2]) / 2, (median[1] + median[3]) / 2
     both = median[1] < median[0] and median[3] < median[2]
+    both = both and all(of > 0 for rank in blocks for of in rank)
     return Verdict(before * 1e-9, after * 1e-9, both and after <= (1 - CONFIRMED) * before)
 
 

@@ -22,8 +22,8 @@ from trigram.plan.inputs import Job
 from trigram.plan.losses import ALLOWED
 from trigram.plan.step import predict
 
-AFTER = 15.0
-"""Seconds of training before measuring begins: it takes about 0.2 s, and must not take 2 % of a job."""
+AFTER = 20.0
+"""Seconds of training before measuring begins: it takes about 0.3 s, and must not take 2 % of a job."""
 OPTIONS = ("after", "save_plan")
 """Of auto, as ``with_bagua`` takes them."""
 WORTH = 0.1

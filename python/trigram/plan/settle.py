@@ -141,11 +141,12 @@ def propose(
     for level in wanted[wanted.index(allowed) + 1 :]:
         row = found.best[level]
         if row != best and 1 - row.seconds / now >= WORTH:
-            refused.append(f'{row.algorithm}, predicted {1e3 * row.seconds:.3g} ms ("auto:{level}")')
+            refused.append(f'{row.algorithm}, predicted to gain {1 - row.seconds / now:.0%} ("auto:{level}")')
             best = row
     row = everything.best["any"]
     if row not in found.rows and row.seconds <= (1 - WORTH) * min(now, found.best["any"].seconds):
-        refused.append(f"{row.algorithm}, predicted {1e3 * row.seconds:.3g} ms (from the start only)")
+        gain = 1 - row.seconds / now
+        refused.append(f"{row.algorithm}, predicted to gain {gain:.0%} (from the start only)")
     return Proposals(everything, now, tuple(first), ", ".join(refused))
 
 

@@ -164,6 +164,15 @@ row(
 
 # Weights, central.
 row("local_sgd", "local_sgd", lambda n: CentralWeights(2), every=2, agree=2)
+row(
+    "local_sgd long",
+    "local_sgd",
+    lambda n: CentralWeights(3),
+    every=3,
+    optimizer="long adam",
+    agree=3,
+    steps=17,
+)
 row("local_sgd adam", "local_sgd", lambda n: CentralWeights(3), every=3, optimizer="adam", agree=3)
 for _o in ("momentum", "adam"):
     row(
@@ -253,6 +262,30 @@ for _c in ("sign", "topk:0.1", "bf16"):
 # Weights, gossip.
 row("decentralized", "decentralized", lambda n: Gossip(graph("one_peer", n)))
 row("decentralized adam", "decentralized", lambda n: Gossip(graph("one_peer", n)), optimizer="adam")
+row(
+    "decentralized long",
+    "decentralized",
+    lambda n: Gossip(graph("one_peer", n)),
+    optimizer="long adam",
+    steps=18,
+)
+row(
+    "decentralized long own",
+    "decentralized",
+    lambda n: Gossip(graph("one_peer", n)),
+    optimizer="adam",
+    second_moment="own",
+    steps=14,
+)
+row(
+    "decentralized long warmup",
+    "decentralized",
+    lambda n: Gossip(graph("ring", n)),
+    optimizer="long adam",
+    topology="ring",
+    warmup_steps=13,
+    steps=18,
+)
 row(
     "decentralized pause",
     "decentralized",

@@ -227,6 +227,12 @@ class _Parser:
         if not gradients and kind == "central":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
+        if not gradients:
+            # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.
+            outer = found.get("outer_lr", 1.0) != 1 or found.get("outer_momentum", 0.0) != 0
+            found["second_moment"] = self.option(
+                "second_moment", "own" if outer else "mean", lambda v: v in ("mean", "own"), "'mean' or 'own'"
+            )
         if self.name != DEFAULT:
             found["warmup_steps"] = self.option(
                 "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"

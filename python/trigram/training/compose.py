@@ -43,7 +43,8 @@ def compose(
     if algorithm.gradients:
         return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
-    return WeightSync(model, groups, make, algorithm.every is not None)
+    of_mean = algorithm.options.get("second_moment") == "mean"
+    return WeightSync(model, groups, make, algorithm.every is not None, of_mean)
 
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
@@ -114,8 +115,16 @@ def _steps(
     options, what = algorithm.options, algorithm.value.what
     all_tensors = [t for same in tensors for t in same]
     if algorithm.step is not None:
-        timing = ("overlap", "warmup_steps", "script", "staleness", "outer_lr", "outer_momentum")
-        arguments = {k: v for k, v in options.items() if k not in timing}
+        others = (
+            "overlap",
+            "warmup_steps",
+            "script",
+            "staleness",
+            "outer_lr",
+            "outer_momentum",
+            "second_moment",
+        )
+        arguments = {k: v for k, v in options.items() if k not in others}
         steps: list[AveragingStep] = [algorithm.step(same, groups, **arguments) for same in tensors]
         return steps
     if algorithm.kind == "push":

@@ -63,9 +63,7 @@ CARDS: dict[str, Card] = {
     "async_low_precision": Card(),
     "async_decentralized": Card(),
     "async_low_precision_decentralized": Card(),
-    # The variance is frozen after the warm-up: steps are too large for parameters whose gradients were rare
-    # until then.
-    "qadam": Card({"characters": 0.25}, warmup=0.2, optimizer=True),
+    "qadam": Card(warmup=0.2, optimizer=True),
     "local_sgd": Card(optimizer=True),
     # An outer momentum of 0.9 needs about a hundred averaging steps; these trainings have a few dozen.
     "diloco": Card({"characters": 1.5}, {"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3}),

@@ -200,7 +200,7 @@ class QAdam(CodedGradients):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        one = bits == 1
+        self.freezes = one = bits == 1
         codec = "sign" if one else "int8"
         super().__init__(codec, block, second=codec, feedback=one, second_feedback=one)
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, weight_decay
@@ -220,15 +220,19 @@ class QAdam(CodedGradients):
                 self.m[k] = b1 * self.m[k] + (1 - b1) * p.grad
                 self.v[k] = b2 * self.v[k] + (1 - b2) * p.grad**2
             return
-        if self.frozen is None:
+        if self.frozen is None and self.freezes:
             self.frozen = [v / (1 - b2 ** max(self.sim.warmup, 1)) for v in self.v]
         for i in range(self.sim.n):
             for k, p in enumerate(self.sim.parameters(i)):
                 new = b1 * self.m[k] + (1 - b1) * p.grad
-                p.grad = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+                p.grad = new if self.frozen is None else torch.where(self.frozen[k] == 0, 0 * new, new)
         _, out = self.owners([self.bucket(step, i) for i in range(self.sim.n)])
         for k, new in zip(self.order, unflatten(out, [own[k] for k in self.order]), strict=True):
-            self.m[k] = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+            if self.frozen is not None:
+                self.m[k] = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+                continue
+            mean = (new - b1 * self.m[k]) / (1 - b1)
+            self.m[k], self.v[k] = new.clone(), b2 * self.v[k] + (1 - b2) * mean**2
 
     def update(self, rank: int) -> bool:
         b1, b2 = self.betas

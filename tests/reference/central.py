@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -388,3 +389,32 @@ class CentralWeights(Algorithm):
                     new = mean([s[key] for s in states])
                     for s in states:
                         s[key].copy_(new)
+
+
+class Fragments(CentralWeights):
+    """every:H, where one part of the parameters after the other is averaged, every H / len(parts) steps."""
+
+    def __init__(self, every: int, parts: list[list[int]], overlap: bool = False, **more: Any) -> None:
+        super().__init__(every, overlap=overlap, **more)
+        self.parts = parts
+        self.each = [CentralWeights(every, **more) for _ in parts]
+
+    def attach(self, sim: Simulation) -> None:
+        super().attach(sim)
+        for part, one in zip(self.parts, self.each, strict=True):
+            one.r = flatten([sim.parameters(0)[k] for k in part])
+            one.momentum = torch.zeros_like(one.r)
+
+    def boundary(self, done: int) -> None:
+        period = self.every // len(self.parts)
+        if done % period:
+            return
+        at = done // period % len(self.parts)
+        part, everybody = self.parts[at], [self.sim.parameters(i) for i in range(self.sim.n)]
+        moves = self.each[at].agree([flatten([own[k] for k in part]) for own in everybody])
+        self.flight = []
+        for own, move in zip(everybody, moves, strict=True):
+            moved = dict(zip(part, unflatten(move, [own[k] for k in part]), strict=True))
+            self.flight.append(flatten([moved.get(k, torch.zeros_like(p)) for k, p in enumerate(own)]))
+        if not self.overlap:
+            self.land()

@@ -220,6 +220,8 @@ class _Parser:
         if not gradients and every is not None:
             overlaps = kind != "central"
             found["overlap"] = self.option("overlap", overlaps, lambda o: o in (True, False), "True or False")
+            divides = lambda f: isinstance(f, int) and not isinstance(f, bool) and f > 0 and every % f == 0  # noqa: E731
+            found["fragments"] = self.option("fragments", 1, divides, f"a divisor of the {every} steps")
         if every is None:
             found["script"] = self.option(
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"

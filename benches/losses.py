@@ -54,30 +54,24 @@ class Card:
     optimizer: bool = False
 
 
-# For a gradient that only one rank has, such as that of a rare word, Adam's step on that rank is as large as
-# DDP's on all ranks; averaging the weights then divides it by the number of ranks. A larger rate compensates.
-LOCAL_ADAM = {"gpt": 1.5, "characters": 2.0}
-
 CARDS: dict[str, Card] = {
     "gradient_allreduce": Card(),
     "bytegrad": Card(),
-    "decentralized": Card(LOCAL_ADAM),
-    "low_precision_decentralized": Card(LOCAL_ADAM),
-    "async": Card({"characters": 1.5}),
-    "async_low_precision": Card({"characters": 1.5}),
-    "async_decentralized": Card({"characters": 1.5}),
-    "async_low_precision_decentralized": Card({"characters": 1.5}),
-    # The variance is frozen after the warm-up: steps are too large for parameters whose gradients were rare
-    # until then.
-    "qadam": Card({"characters": 0.25}, warmup=0.2, optimizer=True),
-    "local_sgd": Card({"characters": 2.0}, optimizer=True),
+    "decentralized": Card(),
+    "low_precision_decentralized": Card(),
+    "async": Card(),
+    "async_low_precision": Card(),
+    "async_decentralized": Card(),
+    "async_low_precision_decentralized": Card(),
+    "qadam": Card(warmup=0.2, optimizer=True),
+    "local_sgd": Card(optimizer=True),
     # An outer momentum of 0.9 needs about a hundred averaging steps; these trainings have a few dozen.
     "diloco": Card({"characters": 1.5}, {"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3}),
     "powersgd": Card(warmup=0.2),
     # Each element is sent about every hundred steps, which is too seldom at the start: first all are sent.
     "topk": Card(warmup=0.25),
     "signsgd": Card({"digits": 0.5, "gpt": 0.7, "characters": 0.7}, warmup=0.2),
-    "push_sum": Card(LOCAL_ADAM),
+    "push_sum": Card(),
 }
 
 

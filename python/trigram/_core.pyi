@@ -236,3 +236,7 @@ class Codec:
     def decode(
         self, code: int, len: int, out: int, n: int, dtype: int, weight: float | None, sender: int, /
     ) -> None: ...
+
+def adapt_second_moment(
+    second: int, first: int, gradient: int, n: int, factors: tuple[float, float, float], /
+) -> None: ...

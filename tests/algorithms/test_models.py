@@ -121,7 +121,7 @@ def frozen(rank: int, world: int, label: str) -> None:
 
     row = ROWS[label]
     torch.manual_seed(8)
-    sim = Simulation(row.reference(world), world, make, Run.optimizer_for(row), row.warmup)
+    sim = Simulation(row.reference(world), world, make, Run.optimizer_for(row, world), row.warmup)
     model, optimizer = start(rank, label, make)
     yardstick = Yardstick(row.coded)
     before = fingerprint(model[2].parameters())

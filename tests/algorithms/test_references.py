@@ -87,7 +87,7 @@ def test_the_yardstick_tells(mutant: str) -> None:
     sims = []
     for make in (row.reference, wrong):
         torch.manual_seed(99)
-        sims.append(Simulation(make(3), 3, net, Run.optimizer_for(row), row.warmup))
+        sims.append(Simulation(make(3), 3, net, Run.optimizer_for(row, 3), row.warmup))
     yardsticks = [Yardstick(row.coded) for _ in range(3)]
     for step in range(row.steps):
         for sim in sims:
@@ -106,7 +106,7 @@ def test_the_reference_learns(label: str) -> None:
     row = ROWS[label]
     torch.set_num_threads(1)
     torch.manual_seed(99)
-    sim = Simulation(row.reference(3), 3, net, Run.optimizer_for(row), row.warmup)
+    sim = Simulation(row.reference(3), 3, net, Run.optimizer_for(row, 3), row.warmup)
     losses: list[float] = []
 
     def once(model: nn.Module, rank: int) -> Sequence[Tensor]:

@@ -304,7 +304,7 @@ def several_buckets(rank: int, world: int, label: str) -> None:
     row = ROWS[label]
     exact = label.startswith(("gradient", "powersgd"))
     torch.manual_seed(8)
-    sim = Simulation(row.reference(world), world, net, Run.optimizer_for(row), row.warmup)
+    sim = Simulation(row.reference(world), world, net, Run.optimizer_for(row, world), row.warmup)
     torch.manual_seed(8)
     module = net()
     optimizer = OPTIMIZERS[row.optimizer](module)

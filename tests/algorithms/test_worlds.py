@@ -27,7 +27,7 @@ def on_a_group(rank: int, world: int, label: str) -> None:
     given = {"optimizer": optimizer} if row.given else {}
     model = trigram.with_bagua(module, row.algorithm, group=groups[min(rank, 1)], **given, **row.options)
     torch.manual_seed(9)
-    sim = Simulation(row.reference(world - 1), world - 1, net, Run.optimizer_for(row), row.warmup)
+    sim = Simulation(row.reference(world - 1), world - 1, net, Run.optimizer_for(row, world - 1), row.warmup)
     yardstick = Yardstick(row.coded)
     for step in range(6):
         optimizer.zero_grad()

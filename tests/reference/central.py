@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -200,7 +201,7 @@ class QAdam(CodedGradients):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        one = bits == 1
+        self.freezes = one = bits == 1
         codec = "sign" if one else "int8"
         super().__init__(codec, block, second=codec, feedback=one, second_feedback=one)
         self.lr, self.betas, self.eps, self.decay = lr, betas, eps, weight_decay
@@ -220,15 +221,19 @@ class QAdam(CodedGradients):
                 self.m[k] = b1 * self.m[k] + (1 - b1) * p.grad
                 self.v[k] = b2 * self.v[k] + (1 - b2) * p.grad**2
             return
-        if self.frozen is None:
+        if self.frozen is None and self.freezes:
             self.frozen = [v / (1 - b2 ** max(self.sim.warmup, 1)) for v in self.v]
         for i in range(self.sim.n):
             for k, p in enumerate(self.sim.parameters(i)):
                 new = b1 * self.m[k] + (1 - b1) * p.grad
-                p.grad = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+                p.grad = new if self.frozen is None else torch.where(self.frozen[k] == 0, 0 * new, new)
         _, out = self.owners([self.bucket(step, i) for i in range(self.sim.n)])
         for k, new in zip(self.order, unflatten(out, [own[k] for k in self.order]), strict=True):
-            self.m[k] = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+            if self.frozen is not None:
+                self.m[k] = torch.where(self.frozen[k] == 0, torch.zeros_like(new), new)
+                continue
+            mean = (new - b1 * self.m[k]) / (1 - b1)
+            self.m[k], self.v[k] = new.clone(), b2 * self.v[k] + (1 - b2) * mean**2
 
     def update(self, rank: int) -> bool:
         b1, b2 = self.betas
@@ -384,3 +389,32 @@ class CentralWeights(Algorithm):
                     new = mean([s[key] for s in states])
                     for s in states:
                         s[key].copy_(new)
+
+
+class Fragments(CentralWeights):
+    """every:H, where one part of the parameters after the other is averaged, every H / len(parts) steps."""
+
+    def __init__(self, every: int, parts: list[list[int]], overlap: bool = False, **more: Any) -> None:
+        super().__init__(every, overlap=overlap, **more)
+        self.parts = parts
+        self.each = [CentralWeights(every, **more) for _ in parts]
+
+    def attach(self, sim: Simulation) -> None:
+        super().attach(sim)
+        for part, one in zip(self.parts, self.each, strict=True):
+            one.r = flatten([sim.parameters(0)[k] for k in part])
+            one.momentum = torch.zeros_like(one.r)
+
+    def boundary(self, done: int) -> None:
+        period = self.every // len(self.parts)
+        if done % period:
+            return
+        at = done // period % len(self.parts)
+        part, everybody = self.parts[at], [self.sim.parameters(i) for i in range(self.sim.n)]
+        moves = self.each[at].agree([flatten([own[k] for k in part]) for own in everybody])
+        self.flight = []
+        for own, move in zip(everybody, moves, strict=True):
+            moved = dict(zip(part, unflatten(move, [own[k] for k in part]), strict=True))
+            self.flight.append(flatten([moved.get(k, torch.zeros_like(p)) for k, p in enumerate(own)]))
+        if not self.overlap:
+            self.land()

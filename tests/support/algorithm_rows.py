@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tests.reference.central import CentralWeights, CodedGradients, FullGradients, PowerSGD, QAdam
+from tests.reference.central import CentralWeights, CodedGradients, Fragments, FullGradients, PowerSGD, QAdam
 from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, PushSum
 from tests.reference.graphs import Graph, graph
 from tests.reference.simulation import Algorithm
@@ -164,6 +164,15 @@ row(
 
 # Weights, central.
 row("local_sgd", "local_sgd", lambda n: CentralWeights(2), every=2, agree=2)
+row(
+    "local_sgd long",
+    "local_sgd",
+    lambda n: CentralWeights(3),
+    every=3,
+    optimizer="long adam",
+    agree=3,
+    steps=17,
+)
 row("local_sgd adam", "local_sgd", lambda n: CentralWeights(3), every=3, optimizer="adam", agree=3)
 for _o in ("momentum", "adam"):
     row(
@@ -178,6 +187,36 @@ for _o in ("momentum", "adam"):
 row("local_sgd warmup", "local_sgd", lambda n: CentralWeights(2), every=2, warmup_steps=4, agree=2)
 row("local_sgd overlap", "local_sgd", lambda n: CentralWeights(2, overlap=True), every=2, overlap=True)
 row("local_sgd default", "local_sgd", lambda n: CentralWeights(8), agree=8, steps=10)
+HALVES, THIRDS = [[0, 1], [2, 3, 4, 5]], [[0, 1], [2], [3, 4, 5]]  # by the middle of each parameter
+row("local_sgd fragments", "local_sgd", lambda n: Fragments(4, HALVES), every=4, fragments=2, steps=10)
+row(
+    "local_sgd fragments overlap",
+    "local_sgd",
+    lambda n: Fragments(3, THIRDS, overlap=True),
+    every=3,
+    fragments=3,
+    overlap=True,
+    optimizer="adam",
+)
+row(
+    "diloco fragments",
+    "diloco",
+    lambda n: Fragments(4, HALVES, outer=(0.7, 0.9)),
+    every=4,
+    fragments=2,
+    optimizer="momentum",
+    steps=14,
+)
+row(
+    "diloco fragments int8",
+    "central/int8/every:4",
+    lambda n: Fragments(4, HALVES, codec="int8", outer=(0.7, 0.9)),
+    fragments=2,
+    outer_lr=0.7,
+    outer_momentum=0.9,
+    coded=True,
+    steps=10,
+)
 row("central full every", "central/full/every:3", lambda n: CentralWeights(3), agree=3)
 row("diloco", "diloco", lambda n: CentralWeights(2, outer=(0.7, 0.9)), every=2, agree=2)
 row(
@@ -253,6 +292,30 @@ for _c in ("sign", "topk:0.1", "bf16"):
 # Weights, gossip.
 row("decentralized", "decentralized", lambda n: Gossip(graph("one_peer", n)))
 row("decentralized adam", "decentralized", lambda n: Gossip(graph("one_peer", n)), optimizer="adam")
+row(
+    "decentralized long",
+    "decentralized",
+    lambda n: Gossip(graph("one_peer", n)),
+    optimizer="long adam",
+    steps=18,
+)
+row(
+    "decentralized long own",
+    "decentralized",
+    lambda n: Gossip(graph("one_peer", n)),
+    optimizer="adam",
+    second_moment="own",
+    steps=14,
+)
+row(
+    "decentralized long warmup",
+    "decentralized",
+    lambda n: Gossip(graph("ring", n)),
+    optimizer="long adam",
+    topology="ring",
+    warmup_steps=13,
+    steps=18,
+)
 row(
     "decentralized pause",
     "decentralized",

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import trigram
+from tests.reference.adam import MeanAdam
 from tests.reference.simulation import Simulation, flatten
 from tests.support.algorithm_rows import ROWS, Row
 from tests.support.checks import same_on_all_ranks
@@ -22,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
     "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
+    "long adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
     "qadam": lambda m: trigram.QAdam(m.parameters(), lr=0.01),
     "qadam with decay": lambda m: trigram.QAdam(m.parameters(), lr=0.02, betas=(0.8, 0.99), weight_decay=0.1),
 }
@@ -81,7 +83,7 @@ class Run:
     ) -> None:
         self.rank, self.row, self.micros, self.salt = rank, row, micros, salt
         torch.manual_seed(99 + salt)
-        self.sim = Simulation(row.reference(world), world, make, self.optimizer_for(row), row.warmup)
+        self.sim = Simulation(row.reference(world), world, make, self.optimizer_for(row, world), row.warmup)
         torch.manual_seed(99 + salt if rank == 0 else 100 + rank)  # rank 0's weights are to reach everybody
         module = make()
         self.optimizer = OPTIMIZERS[row.optimizer](module)
@@ -92,8 +94,10 @@ class Run:
         self.done = 0
 
     @staticmethod
-    def optimizer_for(row: Row) -> Callable[[nn.Module], torch.optim.Optimizer]:
-        """The simulation steps for QAdam itself."""
+    def optimizer_for(row: Row, world: int) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        """The simulation steps for QAdam itself. A long training shows Adam's second moment of the mean."""
+        if row.optimizer == "long adam":
+            return lambda m: MeanAdam(m.parameters(), 0.01, world, row.warmup)
         return OPTIMIZERS["sgd" if row.optimizer.startswith("qadam") else row.optimizer]
 
     def losses(self, model: nn.Module, rank: int) -> list[Tensor]:

@@ -220,6 +220,8 @@ class _Parser:
         if not gradients and every is not None:
             overlaps = kind != "central"
             found["overlap"] = self.option("overlap", overlaps, lambda o: o in (True, False), "True or False")
+            divides = lambda f: isinstance(f, int) and not isinstance(f, bool) and f > 0 and every % f == 0  # noqa: E731
+            found["fragments"] = self.option("fragments", 1, divides, f"a divisor of the {every} steps")
         if every is None:
             found["script"] = self.option(
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
@@ -227,6 +229,12 @@ class _Parser:
         if not gradients and kind == "central":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
+        if not gradients:
+            # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.
+            outer = found.get("outer_lr", 1.0) != 1 or found.get("outer_momentum", 0.0) != 0
+            found["second_moment"] = self.option(
+                "second_moment", "own" if outer else "mean", lambda v: v in ("mean", "own"), "'mean' or 'own'"
+            )
         if self.name != DEFAULT:
             found["warmup_steps"] = self.option(
                 "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"

@@ -43,7 +43,8 @@ def compose(
     if algorithm.gradients:
         return GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
-    return WeightSync(model, groups, make, algorithm.every is not None)
+    of_mean = algorithm.options.get("second_moment") == "mean"
+    return WeightSync(model, groups, make, algorithm.every is not None, of_mean)
 
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
@@ -100,12 +101,36 @@ def _schedule(
         plain = codec is None and len(tensors) == 1
         weights = AveragingStep(all_tensors, groups, None if plain else torch.float32)
         return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
-    steps = _steps(tensors, groups, algorithm)
     if algorithm.every is None:
+        steps = _steps(tensors, groups, algorithm)
         return BackgroundSteps(steps, groups, options["staleness"], options["script"])
+    fragments = [_steps(part, groups, algorithm) for part in _fragments(tensors, options["fragments"])]
     if optimizer is not None and _averages_state(algorithm):
-        steps.append(OptimizerState(groups, optimizer))
-    return EverySteps(steps, groups, algorithm.every, options["overlap"])
+        fragments[0].append(OptimizerState(groups, optimizer))
+    return EverySteps(fragments, groups, algorithm.every, options["overlap"])
+
+
+def _fragments(tensors: list[list[torch.Tensor]], count: int) -> list[list[list[torch.Tensor]]]:
+    """The weights in ``count`` fragments of about equal size, in the model's order; each a list per dtype."""
+    if count == 1:
+        return [tensors]
+    fragments: list[list[list[torch.Tensor]]] = [[] for _ in range(count)]
+    for same in tensors:
+        parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
+        total, before = sum(t.numel() for t in same), 0
+        for t in same:
+            middle = before + t.numel() / 2
+            parts[min(count - 1, int(count * middle / max(1, total)))].append(t)
+            before += t.numel()
+        for fragment, part in zip(fragments, parts, strict=True):
+            if part:
+                fragment.append(part)
+    if not all(fragments):
+        raise MisuseError(
+            f"with_bagua: fragments={count} leaves fragments without a parameter, because a parameter is "
+            f"never divided and some are large; use at most {sum(map(bool, fragments))}"
+        )
+    return fragments
 
 
 def _steps(
@@ -115,8 +140,16 @@ def _steps(
     options, what = algorithm.options, algorithm.value.what
     all_tensors = [t for same in tensors for t in same]
     if algorithm.step is not None:
-        timing = ("overlap", "warmup_steps", "script", "staleness", "outer_lr", "outer_momentum")
-        arguments = {k: v for k, v in options.items() if k not in timing}
+        others = (
+            "overlap",
+            "warmup_steps",
+            "script",
+            "staleness",
+            "outer_lr",
+            "outer_momentum",
+            "second_moment",
+        )
+        arguments = {k: v for k, v in options.items() if k not in others}
         steps: list[AveragingStep] = [algorithm.step(same, groups, **arguments) for same in tensors]
         return steps
     if algorithm.kind == "push":

@@ -161,8 +161,8 @@ class PowerSGDCompressor(GradientCompressor):
 
 
 class MomentumCompressor(CodecCompressor):
-    """Sends Adam's first moments instead of gradients, with a frozen variance: 1-bit Adam (arXiv 2102.02888),
-    also with 8 bits.
+    """Sends Adam's first moments instead of gradients: 1-bit Adam (arXiv 2102.02888), also with 8 bits, where
+    the variance need not be frozen.
 
     Args:
         optimizer: The optimizer; it is switched to moments here.
@@ -174,7 +174,7 @@ class MomentumCompressor(CodecCompressor):
         codec = find("int8" if bits == 8 else "sign", block)
         super().__init__(codec, codec, (bits == 1, bits == 1))
         self.optimizer = optimizer
-        optimizer.freeze()
+        optimizer.freeze(follows=bits == 8)
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
         """Replaces each gradient by the first moment that Adam would compute from it."""

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging import sparse
@@ -625,7 +626,7 @@ class GradientSync(StepHooks):
         mean_of(changed, self.groups)
         self.assigned = GradientsSnapshot(self.params)
 
-    def after_update(self, mine: set[int]) -> None:
+    def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Ends the warm-up when optimizers have updated all parameters that have gradients."""
         self.covered |= mine
         self.managed |= mine

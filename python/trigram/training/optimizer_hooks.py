@@ -44,8 +44,8 @@ class Updated(Protocol):
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
         """An optimizer of this class has updated them without calling the closure that it was given."""
 
-    def after_update(self, mine: set[int]) -> None:
-        """An optimizer has updated the parameters with these ``id()``."""
+    def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
+        """The optimizer has updated the parameters with these ``id()``."""
 
 
 _listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
@@ -153,7 +153,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         running = [o() for o in listener.updating]
         if optimizer in running:
             del listener.updating[running.index(optimizer) :]
-        listener.after_update(mine)
+        listener.after_update(mine, optimizer)
         if not listener.updating:
             listener.times.enter(steps.INPUT)
 

@@ -1,5 +1,9 @@
-"""The optimizer of ``qadam``: Adam whose variance is frozen after a warm-up, so that the momentum can be
-averaged with 1 or 8 bits (1-bit Adam, arXiv 2102.02888)."""
+"""The optimizer of ``qadam``: Adam whose momentum is averaged with 1 or 8 bits after a warm-up.
+
+With 1 bit the variance is frozen then (1-bit Adam, arXiv 2102.02888). With 8 bits it goes on: all ranks know
+the averaged momenta of two steps, and so the mean gradient between them, to the codec's error. A value that
+gets its first gradient late, such as a rare row of an embedding, has no variance when it is frozen.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,12 @@ step."""
 
 
 class QAdam(torch.optim.Optimizer):
-    """Adam with decoupled weight decay; ``with_bagua(model, "qadam", optimizer=this)`` freezes its variance.
+    """Adam with decoupled weight decay, for ``with_bagua(model, "qadam", optimizer=this)``.
 
-    Before that it is ``torch.optim.AdamW``. After it, ``p.grad`` holds the averaged first moment,
-    and a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)`` with v the floored root
-    of the bias-corrected variance as it was when it was frozen. Weight decay continues.
+    During the warm-up it is ``torch.optim.AdamW``. Then ``p.grad`` holds the averaged first moment m, and
+    a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)``. With 8 bits v is the root of the
+    bias-corrected variance, which goes on with the gradient ``(m - b1 m_before) / (1 - b1)``; with 1 bit the
+    floored root of the variance as it was at the end of the warm-up. Weight decay continues.
 
     Args:
         params: As for any optimizer.
@@ -44,7 +49,7 @@ class QAdam(torch.optim.Optimizer):
                 f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must be 0 or more, and "
                 f"betas={betas} must be in [0, 1)"
             )
-        self.frozen = False
+        self.frozen = self.follows = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _of(self, p: torch.Tensor) -> dict[str, Any]:
@@ -56,9 +61,16 @@ class QAdam(torch.optim.Optimizer):
         return state
 
     @torch.no_grad()
-    def freeze(self) -> None:
-        """Freezes the variance; from now on ``p.grad`` must hold the averaged first moment."""
-        self.frozen = True
+    def freeze(self, follows: bool = False) -> None:
+        """Ends the warm-up: from now on ``p.grad`` must hold the averaged first moment.
+
+        Args:
+            follows: The variance goes on with the gradients that the first moments imply; otherwise it is
+                frozen.
+        """
+        self.frozen, self.follows = True, follows
+        if follows:
+            return
         for group in self.param_groups:
             for p in group["params"]:
                 self._root(p, group)
@@ -78,13 +90,14 @@ class QAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def to_momentum(self, p: torch.Tensor, grad: torch.Tensor) -> None:
-        """Replaces a gradient in place by the first moment that follows from it; 0 where the variance is
+        """Replaces a gradient in place by the first moment that follows from it; 0 where a frozen variance is
         0."""
         for group in self.param_groups:
             if any(q is p for q in group["params"]):
                 beta = group["betas"][0]
                 grad.mul_(1 - beta).add_(self._of(p)["exp_avg"], alpha=beta)
-                grad.masked_fill_(self._root(p, group).isinf(), 0.0)
+                if not self.follows:
+                    grad.masked_fill_(self._root(p, group).isinf(), 0.0)
                 return
 
     @torch.no_grad()
@@ -104,12 +117,17 @@ class QAdam(torch.optim.Optimizer):
                 state = self._of(p)
                 state["step"] += 1
                 m = state["exp_avg"]
-                if self.frozen:
+                if self.frozen and not self.follows:
                     m.copy_(p.grad)
                     root = self._root(p, group)
                 else:
-                    m.mul_(beta1).add_(p.grad, alpha=1 - beta1)
-                    state["exp_avg_sq"].mul_(beta2).addcmul_(p.grad, p.grad, value=1 - beta2)
+                    grad = p.grad
+                    if self.frozen:
+                        grad = m.mul(-beta1).add_(p.grad).div_(1 - beta1)
+                        m.copy_(p.grad)
+                    else:
+                        m.mul_(beta1).add_(grad, alpha=1 - beta1)
+                    state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
                     root = (state["exp_avg_sq"] / (1 - beta2 ** state["step"])).sqrt()
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 rate = group["lr"] / (1 - beta1 ** state["step"])
@@ -140,7 +158,7 @@ class QAdam(torch.optim.Optimizer):
         return bool(found)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of Adam, and whether the variance is frozen."""
+        """The state of Adam, and whether its warm-up is over."""
         return {**super().state_dict(), "frozen": self.frozen}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -60,10 +60,17 @@ class StepSchedule(Protocol):
 
 
 class _CountedSchedule:
-    """A schedule whose averaging steps all ranks make in the same order, numbered from 0."""
+    """A schedule whose averaging steps all ranks make in the same order, numbered from 0.
 
-    def __init__(self, steps: Sequence[AveragingStep], groups: ModelGroups) -> None:
-        self.steps = list(steps)
+    Args:
+        fragments: For each fragment of the weights, what averages it: averaging steps concern one fragment
+            after the other.
+        groups: The model's process groups.
+    """
+
+    def __init__(self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups) -> None:
+        self.fragments = [list(steps) for steps in fragments]
+        self.fragment = 0  # of the next averaging step, or of that under way
         self.groups = groups
         self.steps_started = 0
         self.steps_done = 0
@@ -86,17 +93,18 @@ class _CountedSchedule:
         n = self.steps_started
         self._span = spans.begin("rounds", lambda: f"round {n}")
         with spans.naming(self.groups.main, lambda: f"round {n}"):
-            for step in self.steps:
+            for step in self.fragments[self.fragment]:
                 step.take()
-                step.start(n)
+                step.start(n // len(self.fragments))
         self.steps_started += 1
 
     def _finish(self, moved: bool) -> None:
         since = time.perf_counter()
-        for step in self.steps:
+        steps = self.fragments[self.fragment]
+        for step in steps:
             step.wait()
         self.waited += time.perf_counter() - since
-        for step in self.steps:
+        for step in steps:
             step.apply(moved)
         span, self._span = self._span, None
         spans.end(span)
@@ -116,39 +124,42 @@ class _CountedSchedule:
 
     def sent(self) -> int:
         """See :class:`StepSchedule`."""
-        return sum(e.sent for e in self.steps)
+        return sum(e.sent for steps in self.fragments for e in steps)
 
     def state(self) -> dict[str, Any]:
         """The number of averaging steps, and the state of each."""
         weight = self.groups.sample_weight
         kept = {"weight": weight.pending} if weight is not None else {}
-        return {**kept, "rounds": self.steps_done, "exchanges": [e.state() for e in self.steps]}
+        exchanges = [e.state() for steps in self.fragments for e in steps]
+        return {**kept, "rounds": self.steps_done, "exchanges": exchanges}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done = self.steps_started = state["rounds"]
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.pending = state["weight"]
-        for step, kept in zip(self.steps, state["exchanges"], strict=True):
+        all_steps = [step for steps in self.fragments for step in steps]
+        for step, kept in zip(all_steps, state["exchanges"], strict=True):
             step.load(kept)
 
 
 class EverySteps(_CountedSchedule):
-    """One averaging step at every h-th boundary; all ranks wait for all.
+    """One averaging step at every h-th boundary; all ranks wait for all. With p fragments one at every
+    h/p-th, so that each fragment is averaged every h steps (Streaming DiLoCo, arXiv 2501.18512).
 
     Args:
-        steps: The averaging steps, which start together.
+        fragments: For each fragment of the weights its averaging steps, which start together.
         groups: The model's process groups.
-        every: h.
+        every: h, a multiple of p.
         overlap: The averaging step begins with the next training step, runs during its forward and backward
             passes and is applied before its update. Without it the averaging step ends at the boundary.
     """
 
     def __init__(
-        self, steps: Sequence[AveragingStep], groups: ModelGroups, every: int, overlap: bool
+        self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups, every: int, overlap: bool
     ) -> None:
-        super().__init__(steps, groups)
-        self.every, self.overlap = every, overlap
+        super().__init__(fragments, groups)
+        self.every, self.overlap = every // len(fragments), overlap
         self.steps_due = 0
 
     def boundary(self, step: int) -> None:
@@ -156,6 +167,8 @@ class EverySteps(_CountedSchedule):
         if self.steps_started > self.steps_done:
             self._finish(moved=True)  # this training step had no update before which it could end
         if step % self.every == 0:
+            # By the step, which all ranks count alike, also those that have joined.
+            self.fragment = step // self.every % len(self.fragments)
             self.steps_due = self.steps_started + 1
             if not self.overlap:
                 self._start()
@@ -173,12 +186,13 @@ class EverySteps(_CountedSchedule):
 
     def state(self) -> dict[str, Any]:
         """See :class:`_CountedSchedule`."""
-        return {**super().state(), "due": self.steps_due}
+        return {**super().state(), "due": self.steps_due, "fragment": self.fragment}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
         self.steps_due = state["due"]
+        self.fragment = state.get("fragment", 0)
 
 
 class BackgroundSteps(_CountedSchedule):
@@ -203,7 +217,7 @@ class BackgroundSteps(_CountedSchedule):
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        super().__init__(steps, groups)
+        super().__init__([steps], groups)
         self.staleness, self.script = staleness, script
         self.started_at = 0
 
@@ -227,7 +241,7 @@ class BackgroundSteps(_CountedSchedule):
 
     def _ready(self) -> bool:
         """Whether the averaging step has ended; advances all of them."""
-        ready = [step.ready() for step in self.steps]
+        ready = [step.ready() for step in self.fragments[0]]
         return all(ready)
 
     def backward_over(self) -> None:

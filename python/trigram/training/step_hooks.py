@@ -173,8 +173,8 @@ class StepHooks:
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
         """An optimizer of this class has updated them without calling the closure that it was given."""
 
-    def after_update(self, mine: set[int]) -> None:
-        """An optimizer has updated the parameters with these ``id()``."""
+    def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
+        """The optimizer has updated the parameters with these ``id()``."""
 
     def user_step(self) -> None:
         """The script says that a training step is over (:func:`trigram.step`)."""

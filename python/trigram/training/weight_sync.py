@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
@@ -26,7 +27,7 @@ from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.observe import steps
-from trigram.training import optimizer_hooks
+from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
@@ -51,6 +52,8 @@ class WeightSync(StepHooks):
         make: Makes the schedule from the trained parameters, one list per dtype; called again when layers are
             frozen or unfrozen.
         in_step: Whether all ranks make an averaging step at the same training steps.
+        of_mean: Whether Adam's second moments become those of the mean gradient, see
+            :mod:`trigram.training.adam_variance`.
     """
 
     weights_differ = True
@@ -61,9 +64,11 @@ class WeightSync(StepHooks):
         groups: ModelGroups,
         make: Callable[[list[list[torch.Tensor]]], StepSchedule],
         in_step: bool = True,
+        of_mean: bool = False,
     ) -> None:
         self.make = make
         self.in_step = in_step
+        self.of_mean = of_mean
         self.last_boundary = 0
         self.owed = 0
         self.skip_until = -1
@@ -165,8 +170,10 @@ class WeightSync(StepHooks):
         self.times.enter(before)
 
     @torch.no_grad()
-    def after_update(self, mine: set[int]) -> None:
+    def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Makes the boundary when optimizers have updated all parameters that have gradients."""
+        if self.of_mean:
+            adam_variance.adapt(optimizer, mine, self.groups.size)
         self.covered |= mine
         self.managed |= mine
         if self.updating or self.inside_backward():

@@ -15,6 +15,7 @@
 //! * [`executor`] — the state machine that walks a schedule; it has no I/O of its own.
 //! * [`sim`] — the same executor for all ranks at once, in virtual time.
 //! * [`signature`] — what ranks compare to find out that they disagree.
+//! * [`second_moment`] — a loop for optimizers whose ranks average weights.
 //! * [`wire`] — the header of every message, decoded without trust.
 //! * [`error`] — one error type, its kinds named by who is to blame.
 #![forbid(unsafe_code)]
@@ -27,6 +28,7 @@ pub mod float16;
 pub mod planner;
 pub mod reduce;
 pub mod schedule;
+pub mod second_moment;
 pub mod signature;
 pub mod sim;
 pub mod topology;

@@ -77,6 +77,13 @@ fn eight_hosts_one_at_half_rate() {
     assert!(balanced(len, &rates) < 1.12, "{}", balanced(len, &rates));
 }
 
+/// Nearly all goes through the first rank, and no link has anything to spare.
+#[test]
+fn one_rank_reduces_nearly_all() {
+    let rates = [0.877, 0.407, 0.348, 0.444].map(|r| r * GIGABIT);
+    assert!(balanced(200_000, &rates) < 1.15, "{}", balanced(200_000, &rates));
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, ..ProptestConfig::default() })]
 

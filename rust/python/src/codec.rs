@@ -1,8 +1,9 @@
-//! Codecs on tensors that arrive as addresses; `trigram/codecs.py` has checked what they are.
+//! Codecs and other loops on tensors that arrive as addresses; `trigram/codecs` has checked what they are.
 
 use half::{bf16, f16};
 use pyo3::prelude::*;
 use trigram_core::codec::{self, Keep, Target, Values};
+use trigram_core::second_moment::{self, Factors};
 use trigram_core::{DType, Error};
 
 use crate::errors::Raise;
@@ -118,4 +119,26 @@ impl Codec {
         };
         if n < SMALL { run() } else { py.detach(run) }.raise(py)
     }
+}
+
+/// Makes Adam's second moment of `n` float32 values that of the mean gradient, see `trigram_core::second_moment`.
+#[pyfunction]
+pub(crate) fn adapt_second_moment(
+    py: Python<'_>,
+    second: usize,
+    first: usize,
+    gradient: usize,
+    n: usize,
+    factors: (f32, f32, f32),
+) -> PyResult<()> {
+    let (first_factor, own, part) = factors;
+    let factors = Factors { first: first_factor, own, part };
+    let run = || {
+        // SAFETY: `trigram/training/adam_variance.py` holds the tensors during the call, has checked that they are
+        // contiguous and of this length and type; an optimizer's moments and gradients do not overlap.
+        let (second, first, gradient) =
+            unsafe { (slice_mut(second, n), slice(first, n), slice(gradient, n)) };
+        second_moment::adapt(second, first, gradient, factors)
+    };
+    if n < SMALL { run() } else { py.detach(run) }.raise(py)
 }

@@ -635,6 +635,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
+    m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;

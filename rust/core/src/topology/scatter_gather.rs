@@ -18,8 +18,11 @@ use crate::topology::Shape;
 /// Pieces are multiples of this many elements: cache lines.
 const GRAIN: usize = 64;
 
-/// A rank is at most so many pieces ahead of a result, whatever the window.
+/// A rank may be so many pieces ahead of a result, whatever the window.
 const LEAST_WINDOW: usize = 2;
+/// The same where shares differ, because links limit and one rank reduces more than others. With two, that rank's link
+/// is idle while the results of slower ones come back, for up to a third of the time.
+const LEAST_UNEVEN_WINDOW: usize = 3;
 
 /// In place on `Out`. `shares[i]` elements are reduced by rank i; they add up to `shape.len`.
 /// `window`: how many pieces a rank sends to all others together before the result of the first comes back.
@@ -81,7 +84,9 @@ fn between(
     // All shares are cut into as many pieces, so that every link is in use from the first to the last.
     let rounds = shares.iter().copied().max().unwrap_or(0).div_ceil(piece.max(1));
     let piece = |i: usize| shares[i].div_ceil(rounds.max(1)).next_multiple_of(GRAIN);
-    let window = (window / n.saturating_sub(1).max(1)).max(LEAST_WINDOW).min(rounds);
+    let is_even = shares.iter().max() <= shares.iter().min().map(|least| least + GRAIN).as_ref();
+    let least = if is_even { LEAST_WINDOW } else { LEAST_UNEVEN_WINDOW };
+    let window = (window / n.saturating_sub(1).max(1)).max(least).min(rounds);
     // A helper makes its sums in scratch memory.
     let mine = if works { spans[me] } else { b.scratch(spans[me].len) };
     let landing = piece(me) * window;

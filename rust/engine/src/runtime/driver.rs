@@ -184,8 +184,11 @@ impl Driver {
             match self.progress.try_lock() {
                 Ok(mut progress) => {
                     self.events(&mut progress, Duration::ZERO);
+                    self.take_inbox(&mut progress);
                     progress.poll();
                     self.send_heartbeat(&mut progress);
+                    // A thread that found this lock held may have taken this one for a thread that drives.
+                    self.pass_on(progress);
                 }
                 Err(TryLockError::WouldBlock) => {}
                 // A rank that cannot go on must not claim to be alive.
@@ -215,13 +218,17 @@ impl Driver {
 
     /// The progress lock, unless another thread drives.
     pub(crate) fn try_lock(&self) -> Result<Option<MutexGuard<'_, Progress>>> {
+        let mut is_first = true;
         loop {
             match self.progress.try_lock() {
                 Ok(progress) => return Ok(Some(progress)),
                 // The heartbeat thread releases it in a moment.
                 Err(TryLockError::WouldBlock) if self.in_heartbeat.load(Ordering::Acquire) => {
+                    is_first = true;
                     std::thread::yield_now()
                 }
+                // Perhaps it was the heartbeat thread, which has released it since.
+                Err(TryLockError::WouldBlock) if is_first => is_first = false,
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Poisoned(_)) => {
                     return Err(Error::Aborted(ENGINE_FAILED.into()));
@@ -230,15 +237,20 @@ impl Driver {
         }
     }
 
+    /// Lets go of the progress lock, and hands on what is to be logged.
+    pub(crate) fn leave(&self, progress: MutexGuard<'_, Progress>) {
+        self.pass_on(progress);
+        self.counters.log.write_out();
+    }
+
     /// Lets go of the progress lock. What is still under way passes to the background thread: at once if it is large or
     /// somebody waits for it, otherwise in a while, because the caller probably comes to wait for it.
-    pub(crate) fn leave(&self, progress: MutexGuard<'_, Progress>) {
+    fn pass_on(&self, progress: MutexGuard<'_, Progress>) {
         let (urgent, soon) = (progress.is_urgent(), !progress.is_idle());
         drop(progress);
         // Only now: until then the background thread may have found this lock held, and gone to rest.
         fence(Ordering::SeqCst);
         let waiting = self.waiting.load(Ordering::Acquire) > 0;
-        self.counters.log.write_out();
         if urgent || waiting {
             self.background.wake();
         } else if soon {
@@ -343,8 +355,8 @@ impl Driver {
                     continue;
                 }
                 // Not under the lock: it waits for the interpreter's lock, and may run a signal handler of the
-                // user's, while this rank must go on sending heartbeats.
-                drop(progress);
+                // user's. That may take long, so the background thread drives meanwhile.
+                self.leave(progress);
                 check_interrupt()?;
                 match self.try_lock()? {
                     Some(lock) => progress = lock,

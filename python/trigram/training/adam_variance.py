@@ -1,0 +1,86 @@
+"""Adam's second moment where every rank has its own optimizer, and weights are averaged.
+
+With DDP, Adam divides by the root of the second moment of the *mean* gradient of n ranks. A rank that updates
+its own weights knows only its own gradient, whose noise is larger: its second moment is up to n times as
+large, its steps are up to sqrt(n) times as short, and the mean of the weights moves more slowly than DDP's
+would. That costs most where gradients are mostly noise, and where few ranks have any, such as rows of an
+embedding.
+
+The second moment of the mean is E[g^2]/n + (1 - 1/n) E[g_i g_j], i and j two ranks. Gradients of two ranks
+are of different batches, as are those of two steps of one rank, so their product is on average that of a
+gradient and the one before; Adam's first moment before the step stands for that. So after each step of the
+optimizer
+
+    v <- v - (1 - beta2) (1 - 1/n) (g^2 - max(g m, 0)),   m the first moment before it, without its bias,
+
+which makes v an average of g^2/n + (1 - 1/n) max(g m, 0) instead of g^2. The maximum keeps v positive. No
+state is added, and nothing is sent. v means the same as with DDP, so a warm-up with full gradients, or a
+switch between algorithms, needs no transition. See docs/adr/0028-second-moment-of-the-mean.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trigram import _core
+
+_FIRST = 10
+"""In the first steps the first moment says too little about the gradients of other batches."""
+
+
+def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
+    """Makes Adam's second moments those of the mean gradient; to be called after each step of the optimizer.
+
+    Args:
+        optimizer: Any optimizer. Only ``torch.optim.Adam``, ``AdamW`` and their subclasses change, without
+            ``amsgrad``, where moments are float32 or float64.
+        mine: ``id()`` of the parameters to adapt: those of which every rank has gradients of its own.
+        ranks: How many ranks train the model.
+    """
+    if ranks == 1 or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    skipped = getattr(
+        optimizer, "found_inf", None
+    )  # by a GradScaler, if the optimizer unscales gradients itself
+    if skipped is not None and bool(skipped):
+        return
+    for group in optimizer.param_groups:
+        decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+        decay = 0.0 if decoupled else float(group["weight_decay"])
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if id(param) in mine and param.grad is not None and state and not group["amsgrad"]:
+                _adapt_one(param, state, group, decay, ranks)
+
+
+@torch.no_grad()
+def _adapt_one(
+    param: torch.Tensor, state: dict[str, Any], group: dict[str, Any], decay: float, ranks: int
+) -> None:
+    gradient, second, first, step = param.grad, state["exp_avg_sq"], state["exp_avg"], state["step"]
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    if second.dtype not in (torch.float32, torch.float64) or beta1 == 0 or gradient is None:
+        return
+    # A counter on a GPU is not read, for that would wait for the GPU: the first steps are then as the others.
+    steps = float("inf") if torch.is_tensor(step) and not step.is_cpu else float(step)
+    if steps <= _FIRST:
+        return
+    gradient = gradient.to(second.dtype)
+    if group["maximize"]:
+        gradient = -gradient
+    if decay:
+        gradient = gradient.add(param, alpha=decay)
+    known = beta1 * (1 - beta1 ** (steps - 1))
+    of_first, of_own = 1 / known, -(1 - beta1) / known
+    part = (1 - beta2) * (1 - 1 / ranks)
+    if second.dtype == torch.float32 and all(
+        t.is_cpu and t.is_contiguous() for t in (second, first, gradient)
+    ):
+        addresses = (second.data_ptr(), first.data_ptr(), gradient.data_ptr())
+        _core.adapt_second_moment(*addresses, second.numel(), (of_first, of_own, part))
+        return
+    others = first.mul(of_first).add_(gradient, alpha=of_own).mul_(gradient).clamp_(min=0)
+    second.add_(others.addcmul_(gradient, gradient, value=-1), alpha=part)

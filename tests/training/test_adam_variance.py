@@ -1,0 +1,140 @@
+"""Adam's second moment of the mean gradient, against Adam written down in NumPy; and what it leaves alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from trigram.training import adam_variance
+
+LR, EPS, STEPS = 0.01, 1e-8, 40
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+def gradients(steps: int = STEPS) -> list[Array]:
+    """A part that all batches share, noise, and rows that are mostly 0."""
+    random = np.random.default_rng(3)
+    noise = random.normal(size=(steps, 6, 5))
+    noise[:, 4:] *= random.random((steps, 2, 1)) < 0.2
+    return [np.asarray(g) for g in noise + np.array([3, 0.3, 0, 0, 0, 0])[:, None]]
+
+
+def reference(
+    x: Array, ranks: int, betas: tuple[float, float], l2: float, decay: float, sign: float
+) -> list[Array]:
+    """Adam, whose second moment averages g^2 for ten steps and then g^2/n + (1 - 1/n) max(g m, 0)."""
+    m, v, seen = np.zeros_like(x), np.zeros_like(x), []
+    for t, raw in enumerate(gradients(), 1):
+        g = sign * raw + l2 * x
+        before = m / (1 - betas[0] ** (t - 1)) if t > 1 else m
+        m = betas[0] * m + (1 - betas[0]) * g
+        x = x * (1 - LR * decay)
+        # The step itself is Adam's own.
+        used = betas[1] * v + (1 - betas[1]) * g * g
+        x = x - LR * (m / (1 - betas[0] ** t)) / (np.sqrt(used / (1 - betas[1] ** t)) + EPS)
+        q = g * g / ranks + (1 - 1 / ranks) * np.maximum(g * before, 0) if t > 10 else g * g
+        v = betas[1] * v + (1 - betas[1]) * q
+        seen.append(x)
+    return seen
+
+
+def train(kind: type[torch.optim.Adam], ranks: int, dtype: torch.dtype, **options: Any) -> list[Array]:
+    start = np.random.default_rng(4).normal(size=(6, 5))
+    param = nn.Parameter(torch.tensor(start, dtype=dtype))
+    optimizer = kind([param], lr=LR, **options)
+    seen = []
+    for g in gradients():
+        param.grad = torch.tensor(g, dtype=dtype)
+        if not options.get("fused"):  # a layout of its own, which fused optimizers do not take
+            param.grad = torch.tensor(g.T.copy(), dtype=dtype).T
+        optimizer.step()
+        adam_variance.adapt(optimizer, {id(param)}, ranks)
+        seen.append(param.detach().double().numpy().copy())
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize(
+    ("kind", "options", "l2", "decay", "sign"),
+    [
+        (torch.optim.Adam, {}, 0.0, 0.0, 1),
+        (torch.optim.Adam, {"betas": (0.8, 0.95), "foreach": True}, 0.0, 0.0, 1),
+        (torch.optim.Adam, {"weight_decay": 0.1}, 0.1, 0.0, 1),
+        (torch.optim.Adam, {"maximize": True, "fused": True}, 0.0, 0.0, -1),
+        (torch.optim.AdamW, {"weight_decay": 0.1}, 0.0, 0.1, 1),
+        (torch.optim.AdamW, {"weight_decay": 0.1, "fused": True, "betas": (0.9, 0.95)}, 0.0, 0.1, 1),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_second_moment_of_the_mean(
+    ranks: int, kind: Any, options: dict[str, Any], l2: float, decay: float, sign: float, dtype: torch.dtype
+) -> None:
+    start = np.random.default_rng(4).normal(size=(6, 5))
+    wanted = reference(start, ranks, options.get("betas", (0.9, 0.999)), l2, decay, sign)
+    # With L2 the gradient's part for the decay is of the weights after the step, not before.
+    bound = 2e-3 if l2 else 1e-9 if dtype == torch.float64 else 2e-4
+    for ours, theirs in zip(train(kind, ranks, dtype, **options), wanted, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=bound, atol=bound)
+
+
+def test_it_makes_steps_longer_where_gradients_are_noise_only() -> None:
+    start = np.random.default_rng(4).normal(size=(6, 5))
+    own, mean = train(torch.optim.Adam, 1, torch.float64), train(torch.optim.Adam, 7, torch.float64)
+    path = lambda run: np.abs(np.diff(np.array([start, *run]), axis=0))[20:].sum(0)  # noqa: E731
+    longer = path(mean) / path(own)
+    assert longer[2:4].min() > 1.2, longer
+    assert longer[0].max() < 1.2, longer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD([p], 0.1, momentum=0.9),
+        lambda p: torch.optim.Adam([p], 0.1, amsgrad=True),
+        lambda p: torch.optim.Adagrad([p], 0.1),
+        lambda p: torch.optim.RMSprop([p], 0.1),
+    ],
+)
+def test_other_optimizers_are_left_alone(make: Any) -> None:
+    runs = []
+    for ranks in (1, 5):
+        param = nn.Parameter(torch.ones(6, 5))
+        optimizer = make(param)
+        for g in gradients():
+            param.grad = torch.tensor(g, dtype=torch.float32)
+            optimizer.step()
+            adam_variance.adapt(optimizer, {id(param)}, ranks)
+        runs.append(param.detach())
+    assert runs[0].equal(runs[1])
+
+
+def test_a_parameter_of_another_model_and_one_without_gradient_are_left_alone() -> None:
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = torch.optim.Adam(params, 0.1)
+    for step in range(20):
+        for param in params:
+            param.grad = torch.tensor([1.0, -1.0, 1.0]) * (-1) ** step
+        if step == 19:
+            params[2].grad = None
+        before = optimizer.state[params[2]]["exp_avg_sq"].clone() if step == 19 else None
+        optimizer.step()
+        adam_variance.adapt(optimizer, {id(params[0]), id(params[2])}, 4)
+    second = [optimizer.state[param]["exp_avg_sq"] for param in params]
+    assert bool((second[0] < 0.9 * second[1]).all())
+    assert before is not None
+    assert second[2].equal(before)
+
+
+def test_moments_in_16_bits_are_left_alone() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.Adam([param], 0.1)
+    for _ in range(12):
+        param.grad = torch.ones(3, dtype=torch.bfloat16)
+        optimizer.step()
+        before = optimizer.state[param]["exp_avg_sq"].clone()
+        adam_variance.adapt(optimizer, {id(param)}, 4)
+        assert optimizer.state[param]["exp_avg_sq"].equal(before)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trigram import codecs
 from trigram.algorithms import graphs
-from trigram.algorithms.names import DEFAULT, Entry, named, names
+from trigram.algorithms.names import DEFAULT, SHARDED, Entry, named, names
 from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
@@ -42,7 +42,7 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         name, entry = algorithm, Entry(Trigram(*algorithm.split("/")), "")
     else:
         raise UnsupportedError(
-            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, or "
+            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, sharded, or "
             "WHO/WHAT/WHEN, such as gossip:ring/int8/async"
         )
     return _Parser(name, entry, dict(options or {}), from_environment).parse()
@@ -102,6 +102,7 @@ class _Parser:
             carry = "gradients" if gradients else "weights" if plain else "differences"
         options = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
+        options |= self._sharding(what, carry)
         if kind == "central" and graph:
             options |= self._robust(graph, what, carry)
         if entry.step is not None:
@@ -227,9 +228,34 @@ class _Parser:
         if not gradients and kind == "central":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
-        if self.name != DEFAULT:
+        if self.name not in (DEFAULT, SHARDED):
             found["warmup_steps"] = self.option(
                 "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
+            )
+        return found
+
+
+    def _sharding(self, what: str, carry: str) -> dict[str, Any]:
+        """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all ranks."""
+        places = ("replicated", "sharded")
+        if self.option("state", "replicated", lambda s: s in places, "replicated or sharded") == "replicated":
+            return {}
+        if carry != "gradients":
+            raise self.refuse(
+                f"state='sharded' needs an algorithm that averages gradients in every step, and this one averages "
+                f"{carry}: between averages each rank needs the whole state of its own weights"
+            )
+        both = lambda flag: flag in (True, False)  # noqa: E731
+        found = {
+            "state": "sharded",
+            "gradients": self.option("gradients", "full", lambda g: g in ("full", "shards"), "full or shards"),
+            "overlap": self.option("overlap", False, both, "True or False"),
+            "elementwise": self.option("elementwise", None, lambda e: e is None or both(e), "True, False or None"),
+        }
+        if found["gradients"] == "shards" and (what != "full" or ":" in self.entry.value.who):
+            raise self.refuse(
+                "gradients='shards' sums gradients in full, without codecs and robust averages; use "
+                "gradients='full' with these"
             )
         return found
 

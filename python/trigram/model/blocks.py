@@ -56,7 +56,7 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
     Raises:
         MisuseError: A model is not wrapped, the models are trained by different ranks, or one is in a block
             already.
-        UnsupportedError: A model is elastic, or ``throw_on_early_termination`` is used with an asynchronous
+        UnsupportedError: A model is elastic or its optimizer is sharded, or ``throw_on_early_termination`` is used with an asynchronous
             algorithm.
     """
     if not models:
@@ -66,6 +66,11 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
         raise UnsupportedError(
             "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
             "others continue without it"
+        )
+    if any(w.hooks is not None and w.hooks.sharded for w in wrapped):
+        raise UnsupportedError(
+            "join: not supported with state='sharded', because a rank without inputs makes no optimizer step, and "
+            "the others need its part of the weights; give all ranks as many batches, or use gradient_allreduce"
         )
     if any(w.group.ranks != wrapped[0].group.ranks for w in wrapped) or len(set(map(id, wrapped))) < len(
         wrapped

@@ -64,8 +64,8 @@ def with_bagua(
         model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
-        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given; the others ignore
-            it.
+        optimizer: Needed by ``qadam`` and ``sharded``; ``local_sgd`` averages its state too if it is given; the
+            others ignore it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs.
@@ -193,6 +193,11 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
+    if chosen.options.get("state") == "sharded":
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support state='sharded', because a lost rank takes its part of the "
+            "optimizer's state with it; use one of both"
+        )
     if list(sparse_parameters(model)):
         raise UnsupportedError(
             "with_bagua: elastic=True does not support modules with sparse=True; create them with "
@@ -245,6 +250,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         if wrapped.hooks is not None:
             wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
+            wrapped.hooks.release()
     module = wrapped.model()
     assert module is not None
     remove(wrapped)
@@ -287,5 +293,6 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
+        wrapped.hooks.release()
     wrapped.end()
     wrapped.begin(model, chosen, optimizer)

@@ -24,6 +24,8 @@ from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
+from trigram.training.sharded_optimizer import updates_values
+from trigram.training.sharded_sync import ShardedSync
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
@@ -40,6 +42,10 @@ def compose(
         bucket_bytes: Size of a bucket of gradients in bytes.
         optimizer: The optimizer, for algorithms that use it; else None.
     """
+    if algorithm.options.get("state") == "sharded":
+        whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
+        compressor, overlap = _compressor(algorithm, optimizer), algorithm.options["overlap"]
+        return ShardedSync(model, groups, bucket_bytes, compressor, optimizer, whole, overlap)
     if algorithm.gradients:
         return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
@@ -56,6 +62,8 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Raises if the optimizer does not fit the algorithm; sends nothing."""
     options = algorithm.options
+    if options.get("state") == "sharded":
+        updates_values(optimizer, options["elementwise"], algorithm.name)
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")

@@ -120,7 +120,7 @@ def closures(rank: int, world: int) -> None:
     for step in range(4):
         for model, optimizer in twins.pairs:
 
-            def closure(model: Any = model, optimizer: Any = optimizer) -> Any:
+            def closure(model: Any = model, optimizer: Any = optimizer, step: int = step) -> Any:
                 optimizer.zero_grad()
                 loss = twins.loss(model, step)
                 loss.backward()

@@ -17,8 +17,8 @@ _serial = count()
 
 
 class Net(nn.Module):
-    """A bit of everything: a convolution in channels-last, tied and frozen weights, a layer that not every step
-    uses, an empty and a scalar parameter. Of odd sizes, so that parts cut through parameters."""
+    """A bit of everything: a convolution in channels-last, tied and frozen weights, a layer that not every
+    step uses, an empty and a scalar parameter. Of odd sizes, so that parts cut through parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Twins:
             torch.manual_seed(5)
             self.models.append(make())
         self.optimizers = [optimizer(m) for m in self.models]
-        trigram.with_bagua(self.models[0], plain, bucket_mb=0.001)
+        trigram.with_bagua(self.models[0], plain, bucket_mb=0.001, group=options.get("group"))
         trigram.with_bagua(
             self.models[1], algorithm, optimizer=self.optimizers[1], bucket_mb=0.001, **options
         )
@@ -115,9 +115,7 @@ class Twins:
         same_state(ours, plain, what)
 
     def check_ranks(self) -> None:
-        same_on_all_ranks(
-            self.rank, self.world, f"sharded-{next(_serial)}", [p for p in self.models[1].parameters()]
-        )
+        same_on_all_ranks(self.rank, self.world, f"sharded-{next(_serial)}", self.models[1].parameters())
 
 
 def same_state(ours: dict[str, Any], plain: dict[str, Any], what: str) -> None:

@@ -234,23 +234,28 @@ class _Parser:
             )
         return found
 
-
     def _sharding(self, what: str, carry: str) -> dict[str, Any]:
-        """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all ranks."""
+        """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all
+        ranks."""
         places = ("replicated", "sharded")
         if self.option("state", "replicated", lambda s: s in places, "replicated or sharded") == "replicated":
             return {}
         if carry != "gradients":
             raise self.refuse(
-                f"state='sharded' needs an algorithm that averages gradients in every step, and this one averages "
+                "state='sharded' needs an algorithm that averages gradients in every step, and this one "
+                "averages "
                 f"{carry}: between averages each rank needs the whole state of its own weights"
             )
         both = lambda flag: flag in (True, False)  # noqa: E731
         found = {
             "state": "sharded",
-            "gradients": self.option("gradients", "full", lambda g: g in ("full", "shards"), "full or shards"),
+            "gradients": self.option(
+                "gradients", "full", lambda g: g in ("full", "shards"), "full or shards"
+            ),
             "overlap": self.option("overlap", False, both, "True or False"),
-            "elementwise": self.option("elementwise", None, lambda e: e is None or both(e), "True, False or None"),
+            "elementwise": self.option(
+                "elementwise", None, lambda e: e is None or both(e), "True, False or None"
+            ),
         }
         if found["gradients"] == "shards" and (what != "full" or ":" in self.entry.value.who):
             raise self.refuse(

@@ -64,8 +64,8 @@ def with_bagua(
         model: Its parameters are on one device, with the same names, shapes and dtypes on all ranks.
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``.
-        optimizer: Needed by ``qadam`` and ``sharded``; ``local_sgd`` averages its state too if it is given; the
-            others ignore it.
+        optimizer: Needed by ``qadam`` and ``sharded``; ``local_sgd`` averages its state too if it is given;
+            the others ignore it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs.
@@ -195,7 +195,8 @@ def _states(
         )
     if chosen.options.get("state") == "sharded":
         raise UnsupportedError(
-            "with_bagua: elastic=True does not support state='sharded', because a lost rank takes its part of the "
+            "with_bagua: elastic=True does not support state='sharded', because a lost rank takes its part "
+            "of the "
             "optimizer's state with it; use one of both"
         )
     if list(sparse_parameters(model)):

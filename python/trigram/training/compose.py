@@ -24,6 +24,7 @@ from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
+from trigram.training.shard_buckets import ShardsCompressor
 from trigram.training.sharded_optimizer import updates_values
 from trigram.training.sharded_sync import ShardedSync
 from trigram.training.step_hooks import StepHooks
@@ -44,7 +45,9 @@ def compose(
     """
     if algorithm.options.get("state") == "sharded":
         whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
-        compressor, overlap = _compressor(algorithm, optimizer), algorithm.options["overlap"]
+        divided = algorithm.options["gradients"] == "shards"
+        compressor = ShardsCompressor(whole) if divided else _compressor(algorithm, optimizer)
+        overlap = algorithm.options["overlap"]
         return ShardedSync(model, groups, bucket_bytes, compressor, optimizer, whole, overlap)
     if algorithm.gradients:
         return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))

@@ -102,6 +102,7 @@ class GradientSync(StepHooks):
                 bucket.average.fold()
         kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.keep_residuals else {}
         self.buckets = []
+        self.compressor.begin(self.groups.size)
         for indices in assign(self.params, order, self.bucket_bytes):
             bucket = self.compressor.bucket(indices, self.params, self.groups)
             bucket.ready()
@@ -113,7 +114,7 @@ class GradientSync(StepHooks):
         self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
-            if old is not None and not old.is_sparse and not self.copies:
+            if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
                 bucket.views[k].copy_(old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self.buckets if b.flags is None)

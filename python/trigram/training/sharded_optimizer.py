@@ -1,7 +1,7 @@
 """A script's optimizer whose state is divided among the ranks.
 
-While its ``step`` runs, this rank's slices take the place of the parameters in its ``param_groups``; its state
-is keyed by slices. At all other times the groups hold the parameters, as the script has made them.
+While its ``step`` runs, this rank's slices take the place of the parameters in its ``param_groups``; its
+state is keyed by slices. At all other times the groups hold the parameters, as the script has made them.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
 from trigram.training.weight_buckets import WeightBucket, flat
 
-ELEMENTWISE = (
-    "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD".split()  # of torch.optim
-)
-WHOLE = "Muon Adafactor".split()
+_NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
+ELEMENTWISE = tuple(_NAMES.split())
+"""Classes of ``torch.optim`` whose update of a value depends only on its own gradient and state."""
+WHOLE = ("Muon", "Adafactor")
+"""Those that need whole parameters."""
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """Names of state that belongs to a parameter as a whole, of whatever shape the parameter is."""
 
@@ -43,20 +44,25 @@ def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
     """
     if not isinstance(optimizer, Optimizer):
         raise MisuseError(
-            f"{name}: state='sharded' needs optimizer=, the torch.optim.Optimizer of the model's parameters; it "
+            f"{name}: state='sharded' needs optimizer=, the torch.optim.Optimizer of the model's "
+            "parameters; it "
             f"is {type(optimizer).__name__ if optimizer is not None else None}"
         )
     kind = type(optimizer)
     if any(g.get("differentiable") for g in optimizer.param_groups):
-        raise UnsupportedError(f"{name}: state='sharded' does not support optimizers with differentiable=True")
+        raise UnsupportedError(
+            f"{name}: state='sharded' does not support optimizers with differentiable=True"
+        )
     if elementwise is not None:
         return elementwise
     if kind.__module__.startswith("torch.optim") and kind.__name__ in (*ELEMENTWISE, *WHOLE):
         return kind.__name__ in ELEMENTWISE
     raise UnsupportedError(
         f"{name}: it is not known whether {kind.__name__} may be given slices of parameters; pass "
-        "elementwise=True if the update of a value depends only on its own gradient and state, or elementwise=False "
-        f"if it needs whole parameters (norms, matrices). Known are {', '.join((*ELEMENTWISE, *WHOLE))} of torch.optim"
+        "elementwise=True if the update of a value depends only on its own gradient and state, or "
+        "elementwise=False "
+        f"if it needs whole parameters (norms, matrices). Known are {', '.join((*ELEMENTWISE, *WHOLE))} of "
+        "torch.optim"
     )
 
 
@@ -66,8 +72,8 @@ class Slice:
 
     Attributes:
         param: The parameter.
-        value: The piece, one-dimensional, in the memory of the parameter; the parameter itself if it is whole.
-        start, stop: Its place among the parameter's values, as they lie in memory.
+        value: The piece, one-dimensional, in the memory of the parameter; the parameter itself if it is
+        whole. start, stop: Its place among the parameter's values, as they lie in memory.
     """
 
     param: torch.Tensor
@@ -100,6 +106,7 @@ class ShardedOptimizer:
         self.places: dict[int, tuple[torch.Tensor, WeightBucket, int]] = {}
         self.slices: dict[int, Slice] = {}
         self._groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
 
     def parameters(self) -> Iterator[torch.Tensor]:
@@ -133,8 +140,10 @@ class ShardedOptimizer:
                 continue
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise UnsupportedError(
-                    f"sharded: parameter {names.get(key, '')} was {view.dtype} of shape {tuple(view.shape)} on "
-                    f"{view.device} and is {param.dtype} of shape {tuple(param.shape)} on {param.device}; change "
+                    f"sharded: parameter {names.get(key, '')} was {view.dtype} of shape "
+                    f"{tuple(view.shape)} on "
+                    f"{view.device} and is {param.dtype} of shape {tuple(param.shape)} on {param.device}; "
+                    "change "
                     "parameters before with_bagua, or call trigram.unwrap before and with_bagua after it"
                 )
             bucket.hold(param, k)
@@ -153,8 +162,8 @@ class ShardedOptimizer:
                 if id(p) not in self.places:
                     mine.append(p)
                 elif (piece := self.slices.get(id(p))) is not None:
-                    if not piece.whole:
-                        piece.value.grad = gradient(piece)
+                    self._gradients.append((piece.value, piece.value.grad))
+                    piece.value.grad = gradient(piece)
                     mine.append(piece.value)
             group["params"] = mine
 
@@ -168,9 +177,9 @@ class ShardedOptimizer:
         groups, self._groups = self._groups, []
         for group, params in groups:
             group["params"] = params
-        for piece in self.slices.values() if groups else ():
-            if not piece.whole:
-                piece.value.grad = None
+        gradients, self._gradients = self._gradients, []
+        for value, grad in gradients:
+            value.grad = grad
 
     # State.
 
@@ -215,14 +224,18 @@ class ShardedOptimizer:
                         elif name not in whole:
                             own = self.slices.get(keys[k])
                             here = self.optimizer.state.get(own.value, {}) if own is not None else {}
-                            if isinstance(value, torch.Tensor):  # `step` is on the CPU unless it is capturable
+                            if isinstance(
+                                value, torch.Tensor
+                            ):  # `step` is on the CPU unless it is capturable
                                 device = here[name].device if name in here else None
-                                value = value.to(device or (p.device if value.dim() else "cpu"))
-                            whole[name] = value
+                                whole[name] = value.to(device or (p.device if value.dim() else "cpu"))
+                            else:
+                                whole[name] = value
         return [(params[key], found[key]) for key in params if key in found]
 
     def join(self, group: Group) -> None:
-        """Replaces the state of slices by that of whole parameters, for a ``state_dict``; all ranks call it."""
+        """Replaces the state of slices by that of whole parameters, for a ``state_dict``; all ranks call
+        it."""
         whole = self.gathered(group)
         self._kept = self.forget()
         order = {id(p): k for k, p in enumerate(self.parameters())}

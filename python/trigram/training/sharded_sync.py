@@ -1,16 +1,16 @@
 """Averages gradients during backward, and divides the optimizer's state among the ranks (ZeRO,
 arXiv 1910.02054).
 
-When the optimizer steps, each rank updates its part of each bucket of weights; then the parts are gathered, so
-that all ranks hold all weights. See docs/sharding.md, and docs/adr/0027 for the reasons.
+When the optimizer steps, each rank updates its part of each bucket of weights; then the parts are gathered,
+so that all ranks hold all weights. See docs/sharding.md, and docs/adr/0027 for the reasons.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.shard_buckets import ShardsCompressor, layouts
+from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.sharded_optimizer import ShardedOptimizer, Slice
 from trigram.training.weak_hook import WeakHook
 from trigram.training.weight_buckets import WeightBucket, allot, divide, flat
@@ -39,7 +41,7 @@ class ShardedSync(GradientSync):
         model: The module.
         groups: The model's process groups.
         bucket_bytes: The size of a bucket in bytes.
-        compressor: Chooses how gradients are averaged.
+        compressor: Chooses how gradients are averaged; a :class:`ShardsCompressor` divides them.
         optimizer: The script's optimizer.
         whole: Whether it needs whole parameters.
         overlap: The gather is awaited in the next forward pass instead of in ``step``.
@@ -67,9 +69,12 @@ class ShardedSync(GradientSync):
         self.gathered = 0
         self.loads = [0] * groups.size
         self.job = world.job()
+        self.divides_gradients = isinstance(compressor, ShardsCompressor)
         check_memory(model, groups.ignored)
         self._check_optimizer(model)
         super().__init__(model, groups, bucket_bytes, compressor)
+        if self.divides_gradients:
+            self._check_all_updated(optimizer_hooks.parameters_of(optimizer))
         self.optimizer_handles = [
             optimizer.register_step_pre_hook(_OutlivedJob(self.job)),
             optimizer.register_step_post_hook(WeakHook(self, "_stepped")),
@@ -90,9 +95,44 @@ class ShardedSync(GradientSync):
             )
         if any(isinstance(p, torch.Tensor) and id(p) not in mine for p in self.optimizer.state):
             raise MisuseError(
-                f"sharded: optimizer= ({type(self.optimizer).__name__}) holds state that was sharded before, in a "
-                "job that has ended or for another model; make a new optimizer, and load a state that was saved"
+                f"sharded: optimizer= ({type(self.optimizer).__name__}) holds state that was sharded "
+                "before, in a "
+                "job that has ended or for another model; make a new optimizer, and load a state that was "
+                "saved"
             )
+
+    # Gradients of which each rank keeps a part.
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """See :class:`GradientSync`. Where gradients are divided, buckets keep their first order: slices would
+        have to move."""
+        super().find_parameters(model)
+        if self.divides_gradients:
+            self.order = None
+
+    def _apply_options(self) -> None:
+        if not self.divides_gradients:
+            super()._apply_options()
+            return
+        sample_weight, self.groups.sample_weight = self.groups.sample_weight, None
+        try:
+            super()._apply_options()
+        finally:
+            self.groups.sample_weight = sample_weight
+        if sample_weight is not None:
+            factor = sample_weight.factor()
+            for bucket in self.buckets:
+                bucket.part.mul_(factor)  # type: ignore[attr-defined]
+
+    def _with_local_gradients(self, mine: set[int]) -> list[torch.Tensor]:
+        if not self.divides_gradients:
+            return super()._with_local_gradients(mine)
+        params = [self.params[i] for i in self.place]
+        found = [p for p in params if p.grad is not None and id(p) in mine]
+        found = [p for p in found if not isinstance(p.grad, ShardedGradient)]
+        if found and self.assigned is not None:
+            found = self.assigned.foreign(self.params, {id(p) for p in found})
+        return found
 
     # Hooks.
 
@@ -112,10 +152,10 @@ class ShardedSync(GradientSync):
         self.await_weights()
         self.shards.leave()
         if self.shards.places:
-            whole = self._together(lambda: self.shards.gathered(self.groups.main))
-            self.shards.forget()
-            for p, state in whole:
-                self.optimizer.state[p] = state
+            self._put_together()
+        for p in self.params:
+            if isinstance(p.grad, ShardedGradient):
+                p.grad = None
         for handle in self.optimizer_handles:
             handle.remove()
 
@@ -131,8 +171,10 @@ class ShardedSync(GradientSync):
             if mine & own:
                 name = next(n for n, p in zip(self.names, self.params, strict=True) if id(p) in mine & own)
                 raise MisuseError(
-                    f"{self.groups.name}: {type(optimizer).__name__}.step updates {name}, which the optimizer= of "
-                    f"with_bagua ({type(self.optimizer).__name__}) updates in slices; step that optimizer itself, "
+                    f"{self.groups.name}: {type(optimizer).__name__}.step updates {name}, which the "
+                    "optimizer= of "
+                    f"with_bagua ({type(self.optimizer).__name__}) updates in slices; step that optimizer "
+                    "itself, "
                     "without another optimizer around it"
                 )
             return
@@ -145,6 +187,9 @@ class ShardedSync(GradientSync):
         """Divides parameters that the optimizer updates and that are not divided yet."""
         names = {id(p): n for n, p in zip(self.names, self.params, strict=True)}
         self.shards.hold(names)
+        if self.divides_gradients:
+            self._follow_buckets(own)
+            return
         missing = self._missing(own)
         if not missing:
             return
@@ -162,6 +207,38 @@ class ShardedSync(GradientSync):
                 self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
             )
 
+    def _follow_buckets(self, own: set[int]) -> None:
+        """Divides the weights as the buckets of gradients are divided; anew if these have changed."""
+        wanted = layouts(self.buckets)
+        if wanted == [b.layout for b in self.shards.buckets] and all(
+            id(self.params[i]) in self.shards.places for i in self.place
+        ):
+            return
+        self._check_all_updated(own)
+        if self.shards.places:
+            self._put_together()
+            self.shards = ShardedOptimizer(self.optimizer, self.shards.whole)
+        self._agree(f"shards {wanted}\n{self.shards.outline()}")
+        for layout in wanted:
+            self.shards.add(
+                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
+            )
+
+    def _check_all_updated(self, own: set[int]) -> None:
+        for i in self.place:
+            if id(self.params[i]) not in own:
+                raise MisuseError(
+                    f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not update "
+                    "it; with gradients='shards' no rank has its whole gradient: add it to the optimizer, set "
+                    "requires_grad=False, or use gradients='full'"
+                )
+
+    def _put_together(self) -> None:
+        whole = self._together(lambda: self.shards.gathered(self.groups.main))
+        self.shards.forget()
+        for p, state in whole:
+            self.optimizer.state[p] = state
+
     def _missing(self, own: set[int]) -> list[int]:
         return [
             i
@@ -173,20 +250,27 @@ class ShardedSync(GradientSync):
         ]
 
     def _gradient(self, piece: Slice) -> torch.Tensor | None:
-        grad = piece.param.grad
-        return None if grad is None else flat(grad, piece.param)[piece.start : piece.stop]
+        param = piece.param
+        grad = param.grad
+        if isinstance(grad, ShardedGradient):
+            part = grad.part
+            return part.as_strided(param.shape, param.stride()) if piece.whole and part is not None else part
+        if grad is None or piece.whole:
+            return grad
+        return flat(grad, param)[piece.start : piece.stop]
 
     @torch.no_grad()
-    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+    def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
         """The optimizer has stepped: collects the weights."""
         if not self.shards.entered:
             raise MisuseError(
-                f"{self.groups.name}: {type(optimizer).__name__}.step(closure) has not called the closure, so it "
+                f"{self.groups.name}: {type(optimizer).__name__}.step(closure) has not called the closure, "
+                "so it "
                 "has updated whole parameters instead of this rank's slices; call step() without a closure"
             )
         self.shards.leave()
         for k, bucket in enumerate(self.shards.buckets):
-            with spans.naming(self.groups.main, lambda k=k: f"weights {k}"):  # type: ignore[misc]
+            with spans.naming(self.groups.main, partial(_name, k)):
                 self.gathers.append((bucket, bucket.gather(self.groups.main)))
             self.gathered += bucket.sent
         # Slices have changed the parameters' memory, of which autograd does not know.
@@ -222,9 +306,14 @@ class ShardedSync(GradientSync):
     # Reads and writes of weights outside of forward.
 
     def abort_failed(self) -> None:
-        """See :class:`StepHooks`; between steps, it also ends gathers and steps that have failed."""
-        if not self.updating:
+        """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
+        exception."""
+        optimizer_hooks.forget_failed(self)
+        if self.shards.entered and not self.updating:
+            # The script may have reset gradients since: those of the slices, which it found in the groups.
             self.shards.leave()
+            for p in self.shards.parameters():
+                p.grad = None
         self.await_weights()
         super().abort_failed()
 
@@ -300,6 +389,10 @@ class ShardedSync(GradientSync):
         return {**found, "sharded_values": own}
 
 
+def _name(k: int) -> str:
+    return f"weights {k}"
+
+
 class _OutlivedJob:
     """Before a step: raises if the job in which the optimizer was sharded has ended."""
 
@@ -314,7 +407,8 @@ class _OutlivedJob:
 
 def _outlived(call: str) -> str:
     return (
-        f"sharded: {call}: trigram.shutdown has ended the job whose ranks hold the other parts of this optimizer's "
+        f"sharded: {call}: trigram.shutdown has ended the job whose ranks hold the other parts of this "
+        "optimizer's "
         "state; save optimizer.state_dict() before, or call trigram.unwrap(model) on all ranks"
     )
 
@@ -324,7 +418,8 @@ def _explained(error: TrigramError, name: str, call: str) -> TrigramError:
     if not isinstance(error, MismatchError):
         return error
     return MismatchError(
-        f"{name}: {call} of a sharded optimizer is a call of all ranks, and some of them are elsewhere in the "
+        f"{name}: {call} of a sharded optimizer is a call of all ranks, and some of them are elsewhere in "
+        "the "
         f"script; make it on all ranks, and save its result on one ({error})"
     )
 
@@ -335,20 +430,20 @@ def check_memory(model: nn.Module, ignored: frozenset[str]) -> None:
     Raises:
         UnsupportedError: The message names both.
     """
-    spans_: list[tuple[int, int, str, bool]] = []
+    ranges: list[tuple[int, int, str, bool]] = []
     for name, t in [*model.named_parameters(), *model.named_buffers()]:
         if t.numel() and not t.is_meta and t.layout == torch.strided:
             end = t.data_ptr() + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * (
                 t.element_size()
             )
-            spans_.append((t.data_ptr(), end, name, t.requires_grad and name not in ignored))
-    spans_.sort()
+            ranges.append((t.data_ptr(), end, name, t.requires_grad and name not in ignored))
+    ranges.sort()
     furthest: tuple[int, str, bool] | None = None
-    for start, end, name, trains in spans_:
+    for start, stop, label, trains in ranges:
         if furthest is not None and start < furthest[0] and (trains or furthest[2]):
             raise UnsupportedError(
-                f"sharded: {name} and {furthest[1]} share memory, which would end when parameters move into "
+                f"sharded: {label} and {furthest[1]} share memory, which would end when parameters move into "
                 "buckets; make them one parameter (ties are kept), or copies"
             )
-        if furthest is None or end > furthest[0]:
-            furthest = end, name, trains
+        if furthest is None or stop > furthest[0]:
+            furthest = stop, label, trains

@@ -1,0 +1,193 @@
+"""Gradients of which each rank holds a part, as tensors that parameters can have as ``grad``.
+
+They know what training loops do between backward and the optimizer's step: norms, factors, clamps, the check
+of a GradScaler. Each is carried out on this rank's part, with the all-reduce that it needs, so all ranks do the
+same. Everything else raises an error instead of computing with a part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from trigram import collectives
+from trigram.errors import MisuseError
+from trigram.runtime.group import Group
+
+_aten: Any = torch.ops.aten
+_IN_PLACE: set[Any] = {
+    getattr(getattr(_aten, name), overload)
+    for name, overloads in {
+        "mul_": ("Tensor", "Scalar"),
+        "div_": ("Tensor", "Scalar"),
+        "clamp_": ("default", "Tensor"),
+        "clamp_min_": ("default", "Tensor"),
+        "clamp_max_": ("default", "Tensor"),
+        "nan_to_num_": ("default",),
+        "neg_": ("default",),
+        "zero_": ("default",),
+    }.items()
+    for overload in overloads
+}
+"""Operations that change each value by itself; other arguments are numbers or tensors of one value."""
+_IN_PLACE_LISTS: set[Any] = {
+    getattr(getattr(_aten, f"_foreach_{name}_"), overload)
+    for name, overloads in {
+        "mul": ("Tensor", "Scalar"),
+        "div": ("Tensor", "Scalar"),
+        "clamp_min": ("Scalar",),
+        "clamp_max": ("Scalar",),
+        "neg": ("default",),
+        "zero": ("default",),
+    }.items()
+    for overload in overloads
+}
+_ZEROS = (_aten.zero_.default, _aten._foreach_zero_.default)
+
+
+class ShardedGradient(torch.Tensor):
+    """The mean gradient of a parameter, of which this rank holds a part.
+
+    Attributes:
+        part: This rank's values, one-dimensional, as the parameter lies in memory; None: it holds none.
+        group: The ranks that hold the parts.
+        reset: Whether it was set to 0 since the backward pass.
+    """
+
+    part: torch.Tensor | None
+    group: Group
+    reset: bool
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor, part: torch.Tensor | None, group: Group) -> ShardedGradient:
+        """A gradient of this parameter."""
+        made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        made.part, made.group, made.reset = part, group, False
+        return made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        held = 0 if self.part is None else self.part.numel()
+        return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} values on this rank)"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """See the module."""
+        kwargs = kwargs or {}
+        if func is _aten.detach.default:
+            return args[0]
+        if func in _IN_PLACE or func in _IN_PLACE_LISTS:
+            return _change(func, args, kwargs)
+        if func is _aten.linalg_vector_norm.default and len(args) < 3 and not kwargs:
+            return norms([args[0]], *args[1:])[0]
+        if func is _aten._foreach_norm.Scalar:
+            return norms(*args)
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return _unscale(*args)
+        if func in (_aten.add.Tensor, _aten.add_.Tensor) and isinstance(args[0], ShardedGradient):
+            if args[0].reset and not isinstance(args[1], ShardedGradient):
+                return args[1]
+            raise MisuseError(
+                "gradients='shards': a second backward pass adds to gradients that were reduced and divided; run "
+                "all passes before an update but the last under trigram.no_sync, or use gradients='full'"
+            )
+        raise MisuseError(
+            f"gradients='shards': {func} on a gradient of which each rank holds a part; possible are norms, "
+            "clipping, factors and a GradScaler. Use gradients='full' where the script needs whole gradients"
+        )
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Changes the parts in place."""
+    first, rest = args[0], args[1:]
+    many = func in _IN_PLACE_LISTS
+    if any(isinstance(a, ShardedGradient) or (isinstance(a, torch.Tensor) and a.numel() != 1) for a in rest):
+        raise MisuseError(f"gradients='shards': {func} with a tensor of several values; use gradients='full'")
+    for g in first if many else [first]:
+        if isinstance(g, ShardedGradient):
+            g.reset = g.reset or func in _ZEROS
+    if many:
+        mine = _parts(first)
+        if mine:
+            func(mine, *rest, **kwargs)
+        return None
+    if first.part is not None:
+        func(first.part, *rest, **kwargs)
+    return first
+
+
+def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of them; plain tensors are whole on all ranks."""
+    held = (g.part if isinstance(g, ShardedGradient) else g for g in gradients)
+    return [part for part in held if part is not None]
+
+
+def norms(gradients: Sequence[torch.Tensor], order: float = 2, *_: Any) -> list[torch.Tensor]:
+    """The norm of each gradient, as ``torch.linalg.vector_norm``, in one all-reduce; all ranks call it."""
+    if order <= 0 and not math.isinf(order):
+        raise MisuseError(f"gradients='shards': a norm of order {order} is not supported; use 1, 2 or inf")
+    zero = torch.zeros((), dtype=gradients[0].dtype, device=gradients[0].device)
+    largest = math.isinf(order)
+    mine = []
+    for g in gradients:
+        part = g.part if isinstance(g, ShardedGradient) else g
+        norm = zero if part is None else torch.linalg.vector_norm(part, order)
+        mine.append(norm if largest else norm.double() ** order)
+    stacked = torch.stack(mine)
+    sharded = next(g for g in gradients if isinstance(g, ShardedGradient))
+    whole = [k for k, g in enumerate(gradients) if not isinstance(g, ShardedGradient)]
+    kept = stacked[whole]
+    collectives.all_reduce(stacked, "max" if largest else "sum", None, sharded.group)
+    stacked[whole] = kept
+    found = stacked if largest else stacked ** (1 / order)
+    return list(found.to(gradients[0].dtype).unbind())
+
+
+def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:
+    """Unscales the parts; if one rank finds an infinite value, all do."""
+    mine = _parts(gradients)
+    if mine:
+        torch._amp_foreach_non_finite_check_and_unscale_(mine, found, factor)
+    sharded = next(g for g in gradients if isinstance(g, ShardedGradient))
+    collectives.all_reduce(found, "max", None, sharded.group)
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: nn.Module | torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Clips gradients as ``torch.nn.utils.clip_grad_norm_``; with ``gradients="shards"``, in one all-reduce.
+
+    All ranks call it, after backward. For all other gradients it is torch's function.
+
+    Args:
+        parameters: A module, or parameters.
+        max_norm: The largest norm of all gradients together.
+        norm_type: The order of the norm; ``inf`` for the largest magnitude.
+        error_if_nonfinite: Raise a ``RuntimeError`` on all ranks if the norm is NaN or infinite.
+
+    Returns:
+        The norm before clipping.
+    """
+    given = parameters.parameters() if isinstance(parameters, nn.Module) else parameters
+    params = [given] if isinstance(given, torch.Tensor) else list(given)
+    gradients = [p.grad for p in params if p.grad is not None]
+    if not any(isinstance(g, ShardedGradient) for g in gradients):
+        return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
+    total = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}, so they were not clipped")
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    for part in _parts(gradients):
+        part.mul_(factor.to(part.device))
+    return total

@@ -11,9 +11,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import trigram
+from tests.sharded import twins as twin_models
 from tests.sharded.twins import Net, Twins, adamw
 from tests.support.cases import Cases
-from tests.support.checks import equal
+from tests.support.checks import close, raises, says
 from tests.support.twin_training import mlp
 
 CASES = Cases()
@@ -65,7 +66,7 @@ def fewer_values_than_ranks(rank: int, world: int) -> None:
 @CASES
 def schedulers_and_clipping(rank: int, world: int) -> None:
     """A scheduler edits the groups; the norm is taken over them, as Lightning does."""
-    twins = Twins(rank, world)
+    twins = Twins(rank, world, exact=False)
     schedulers = [LambdaLR(o, lambda t: 1 / (1 + t)) for o in twins.optimizers]
     for step in range(5):
         for (model, optimizer), scheduler in zip(twins.pairs, schedulers, strict=True):
@@ -80,7 +81,7 @@ def schedulers_and_clipping(rank: int, world: int) -> None:
 @CASES
 def scaler(rank: int, world: int) -> None:
     """A GradScaler skips the step of all ranks where one rank's loss is infinite."""
-    twins = Twins(rank, world)
+    twins = Twins(rank, world, exact=False)
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
     for step in range(6):
         for (model, optimizer), scaler in zip(twins.pairs, scalers, strict=True):
@@ -144,6 +145,65 @@ def no_gradient_at_all(rank: int, world: int) -> None:
 
 
 @CASES
+def accumulation_in_no_sync(rank: int, world: int) -> None:
+    """Also without a pass that synchronizes: the gradients are averaged before the update."""
+    twins = Twins(rank, world)
+    for step in range(4):
+        for model, optimizer in twins.pairs:
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            with model.no_sync():
+                twins.loss(model, 10 * step).backward()
+                twins.loss(model, 10 * step + 3).backward()
+            if step < 2:
+                twins.loss(model, 10 * step + 1).backward()
+            optimizer.step()
+        twins.check(f"step {step}")
+
+
+@CASES
+def frozen_and_thawed(rank: int, world: int) -> None:
+    twins = Twins(rank, world)
+    for first, trains in ((0, True), (3, False), (6, True)):
+        for model, _ in twins.pairs:
+            model.sometimes.requires_grad_(trains)
+            model.frozen.requires_grad_(not trains)
+        twins.train(first, 3)
+    twins.check_state("after changes")
+
+
+@CASES
+def clipped_by_trigram(rank: int, world: int) -> None:
+    """All orders of norms, and an error where the norm is not finite."""
+    twins = Twins(rank, world)
+    for step, order in enumerate((2.0, 1.0, float("inf"))):
+        norms = []
+        for model, optimizer in twins.pairs:
+            optimizer.zero_grad()
+            twins.loss(model, step).backward()
+            norms.append(trigram.clip_grad_norm_(model, 0.01, order))
+            optimizer.step()
+        assert torch.allclose(*norms, rtol=1e-5), norms
+        for p, q in zip(*(m.parameters() for m in twins.models), strict=True):
+            assert torch.allclose(p, q, rtol=1e-4, atol=1e-5)
+    model, optimizer = twins.pairs[1]
+    optimizer.zero_grad()
+    (twins.loss(model, 4) * (float("nan") if rank == 0 else 1.0)).backward()
+    raises(RuntimeError, trigram.clip_grad_norm_, model, 0.01, 2.0, True)
+
+
+@CASES
+def clipped_by_value(rank: int, world: int) -> None:
+    twins = Twins(rank, world)
+    for step in range(3):
+        for model, optimizer in twins.pairs:
+            model.zero_grad()
+            twins.loss(model, step).backward()
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+        twins.check(f"step {step}")
+
+
+@CASES
 def frozen_and_unfrozen(rank: int, world: int) -> None:
     """Layers are frozen, unfrozen and given to the optimizer in the middle of training."""
 
@@ -189,9 +249,9 @@ def evaluation_between_steps(rank: int, world: int) -> None:
         for model, _ in twins.pairs:
             model.eval()
             with torch.no_grad():
-                outputs.append(model(torch.ones(2, 6)))
+                outputs.append(model(torch.ones(2, 6, dtype=twins.dtype)))
             model.train()
-        equal(outputs[1], outputs[0], f"evaluation {step}")
+        close(outputs[1], outputs[0], twins.tolerance, f"evaluation {step}")
         with trigram.consensus(twins.models[1]):
             twins.check(f"step {step}")
 
@@ -222,8 +282,21 @@ def codecs(rank: int, world: int, algorithm: str) -> None:
 
 
 @CASES
-def weighted_and_checked(rank: int, world: int) -> None:
+def checked(rank: int, world: int) -> None:
     twins = Twins(rank, world, mlp, adamw, check_replicas=2, check_finite=True)
+    twins.train(steps=5)
+    model, optimizer = twins.pairs[1]
+    optimizer.zero_grad()
+    loss = twins.loss(model, 9) * (float("nan") if rank == 1 else 1.0)
+    says(raises(trigram.CorruptError, loss.backward), "rank(s) 1")
+
+
+@CASES
+def weighted(rank: int, world: int) -> None:
+    """The means are those of the samples."""
+    twins = Twins(rank, world, mlp, adamw, sample_weight=1.0 + rank)
+    trigram.unwrap(twins.models[0])
+    trigram.with_bagua(twins.models[0], "gradient_allreduce", bucket_mb=0.001, sample_weight=1.0 + rank)
     twins.train(steps=5)
 
 
@@ -257,11 +330,34 @@ def overlapping(rank: int, world: int) -> None:
             outputs = []
             for model, _ in twins.pairs:
                 with torch.no_grad():
-                    outputs.append(model(torch.ones(2, 6)) if step else model[0](torch.ones(2, 6)))
-            equal(outputs[1], outputs[0], f"evaluation {step}")
+                    given = torch.ones(2, 6, dtype=twins.dtype)
+                    outputs.append(model(given) if step else model[0](given))
+            close(outputs[1], outputs[0], twins.tolerance, f"evaluation {step}")
         elif step % 3 == 1:
             twins.check(f"step {step}")
     twins.check("at the end")
+
+
+def _in_shards(case: str) -> Callable[[int, int], None]:
+    def check(rank: int, world: int) -> None:
+        twin_models.mode = {"gradients": "shards"}
+        try:
+            CASES[case](rank, world)
+        finally:
+            twin_models.mode = {}
+
+    return check
+
+
+NEED_WHOLE_GRADIENTS = ("accumulation", "frozen_and_unfrozen", "switched_and_unwrapped", "codecs-")
+SHARDS = {case: _in_shards(case) for case in CASES if not case.startswith(NEED_WHOLE_GRADIENTS)}
+SHARDS |= {case: _in_shards(case) for case in ("accumulation_in_no_sync",)}
+
+
+@pytest.mark.parametrize("case", list(SHARDS))
+@pytest.mark.parametrize("world", [2, 3])
+def test_with_divided_gradients(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+    in_launch("SHARDS", case, world, transport=transport)
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -129,15 +129,18 @@ class ShardBucket(Bucket):
             grad = param.grad
             if grad is None:
                 self.unused.append(k)
-            elif not isinstance(grad, ShardedGradient):
+                continue
+            if isinstance(grad, ShardedGradient):
+                if not grad.reset:
+                    raise MisuseError(
+                        "gradients='shards': a second backward pass before zero_grad, and parameters that only "
+                        "the first has reached; reset gradients before each pass, or use gradients='full'"
+                    )
+                grad = grad.added
+            if grad is not None:  # else it was set to 0
                 to.append(self.memory[at : at + param.numel()])
                 given.append(flat(grad, param))
-                param.grad = None
-            elif not grad.reset:
-                raise MisuseError(
-                    "gradients='shards': a second backward pass before zero_grad, and parameters that only the "
-                    "first has reached; reset gradients before each pass, or use gradients='full'"
-                )
+            param.grad = None
         if to:
             torch._foreach_copy_(to, given)
         self.pending = set()
@@ -147,7 +150,7 @@ class ShardBucket(Bucket):
         """After the average: the parameters get their gradients, of which this rank has a part."""
         assert used is not None
         for i, gradient, anybody in zip(self.params, self.gradients, used.tolist(), strict=True):
-            gradient.reset = False
+            gradient.begin()
             params[i].grad = gradient if anybody else None
 
 

@@ -56,11 +56,13 @@ class ShardedGradient(torch.Tensor):
         part: This rank's values, one-dimensional, as the parameter lies in memory; None: it holds none.
         group: The ranks that hold the parts.
         reset: Whether it was set to 0 since the backward pass.
+        added: What backward passes have added since then, on this rank only; None: nothing.
     """
 
     part: torch.Tensor | None
     group: Group
     reset: bool
+    added: torch.Tensor | None
 
     @staticmethod
     def __new__(cls, param: torch.Tensor, part: torch.Tensor | None, group: Group) -> ShardedGradient:
@@ -68,8 +70,13 @@ class ShardedGradient(torch.Tensor):
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
-        made.part, made.group, made.reset = part, group, False
+        made.part, made.group = part, group
+        made.begin()
         return made
+
+    def begin(self) -> None:
+        """The part is a new mean."""
+        self.reset, self.added = False, None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         held = 0 if self.part is None else self.part.numel()
@@ -91,9 +98,11 @@ class ShardedGradient(torch.Tensor):
             return norms(*args)
         if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
             return _unscale(*args)
-        if func in (_aten.add.Tensor, _aten.add_.Tensor) and isinstance(args[0], ShardedGradient):
-            if args[0].reset and not isinstance(args[1], ShardedGradient):
-                return args[1]
+        if func is _aten.add_.Tensor and isinstance(args[0], ShardedGradient):  # autograd does it
+            if args[0].reset and not isinstance(args[1], ShardedGradient) and len(args) == 2 and not kwargs:
+                added = args[0].added
+                args[0].added = args[1].clone() if added is None else added.add_(args[1])
+                return args[0]
             raise MisuseError(
                 "gradients='shards': a second backward pass adds to gradients that were reduced and divided; run "
                 "all passes before an update but the last under trigram.no_sync, or use gradients='full'"
@@ -111,22 +120,32 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(isinstance(a, ShardedGradient) or (isinstance(a, torch.Tensor) and a.numel() != 1) for a in rest):
         raise MisuseError(f"gradients='shards': {func} with a tensor of several values; use gradients='full'")
     for g in first if many else [first]:
-        if isinstance(g, ShardedGradient):
-            g.reset = g.reset or func in _ZEROS
+        if isinstance(g, ShardedGradient) and func in _ZEROS:
+            g.reset, g.added = True, None
     if many:
         mine = _parts(first)
         if mine:
             func(mine, *rest, **kwargs)
         return None
-    if first.part is not None:
-        func(first.part, *rest, **kwargs)
+    for part in _parts([first]):
+        func(part, *rest, **kwargs)
     return first
 
 
 def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of them; plain tensors are whole on all ranks."""
-    held = (g.part if isinstance(g, ShardedGradient) else g for g in gradients)
-    return [part for part in held if part is not None]
+    return [part for part in map(_part, gradients) if part is not None]
+
+
+def _part(gradient: torch.Tensor) -> torch.Tensor | None:
+    if not isinstance(gradient, ShardedGradient):
+        return gradient
+    if gradient.added is not None:
+        raise MisuseError(
+            "gradients='shards': this gradient is of this rank only, because the last backward pass ran under "
+            "trigram.no_sync; run the last pass before an update outside of it"
+        )
+    return gradient.part
 
 
 def norms(gradients: Sequence[torch.Tensor], order: float = 2, *_: Any) -> list[torch.Tensor]:
@@ -137,7 +156,7 @@ def norms(gradients: Sequence[torch.Tensor], order: float = 2, *_: Any) -> list[
     largest = math.isinf(order)
     mine = []
     for g in gradients:
-        part = g.part if isinstance(g, ShardedGradient) else g
+        part = _part(g)
         norm = zero if part is None else torch.linalg.vector_norm(part, order)
         mine.append(norm if largest else norm.double() ** order)
     stacked = torch.stack(mine)

@@ -129,7 +129,7 @@ class ShardedSync(GradientSync):
             return super()._with_local_gradients(mine)
         params = [self.params[i] for i in self.place]
         found = [p for p in params if p.grad is not None and id(p) in mine]
-        found = [p for p in found if not isinstance(p.grad, ShardedGradient)]
+        found = [p for p in found if not isinstance(p.grad, ShardedGradient) or p.grad.added is not None]
         if found and self.assigned is not None:
             found = self.assigned.foreign(self.params, {id(p) for p in found})
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,11 @@ from tests.support.checks import close, raises, says
 from tests.support.twin_training import mlp
 
 CASES = Cases()
+MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=0.05),
+    "muon": lambda m: torch.optim.Muon([p for p in m.parameters() if p.dim() == 2], lr=0.02),
+    "said to be": adamw,
+}
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
     "adam": lambda m: torch.optim.Adam(m.parameters(), lr=0.01, amsgrad=True, weight_decay=0.01),
@@ -41,6 +47,22 @@ def optimizer(rank: int, world: int, name: str) -> None:
     twins.train(steps=5)
     twins.check_state(name)
     twins.train(5, 2)
+    twins.check_ranks()
+
+
+@CASES.over(*MATRICES)
+def whole_parameters(rank: int, world: int, name: str) -> None:
+    """Optimizers that need whole parameters: each parameter belongs to one rank."""
+    layers = lambda: nn.Sequential(*(nn.Linear(6, 6, bias=name != "muon") for _ in range(5)))  # noqa: E731
+    make = Net if name == "said to be" else layers
+    given: dict[str, Any] = {"elementwise": False} if name == "said to be" else {}
+    twins = Twins(rank, world, make, MATRICES[name], **given)
+    twins.train(steps=4)
+    twins.check_state(name)
+    state = twins.optimizers[1].state_dict()
+    for optimizer in twins.optimizers:
+        optimizer.load_state_dict(copy.deepcopy(state))
+    twins.train(4, 2)
     twins.check_ranks()
 
 
@@ -356,7 +378,9 @@ SHARDS |= {case: _in_shards(case) for case in ("accumulation_in_no_sync",)}
 
 @pytest.mark.parametrize("case", list(SHARDS))
 @pytest.mark.parametrize("world", [2, 3])
-def test_with_divided_gradients(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+def test_with_divided_gradients(
+    in_launch: Callable[..., None], transport: str, world: int, case: str
+) -> None:
     in_launch("SHARDS", case, world, transport=transport)
 
 

@@ -181,6 +181,37 @@ def a_step_that_raises(rank: int, world: int) -> None:
 
 
 @CASES
+def divided_gradients(rank: int, world: int) -> None:
+    """What needs whole gradients raises on all ranks, and the next step is right."""
+    given: dict[str, Any] = {"gradients": "shards"}
+    twins = Twins(rank, world, mlp, **given)
+    twins.train(steps=2)
+    model, optimizer = twins.pairs[1]
+    optimizer.zero_grad()
+    twins.loss(model, 2).backward()
+    grad = model[0].weight.grad
+    assert "on this rank" in repr(grad)
+    for use in (
+        lambda: grad.abs().max(),
+        lambda: grad + 1,
+        lambda: grad.mul_(torch.ones_like(model[0].weight)),
+        grad.numpy,
+        lambda: torch.stack([p.grad for p in model.parameters()][:1]),
+    ):
+        text = raises((trigram.MisuseError, TypeError, RuntimeError), use)
+        assert "gradients='full'" in text or "numpy" in text, text
+    says(raises(trigram.MisuseError, lambda: twins.loss(model, 3).backward()), "no_sync", "gradients='full'")
+    twins.train(2, 2)
+    refused(
+        trigram.MisuseError,
+        "2.bias",
+        "does not update it",
+        optimizer=lambda m: torch.optim.SGD([p for n, p in m.named_parameters() if n != "2.bias"], lr=0.1),
+        **given,
+    )
+
+
+@CASES
 def after_shutdown(rank: int, world: int) -> None:
     """The state's other parts are gone: no step and no state without a word. The last case: it ends the
     job."""

@@ -74,18 +74,15 @@ def other_world_sizes(rank: int, world: int) -> None:
 @CASES
 def state_from_before_wrapping(rank: int, world: int) -> None:
     """An optimizer that has stepped is wrapped; its state is cut at the first step."""
-    torch.manual_seed(5)
-    models = [mlp(), mlp()]
-    models[1].load_state_dict(models[0].state_dict())
-    optimizers = [adamw(m) for m in models]
-    for model, optimizer in zip(models, optimizers, strict=True):
+
+    def stepped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    twins = Twins.__new__(Twins)
-    twins.rank, twins.world, twins.models, twins.optimizers = rank, world, models, optimizers
-    trigram.with_bagua(models[0], "gradient_allreduce")
-    trigram.with_bagua(models[1], "sharded", optimizer=optimizers[1])
+        return optimizer
+
+    twins = Twins(rank, world, mlp, stepped)
     twins.train(steps=3)
     twins.check_state("wrapped later")
 

@@ -61,6 +61,8 @@ def adamw(model: nn.Module, **more: Any) -> torch.optim.Optimizer:
 class Twins:
     """The plain model and the sharded one.
 
+    ``make`` is called for each, with the same seed.
+
     Attributes:
         pairs: Both models with their optimizers, the plain one first.
     """

@@ -1,7 +1,7 @@
 """Buckets of gradients that are reduced and divided: each rank keeps the mean of its part.
 
-The gradients of a bucket are copied to registered memory that a few buckets share in turn, so that a rank holds
-its parts, and whole gradients only of the buckets under way.
+The gradients of a bucket are copied to registered memory that a few buckets share in turn, so that a rank
+holds its parts, and whole gradients only of the buckets under way.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class ShardBucket(Bucket):
             if isinstance(grad, ShardedGradient):
                 if not grad.reset:
                     raise MisuseError(
-                        "gradients='shards': a second backward pass before zero_grad, and parameters that only "
+                        "gradients='shards': a second backward pass before zero_grad, and parameters that "
+                        "only "
                         "the first has reached; reset gradients before each pass, or use gradients='full'"
                     )
                 grad = grad.added
@@ -172,9 +173,7 @@ class ShardsCompressor(GradientCompressor):
 
     def bucket(self, indices: Sequence[int], params: Sequence[torch.Tensor], groups: ModelGroups) -> Bucket:
         """A bucket that is divided."""
-        layout = (
-            allot(params, indices, self.loads) if self.whole else divide(params, indices, groups.size)
-        )
+        layout = allot(params, indices, self.loads) if self.whole else divide(params, indices, groups.size)
         like = params[indices[0]]
         turns = self.turns.setdefault((like.dtype, like.device), _Turns())
         return ShardBucket(layout, params, groups, turns)

@@ -1,8 +1,8 @@
 """Gradients of which each rank holds a part, as tensors that parameters can have as ``grad``.
 
 They know what training loops do between backward and the optimizer's step: norms, factors, clamps, the check
-of a GradScaler. Each is carried out on this rank's part, with the all-reduce that it needs, so all ranks do the
-same. Everything else raises an error instead of computing with a part.
+of a GradScaler. Each is carried out on this rank's part, with the all-reduce that it needs, so all ranks do
+the same. Everything else raises an error instead of computing with a part.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class ShardedGradient(torch.Tensor):
         """The part is a new mean."""
         self.reset, self.added = False, None
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = 0 if self.part is None else self.part.numel()
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} values on this rank)"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """See the module."""
@@ -104,7 +104,8 @@ class ShardedGradient(torch.Tensor):
                 args[0].added = args[1].clone() if added is None else added.add_(args[1])
                 return args[0]
             raise MisuseError(
-                "gradients='shards': a second backward pass adds to gradients that were reduced and divided; run "
+                "gradients='shards': a second backward pass adds to gradients that were reduced and "
+                "divided; run "
                 "all passes before an update but the last under trigram.no_sync, or use gradients='full'"
             )
         raise MisuseError(
@@ -142,7 +143,8 @@ def _part(gradient: torch.Tensor) -> torch.Tensor | None:
         return gradient
     if gradient.added is not None:
         raise MisuseError(
-            "gradients='shards': this gradient is of this rank only, because the last backward pass ran under "
+            "gradients='shards': this gradient is of this rank only, because the last backward pass ran "
+            "under "
             "trigram.no_sync; run the last pass before an update outside of it"
         )
     return gradient.part
@@ -205,7 +207,9 @@ def clip_grad_norm_(
         return nn.utils.clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
     total = torch.linalg.vector_norm(torch.stack(norms(gradients, norm_type)), norm_type)
     if error_if_nonfinite and not bool(total.isfinite()):
-        raise RuntimeError(f"clip_grad_norm_: the norm of the gradients is {total.item()}, so they were not clipped")
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of the gradients is {total.item()}, so they were not clipped"
+        )
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for part in _parts(gradients):
         part.mul_(factor.to(part.device))

@@ -224,13 +224,7 @@ class ShardedOptimizer:
                         elif name not in whole:
                             own = self.slices.get(keys[k])
                             here = self.optimizer.state.get(own.value, {}) if own is not None else {}
-                            if isinstance(
-                                value, torch.Tensor
-                            ):  # `step` is on the CPU unless it is capturable
-                                device = here[name].device if name in here else None
-                                whole[name] = value.to(device or (p.device if value.dim() else "cpu"))
-                            else:
-                                whole[name] = value
+                            whole[name] = _as_here(value, here.get(name), p)
         return [(params[key], found[key]) for key in params if key in found]
 
     def join(self, group: Group) -> None:
@@ -265,6 +259,17 @@ class ShardedOptimizer:
                 values = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.dim())}
                 lines.append(f"{k} {sorted(state)} { {n: _plain(v) for n, v in sorted(values.items())} }")
         return "\n".join(lines)
+
+
+def _as_here(value: Any, here: Any, param: torch.Tensor) -> Any:
+    """State that was received: on the device of this rank's, in memory as the parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == param.shape and value.dim():
+        return torch.empty_like(param, dtype=value.dtype).copy_(value)
+    if isinstance(here, torch.Tensor):
+        return value.to(here.device)
+    return value.to(param.device) if value.dim() else value  # `step` is on the CPU unless it is capturable
 
 
 def _plain(value: Any) -> Any:

@@ -104,8 +104,8 @@ class ShardedSync(GradientSync):
     # Gradients of which each rank keeps a part.
 
     def find_parameters(self, model: nn.Module) -> None:
-        """See :class:`GradientSync`. Where gradients are divided, buckets keep their first order: slices would
-        have to move."""
+        """See :class:`GradientSync`. Where gradients are divided, buckets keep their first order: slices
+        would have to move."""
         super().find_parameters(model)
         if self.divides_gradients:
             self.order = None
@@ -128,7 +128,7 @@ class ShardedSync(GradientSync):
         if not self.divides_gradients:
             return super()._with_local_gradients(mine)
         params = [self.params[i] for i in self.place]
-        found = [p for p in params if p.grad is not None and id(p) in mine]
+        found: list[torch.Tensor] = [p for p in params if p.grad is not None and id(p) in mine]
         found = [p for p in found if not isinstance(p.grad, ShardedGradient) or p.grad.added is not None]
         if found and self.assigned is not None:
             found = self.assigned.foreign(self.params, {id(p) for p in found})
@@ -228,8 +228,10 @@ class ShardedSync(GradientSync):
         for i in self.place:
             if id(self.params[i]) not in own:
                 raise MisuseError(
-                    f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not update "
-                    "it; with gradients='shards' no rank has its whole gradient: add it to the optimizer, set "
+                    f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "
+                    "update "
+                    "it; with gradients='shards' no rank has its whole gradient: add it to the optimizer, "
+                    "set "
                     "requires_grad=False, or use gradients='full'"
                 )
 

@@ -79,9 +79,10 @@ def allot(params: Sequence[torch.Tensor], indices: Sequence[int], loads: list[in
         loads[rank] += params[i].numel()
     order = [i for mine in owned for i in mine]
     offsets, total = coalesced.offsets([params[i] for i in order])
-    ends, bounds = [*offsets, total], [0]
+    ends, bounds, count = [*offsets, total], [0], 0
     for mine in owned:
-        bounds.append(ends[ends.index(bounds[-1]) + len(mine)] if mine else bounds[-1])
+        count += len(mine)
+        bounds.append(ends[count])
     return Layout(tuple(order), tuple(offsets), tuple(bounds))
 
 

@@ -19,6 +19,7 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
+from trigram.training.shown_params import ShownParams
 from trigram.training.weight_buckets import WeightBucket, flat
 
 _NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
@@ -105,13 +106,12 @@ class ShardedOptimizer:
         self.buckets: list[WeightBucket] = []
         self.places: dict[int, tuple[torch.Tensor, WeightBucket, int]] = {}
         self.slices: dict[int, Slice] = {}
-        self._groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        self.shown = ShownParams(optimizer)
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters in the optimizer's groups."""
-        assert not self._groups
+        assert not self.entered
         return (p for g in self.optimizer.param_groups for p in g["params"])
 
     # Slices.
@@ -148,38 +148,34 @@ class ShardedOptimizer:
                 )
             bucket.hold(param, k)
 
-    def enter(self, gradient: Callable[[Slice], torch.Tensor | None]) -> None:
+    def enter(
+        self, gradient: Callable[[Slice], torch.Tensor | None], wanted: Callable[[torch.Tensor], bool]
+    ) -> None:
         """Puts this rank's slices into the groups.
 
         Args:
             gradient: The gradient of a slice, of its shape; None: the parameter has none.
+            wanted: Whether a parameter is updated now.
         """
-        for group in self.optimizer.param_groups:
-            params = group["params"]
-            self._groups.append((group, params))
-            mine = []
-            for p in params:
-                if id(p) not in self.places:
-                    mine.append(p)
-                elif (piece := self.slices.get(id(p))) is not None:
-                    self._gradients.append((piece.value, piece.value.grad))
-                    piece.value.grad = gradient(piece)
-                    mine.append(piece.value)
-            group["params"] = mine
+
+        def choose(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            if not wanted(p):
+                return None
+            if id(p) not in self.places:
+                return p, p.grad
+            piece = self.slices.get(id(p))
+            return None if piece is None else (piece.value, gradient(piece))
+
+        self.shown.show(choose)
 
     @property
     def entered(self) -> bool:
         """Whether slices are in the groups."""
-        return bool(self._groups)
+        return self.shown.active
 
     def leave(self) -> None:
         """Puts the parameters back into the groups."""
-        groups, self._groups = self._groups, []
-        for group, params in groups:
-            group["params"] = params
-        gradients, self._gradients = self._gradients, []
-        for value, grad in gradients:
-            value.grad = grad
+        self.shown.restore()
 
     # State.
 

@@ -181,7 +181,7 @@ class ShardedSync(GradientSync):
         self.await_weights()
         with torch.no_grad():
             self._follow(own)
-        self.shards.enter(self._gradient)
+        self.shards.enter(self._gradient, lambda p: True)
 
     def _follow(self, own: set[int]) -> None:
         """Divides parameters that the optimizer updates and that are not divided yet."""

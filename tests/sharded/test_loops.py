@@ -360,9 +360,9 @@ def overlapping(rank: int, world: int) -> None:
     twins.check("at the end")
 
 
-def _in_shards(case: str) -> Callable[[int, int], None]:
+def _with(case: str, **mode: Any) -> Callable[[int, int], None]:
     def check(rank: int, world: int) -> None:
-        twin_models.mode = {"gradients": "shards"}
+        twin_models.mode = mode
         try:
             CASES[case](rank, world)
         finally:
@@ -372,8 +372,20 @@ def _in_shards(case: str) -> Callable[[int, int], None]:
 
 
 NEED_WHOLE_GRADIENTS = ("accumulation", "frozen_and_unfrozen", "switched_and_unwrapped", "codecs-")
-SHARDS = {case: _in_shards(case) for case in CASES if not case.startswith(NEED_WHOLE_GRADIENTS)}
-SHARDS |= {case: _in_shards(case) for case in ("accumulation_in_no_sync",)}
+SHARDS = {c: _with(c, gradients="shards") for c in CASES if not c.startswith(NEED_WHOLE_GRADIENTS)}
+SHARDS |= {c: _with(c, gradients="shards") for c in ("accumulation_in_no_sync",)}
+NEED_GRADIENTS = (
+    *("schedulers_and", "scaler", "accumulation", "closures", "clipped", "codecs-", "checked", "weighted"),
+    *("switched", "stale"),
+)
+FUSED = {c: _with(c, fused=True) for c in CASES if not c.startswith(NEED_GRADIENTS)}
+FUSED |= {c: _with(c, fused=True) for c in ("accumulation_in_no_sync",)}
+
+
+@pytest.mark.parametrize("case", list(FUSED))
+@pytest.mark.parametrize("world", [2, 3])
+def test_updated_in_backward(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
+    in_launch("FUSED", case, world, transport=transport)
 
 
 @pytest.mark.parametrize("case", list(SHARDS))

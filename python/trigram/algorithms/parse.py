@@ -237,31 +237,43 @@ class _Parser:
     def _sharding(self, what: str, carry: str) -> dict[str, Any]:
         """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all
         ranks."""
-        places = ("replicated", "sharded")
-        if self.option("state", "replicated", lambda s: s in places, "replicated or sharded") == "replicated":
-            return {}
-        if carry != "gradients":
-            raise self.refuse(
-                "state='sharded' needs an algorithm that averages gradients in every step, and this one "
-                "averages "
-                f"{carry}: between averages each rank needs the whole state of its own weights"
-            )
         both = lambda flag: flag in (True, False)  # noqa: E731
-        found = {
-            "state": "sharded",
-            "gradients": self.option(
-                "gradients", "full", lambda g: g in ("full", "shards"), "full or shards"
-            ),
-            "overlap": self.option("overlap", False, both, "True or False"),
-            "elementwise": self.option(
-                "elementwise", None, lambda e: e is None or both(e), "True, False or None"
-            ),
-        }
-        if found["gradients"] == "shards" and (what != "full" or ":" in self.entry.value.who):
+        places = ("replicated", "sharded")
+        found: dict[str, Any] = {}
+        state = self.option("state", "replicated", lambda s: s in places, "replicated or sharded")
+        fused = self.option("fused", False, both, "True or False")
+        if (fused or state == "sharded") and carry != "gradients":
             raise self.refuse(
-                "gradients='shards' sums gradients in full, without codecs and robust averages; use "
-                "gradients='full' with these"
+                "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
+                "and this "
+                f"one averages {carry}: between averages each rank needs the whole state of its own weights"
             )
+        plain = what == "full" and ":" not in self.entry.value.who
+        if state == "sharded":
+            found = {
+                "state": state,
+                "gradients": self.option(
+                    "gradients", "full", lambda g: g in ("full", "shards"), "full or shards"
+                ),
+                "overlap": self.option("overlap", False, both, "True or False"),
+            }
+            if found["gradients"] == "shards" and not plain:
+                raise self.refuse(
+                    "gradients='shards' sums gradients in full, without codecs and robust averages; use "
+                    "gradients='full' with these"
+                )
+        if fused:
+            if not plain or found.get("gradients") == "shards":
+                raise self.refuse(
+                    "fused=True needs whole, uncompressed gradients: only they arrive together with the "
+                    "word which "
+                    "parameters any rank has used; remove codecs and robust averages, and use "
+                    "gradients='full'"
+                )
+            found["fused"] = True
+        if found:
+            must = "True, False or None"
+            found["elementwise"] = self.option("elementwise", None, lambda e: e is None or both(e), must)
         return found
 
 

@@ -193,11 +193,12 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
-    if chosen.options.get("state") == "sharded":
+    if "state" in chosen.options or "fused" in chosen.options:
         raise UnsupportedError(
-            "with_bagua: elastic=True does not support state='sharded', because a lost rank takes its part "
+            "with_bagua: elastic=True supports neither state='sharded', because a lost rank takes its part "
             "of the "
-            "optimizer's state with it; use one of both"
+            "optimizer's state with it, nor fused=True, because a step in which a rank is lost could not "
+            "be repeated"
         )
     if list(sparse_parameters(model)):
         raise UnsupportedError(

@@ -48,9 +48,13 @@ def compose(
         divided = algorithm.options["gradients"] == "shards"
         compressor = ShardsCompressor(whole) if divided else _compressor(algorithm, optimizer)
         overlap = algorithm.options["overlap"]
-        return ShardedSync(model, groups, bucket_bytes, compressor, optimizer, whole, overlap)
+        hooks: GradientSync = ShardedSync(model, groups, bucket_bytes, compressor, optimizer, whole, overlap)
+    elif algorithm.gradients:
+        hooks = GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
     if algorithm.gradients:
-        return GradientSync(model, groups, bucket_bytes, _compressor(algorithm, optimizer))
+        if algorithm.options.get("fused"):
+            hooks.fuse(optimizer)
+        return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     return WeightSync(model, groups, make, algorithm.every is not None)
 
@@ -65,7 +69,7 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Raises if the optimizer does not fit the algorithm; sends nothing."""
     options = algorithm.options
-    if options.get("state") == "sharded":
+    if options.get("state") == "sharded" or options.get("fused"):
         updates_values(optimizer, options["elementwise"], algorithm.name)
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):

@@ -15,7 +15,6 @@ import torch
 from trigram import collectives
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
-from trigram.errors import MisuseError
 from trigram.observe import spans
 from trigram.runtime.memory import empty
 from trigram.training.buckets import Bucket
@@ -129,19 +128,10 @@ class ShardBucket(Bucket):
             grad = param.grad
             if grad is None:
                 self.unused.append(k)
-                continue
-            if isinstance(grad, ShardedGradient):
-                if not grad.reset:
-                    raise MisuseError(
-                        "gradients='shards': a second backward pass before zero_grad, and parameters that "
-                        "only "
-                        "the first has reached; reset gradients before each pass, or use gradients='full'"
-                    )
-                grad = grad.added
-            if grad is not None:  # else it was set to 0
+            else:
                 to.append(self.memory[at : at + param.numel()])
                 given.append(flat(grad, param))
-            param.grad = None
+                param.grad = None
         if to:
             torch._foreach_copy_(to, given)
         self.pending = set()

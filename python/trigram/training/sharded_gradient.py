@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from trigram import collectives
 from trigram.errors import MisuseError
@@ -56,12 +57,14 @@ class ShardedGradient(torch.Tensor):
         part: This rank's values, one-dimensional, as the parameter lies in memory; None: it holds none.
         group: The ranks that hold the parts.
         reset: Whether it was set to 0 since the backward pass.
+        used: Whether an optimizer has used it in backward, so that no rank has values.
         added: What backward passes have added since then, on this rank only; None: nothing.
     """
 
     part: torch.Tensor | None
     group: Group
     reset: bool
+    used: bool
     added: torch.Tensor | None
 
     @staticmethod
@@ -76,7 +79,23 @@ class ShardedGradient(torch.Tensor):
 
     def begin(self) -> None:
         """The part is a new mean."""
-        self.reset, self.added = False, None
+        self.reset, self.used, self.added = False, False, None
+
+    def of_this_rank(self) -> torch.Tensor:
+        """What this rank adds to the next mean, after a reset in place.
+
+        Raises:
+            MisuseError: It was not reset.
+        """
+        if not self.reset:
+            raise MisuseError(
+                f"{_option(self)}: a second backward pass before zero_grad, and parameters that only the "
+                "first has "
+                f"reached; reset gradients before each pass, or use {_instead(self)}"
+            )
+        if self.added is not None:
+            return self.added
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = 0 if self.part is None else self.part.numel()
@@ -104,10 +123,13 @@ class ShardedGradient(torch.Tensor):
                 args[0].added = args[1].clone() if added is None else added.add_(args[1])
                 return args[0]
             raise MisuseError(
-                "gradients='shards': a second backward pass adds to gradients that were reduced and "
-                "divided; run "
-                "all passes before an update but the last under trigram.no_sync, or use gradients='full'"
+                f"{_option(args[0])}: a second backward pass adds to gradients that were reduced and divided, "
+                "or used; reset gradients after each update, and run all passes before an update but the last "
+                f"under trigram.no_sync, or use {_instead(args[0])}"
             )
+        for gradient in pytree.tree_leaves((args, kwargs)):
+            if isinstance(gradient, ShardedGradient):
+                _part(gradient)
         raise MisuseError(
             f"gradients='shards': {func} on a gradient of which each rank holds a part; possible are norms, "
             "clipping, factors and a GradScaler. Use gradients='full' where the script needs whole gradients"
@@ -133,6 +155,14 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return first
 
 
+def _option(gradient: ShardedGradient) -> str:
+    return "fused=True" if gradient.used else "gradients='shards'"
+
+
+def _instead(gradient: ShardedGradient) -> str:
+    return "fused=False" if gradient.used else "gradients='full'"
+
+
 def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """What this rank holds of them; plain tensors are whole on all ranks."""
     return [part for part in map(_part, gradients) if part is not None]
@@ -141,11 +171,15 @@ def _parts(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _part(gradient: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(gradient, ShardedGradient):
         return gradient
+    if gradient.used and not gradient.reset:
+        raise MisuseError(
+            "fused=True: this gradient was used in backward, when it was complete; what reads or changes "
+            "gradients between backward() and step() (clipping, GradScaler, norms) needs fused=False"
+        )
     if gradient.added is not None:
         raise MisuseError(
             "gradients='shards': this gradient is of this rank only, because the last backward pass ran "
-            "under "
-            "trigram.no_sync; run the last pass before an update outside of it"
+            "under trigram.no_sync; run the last pass before an update outside of it"
         )
     return gradient.part
 

@@ -45,14 +45,15 @@ def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
     """
     if not isinstance(optimizer, Optimizer):
         raise MisuseError(
-            f"{name}: state='sharded' needs optimizer=, the torch.optim.Optimizer of the model's "
+            f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
+            "model's "
             "parameters; it "
             f"is {type(optimizer).__name__ if optimizer is not None else None}"
         )
     kind = type(optimizer)
     if any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
-            f"{name}: state='sharded' does not support optimizers with differentiable=True"
+            f"{name}: optimizers with differentiable=True can be neither sharded nor fused"
         )
     if elementwise is not None:
         return elementwise

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.observe import spans, steps
 from trigram.runtime import world
+from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
@@ -51,8 +52,6 @@ class ShardedSync(GradientSync):
         gathers: The gathers under way.
     """
 
-    sharded = True
-
     def __init__(
         self,
         model: nn.Module,
@@ -68,6 +67,7 @@ class ShardedSync(GradientSync):
         self.gathers: list[tuple[WeightBucket, collectives.Work]] = []
         self.gathered = 0
         self.loads = [0] * groups.size
+        self.remaining: list[int] = []
         self.job = world.job()
         self.divides_gradients = isinstance(compressor, ShardsCompressor)
         check_memory(model, groups.ignored)
@@ -124,15 +124,54 @@ class ShardedSync(GradientSync):
             for bucket in self.buckets:
                 bucket.part.mul_(factor)  # type: ignore[attr-defined]
 
-    def _with_local_gradients(self, mine: set[int]) -> list[torch.Tensor]:
-        if not self.divides_gradients:
-            return super()._with_local_gradients(mine)
-        params = [self.params[i] for i in self.place]
-        found: list[torch.Tensor] = [p for p in params if p.grad is not None and id(p) in mine]
-        found = [p for p in found if not isinstance(p.grad, ShardedGradient) or p.grad.added is not None]
-        if found and self.assigned is not None:
-            found = self.assigned.foreign(self.params, {id(p) for p in found})
-        return found
+    # Updates inside backward.
+
+    def _begin_fused(self, param: int | None) -> bool:
+        if self.fused is None or param is None or not self.fused.started:
+            return False
+        self._hold()
+        if self._missing(optimizer_hooks.parameters_of(self.optimizer)):
+            return False  # the next update divides them
+        counts = [sum(i in self.place for i in self._of(b)) for b in self.shards.buckets]
+        self.remaining = counts
+        return super()._begin_fused(param)
+
+    def _of(self, bucket: WeightBucket) -> list[int]:
+        """The indices of a bucket's parameters in the model as it is now."""
+        now = {id(p): i for i, p in enumerate(self.params)}
+        return [now.get(id(p), -1) for p in bucket.params]
+
+    def update(self, params: Sequence[torch.Tensor]) -> None:
+        """Steps this rank's slices of some parameters; gathers the buckets of weights that are complete."""
+        assert self.fused is not None
+        ids = {id(p) for p in params}
+        self.shards.enter(self._gradient, lambda p: id(p) in ids)
+        try:
+            self.fused.update(None)
+        finally:
+            self.shards.leave()
+        for p in params:
+            place = self.shards.places.get(id(p))
+            if place is not None:
+                increment_version(p)
+                self.remaining[self.shards.buckets.index(place[1])] -= 1
+        for k, left in enumerate(self.remaining):
+            if left == 0:
+                self.remaining[k] = -1
+                self._gather(k, self.groups.second_phase)
+
+    def _call_counts(self) -> list[int]:
+        first, second = super()._call_counts()
+        return [first, second + (sum(n != 0 for n in self.remaining) if self.fusing else 0)]
+
+    def _show_rest(self, updated: set[int]) -> None:
+        self.shards.enter(self._gradient, lambda p: id(p) not in updated)
+
+    def end(self) -> None:
+        """See :class:`GradientSync`; the weights that were updated are there, unless they may come later."""
+        super().end()
+        if not self.overlap:
+            self.await_weights()
 
     # Hooks.
 
@@ -153,9 +192,7 @@ class ShardedSync(GradientSync):
         self.shards.leave()
         if self.shards.places:
             self._put_together()
-        for p in self.params:
-            if isinstance(p.grad, ShardedGradient):
-                p.grad = None
+        super().release()
         for handle in self.optimizer_handles:
             handle.remove()
 
@@ -178,6 +215,8 @@ class ShardedSync(GradientSync):
                     "without another optimizer around it"
                 )
             return
+        if self.shards.entered:  # the rest after an update in backward
+            return
         self.await_weights()
         with torch.no_grad():
             self._follow(own)
@@ -185,8 +224,7 @@ class ShardedSync(GradientSync):
 
     def _follow(self, own: set[int]) -> None:
         """Divides parameters that the optimizer updates and that are not divided yet."""
-        names = {id(p): n for n, p in zip(self.names, self.params, strict=True)}
-        self.shards.hold(names)
+        self._hold()
         if self.divides_gradients:
             self._follow_buckets(own)
             return
@@ -206,6 +244,9 @@ class ShardedSync(GradientSync):
             self.shards.add(
                 self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
             )
+
+    def _hold(self) -> None:
+        self.shards.hold({id(p): n for n, p in zip(self.names, self.params, strict=True)})
 
     def _follow_buckets(self, own: set[int]) -> None:
         """Divides the weights as the buckets of gradients are divided; anew if these have changed."""
@@ -271,15 +312,22 @@ class ShardedSync(GradientSync):
                 "has updated whole parameters instead of this rank's slices; call step() without a closure"
             )
         self.shards.leave()
+        updated = self.fused.updated if self.fused is not None and self.fusing else set()
         for k, bucket in enumerate(self.shards.buckets):
-            with spans.naming(self.groups.main, partial(_name, k)):
-                self.gathers.append((bucket, bucket.gather(self.groups.main)))
-            self.gathered += bucket.sent
+            if any(id(p) not in updated for p in bucket.params):
+                self._gather(k, self.groups.main)
         # Slices have changed the parameters' memory, of which autograd does not know.
         for p, _, _ in self.shards.places.values():
             increment_version(p)
         if not self.overlap:
             self.await_weights()
+
+    def _gather(self, k: int, group: Group) -> None:
+        """Starts to collect a bucket of weights."""
+        bucket = self.shards.buckets[k]
+        with spans.naming(group, partial(_name, k)):
+            self.gathers.append((bucket, bucket.gather(group)))
+        self.gathered += bucket.sent
 
     def await_weights(self) -> None:
         """Waits until all weights are there."""

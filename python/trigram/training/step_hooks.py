@@ -97,7 +97,6 @@ class StepHooks:
         prepared: Whether the next pass has been prepared.
         weights_differ: Whether ranks may hold different weights.
         in_step: Whether all ranks make the same step at a time.
-        sharded: Whether ranks divide the optimizer's work.
         waits_for_closure: See :class:`trigram.training.optimizer_hooks.Updated`.
         join: The block of ``trigram.join`` that the model is in, or None.
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
@@ -107,7 +106,6 @@ class StepHooks:
 
     weights_differ = False
     in_step = True
-    sharded = False
     waits_for_closure = False
 
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:

@@ -91,6 +91,7 @@ class WeightBucket:
 
     Attributes:
         layout: How it is divided.
+        params: The parameters, in the order of the layout.
         memory: One-dimensional.
         views: The parameters' values, in the order of the layout.
         sent: Bytes that a rank sends in one gather.
@@ -98,7 +99,8 @@ class WeightBucket:
 
     def __init__(self, params: Sequence[torch.Tensor], layout: Layout, ranks: int) -> None:
         self.layout = layout
-        like = params[layout.indices[0]]
+        self.params = [params[i] for i in layout.indices]
+        like = self.params[0]
         self.memory = empty(layout.length, dtype=like.dtype, device=like.device)
         self.memory.zero_()
         self.views: list[torch.Tensor] = []

@@ -382,6 +382,19 @@ FUSED = {c: _with(c, fused=True) for c in CASES if not c.startswith(NEED_GRADIEN
 FUSED |= {c: _with(c, fused=True) for c in ("accumulation_in_no_sync",)}
 
 
+REPLICATED = {
+    c: _with(c, fused=True, algorithm="gradient_allreduce")
+    for c in FUSED
+    if not c.startswith(("state_is", "overlapping"))
+}
+
+
+@pytest.mark.parametrize("case", list(REPLICATED))
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_state_and_updated_in_backward(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("REPLICATED", case, world, transport="shm")
+
+
 @pytest.mark.parametrize("case", list(FUSED))
 @pytest.mark.parametrize("world", [2, 3])
 def test_updated_in_backward(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:

@@ -91,8 +91,10 @@ class Twins:
             self.models.append(make().to(self.dtype))
         self.optimizers = [optimizer(m) for m in self.models]
         trigram.with_bagua(self.models[0], plain, bucket_mb=0.001, group=options.get("group"))
+        more = {**mode, **options}
+        algorithm = more.pop("algorithm", algorithm)
         trigram.with_bagua(
-            self.models[1], algorithm, optimizer=self.optimizers[1], bucket_mb=0.001, **{**mode, **options}
+            self.models[1], algorithm, optimizer=self.optimizers[1], bucket_mb=0.001, **more
         )
 
     @property

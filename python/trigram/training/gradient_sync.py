@@ -575,6 +575,9 @@ class GradientSync(StepHooks):
                     end()
         if self.fused is not None and self.fusing and (failed is not None or error is not None):
             self.fused.broken = True
+            for p in self.params:
+                if isinstance(p.grad, ShardedGradient):
+                    p.grad = None
         self.groups.main.core.set_pass(0)
         self.times.enter(before)
         for bucket in self.buckets:

@@ -32,7 +32,7 @@ def trained(rank: int, world: int, algorithm: str, **options: Any) -> tuple[Any,
 def backward_updates(rank: int, world: int, algorithm: str) -> None:
     """When backward returns all weights are new, and step changes nothing more."""
     model, optimizer, twins = trained(rank, world, algorithm)
-    plain, plain_optimizer = twins.pairs[0]
+    _, plain_optimizer = twins.pairs[0]
     for m, o in twins.pairs:
         o.zero_grad()
         twins.loss(m, 2).backward()
@@ -99,7 +99,7 @@ def order_of_calls(rank: int, world: int, algorithm: str) -> None:
 @CASES.over(*BOTH)
 def a_pass_that_fails(rank: int, world: int, algorithm: str) -> None:
     """One rank's pass raises when some buckets were updated: no rank goes on with what may differ."""
-    model, optimizer, twins = trained(rank, world, algorithm)
+    model, optimizer, _ = trained(rank, world, algorithm)
     optimizer.zero_grad()
 
     def fails(_: torch.Tensor) -> None:
@@ -158,7 +158,7 @@ def combinations(rank: int, world: int) -> None:
 
 @CASES
 def switched(rank: int, world: int) -> None:
-    model, optimizer, twins = trained(rank, world, "gradient_allreduce")
+    model, _, twins = trained(rank, world, "gradient_allreduce")
     trigram.switch(model, "gradient_allreduce")
     for m, o in twins.pairs:
         o.zero_grad()

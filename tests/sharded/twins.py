@@ -93,9 +93,7 @@ class Twins:
         trigram.with_bagua(self.models[0], plain, bucket_mb=0.001, group=options.get("group"))
         more = {**mode, **options}
         algorithm = more.pop("algorithm", algorithm)
-        trigram.with_bagua(
-            self.models[1], algorithm, optimizer=self.optimizers[1], bucket_mb=0.001, **more
-        )
+        trigram.with_bagua(self.models[1], algorithm, optimizer=self.optimizers[1], bucket_mb=0.001, **more)
 
     @property
     def pairs(self) -> Sequence[tuple[Any, Any]]:

@@ -123,8 +123,10 @@ class ShardedGradient(torch.Tensor):
                 args[0].added = args[1].clone() if added is None else added.add_(args[1])
                 return args[0]
             raise MisuseError(
-                f"{_option(args[0])}: a second backward pass adds to gradients that were reduced and divided, "
-                "or used; reset gradients after each update, and run all passes before an update but the last "
+                f"{_option(args[0])}: a second backward pass adds to gradients that were reduced and "
+                "divided, "
+                "or used; reset gradients after each update, and run all passes before an update but the "
+                "last "
                 f"under trigram.no_sync, or use {_instead(args[0])}"
             )
         for gradient in pytree.tree_leaves((args, kwargs)):

@@ -2,10 +2,11 @@
 
     python benches/sharded.py --out sharded-out [--ranks 2] [--width 768] [--layers 6] [--turns 15]
 
-All train the same stack of linear layers with AdamW on this host. Ratios are of steps that followed each other;
-above 1 the way is faster than DDP with AdamW. Memory is that of one rank: the sum of the tensors of weights,
-gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY nothing but this
-way runs, and the growth of the process is printed too, shared pages in proportion (/proc/self/smaps_rollup).
+All train the same stack of linear layers with AdamW on this host. Ratios are of steps that followed each
+other; above 1 the way is faster than DDP with AdamW. Memory is that of one rank: the sum of the tensors of
+weights, gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY
+nothing but this way runs, and the growth of the process is printed too, shared pages in proportion
+(/proc/self/smaps_rollup).
 """
 
 from __future__ import annotations

@@ -122,6 +122,16 @@ def another_optimizer(rank: int, world: int) -> None:
 
 
 @CASES
+def one_optimizer_of_two_models(rank: int, world: int) -> None:
+    models = [mlp(), mlp()]
+    optimizer = adamw(nn.ModuleList(models))
+    trigram.with_bagua(models[0], "sharded", optimizer=optimizer)
+    refused(trigram.MisuseError, "another model", make=lambda: models[1], optimizer=lambda m: optimizer)
+    trigram.unwrap(models[0])
+    trigram.with_bagua(nn.ModuleList(models), "sharded", optimizer=optimizer)
+
+
+@CASES
 def a_closure_that_is_ignored(rank: int, world: int) -> None:
     class Ignores(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:

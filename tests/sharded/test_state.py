@@ -107,6 +107,25 @@ def distributed_checkpoint(rank: int, world: int) -> None:
     same_state(optimizer.state_dict(), expected, "loaded")
 
 
+@CASES.over("full", "shards")
+def with_algorithm_state(rank: int, world: int, gradients: str) -> None:
+    """A checkpoint of everything, resumed by a new model, also with buckets of another size."""
+    first = Twins(rank, world, gradients=gradients)
+    first.train(steps=3)
+    model, optimizer = first.pairs[1]
+    algorithm = trigram.algorithm_state(model)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    second = Twins(rank, world, gradients=gradients)
+    for model, optimizer in second.pairs:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    trigram.load_algorithm_state(second.models[1], algorithm)
+    second.train(3, 3)
+    trigram.load_algorithm_state(second.models[1], algorithm)
+    second.train(6, 2)
+    second.check_state("resumed")
+
+
 @CASES
 def only_one_rank_saves(rank: int, world: int) -> None:
     """state_dict on one rank only: an error on all, at once, that says so."""

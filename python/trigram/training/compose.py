@@ -27,6 +27,7 @@ from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.shard_buckets import ShardsCompressor
 from trigram.training.sharded_optimizer import updates_values
 from trigram.training.sharded_sync import ShardedSync
+from trigram.training.shown_params import claim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
@@ -43,6 +44,8 @@ def compose(
         bucket_bytes: Size of a bucket of gradients in bytes.
         optimizer: The optimizer, for algorithms that use it; else None.
     """
+    if "state" in algorithm.options or "fused" in algorithm.options:
+        claim(optimizer, model, algorithm.name)
     if algorithm.options.get("state") == "sharded":
         whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
         divided = algorithm.options["gradients"] == "shards"

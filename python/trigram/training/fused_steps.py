@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.shown_params import ShownParams
+from trigram.training.shown_params import ShownParams, disclaim
 from trigram.training.weak_hook import WeakHook
 
 Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]
@@ -122,6 +122,7 @@ class FusedSteps:
         """Leaves the optimizer alone."""
         self.shown.restore()
         self.handle.remove()
+        disclaim(self.optimizer)
 
     def _present(self) -> list[dict[str, Any]]:
         found = []

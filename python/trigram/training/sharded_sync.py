@@ -31,6 +31,7 @@ from trigram.training.gradient_sync import GradientSync
 from trigram.training.shard_buckets import ShardsCompressor, layouts
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.sharded_optimizer import ShardedOptimizer, Slice
+from trigram.training.shown_params import disclaim
 from trigram.training.weak_hook import WeakHook
 from trigram.training.weight_buckets import WeightBucket, allot, divide, flat
 
@@ -193,6 +194,7 @@ class ShardedSync(GradientSync):
         if self.shards.places:
             self._put_together()
         super().release()
+        disclaim(self.optimizer)
         for handle in self.optimizer_handles:
             handle.remove()
 

@@ -2,11 +2,38 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from trigram.errors import MisuseError
+
+_owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def claim(optimizer: Optimizer, model: Any, name: str) -> None:
+    """Notes which model divides or fuses an optimizer's step.
+
+    Raises:
+        MisuseError: Another model does: each would put back what the other has put into the groups.
+    """
+    other = _owners.get(optimizer)
+    owner = other() if other is not None else None
+    if owner is not None and owner is not model:
+        raise MisuseError(
+            f"{name}: the optimizer is sharded or fused for another model, {type(owner).__name__}, "
+            "already; wrap "
+            "one module that holds both, such as nn.ModuleList([a, b]), or give each model its own optimizer"
+        )
+    _owners[optimizer] = weakref.ref(model)
+
+
+def disclaim(optimizer: Optimizer) -> None:
+    """The optimizer is a plain one again."""
+    _owners.pop(optimizer, None)
 
 
 class ShownParams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -154,6 +155,24 @@ def combinations(rank: int, world: int) -> None:
     model = mlp()
     trigram.with_bagua(model, "gradient_allreduce", optimizer=adamw(model), fused=True)
     says(raises(trigram.UnsupportedError, trigram.join, model), "fused")
+
+
+@CASES.over("bytegrad", "local_sgd")
+def another_word_in_the_environment(rank: int, world: int, word: str) -> None:
+    """The script's options belong to the algorithm that it was written for."""
+    os.environ["TRIGRAM_ALGORITHM"] = word
+    try:
+        model = mlp()
+        optimizer = adamw(model)
+        trigram.with_bagua(model, optimizer=optimizer, fused=True, warmup_steps=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        assert all(p in optimizer.state for p in model.parameters())
+    finally:
+        del os.environ["TRIGRAM_ALGORITHM"]
 
 
 @CASES

@@ -16,6 +16,7 @@ from tests.sharded import twins as twin_models
 from tests.sharded.twins import Net, Twins, adamw
 from tests.support.cases import Cases
 from tests.support.checks import close, raises, says
+from tests.support.marks import long
 from tests.support.twin_training import mlp
 
 CASES = Cases()
@@ -390,13 +391,13 @@ REPLICATED = {
 
 
 @pytest.mark.parametrize("case", list(REPLICATED))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [long(2), 3])
 def test_all_state_and_updated_in_backward(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("REPLICATED", case, world, transport="shm")
 
 
 @pytest.mark.parametrize("case", list(FUSED))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, long(3)])
 def test_updated_in_backward(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("FUSED", case, world, transport=transport)
 
@@ -407,6 +408,18 @@ def test_with_divided_gradients(
     in_launch: Callable[..., None], transport: str, world: int, case: str
 ) -> None:
     in_launch("SHARDS", case, world, transport=transport)
+
+
+ACROSS = {
+    f"{c} {label}": _with(c, **mode)
+    for c in ("optimizer-adamw fused", "frozen_and_thawed", "whole_parameters-muon")
+    for label, mode in (("full", {}), ("shards", {"gradients": "shards"}), ("fused", {"fused": True}))
+}
+
+
+@pytest.mark.parametrize("case", list(ACROSS))
+def test_across_hosts(in_launch: Callable[..., None], several_hosts: None, case: str) -> None:
+    in_launch("ACROSS", case, 4, transport="auto", hosts=[0, 0, 1, 1])
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -248,17 +248,21 @@ def _dies(rank: int, world: int, where: str) -> str:
     trigram.init()
     model = mlp()
     optimizer = adamw(model)
-    trigram.with_bagua(model, "sharded", optimizer=optimizer)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=where == "in backward")
     for step in range(2):
+        optimizer.zero_grad()
         square(model, rank, step).backward()
         optimizer.step()
     if rank == world - 1:
         optimizer.register_step_post_hook(lambda *_: os._exit(7))  # before it, the gather has begun
         if where == "in the step":
             optimizer.register_step_pre_hook(lambda *_: os._exit(7))
+        if where == "in backward":
+            model[2].weight.register_post_accumulate_grad_hook(lambda _: os._exit(7))
 
     def train() -> None:
         for step in range(100):
+            optimizer.zero_grad()
             square(model, rank, step).backward()
             optimizer.step()
 
@@ -266,7 +270,7 @@ def _dies(rank: int, world: int, where: str) -> str:
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("where", ["in the step", "after the step"])
+@pytest.mark.parametrize("where", ["in the step", "after the step", "in backward"])
 def test_a_rank_that_dies(transport: str, where: str) -> None:
     for text in run(3, _dies, where, transport=transport, dies=[2])[:2]:
         says(text, "rank 2")

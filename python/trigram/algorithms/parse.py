@@ -240,15 +240,17 @@ class _Parser:
         both = lambda flag: flag in (True, False)  # noqa: E731
         places = ("replicated", "sharded")
         found: dict[str, Any] = {}
+        plain = what == "full" and ":" not in self.entry.value.who
+        needs_plain = self.given.get("fused") or self.given.get("gradients") == "shards"
+        if self.from_environment and (carry != "gradients" or (needs_plain and not plain)):
+            return {}  # the script's options belong to another algorithm
         state = self.option("state", "replicated", lambda s: s in places, "replicated or sharded")
         fused = self.option("fused", False, both, "True or False")
         if (fused or state == "sharded") and carry != "gradients":
             raise self.refuse(
                 "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
-                "and this "
-                f"one averages {carry}: between averages each rank needs the whole state of its own weights"
+                f"and this one averages {carry}: between averages each rank needs the whole state of its own weights"
             )
-        plain = what == "full" and ":" not in self.entry.value.who
         if state == "sharded":
             found = {
                 "state": state,
@@ -266,8 +268,7 @@ class _Parser:
             if not plain or found.get("gradients") == "shards":
                 raise self.refuse(
                     "fused=True needs whole, uncompressed gradients: only they arrive together with the "
-                    "word which "
-                    "parameters any rank has used; remove codecs and robust averages, and use "
+                    "word which parameters any rank has used; remove codecs and robust averages, and use "
                     "gradients='full'"
                 )
             found["fused"] = True

@@ -7,6 +7,7 @@ so that all ranks hold all weights. See docs/sharding.md, and docs/adr/0027 for 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
 from collections.abc import Callable, Sequence
@@ -164,6 +165,22 @@ class ShardedSync(GradientSync):
     def _call_counts(self) -> list[int]:
         first, second = super()._call_counts()
         return [first, second + (sum(n != 0 for n in self.remaining) if self.fusing else 0)]
+
+    def _finish(self, failed: str | None = None) -> None:
+        """See :class:`GradientSync`; gathers of a pass that fails end with it."""
+        try:
+            super()._finish(failed)
+        except BaseException:
+            self._end_gathers()
+            raise
+        if failed is not None:
+            self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        gathers, self.gathers = self.gathers, []
+        for _, work in gathers:
+            with contextlib.suppress(TrigramError):
+                work.wait()
 
     def _show_rest(self, updated: set[int]) -> None:
         self.shards.enter(self._gradient, lambda p: id(p) not in updated)
@@ -361,6 +378,8 @@ class ShardedSync(GradientSync):
         """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
         exception."""
         optimizer_hooks.forget_failed(self)
+        if self.active and not self.in_backward:
+            super().abort_failed()  # before anything is awaited that the other ranks have aborted
         if self.shards.entered and not self.updating:
             # The script may have reset gradients since: those of the slices, which it found in the groups.
             self.shards.leave()

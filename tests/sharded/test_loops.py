@@ -103,13 +103,15 @@ def schedulers_and_clipping(rank: int, world: int) -> None:
 
 @CASES
 def scaler(rank: int, world: int) -> None:
-    """A GradScaler skips the step of all ranks where one rank's loss is infinite."""
+    """A GradScaler skips the step of all ranks where one rank finds an infinite value."""
     twins = Twins(rank, world, exact=False)
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2) for _ in range(2)]
     for step in range(6):
         for (model, optimizer), scaler in zip(twins.pairs, scalers, strict=True):
             optimizer.zero_grad()
-            loss = twins.loss(model, step) * (float("inf") if step == 2 and rank == world - 1 else 1.0)
+            loss = twins.loss(model, step)
+            if step == 2 and rank == world - 1:
+                loss = loss + float("inf") * model.scale  # of which one rank has the gradient
             scaler.scale(loss).backward()
             if step % 2:
                 scaler.unscale_(optimizer)

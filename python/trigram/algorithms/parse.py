@@ -249,7 +249,8 @@ class _Parser:
         if (fused or state == "sharded") and carry != "gradients":
             raise self.refuse(
                 "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
-                f"and this one averages {carry}: between averages each rank needs the whole state of its own weights"
+                f"and this one averages {carry}: between averages each rank needs the whole state of its own "
+                "weights"
             )
         if state == "sharded":
             found = {

@@ -61,6 +61,7 @@ from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
 from trigram.training.qadam import QAdam
+from trigram.training.sharded_gradient import clip_grad_norm_
 
 __all__ = [
     "AbortedError",
@@ -86,6 +87,7 @@ __all__ = [
     "all_to_all",
     "barrier",
     "broadcast",
+    "clip_grad_norm_",
     "consensus",
     "consensus_state_dict",
     "ddp_hook",

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trigram.algorithms.trigram import Trigram
 from trigram.errors import UnsupportedError
 
 DEFAULT = "gradient_allreduce"
+SHARDED = "sharded"
+"""The word for the default algorithm with ``state="sharded"``; not in the table, for its trigram is there."""
 
 
 @dataclass(frozen=True)
@@ -125,13 +127,15 @@ def register(
     if exchange is not None:
         warnings.warn("register: exchange= is deprecated; use step=", DeprecationWarning, stacklevel=2)
         step = step or exchange
-    if name in _NAMES:
+    if name in _NAMES or name == SHARDED:
         raise UnsupportedError(f"register: the name {name!r} is already taken; choose another name")
     _NAMES[name] = Entry(value, about, options, step)
 
 
 def named(name: str) -> Entry | None:
     """The entry of a name; None: there is none."""
+    if name == SHARDED:
+        return replace(_NAMES[DEFAULT], options={"state": "sharded"})
     return _NAMES.get(name)
 
 

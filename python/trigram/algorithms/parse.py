@@ -9,7 +9,7 @@ from typing import Any
 
 from trigram import codecs
 from trigram.algorithms import graphs
-from trigram.algorithms.names import DEFAULT, Entry, named, names
+from trigram.algorithms.names import DEFAULT, SHARDED, Entry, named, names
 from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
@@ -42,7 +42,7 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         name, entry = algorithm, Entry(Trigram(*algorithm.split("/")), "")
     else:
         raise UnsupportedError(
-            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, or "
+            f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, sharded, or "
             "WHO/WHAT/WHEN, such as gossip:ring/int8/async"
         )
     return _Parser(name, entry, dict(options or {}), from_environment).parse()
@@ -102,6 +102,7 @@ class _Parser:
             carry = "gradients" if gradients else "weights" if plain else "differences"
         options = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
+        options |= self._sharding(what, carry)
         if kind == "central" and graph:
             options |= self._robust(graph, what, carry)
         if entry.step is not None:
@@ -235,10 +236,54 @@ class _Parser:
             found["second_moment"] = self.option(
                 "second_moment", "own" if outer else "mean", lambda v: v in ("mean", "own"), "'mean' or 'own'"
             )
-        if self.name != DEFAULT:
+        if self.name not in (DEFAULT, SHARDED):
             found["warmup_steps"] = self.option(
                 "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
             )
+        return found
+
+    def _sharding(self, what: str, carry: str) -> dict[str, Any]:
+        """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all
+        ranks."""
+        both = lambda flag: flag in (True, False)  # noqa: E731
+        places = ("replicated", "sharded")
+        found: dict[str, Any] = {}
+        plain = what == "full" and ":" not in self.entry.value.who
+        needs_plain = self.given.get("fused") or self.given.get("gradients") == "shards"
+        if self.from_environment and (carry != "gradients" or (needs_plain and not plain)):
+            return {}  # the script's options belong to another algorithm
+        state = self.option("state", "replicated", lambda s: s in places, "replicated or sharded")
+        fused = self.option("fused", False, both, "True or False")
+        if (fused or state == "sharded") and carry != "gradients":
+            raise self.refuse(
+                "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
+                f"and this one averages {carry}: between averages each rank needs the whole state of its own "
+                "weights"
+            )
+        if state == "sharded":
+            found = {
+                "state": state,
+                "gradients": self.option(
+                    "gradients", "full", lambda g: g in ("full", "shards"), "full or shards"
+                ),
+                "overlap": self.option("overlap", False, both, "True or False"),
+            }
+            if found["gradients"] == "shards" and not plain:
+                raise self.refuse(
+                    "gradients='shards' sums gradients in full, without codecs and robust averages; use "
+                    "gradients='full' with these"
+                )
+        if fused:
+            if not plain or found.get("gradients") == "shards":
+                raise self.refuse(
+                    "fused=True needs whole, uncompressed gradients: only they arrive together with the "
+                    "word which parameters any rank has used; remove codecs and robust averages, and use "
+                    "gradients='full'"
+                )
+            found["fused"] = True
+        if found:
+            must = "True, False or None"
+            found["elementwise"] = self.option("elementwise", None, lambda e: e is None or both(e), must)
         return found
 
 

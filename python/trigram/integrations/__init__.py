@@ -1,6 +1,7 @@
 """Bridges to the libraries in which people train: import the one you use, and nothing else is imported.
 
 What lives here: Lightning (``lightning.py``, Trainer and Fabric), Accelerate (``accelerate.py``), the Trainer
-of transformers (``transformers.py``), Ray Train (``ray.py``) and torch's debug server (``torch_debug.py``).
-Each is one file, and needs its library installed; ``saved_state.py`` is what they share. Uses: model.
+of transformers (``transformers.py``), Ray Train (``ray.py``), torch's FSDP2 (``fsdp.py``) and its debug
+server (``torch_debug.py``). Each is one file, and needs its library installed; ``saved_state.py`` is what
+they share. Uses: model.
 """

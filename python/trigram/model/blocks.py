@@ -56,8 +56,8 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
     Raises:
         MisuseError: A model is not wrapped, the models are trained by different ranks, or one is in a block
             already.
-        UnsupportedError: A model is elastic, or ``throw_on_early_termination`` is used with an asynchronous
-            algorithm.
+        UnsupportedError: A model is elastic, its optimizer is sharded or fused, or
+            ``throw_on_early_termination`` is used with an asynchronous algorithm.
     """
     if not models:
         raise MisuseError("join: pass the models that are trained in the block, as in trigram.join(model)")
@@ -66,6 +66,11 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
         raise UnsupportedError(
             "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
             "others continue without it"
+        )
+    if any({"state", "fused"} & w.algorithm.options.keys() and w.size > 1 for w in wrapped):
+        raise UnsupportedError(
+            "join: not supported with state='sharded' and fused=True, because a rank without inputs makes no "
+            "optimizer step, and the others need its part of the weights; give all ranks as many batches"
         )
     if any(w.group.ranks != wrapped[0].group.ranks for w in wrapped) or len(set(map(id, wrapped))) < len(
         wrapped

@@ -67,8 +67,8 @@ def with_bagua(
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``. ``auto``,
             ``auto:close`` and ``auto:any`` choose while the model trains, see docs/planning.md.
-        optimizer: Needed by ``qadam``; ``local_sgd`` averages its state too if it is given; the others ignore
-            it.
+        optimizer: Needed by ``qadam`` and ``sharded``; ``local_sgd`` averages its state too if it is given;
+            the others ignore it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs. ``auto`` begins
@@ -215,6 +215,13 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
+    if "state" in chosen.options or "fused" in chosen.options:
+        raise UnsupportedError(
+            "with_bagua: elastic=True supports neither state='sharded', because a lost rank takes its part "
+            "of the "
+            "optimizer's state with it, nor fused=True, because a step in which a rank is lost could not "
+            "be repeated"
+        )
     if list(sparse_parameters(model)):
         raise UnsupportedError(
             "with_bagua: elastic=True does not support modules with sparse=True; create them with "
@@ -267,6 +274,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         if wrapped.hooks is not None:
             wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
+            wrapped.hooks.release()
     module = wrapped.model()
     assert module is not None
     remove(wrapped)
@@ -311,6 +319,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
+        wrapped.hooks.release()
     wrapped.end()
     wrapped.tuner, wrapped.settings = None, ""
     wrapped.begin(model, chosen, optimizer)

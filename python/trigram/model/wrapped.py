@@ -112,7 +112,9 @@ class WrappedModel:
         self.groups.be_patient(chosen.every is None)
         warmup = chosen.options.get("warmup_steps", 0)
         self.groups.use_helpers(
-            chosen.gradients and chosen.value.what == "full" and not chosen.graph and not warmup
+            chosen.gradients
+            and chosen.value.what == "full"
+            and not (chosen.graph or warmup or "state" in chosen.options)
         )
         if warmup:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))

@@ -46,6 +46,8 @@ class Bucket:
     """
 
     average: Average
+    keeps_gradients = True
+    """Whether the parameters' gradients are views into ``memory``."""
 
     def __init__(
         self,

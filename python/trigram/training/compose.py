@@ -24,6 +24,10 @@ from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
+from trigram.training.shard_buckets import ShardsCompressor
+from trigram.training.sharded_optimizer import updates_values
+from trigram.training.sharded_sync import ShardedSync
+from trigram.training.shown_params import claim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
@@ -40,8 +44,20 @@ def compose(
         bucket_bytes: Size of a bucket of gradients in bytes.
         optimizer: The optimizer, for algorithms that use it; else None.
     """
+    if "state" in algorithm.options or "fused" in algorithm.options:
+        claim(optimizer, model, algorithm.name)
+    if algorithm.options.get("state") == "sharded":
+        whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
+        divided = algorithm.options["gradients"] == "shards"
+        kind = ShardsCompressor(whole) if divided else compressor(algorithm, optimizer)
+        overlap = algorithm.options["overlap"]
+        hooks: GradientSync = ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
+    elif algorithm.gradients:
+        hooks = GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
     if algorithm.gradients:
-        return GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
+        if algorithm.options.get("fused"):
+            hooks.fuse(optimizer)
+        return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = algorithm.options.get("second_moment") == "mean"
     return WeightSync(model, groups, make, algorithm.every is not None, of_mean)
@@ -57,6 +73,8 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Raises if the optimizer does not fit the algorithm; sends nothing."""
     options = algorithm.options
+    if options.get("state") == "sharded" or options.get("fused"):
+        updates_values(optimizer, options["elementwise"], algorithm.name)
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")

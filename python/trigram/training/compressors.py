@@ -34,6 +34,9 @@ class GradientCompressor:
     There is one per model; it may keep state for each bucket.
     """
 
+    def begin(self, ranks: int) -> None:
+        """All buckets are about to be made, for this number of ranks."""
+
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """The function from the number of gradient values to the length of a bucket.
 

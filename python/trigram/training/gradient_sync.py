@@ -37,9 +37,11 @@ from trigram.observe import spans, steps
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
+from trigram.training.fused_steps import FusedSteps
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.gradient_probe import GradientProbe
 from trigram.training.model_changes import agree_on_change
+from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
 
@@ -87,6 +89,9 @@ class GradientSync(StepHooks):
         self.failure: TrigramError | None = None
         self.keep_residuals = True
         self.redoing = False
+        self.fused: FusedSteps | None = None
+        self.fusing = False
+        self.landed = 0
         super().__init__(model, groups)
         # Gradients that are there already, from before or a warm-up: a script may write others into them.
         self.used.keep(self.params, {id(p) for p in self.params})
@@ -123,6 +128,7 @@ class GradientSync(StepHooks):
                 bucket.average.fold()
         kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.keep_residuals else {}
         self.buckets = []
+        self.compressor.begin(self.groups.size)
         for indices in assign(self.params, order, self.bucket_bytes):
             bucket = self.compressor.bucket(indices, self.params, self.groups)
             bucket.ready()
@@ -134,7 +140,7 @@ class GradientSync(StepHooks):
         self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
-            if old is not None and not old.is_sparse and not self.copies:
+            if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
                 bucket.views[k].copy_(old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self.buckets if b.flags is None)
@@ -252,6 +258,7 @@ class GradientSync(StepHooks):
             # The script still holds gradients of an earlier pass; the next must not overwrite them.
             self.copies = True
             self._build_buckets([i for b in self.buckets for i in b.params])
+        self.landed, self.fusing = 0, self._begin_fused(param)
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self._number_calls()
         self.next = 0
@@ -335,6 +342,7 @@ class GradientSync(StepHooks):
             while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
                 self._start(self.buckets[self.next])
             self._advance()
+            self._land_ready()
         except TrigramError as e:
             if not self.elastic.can_redo:
                 raise explained(e, self.groups.name) from e
@@ -343,6 +351,10 @@ class GradientSync(StepHooks):
     def _start(self, bucket: Bucket) -> None:
         if self.next == 0:
             self.began = time.perf_counter()
+        for i in bucket.params:
+            grad = self.params[i].grad
+            if isinstance(grad, ShardedGradient):
+                self.params[i].grad = grad.of_this_rank()
         bucket.collect(self.params, self.copies)
         if self.probe is not None:
             self.probe.own(bucket.values)
@@ -380,6 +392,81 @@ class GradientSync(StepHooks):
                 return
             self.next_second_phase += 1
 
+    # Updates inside backward.
+
+    def fuse(self, optimizer: Optimizer) -> None:
+        """From the second update on, buckets are updated in backward."""
+        self.fused = FusedSteps(optimizer)
+
+    def release(self) -> None:
+        """Leaves the optimizer alone; gradients that were used are gone."""
+        if self.fused is not None:
+            self.fused.close()
+        for p in self.params:
+            if isinstance(p.grad, ShardedGradient):
+                p.grad = None
+
+    def _begin_fused(self, param: int | None) -> bool:
+        """Whether this pass updates weights; ``param``: see :meth:`begin`."""
+        if self.fused is None or not self.fused.started or param is None:
+            return False
+        self.fused.begin(self.groups.name, bool(self.updating))
+        return True
+
+    def _land_ready(self) -> None:
+        """Updates the buckets whose means are there, in order."""
+        while self.fusing and self.landed < self.next and self.buckets[self.landed].average.ready():
+            self.buckets[self.landed].average.wait()
+            self._land()
+
+    def _land(self) -> None:
+        """Updates the next bucket; its mean is there."""
+        assert self.fused is not None
+        bucket = self.buckets[self.landed]
+        self.landed += 1
+        bucket.assign(self.params, None)
+        before = self.times.enter(steps.OPTIMIZER)
+        own = optimizer_hooks.parameters_of(self.fused.optimizer)
+        params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]
+        try:
+            self.update(params)
+        except BaseException:
+            self.fused.broken = True
+            raise
+        self.fused.use(params, self.groups.main)
+        self.times.enter(before)
+
+    def update(self, params: Sequence[torch.Tensor]) -> None:
+        """Steps the optimizer for some parameters."""
+        assert self.fused is not None
+        ids = {id(p) for p in params}
+        self.fused.update(lambda p: (p, p.grad) if id(p) in ids else None)
+
+    def _finish_fused(self) -> None:
+        """The script steps its optimizer: shows it what was not updated in backward."""
+        fused = self.fused
+        if fused is None:
+            return
+        optimizer = self.updating[-1]() if self.updating else None
+        if optimizer is fused.optimizer:
+            had = fused.updated if fused.waiting else set()
+            fused.before_step(self.groups.name)
+            if had:
+                self._show_rest(had)
+        elif (
+            optimizer is not None
+            and fused.waiting
+            and optimizer_hooks.parameters_of(optimizer) & fused.updated
+        ):
+            raise MisuseError(
+                f"{self.groups.name}: {type(optimizer).__name__}.step updates parameters that fused=True has "
+                f"updated in backward with {type(fused.optimizer).__name__}; step that optimizer itself"
+            )
+
+    def _show_rest(self, updated: set[int]) -> None:
+        assert self.fused is not None
+        self.fused.shown.show(lambda p: None if id(p) in updated else (p, p.grad))
+
     def _bucket_name(self, bucket: Bucket) -> str:
         return f"bucket {self.buckets.index(bucket)}"
 
@@ -410,7 +497,7 @@ class GradientSync(StepHooks):
         self._apply_options()
         self.bytes += sum(b.average.sent for b in self.buckets)
         at = 0
-        for bucket in self.buckets:
+        for bucket in self.buckets if not self.fusing else []:
             used = None
             if bucket.flags is None:
                 assert self.flags is not None
@@ -503,10 +590,12 @@ class GradientSync(StepHooks):
         try:
             if failed is None and self.next == len(self.buckets):
                 flags = self._reduce_flags()
-            for bucket in self.buckets if failed is None else []:
+            for k, bucket in enumerate(self.buckets if failed is None else []):
                 bucket.average.wait()
                 bucket.end_span()
                 self._advance()
+                if self.fusing and self.landed == k:
+                    self._land()
             if flags is not None:
                 flags.wait()
         except TrigramError as e:
@@ -519,6 +608,11 @@ class GradientSync(StepHooks):
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
+        if self.fused is not None and self.fusing and (failed is not None or error is not None):
+            self.fused.broken = True
+            for p in self.params:
+                if isinstance(p.grad, ShardedGradient):
+                    p.grad = None
         self.groups.main.core.set_pass(0)
         self.times.enter(before)
         for bucket in self.buckets:
@@ -535,7 +629,7 @@ class GradientSync(StepHooks):
         why = f"{self.groups.name} aborted its backward pass: {why}"
         self.groups.main.core.abort(counts[0], why)
         routes.abort(self.groups.main, why)
-        if self.two_phase:
+        if counts[1] > self.calls[1]:
             self.groups.second_phase.core.abort(counts[1], why)
             routes.abort(self.groups.second_phase, why)
         if self.groups.levels is not None:
@@ -605,6 +699,7 @@ class GradientSync(StepHooks):
                 "(local_sgd, decentralized)"
             )
         if not self._has_local_gradients(mine):
+            self._finish_fused()
             return
         if not self.sync:
             raise MisuseError(
@@ -617,6 +712,7 @@ class GradientSync(StepHooks):
             else:
                 self.begin_pass(None)
                 self._end_pass()
+        self._finish_fused()
 
     def _average_changed(self, mine: set[int]) -> None:
         """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
@@ -650,13 +746,17 @@ class GradientSync(StepHooks):
         for i, (bucket, k) in self.place.items():
             p = self.params[i]
             grad = p.grad
-            if grad is not None and grad.data_ptr() != bucket.views[k].data_ptr() and id(p) in mine:
+            if isinstance(grad, ShardedGradient):
+                if grad.added is not None and id(p) in mine:
+                    found.append(p)
+            elif grad is not None and grad.data_ptr() != bucket.views[k].data_ptr() and id(p) in mine:
                 found.append(p)
         if found and self.assigned is not None:
             found = self.assigned.foreign(self.params, {id(p) for p in found})
         # The next gradients may be written into the memory of averages that an update has used.
         rewritten = self.used.rewritten(self.params, mine) - {id(p) for p in found}
-        return found + [p for p in self.params if id(p) in rewritten]
+        again = [p for p in self.params if id(p) in rewritten]
+        return found + [p for p in again if not isinstance(p.grad, ShardedGradient)]
 
     # State.
 

@@ -62,6 +62,13 @@ class Options:
                 "averages weights; remove check_finite, or use a robust average (central:median/...), which "
                 "leaves out NaN and infinite values and names the rank that sent them"
             )
+        if algorithm.options.get("fused") and (self.check_finite or self.sample_weight is not None):
+            name = "check_finite" if self.check_finite else "sample_weight"
+            raise UnsupportedError(
+                f"{algorithm.name}: {name} is not supported with fused=True, because it is known for all "
+                "ranks only "
+                "at the end of backward, when weights have been updated; use one of both"
+            )
         if self.check_replicas < 0:
             raise MisuseError(
                 f"with_bagua: check_replicas={self.check_replicas} must be a number of steps, or 0 for no "

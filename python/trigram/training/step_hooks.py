@@ -200,6 +200,9 @@ class StepHooks:
     def drain(self, timeout: float | None = None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
 
+    def release(self) -> None:
+        """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
+
     def state(self) -> dict[str, Any]:
         """The state between steps, for a checkpoint."""
         return {"steps": self.steps}

@@ -1,0 +1,202 @@
+"""Measures steps with sharded and fused optimizers, in turns with DDP and AdamW, and their memory.
+
+    python benches/sharded.py --out sharded-out [--ranks 2] [--width 768] [--layers 6] [--turns 15]
+
+All train the same stack of linear layers with AdamW on this host. Ratios are of steps that followed each
+other; above 1 the way is faster than DDP with AdamW. Memory is that of one rank: the sum of the tensors of
+weights, gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY
+nothing but this way runs, and the growth of the process is printed too, shared pages in proportion
+(/proc/self/smaps_rollup).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hosts
+import paired
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import trigram
+from trigram.cli import launch
+from trigram.integrations import fsdp
+
+REFERENCE = "DDP, AdamW"
+
+
+def layers(args: argparse.Namespace) -> nn.Sequential:
+    """The model, the same on all ranks."""
+    torch.manual_seed(0)
+    parts: list[nn.Module] = []
+    for _ in range(args.layers):
+        parts += [nn.Linear(args.width, 4 * args.width), nn.ReLU(), nn.Linear(4 * args.width, args.width)]
+    return nn.Sequential(*parts)
+
+
+def ddp(model: nn.Module) -> tuple[nn.Module, Any]:
+    """torch's DDP with the whole AdamW on each rank."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, adamw(wrapped)
+
+
+def zero(model: nn.Module) -> tuple[nn.Module, Any]:
+    """torch's ZeroRedundancyOptimizer."""
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-4, fused=True)
+
+
+def fsdp2(use: bool) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
+    """FSDP2, over gloo or through our collectives."""
+
+    def make(model: nn.Module) -> tuple[nn.Module, Any]:
+        for part in model.children():
+            if isinstance(part, nn.Linear):
+                fully_shard(part)
+        fully_shard(model)
+        if use:
+            fsdp.use(model)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+    return make
+
+
+def ours(algorithm: str, **options: Any) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
+    """``with_bagua``."""
+
+    def make(model: nn.Module) -> tuple[nn.Module, Any]:
+        optimizer = adamw(model)
+        return trigram.with_bagua(model, algorithm, optimizer=optimizer, **options), optimizer
+
+    return make
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """The same for all: the variant of torch with one kernel per list of tensors."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
+    REFERENCE: ddp,
+    "DDP, ZeroRedundancyOptimizer": zero,
+    "FSDP2, gloo": fsdp2(False),
+    "FSDP2, trigram": fsdp2(True),
+    "gradient_allreduce": ours("gradient_allreduce"),
+    "gradient_allreduce, fused": ours("gradient_allreduce", fused=True),
+    "sharded": ours("sharded"),
+    "sharded, fused": ours("sharded", fused=True),
+    "sharded, shards": ours("sharded", gradients="shards"),
+}
+
+
+class Training:
+    """Steps of one way."""
+
+    def __init__(self, make: Callable[[nn.Module], tuple[nn.Module, Any]], args: argparse.Namespace) -> None:
+        before = resident()
+        self.module = layers(args)
+        self.model, self.optimizer = make(self.module)
+        self.inputs = torch.randn(args.batch, args.width)
+        for _ in range(3):
+            self.step()
+        self.grown = resident() - before
+
+    def step(self) -> None:
+        """One step."""
+        self.optimizer.zero_grad()
+        self.model(self.inputs).square().mean().backward()
+        self.optimizer.step()
+
+    def memory(self) -> dict[str, float]:
+        """MiB of weights, gradients and the optimizer's state of this rank."""
+        weights = list(self.module.parameters())
+        hooks = getattr(trigram.model.wrapped.wrapped_models.get(self.module), "hooks", None)
+        if hooks is None:
+            gradients = sum(local(p.grad).nbytes for p in weights if p.grad is not None)
+        else:
+            kept = {}
+            for bucket in hooks.buckets:
+                held = [getattr(bucket, "part", bucket.memory), bucket.memory]
+                kept |= {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+            gradients = sum(kept.values())
+        inner = getattr(self.optimizer, "optim", self.optimizer)  # of ZeroRedundancyOptimizer
+        state = sum(
+            local(t).nbytes for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)
+        )
+        found = {"weights": sum(local(p).nbytes for p in weights), "gradients": gradients, "state": state}
+        return {k: v / 2**20 for k, v in found.items()}
+
+
+def local(t: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor."""
+    return getattr(t, "_local_tensor", t)
+
+
+def resident() -> int:
+    """Bytes of the resident set, with shared pages in proportion."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def rank_main(args: argparse.Namespace) -> None:
+    """Measures on one rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    trigram.init()
+    rows, memory = [], {}
+    if args.memory:
+        training = Training(WAYS[args.memory], args)
+        found = training.memory() | {"process": training.grown / 2**20}
+        dist.barrier()
+        if dist.get_rank() == 0:
+            print(f"{args.memory}: " + ", ".join(f"{k} {v:.0f} MiB" for k, v in found.items()))
+        launch.leave_job()
+        return
+    for name, make in WAYS.items():
+        if args.only and name != REFERENCE and name not in args.only:
+            continue
+        calls = {REFERENCE: Training(ddp, args), name: Training(make, args)}
+        memory[name] = calls[name].memory()
+        if name != REFERENCE:
+            steps = {k: v.step for k, v in calls.items()}
+            times = paired.in_turns(steps, args.turns, before=dist.barrier, warmup=2)
+            rows.append((name, paired.ratio(times[name], times[REFERENCE])))
+        dist.barrier()
+    if dist.get_rank() == 0:
+        lines = [
+            f"| {name} | " + " | ".join(f"{v:.0f}" for v in m.values()) + " |" for name, m in memory.items()
+        ]
+        head = "| MiB per rank | weights | gradients | state |\n|---|---:|---:|---:|\n"
+        text = paired.table(rows) + "\n" + head + "\n".join(lines) + "\n"
+        (args.out / "table.md").write_text(text)
+        facts = {"ranks": args.ranks, "torch": torch.__version__, "rows": rows, "memory": memory}
+        (args.out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")
+        print(text)
+    launch.leave_job()
+
+
+def main() -> int:
+    """Starts the ranks; in a rank, measures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--memory", help="the way whose memory is measured, alone")
+    parser.add_argument("--only", type=lambda text: text.split(";"), help="ways, with ; between")
+    return hosts.run_ranks(parser, rank_main, "sharded-out", 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

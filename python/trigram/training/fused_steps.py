@@ -1,0 +1,132 @@
+"""The optimizer steps inside backward: each bucket is updated when its mean is there, while other buckets are
+under way. ``optimizer.step()`` then finds nothing to do.
+
+Gradients have been used when backward returns, so whoever reads or changes them afterwards gets an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.runtime.group import Group
+from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.shown_params import ShownParams, disclaim
+from trigram.training.weak_hook import WeakHook
+
+Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]
+
+
+class FusedSteps:
+    """The steps of one optimizer inside backward. The first update is an ordinary one: then its state and the
+    order of the buckets are known.
+
+    Attributes:
+        optimizer: The script's optimizer.
+        started: Whether it has made an update.
+        updated: ``id()`` of each parameter that was updated in the last pass.
+        waiting: Whether the script has not called ``step`` since then.
+        broken: Whether a pass has failed, so that some ranks may have updated what others have not.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.shown = ShownParams(optimizer)
+        self.started = self.waiting = self.broken = False
+        self.updated: set[int] = set()
+        self._used: dict[int, ShardedGradient] = {}
+        self._options: list[dict[str, Any]] = []
+        self.handle = optimizer.register_step_post_hook(WeakHook(self, "after_step"))
+
+    def begin(self, name: str, in_closure: bool) -> None:
+        """A backward pass begins whose buckets will be updated.
+
+        Raises:
+            MisuseError: The last pass failed, or ``step`` was not called since.
+            UnsupportedError: The pass is in a closure of the optimizer.
+        """
+        if self.broken:
+            raise MisuseError(
+                f"{name}: a backward pass with fused=True has failed, so ranks may hold different weights; "
+                "load "
+                "a checkpoint into the model and the optimizer on all ranks, or start again from one"
+            )
+        if self.waiting:
+            raise MisuseError(
+                f"{name}: a second backward pass before optimizer.step(), which fused=True cannot undo: "
+                "the first "
+                "has updated the weights; run all passes but the last under trigram.no_sync, and call "
+                "optimizer.step() after each update, or pass fused=False"
+            )
+        if in_closure:
+            raise UnsupportedError(
+                f"{name}: fused=True updates weights in backward, so optimizer.step(closure) would step "
+                "inside "
+                "itself; call backward() and then step(), or pass fused=False"
+            )
+        self.updated = set()
+        self._options = self._present()
+
+    def update(self, choose: Choose | None) -> None:
+        """Steps the optimizer with what :meth:`ShownParams.show` shows; None: it shows it already."""
+        step = type(self.optimizer).step
+        if getattr(step, "hooked", None):  # the hooks belong to the script's own call
+            step = step.__wrapped__  # type: ignore[attr-defined]
+        try:
+            if choose is not None:
+                self.shown.show(choose)
+            step(self.optimizer)
+        finally:
+            self.shown.restore()
+
+    def use(self, params: Iterable[torch.Tensor], group: Group) -> None:
+        """The gradients of these parameters have been used."""
+        self.waiting = True
+        for p in params:
+            self.updated.add(id(p))
+            if p.grad is not None:
+                gradient = self._used.get(id(p))
+                if gradient is None or gradient.shape != p.shape:
+                    gradient = self._used[id(p)] = ShardedGradient(p, None, group)
+                gradient.begin()
+                gradient.used = True
+                p.grad = gradient
+
+    def before_step(self, name: str) -> None:
+        """The script calls ``step``.
+
+        Raises:
+            MisuseError: The groups have other options than in backward.
+        """
+        self.started = True
+        if self.waiting and self._options != self._present():
+            self.broken = True
+            raise MisuseError(
+                f"{name}: the options of the optimizer's groups (lr, ...) were changed between backward() "
+                "and "
+                "optimizer.step(), and fused=True has updated the weights with those before; change them "
+                "before "
+                "backward() or after step()"
+            )
+        self.waiting = False
+
+    def after_step(self, *_: Any) -> None:
+        """The optimizer has stepped."""
+        self.shown.restore()
+
+    def close(self) -> None:
+        """Leaves the optimizer alone."""
+        self.shown.restore()
+        self.handle.remove()
+        disclaim(self.optimizer)
+
+    def _present(self) -> list[dict[str, Any]]:
+        found = []
+        for group in self.optimizer.param_groups:
+            options = {k: v for k, v in group.items() if k != "params"}
+            found.append({k: v.item() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
+        return found

@@ -1,0 +1,174 @@
+"""Buckets of gradients that are reduced and divided: each rank keeps the mean of its part.
+
+The gradients of a bucket are copied to registered memory that a few buckets share in turn, so that a rank
+holds its parts, and whole gradients only of the buckets under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from trigram import collectives
+from trigram.averaging.full import FullAverage
+from trigram.averaging.groups import ModelGroups
+from trigram.observe import spans
+from trigram.runtime.memory import empty
+from trigram.training.buckets import Bucket
+from trigram.training.compressors import GradientCompressor
+from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.weight_buckets import Layout, allot, divide, flat
+
+_IN_TURN = 3
+"""Buckets whose gradients may be whole at a time."""
+
+
+@dataclass
+class _Place:
+    """Registered memory that buckets use in turn."""
+
+    memory: torch.Tensor
+    user: ShardBucket | None = None
+
+
+class _Turns:
+    """Memory for whole gradients of one dtype and device."""
+
+    def __init__(self) -> None:
+        self.places: list[_Place] = []
+        self.next = 0
+
+    def take(self, bucket: ShardBucket, length: int) -> torch.Tensor:
+        """Memory for a bucket; waits for the bucket that used it before."""
+        if len(self.places) < _IN_TURN:
+            self.places.append(_Place(torch.empty(0)))
+        place = self.places[self.next % _IN_TURN if len(self.places) == _IN_TURN else -1]
+        self.next += 1
+        if place.user is not None:
+            place.user.average.wait()
+        if place.memory.numel() < length:
+            place.memory = empty(length, dtype=bucket.dtype, device=bucket.device)
+        place.user = bucket
+        return place.memory[:length]
+
+
+class ReduceScatter(FullAverage):
+    """An :class:`~trigram.averaging.average.Average` of which each rank keeps its part."""
+
+    name = "reduce_scatter"
+
+    def __init__(self, bucket: ShardBucket, groups: ModelGroups) -> None:
+        self.bucket, self.groups = bucket, groups
+        self.sent = (groups.size - 1) * bucket.nbytes // groups.size
+        self.work: collectives.Work | None = None
+
+    def start(self, step: int) -> None:
+        """See :class:`Average`."""
+        bucket = self.bucket
+        self.work = collectives.reduce_scatter(
+            bucket.part, bucket.memory, "avg", self.groups.main, async_op=True, splits=bucket.layout.splits
+        )
+
+
+class ShardBucket(Bucket):
+    """Parameters of one dtype whose gradients are reduced and divided together.
+
+    Attributes:
+        layout: How the bucket is divided.
+        part: The means of this rank's part.
+    """
+
+    def __init__(
+        self, layout: Layout, params: Sequence[torch.Tensor], groups: ModelGroups, turns: _Turns
+    ) -> None:
+        like = params[layout.indices[0]]
+        self.layout, self.turns, self.groups = layout, turns, groups
+        self.dtype, self.device = like.dtype, like.device
+        self.params = list(layout.indices)
+        self.flags = self.gaps = self.backup = None
+        self.nbytes = layout.length * like.dtype.itemsize
+        self.memory = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.views = [self.memory for _ in self.params]
+        lo, hi = layout.bounds[groups.rank], layout.bounds[groups.rank + 1]
+        self.part = empty(hi - lo, dtype=self.dtype, device=self.device)
+        self.part.zero_()
+        pieces = {i: stop - start for i, start, stop in layout.pieces(params, groups.rank)}
+        self.gradients: list[ShardedGradient] = []
+        for i, at in zip(layout.indices, layout.offsets, strict=True):
+            begins = max(at - lo, 0)
+            mine = self.part[begins : begins + pieces[i]] if i in pieces else None
+            self.gradients.append(ShardedGradient(params[i], mine, groups.main))
+        self.pending: set[int] = set()
+        self.unused: list[int] = []
+        self.held: list[int] = []
+        self.outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.sent = False
+        self.span: spans.Span | None = None
+        self.average = ReduceScatter(self, groups)
+
+    keeps_gradients = False
+
+    def ready(self) -> None:
+        """Nothing refers to the gradients."""
+
+    def is_kept_by_script(self, params: Sequence[torch.Tensor]) -> bool:
+        """No: parameters have no views of this memory."""
+        return False
+
+    def collect(self, params: Sequence[torch.Tensor], copies: bool = False) -> None:
+        """Moves the gradients into ``memory``; see :class:`Bucket`."""
+        self.memory = self.values = self.turns.take(self, self.layout.length)
+        self.memory.zero_()
+        to, given = [], []
+        for k, (i, at) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
+            param = params[i]
+            grad = param.grad
+            if grad is None:
+                self.unused.append(k)
+            else:
+                to.append(self.memory[at : at + param.numel()])
+                given.append(flat(grad, param))
+                param.grad = None
+        if to:
+            torch._foreach_copy_(to, given)
+        self.pending = set()
+        self.sent = True
+
+    def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
+        """After the average: the parameters get their gradients, of which this rank has a part."""
+        assert used is not None
+        for i, gradient, anybody in zip(self.params, self.gradients, used.tolist(), strict=True):
+            gradient.begin()
+            params[i].grad = gradient if anybody else None
+
+
+class ShardsCompressor(GradientCompressor):
+    """Gradients in full, of which each rank keeps a part.
+
+    Args:
+        whole: Whether parameters belong to one rank each.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        self.whole = whole
+        self.loads: list[int] = []
+        self.turns: dict[tuple[torch.dtype, torch.device], _Turns] = {}
+
+    def begin(self, ranks: int) -> None:
+        """All buckets are made anew."""
+        self.loads = [0] * ranks
+
+    def bucket(self, indices: Sequence[int], params: Sequence[torch.Tensor], groups: ModelGroups) -> Bucket:
+        """A bucket that is divided."""
+        layout = allot(params, indices, self.loads) if self.whole else divide(params, indices, groups.size)
+        like = params[indices[0]]
+        turns = self.turns.setdefault((like.dtype, like.device), _Turns())
+        return ShardBucket(layout, params, groups, turns)
+
+
+def layouts(buckets: Sequence[Bucket]) -> list[Layout]:
+    """How the buckets are divided."""
+    return [cast(ShardBucket, b).layout for b in buckets]

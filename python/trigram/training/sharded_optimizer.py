@@ -1,0 +1,288 @@
+"""A script's optimizer whose state is divided among the ranks.
+
+While its ``step`` runs, this rank's slices take the place of the parameters in its ``param_groups``; its
+state is keyed by slices. At all other times the groups hold the parameters, as the script has made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trigram import collectives
+from trigram.collectives import serialization
+from trigram.collectives.consistency import tell_all
+from trigram.errors import MisuseError, UnsupportedError
+from trigram.runtime.group import Group
+from trigram.training.shown_params import ShownParams
+from trigram.training.weight_buckets import WeightBucket, flat
+
+_NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
+ELEMENTWISE = tuple(_NAMES.split())
+"""Classes of ``torch.optim`` whose update of a value depends only on its own gradient and state."""
+WHOLE = ("Muon", "Adafactor")
+"""Those that need whole parameters."""
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""Names of state that belongs to a parameter as a whole, of whatever shape the parameter is."""
+
+
+def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
+    """Whether an optimizer may be given slices of parameters; False: only whole parameters.
+
+    Args:
+        optimizer: The script's optimizer.
+        elementwise: What the script says; None: what is known of the class.
+        name: The algorithm, for error messages.
+
+    Raises:
+        MisuseError: It is no optimizer of torch.
+        UnsupportedError: It cannot be sharded.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise MisuseError(
+            f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
+            "model's "
+            "parameters; it "
+            f"is {type(optimizer).__name__ if optimizer is not None else None}"
+        )
+    kind = type(optimizer)
+    if any(g.get("differentiable") for g in optimizer.param_groups):
+        raise UnsupportedError(
+            f"{name}: optimizers with differentiable=True can be neither sharded nor fused"
+        )
+    if elementwise is not None:
+        return elementwise
+    if kind.__module__.startswith("torch.optim") and kind.__name__ in (*ELEMENTWISE, *WHOLE):
+        return kind.__name__ in ELEMENTWISE
+    raise UnsupportedError(
+        f"{name}: it is not known whether {kind.__name__} may be given slices of parameters; pass "
+        "elementwise=True if the update of a value depends only on its own gradient and state, or "
+        "elementwise=False "
+        f"if it needs whole parameters (norms, matrices). Known are {', '.join((*ELEMENTWISE, *WHOLE))} of "
+        "torch.optim"
+    )
+
+
+@dataclass
+class Slice:
+    """A piece of a parameter that this rank updates.
+
+    Attributes:
+        param: The parameter.
+        value: The piece, one-dimensional, in the memory of the parameter; the parameter itself if it is
+        whole. start, stop: Its place among the parameter's values, as they lie in memory.
+    """
+
+    param: torch.Tensor
+    value: torch.Tensor
+    start: int
+    stop: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the parameter itself."""
+        return self.value is self.param
+
+
+class ShardedOptimizer:
+    """The optimizer, the buckets of its weights and this rank's slices.
+
+    Args:
+        optimizer: The script's optimizer.
+        whole: Whether it needs whole parameters.
+
+    Attributes:
+        buckets: The weights.
+        sharded: By ``id()``, the parameters in them.
+        slices: By ``id()`` of a parameter, this rank's slice of it; absent if it has none.
+    """
+
+    def __init__(self, optimizer: Optimizer, whole: bool) -> None:
+        self.optimizer, self.whole = optimizer, whole
+        self.buckets: list[WeightBucket] = []
+        self.places: dict[int, tuple[torch.Tensor, WeightBucket, int]] = {}
+        self.slices: dict[int, Slice] = {}
+        self.shown = ShownParams(optimizer)
+        self._kept: list[tuple[torch.Tensor, Any]] | None = None
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters in the optimizer's groups."""
+        assert not self.entered
+        return (p for g in self.optimizer.param_groups for p in g["params"])
+
+    # Slices.
+
+    def add(self, params: Sequence[torch.Tensor], bucket: WeightBucket, rank: int) -> None:
+        """Adds the parameters of a bucket, with this rank's part."""
+        self.buckets.append(bucket)
+        for k, i in enumerate(bucket.layout.indices):
+            self.places[id(params[i])] = params[i], bucket, k
+        for i, start, stop in bucket.layout.pieces(params, rank):
+            param = params[i]
+            at = bucket.layout.offsets[bucket.layout.indices.index(i)]
+            value = param if self.whole else nn.Parameter(bucket.memory[at + start : at + stop], False)
+            self.slices[id(param)] = Slice(param, value, start, stop)
+        self.cut([params[i] for i in bucket.layout.indices])
+
+    def hold(self, names: dict[int, str]) -> None:
+        """Moves parameters whose memory a script has replaced back into their buckets.
+
+        Raises:
+            UnsupportedError: A parameter has another shape, dtype or device.
+        """
+        for key, (param, bucket, k) in self.places.items():
+            view = bucket.views[k]
+            if param.data_ptr() == view.data_ptr() and param.stride() == view.stride():
+                continue
+            if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
+                raise UnsupportedError(
+                    f"sharded: parameter {names.get(key, '')} was {view.dtype} of shape "
+                    f"{tuple(view.shape)} on "
+                    f"{view.device} and is {param.dtype} of shape {tuple(param.shape)} on {param.device}; "
+                    "change "
+                    "parameters before with_bagua, or call trigram.unwrap before and with_bagua after it"
+                )
+            bucket.hold(param, k)
+
+    def enter(
+        self, gradient: Callable[[Slice], torch.Tensor | None], wanted: Callable[[torch.Tensor], bool]
+    ) -> None:
+        """Puts this rank's slices into the groups.
+
+        Args:
+            gradient: The gradient of a slice, of its shape; None: the parameter has none.
+            wanted: Whether a parameter is updated now.
+        """
+
+        def choose(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+            if not wanted(p):
+                return None
+            if id(p) not in self.places:
+                return p, p.grad
+            piece = self.slices.get(id(p))
+            return None if piece is None else (piece.value, gradient(piece))
+
+        self.shown.show(choose)
+
+    @property
+    def entered(self) -> bool:
+        """Whether slices are in the groups."""
+        return self.shown.active
+
+    def leave(self) -> None:
+        """Puts the parameters back into the groups."""
+        self.shown.restore()
+
+    # State.
+
+    @torch.no_grad()
+    def cut(self, params: Sequence[torch.Tensor]) -> None:
+        """Replaces the state of whole parameters by that of this rank's slices."""
+        state = self.optimizer.state
+        for p in params:
+            piece = self.slices.get(id(p))
+            if piece is not None and piece.whole:
+                continue
+            whole = state.pop(p, None)
+            if whole and piece is not None:
+                state[piece.value] = {
+                    name: flat(v, p)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
+                    for name, v in whole.items()
+                }
+
+    @torch.no_grad()
+    def gathered(self, group: Group) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """The state of all parameters that have some, put together from all ranks; all ranks call it."""
+        found: dict[int, dict[str, Any]] = {}
+        params = {id(p): p for p, _, _ in self.places.values()}
+        for bucket in self.buckets:
+            mine: dict[int, Any] = {}
+            keys = [key for key, (_, b, _) in self.places.items() if b is bucket]
+            for k, key in enumerate(keys):
+                piece = self.slices.get(key)
+                state = self.optimizer.state.get(piece.value) if piece is not None else None
+                if piece is not None and state:
+                    cut = {n: not piece.whole and _is_cut(n, v, piece.value) for n, v in state.items()}
+                    mine[k] = (piece.start, piece.stop, cut, dict(state))
+            for theirs in _gather_objects(mine, group):
+                for k, (start, stop, cut, state) in theirs.items():
+                    p = params[keys[k]]
+                    whole = found.setdefault(keys[k], {})
+                    for name, value in state.items():
+                        if cut[name]:
+                            if name not in whole:
+                                whole[name] = torch.zeros_like(p, dtype=value.dtype)
+                            flat(whole[name], p)[start:stop] = value
+                        elif name not in whole:
+                            own = self.slices.get(keys[k])
+                            here = self.optimizer.state.get(own.value, {}) if own is not None else {}
+                            whole[name] = _as_here(value, here.get(name), p)
+        return [(params[key], found[key]) for key in params if key in found]
+
+    def join(self, group: Group) -> None:
+        """Replaces the state of slices by that of whole parameters, for a ``state_dict``; all ranks call
+        it."""
+        whole = self.gathered(group)
+        self._kept = self.forget()
+        order = {id(p): k for k, p in enumerate(self.parameters())}
+        for p, state in sorted(whole, key=lambda item: order.get(id(item[0]), len(order))):
+            self.optimizer.state[p] = state
+
+    def separate(self) -> None:
+        """Ends what :meth:`join` began."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            for p, _, _ in self.places.values():
+                self.optimizer.state.pop(p, None)
+            for value, state in kept:
+                self.optimizer.state[value] = state
+
+    def forget(self) -> list[tuple[torch.Tensor, Any]]:
+        """Removes the state of slices, and returns it."""
+        state = self.optimizer.state
+        return [(s.value, state.pop(s.value)) for s in self.slices.values() if s.value in state]
+
+    def outline(self) -> str:
+        """What must be the same on all ranks: which parameters have state, its names and scalars."""
+        lines = []
+        for k, p in enumerate(self.parameters()):
+            state = self.optimizer.state.get(p)
+            if state:
+                values = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.dim())}
+                lines.append(f"{k} {sorted(state)} { {n: _plain(v) for n, v in sorted(values.items())} }")
+        return "\n".join(lines)
+
+
+def _as_here(value: Any, here: Any, param: torch.Tensor) -> Any:
+    """State that was received: on the device of this rank's, in memory as the parameter is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == param.shape and value.dim():
+        return torch.empty_like(param, dtype=value.dtype).copy_(value)
+    if isinstance(here, torch.Tensor):
+        return value.to(here.device)
+    return value.to(param.device) if value.dim() else value  # `step` is on the CPU unless it is capturable
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _is_cut(name: str, value: Any, like: torch.Tensor) -> bool:
+    """Whether state has one value for each value of ``like``, a parameter or a slice."""
+    return isinstance(value, torch.Tensor) and name not in _SCALARS and value.shape == like.shape
+
+
+def _gather_objects(mine: Any, group: Group) -> list[Any]:
+    """Collects a nested container of tensors and numbers from all ranks; indexed by group rank."""
+    data = serialization.pack(mine, "optimizer.state_dict")
+    lengths = [length for (length,) in tell_all([data.numel()], group)]
+    everything = torch.empty(sum(lengths), dtype=torch.uint8)
+    collectives.all_gather(everything, data, group, splits=lengths)
+    parts = everything.split(lengths)
+    return [serialization.unpack(part, rank) for part, rank in zip(parts, group.ranks, strict=True)]

@@ -1,0 +1,520 @@
+"""Averages gradients during backward, and divides the optimizer's state among the ranks (ZeRO,
+arXiv 1910.02054).
+
+When the optimizer steps, each rank updates its part of each bucket of weights; then the parts are gathered,
+so that all ranks hold all weights. See docs/sharding.md, and docs/adr/0029 for the reasons.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
+from trigram.observe import spans, steps
+from trigram.runtime import world
+from trigram.runtime.group import Group
+from trigram.training import optimizer_hooks
+from trigram.training.buckets import assign
+from trigram.training.compressors import GradientCompressor
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.shard_buckets import ShardsCompressor, layouts
+from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.sharded_optimizer import ShardedOptimizer, Slice
+from trigram.training.shown_params import disclaim
+from trigram.training.weak_hook import WeakHook
+from trigram.training.weight_buckets import WeightBucket, allot, divide, flat
+
+
+class ShardedSync(GradientSync):
+    """Averages the gradients of one model, and gives each rank a part of the optimizer's work.
+
+    Args:
+        model: The module.
+        groups: The model's process groups.
+        bucket_bytes: The size of a bucket in bytes.
+        compressor: Chooses how gradients are averaged; a :class:`ShardsCompressor` divides them.
+        optimizer: The script's optimizer.
+        whole: Whether it needs whole parameters.
+        overlap: The gather is awaited in the next forward pass instead of in ``step``.
+
+    Attributes:
+        shards: The optimizer with its buckets of weights, none before the first update.
+        gathers: The gathers under way.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: ModelGroups,
+        bucket_bytes: int,
+        compressor: GradientCompressor,
+        optimizer: Optimizer,
+        whole: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        self.optimizer, self.overlap = optimizer, overlap
+        self.shards = ShardedOptimizer(optimizer, whole)
+        self.gathers: list[tuple[WeightBucket, collectives.Work]] = []
+        self.gathered = 0
+        self.loads = [0] * groups.size
+        self.remaining: list[int] = []
+        self.job = world.job()
+        self.divides_gradients = isinstance(compressor, ShardsCompressor)
+        check_memory(model, groups.ignored)
+        self._check_optimizer(model)
+        super().__init__(model, groups, bucket_bytes, compressor)
+        if self.divides_gradients:
+            self._check_all_updated(optimizer_hooks.parameters_of(optimizer))
+        self.optimizer_handles = [
+            optimizer.register_step_pre_hook(_OutlivedJob(self.job)),
+            optimizer.register_step_post_hook(WeakHook(self, "_stepped")),
+            optimizer.register_state_dict_pre_hook(WeakHook(self, "_before_state_dict")),
+            optimizer.register_state_dict_post_hook(WeakHook(self, "_after_state_dict")),
+            optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_load_optimizer")),
+            optimizer.register_load_state_dict_post_hook(WeakHook(self, "_after_load_optimizer")),
+        ]
+
+    def _check_optimizer(self, model: nn.Module) -> None:
+        """Raises if the optimizer is not one of the model's parameters."""
+        mine = optimizer_hooks.parameters_of(self.optimizer)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if trained and not any(id(p) in mine for p in trained):
+            raise MisuseError(
+                f"sharded: optimizer= ({type(self.optimizer).__name__}) has none of the parameters of "
+                f"{type(model).__name__} that train; pass the optimizer that updates them"
+            )
+        if any(isinstance(p, torch.Tensor) and id(p) not in mine for p in self.optimizer.state):
+            raise MisuseError(
+                f"sharded: optimizer= ({type(self.optimizer).__name__}) holds state that was sharded "
+                "before, in a "
+                "job that has ended or for another model; make a new optimizer, and load a state that was "
+                "saved"
+            )
+
+    # Gradients of which each rank keeps a part.
+
+    def find_parameters(self, model: nn.Module) -> None:
+        """See :class:`GradientSync`. Where gradients are divided, buckets keep their first order: slices
+        would have to move."""
+        super().find_parameters(model)
+        if self.divides_gradients:
+            self.order = None
+
+    def _apply_options(self) -> None:
+        if not self.divides_gradients:
+            super()._apply_options()
+            return
+        sample_weight, self.groups.sample_weight = self.groups.sample_weight, None
+        try:
+            super()._apply_options()
+        finally:
+            self.groups.sample_weight = sample_weight
+        if sample_weight is not None:
+            factor = sample_weight.factor()
+            for bucket in self.buckets:
+                bucket.part.mul_(factor)  # type: ignore[attr-defined]
+
+    # Updates inside backward.
+
+    def _begin_fused(self, param: int | None) -> bool:
+        if self.fused is None or param is None or not self.fused.started:
+            return False
+        self._hold()
+        if self._missing(optimizer_hooks.parameters_of(self.optimizer)):
+            return False  # the next update divides them
+        counts = [sum(i in self.place for i in self._of(b)) for b in self.shards.buckets]
+        self.remaining = counts
+        return super()._begin_fused(param)
+
+    def _of(self, bucket: WeightBucket) -> list[int]:
+        """The indices of a bucket's parameters in the model as it is now."""
+        now = {id(p): i for i, p in enumerate(self.params)}
+        return [now.get(id(p), -1) for p in bucket.params]
+
+    def update(self, params: Sequence[torch.Tensor]) -> None:
+        """Steps this rank's slices of some parameters; gathers the buckets of weights that are complete."""
+        assert self.fused is not None
+        ids = {id(p) for p in params}
+        self.shards.enter(self._gradient, lambda p: id(p) in ids)
+        try:
+            self.fused.update(None)
+        finally:
+            self.shards.leave()
+        for p in params:
+            place = self.shards.places.get(id(p))
+            if place is not None:
+                increment_version(p)
+                self.remaining[self.shards.buckets.index(place[1])] -= 1
+        for k, left in enumerate(self.remaining):
+            if left == 0:
+                self.remaining[k] = -1
+                self._gather(k, self.groups.second_phase)
+
+    def _call_counts(self) -> list[int]:
+        first, second = super()._call_counts()
+        return [first, second + (sum(n != 0 for n in self.remaining) if self.fusing else 0)]
+
+    def _finish(self, failed: str | None = None) -> None:
+        """See :class:`GradientSync`; gathers of a pass that fails end with it."""
+        try:
+            super()._finish(failed)
+        except BaseException:
+            self._end_gathers()
+            raise
+        if failed is not None:
+            self._end_gathers()
+
+    def _end_gathers(self) -> None:
+        gathers, self.gathers = self.gathers, []
+        for _, work in gathers:
+            with contextlib.suppress(TrigramError):
+                work.wait()
+
+    def _show_rest(self, updated: set[int]) -> None:
+        self.shards.enter(self._gradient, lambda p: id(p) not in updated)
+
+    def end(self) -> None:
+        """See :class:`GradientSync`; the weights that were updated are there, unless they may come later."""
+        super().end()
+        if not self.overlap:
+            self.await_weights()
+
+    # Hooks.
+
+    def watch(self, model: nn.Module) -> None:
+        """Hooks the model; also where weights are read, if gathers may be under way then."""
+        super().watch(model)
+        if self.overlap:
+            for module in model.modules():
+                if type(module) is not nn.Sequential and not isinstance(module, torch.jit.ScriptModule):
+                    self.handles.append(
+                        module.register_forward_pre_hook(WeakHook(self, "_await_weights_of"), prepend=True)
+                    )
+                self.handles.append(module.register_state_dict_pre_hook(WeakHook(self, "_await_all_weights")))
+
+    def release(self) -> None:
+        """Puts the optimizer's state together again on all ranks, which all call it, and leaves it alone."""
+        self.await_weights()
+        self.shards.leave()
+        if self.shards.places:
+            self._put_together()
+        super().release()
+        disclaim(self.optimizer)
+        for handle in self.optimizer_handles:
+            handle.remove()
+
+    # Updates.
+
+    def before_update(self, mine: set[int]) -> None:
+        """See :meth:`GradientSync.before_update`; then the slices take the place of the parameters."""
+        self.shards.leave()  # after a step that has raised an exception
+        super().before_update(mine)
+        optimizer = self.updating[-1]() if self.updating else None
+        own = optimizer_hooks.parameters_of(self.optimizer)
+        if optimizer is not self.optimizer:
+            if mine & own:
+                name = next(n for n, p in zip(self.names, self.params, strict=True) if id(p) in mine & own)
+                raise MisuseError(
+                    f"{self.groups.name}: {type(optimizer).__name__}.step updates {name}, which the "
+                    "optimizer= of "
+                    f"with_bagua ({type(self.optimizer).__name__}) updates in slices; step that optimizer "
+                    "itself, "
+                    "without another optimizer around it"
+                )
+            return
+        if self.shards.entered:  # the rest after an update in backward
+            return
+        self.await_weights()
+        with torch.no_grad():
+            self._follow(own)
+        self.shards.enter(self._gradient, lambda p: True)
+
+    def _follow(self, own: set[int]) -> None:
+        """Divides parameters that the optimizer updates and that are not divided yet."""
+        self._hold()
+        if self.divides_gradients:
+            self._follow_buckets(own)
+            return
+        missing = self._missing(own)
+        if not missing:
+            return
+        if self.order and not self.shards.places:
+            self._reorder()  # slices never move: take the order of the gradients before they are made
+            missing = self._missing(own)
+        self._agree(f"shards {missing}\n{self.shards.outline()}")
+        for indices in assign(self.params, missing, self.bucket_bytes):
+            layout = (
+                allot(self.params, indices, self.loads)
+                if self.shards.whole
+                else divide(self.params, indices, self.groups.size)
+            )
+            self.shards.add(
+                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
+            )
+
+    def _hold(self) -> None:
+        self.shards.hold({id(p): n for n, p in zip(self.names, self.params, strict=True)})
+
+    def _follow_buckets(self, own: set[int]) -> None:
+        """Divides the weights as the buckets of gradients are divided; anew if these have changed."""
+        wanted = layouts(self.buckets)
+        if wanted == [b.layout for b in self.shards.buckets] and all(
+            id(self.params[i]) in self.shards.places for i in self.place
+        ):
+            return
+        self._check_all_updated(own)
+        if self.shards.places:
+            self._put_together()
+            self.shards = ShardedOptimizer(self.optimizer, self.shards.whole)
+        self._agree(f"shards {wanted}\n{self.shards.outline()}")
+        for layout in wanted:
+            self.shards.add(
+                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
+            )
+
+    def _check_all_updated(self, own: set[int]) -> None:
+        for i in self.place:
+            if id(self.params[i]) not in own:
+                raise MisuseError(
+                    f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "
+                    "update "
+                    "it; with gradients='shards' no rank has its whole gradient: add it to the optimizer, "
+                    "set "
+                    "requires_grad=False, or use gradients='full'"
+                )
+
+    def _put_together(self) -> None:
+        whole = self._together(lambda: self.shards.gathered(self.groups.main))
+        self.shards.forget()
+        for p, state in whole:
+            self.optimizer.state[p] = state
+
+    def _missing(self, own: set[int]) -> list[int]:
+        return [
+            i
+            for bucket in self.buckets
+            for i in bucket.params
+            if id(self.params[i]) in own
+            and id(self.params[i]) not in self.shards.places
+            and self.params[i].numel()
+        ]
+
+    def _gradient(self, piece: Slice) -> torch.Tensor | None:
+        param = piece.param
+        grad = param.grad
+        if isinstance(grad, ShardedGradient):
+            part = grad.part
+            return part.as_strided(param.shape, param.stride()) if piece.whole and part is not None else part
+        if grad is None or piece.whole:
+            return grad
+        return flat(grad, param)[piece.start : piece.stop]
+
+    @torch.no_grad()
+    def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
+        """The optimizer has stepped: collects the weights."""
+        if not self.shards.entered:
+            raise MisuseError(
+                f"{self.groups.name}: {type(optimizer).__name__}.step(closure) has not called the closure, "
+                "so it "
+                "has updated whole parameters instead of this rank's slices; call step() without a closure"
+            )
+        self.shards.leave()
+        updated = self.fused.updated if self.fused is not None and self.fusing else set()
+        for k, bucket in enumerate(self.shards.buckets):
+            if any(id(p) not in updated for p in bucket.params):
+                self._gather(k, self.groups.main)
+        # Slices have changed the parameters' memory, of which autograd does not know.
+        for p, _, _ in self.shards.places.values():
+            increment_version(p)
+        if not self.overlap:
+            self.await_weights()
+
+    def _gather(self, k: int, group: Group) -> None:
+        """Starts to collect a bucket of weights."""
+        bucket = self.shards.buckets[k]
+        with spans.naming(group, partial(_name, k)):
+            self.gathers.append((bucket, bucket.gather(group)))
+        self.gathered += bucket.sent
+
+    def await_weights(self) -> None:
+        """Waits until all weights are there."""
+        gathers, self.gathers = self.gathers, []
+        if not gathers:
+            return
+        before, began = self.times.enter(steps.WAIT), time.perf_counter()
+        error: TrigramError | None = None
+        for _, work in gathers:
+            try:
+                work.wait()
+            except TrigramError as e:
+                error = error or e
+        self.waited += time.perf_counter() - began
+        self.times.enter(before)
+        if error is not None:
+            raise _explained(error, self.groups.name, "optimizer.step()")
+
+    def _await_weights_of(self, module: nn.Module, *_: Any) -> None:
+        if self.gathers:
+            self.await_weights()
+
+    def _await_all_weights(self, *_: Any) -> None:
+        self.await_weights()
+
+    # Reads and writes of weights outside of forward.
+
+    def abort_failed(self) -> None:
+        """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
+        exception."""
+        optimizer_hooks.forget_failed(self)
+        if self.active and not self.in_backward:
+            super().abort_failed()  # before anything is awaited that the other ranks have aborted
+        if self.shards.entered and not self.updating:
+            # The script may have reset gradients since: those of the slices, which it found in the groups.
+            self.shards.leave()
+            for p in self.shards.parameters():
+                p.grad = None
+        self.await_weights()
+        super().abort_failed()
+
+    def begin(self, param: int | None) -> None:
+        """See :class:`GradientSync`."""
+        self.await_weights()
+        super().begin(param)
+
+    def drain(self, timeout: float | None = None) -> None:
+        """Waits for the weights."""
+        self.await_weights()
+
+    def _before_load(self, *_: Any) -> None:
+        self.await_weights()
+        super()._before_load()
+
+    # The optimizer's state.
+
+    def _before_state_dict(self, optimizer: Optimizer) -> None:
+        self.shards.leave()
+        if self.shards.places:
+            self._check_job("optimizer.state_dict()")
+            self.await_weights()
+            self._together(lambda: self.shards.join(self.groups.main))
+
+    def _after_state_dict(self, *_: Any) -> None:
+        self.shards.separate()
+
+    def _before_load_optimizer(self, *_: Any) -> None:
+        self.shards.leave()
+
+    def _after_load_optimizer(self, *_: Any) -> None:
+        if self.shards.places:
+            self._check_job("optimizer.load_state_dict()")
+            self._agree(f"loaded\n{self.shards.outline()}")
+            self.shards.cut([p for p, _, _ in self.shards.places.values()])
+
+    def _together(self, call: Callable[[], Any]) -> Any:
+        """A call of all ranks; it begins with an agreement in the group of the averages, so that a rank that
+        does not make it meets it with its next average, and all raise."""
+        self._agree("state_dict")
+        return call()
+
+    def _agree(self, text: str) -> None:
+        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
+        extremes = torch.tensor([word, -word, -1], dtype=torch.int64)
+        what = text.partition("\n")[0].partition(" ")[0]
+        call = {
+            "state_dict": "optimizer.state_dict()",
+            "loaded": "optimizer.load_state_dict()",
+            "shards": "optimizer.step()",
+        }[what]
+        try:
+            collectives.all_reduce(extremes, "max", None, self.groups.main)
+        except TrigramError as e:
+            raise _explained(e, self.groups.name, call) from e
+        if int(extremes[0]) != word or int(extremes[1]) != -word:
+            raise MismatchError(
+                f"{self.groups.name}: {call}: the ranks hold different optimizer states, or have different "
+                "parameters in the optimizer; load the same checkpoint and make the same changes on all ranks"
+            )
+
+    def _check_job(self, call: str) -> None:
+        if self.job != world.job():
+            raise MisuseError(_outlived(call))
+
+    def stats(self) -> dict[str, Any]:
+        """Counters, see :func:`trigram.stats`."""
+        found = super().stats()
+        own = sum(s.stop - s.start for s in self.shards.slices.values())
+        found["bytes"] += self.gathered
+        found["bytes_per_step"] = found["bytes"] // self.steps if self.steps else 0
+        return {**found, "sharded_values": own}
+
+
+def _name(k: int) -> str:
+    return f"weights {k}"
+
+
+class _OutlivedJob:
+    """Before a step: raises if the job in which the optimizer was sharded has ended."""
+
+    def __init__(self, job: object) -> None:
+        self.job = job
+
+    def __call__(self, *_: Any) -> None:
+        """See the class."""
+        if self.job != world.job():
+            raise MisuseError(_outlived("optimizer.step()"))
+
+
+def _outlived(call: str) -> str:
+    return (
+        f"sharded: {call}: trigram.shutdown has ended the job whose ranks hold the other parts of this "
+        "optimizer's "
+        "state; save optimizer.state_dict() before, or call trigram.unwrap(model) on all ranks"
+    )
+
+
+def _explained(error: TrigramError, name: str, call: str) -> TrigramError:
+    """If ranks made different calls: what a script may have done."""
+    if not isinstance(error, MismatchError):
+        return error
+    return MismatchError(
+        f"{name}: {call} of a sharded optimizer is a call of all ranks, and some of them are elsewhere in "
+        "the "
+        f"script; make it on all ranks, and save its result on one ({error})"
+    )
+
+
+def check_memory(model: nn.Module, ignored: frozenset[str]) -> None:
+    """Raises if a parameter that trains shares memory with another tensor of the model: its values move.
+
+    Raises:
+        UnsupportedError: The message names both.
+    """
+    ranges: list[tuple[int, int, str, bool]] = []
+    for name, t in [*model.named_parameters(), *model.named_buffers()]:
+        if t.numel() and not t.is_meta and t.layout == torch.strided:
+            end = t.data_ptr() + (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * (
+                t.element_size()
+            )
+            ranges.append((t.data_ptr(), end, name, t.requires_grad and name not in ignored))
+    ranges.sort()
+    furthest: tuple[int, str, bool] | None = None
+    for start, stop, label, trains in ranges:
+        if furthest is not None and start < furthest[0] and (trains or furthest[2]):
+            raise UnsupportedError(
+                f"sharded: {label} and {furthest[1]} share memory, which would end when parameters move into "
+                "buckets; make them one parameter (ties are kept), or copies"
+            )
+        if furthest is None or stop > furthest[0]:
+            furthest = stop, label, trains

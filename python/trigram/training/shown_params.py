@@ -1,0 +1,77 @@
+"""Other tensors in the groups of an optimizer, for the time of its step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from trigram.errors import MisuseError
+
+_owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def claim(optimizer: Optimizer, model: Any, name: str) -> None:
+    """Notes which model divides or fuses an optimizer's step.
+
+    Raises:
+        MisuseError: Another model does: each would put back what the other has put into the groups.
+    """
+    other = _owners.get(optimizer)
+    owner = other() if other is not None else None
+    if owner is not None and owner is not model:
+        raise MisuseError(
+            f"{name}: the optimizer is sharded or fused for another model, {type(owner).__name__}, "
+            "already; wrap "
+            "one module that holds both, such as nn.ModuleList([a, b]), or give each model its own optimizer"
+        )
+    _owners[optimizer] = weakref.ref(model)
+
+
+def disclaim(optimizer: Optimizer) -> None:
+    """The optimizer is a plain one again."""
+    _owners.pop(optimizer, None)
+
+
+class ShownParams:
+    """What the groups of an optimizer hold while it steps, in place of the script's parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._groups: list[tuple[dict[str, Any], list[torch.Tensor]]] = []
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether other tensors are in the groups now."""
+        return bool(self._groups)
+
+    def show(self, choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]) -> None:
+        """Puts other tensors into the groups.
+
+        Args:
+            choose: For each parameter, the tensor in its place and that tensor's gradient; None: none.
+        """
+        for group in self.optimizer.param_groups:
+            params = group["params"]
+            self._groups.append((group, params))
+            shown = []
+            for p in params:
+                if (chosen := choose(p)) is not None:
+                    tensor, gradient = chosen
+                    self._gradients.append((tensor, tensor.grad))
+                    tensor.grad = gradient
+                    shown.append(tensor)
+            group["params"] = shown
+
+    def restore(self) -> None:
+        """Puts the parameters back, and the gradients."""
+        groups, self._groups = self._groups, []
+        gradients, self._gradients = self._gradients, []
+        for group, params in groups:
+            group["params"] = params
+        for tensor, gradient in gradients:
+            tensor.grad = gradient

@@ -1,0 +1,181 @@
+"""States of sharded optimizers are those of plain ones: they are saved, loaded and resumed
+interchangeably."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import trigram
+from tests.reference.torch_gloo import gloo
+from tests.sharded.twins import Net, Twins, adamw, same_state
+from tests.support.cases import Cases
+from tests.support.checks import raises, says
+from tests.support.harness import scratch
+from tests.support.twin_training import mlp
+
+CASES = Cases()
+
+
+@CASES.over("before the first step", "in the middle")
+def load_a_plain_state(rank: int, world: int, when: str) -> None:
+    """A checkpoint of a plain optimizer resumes sharded, and one of a sharded resumes plain."""
+    first = Twins(rank, world)
+    first.train(steps=3)
+    for source in (0, 1):
+        model, optimizer = first.pairs[source]
+        state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        second = Twins(rank, world)
+        if when == "in the middle":
+            second.train(7, 2)
+        for model, optimizer in second.pairs:
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(copy.deepcopy(state))
+            same_state(optimizer.state_dict(), state, f"loaded from {source}")
+        second.train(3, 3)
+        second.check_state("resumed")
+
+
+@CASES
+def other_world_sizes(rank: int, world: int) -> None:
+    """What all ranks have saved, fewer ranks resume."""
+    first = Twins(rank, world)
+    first.train(steps=3)
+    model, optimizer = first.pairs[1]
+    path = scratch() / f"checkpoint-{world}"
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if rank == 0:
+        torch.save(saved, path)
+    trigram.barrier()
+    fewer = trigram.new_group(list(range(world - 1)))
+    if rank == world - 1:
+        return
+    second = Twins(rank, world, group=fewer) if world > 2 else None
+    loaded = torch.load(path)
+    if second is None:  # one rank, without any communication
+        torch.manual_seed(5)
+        alone = Net()
+        plain = adamw(alone)
+        plain.load_state_dict(loaded["optimizer"])
+        same_state(plain.state_dict(), saved["optimizer"], "plain")
+        return
+    for model, optimizer in second.pairs:
+        model.load_state_dict(loaded["model"])
+        optimizer.load_state_dict(copy.deepcopy(loaded["optimizer"]))
+    second.train(3, 2)
+    second.check_state("fewer ranks")
+
+
+@CASES
+def state_from_before_wrapping(rank: int, world: int) -> None:
+    """An optimizer that has stepped is wrapped; its state is cut at the first step."""
+
+    def stepped(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return optimizer
+
+    twins = Twins(rank, world, mlp, stepped)
+    twins.train(steps=3)
+    twins.check_state("wrapped later")
+
+
+@CASES
+def distributed_checkpoint(rank: int, world: int) -> None:
+    """torch.distributed.checkpoint saves and loads it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    model, optimizer = twins.pairs[1]
+    expected = copy.deepcopy(optimizer.state_dict())
+    with gloo(rank, world):
+        weights, state = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=str(scratch() / f"dcp-{world}"))
+        twins.train(2, 2)
+        weights, state = get_state_dict(model, optimizer)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=str(scratch() / f"dcp-{world}"))
+        set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    same_state(optimizer.state_dict(), expected, "loaded")
+
+
+@CASES.over("full", "shards")
+def with_algorithm_state(rank: int, world: int, gradients: str) -> None:
+    """A checkpoint of everything, resumed by a new model, also with buckets of another size."""
+    first = Twins(rank, world, gradients=gradients)
+    first.train(steps=3)
+    model, optimizer = first.pairs[1]
+    algorithm = trigram.algorithm_state(model)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    second = Twins(rank, world, gradients=gradients)
+    for model, optimizer in second.pairs:
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    trigram.load_algorithm_state(second.models[1], algorithm)
+    second.train(3, 3)
+    trigram.load_algorithm_state(second.models[1], algorithm)
+    second.train(6, 2)
+    second.check_state("resumed")
+
+
+@CASES
+def only_one_rank_saves(rank: int, world: int) -> None:
+    """state_dict on one rank only: an error on all, at once, that says so."""
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    model, optimizer = twins.pairs[1]
+    if rank == 0:
+        says(raises(trigram.MismatchError, optimizer.state_dict), "state_dict()", "all ranks")
+    else:
+        optimizer.zero_grad()
+        says(raises(trigram.MismatchError, lambda: twins.loss(model, 5).backward()), "different")
+
+
+@CASES
+def only_one_rank_loads(rank: int, world: int) -> None:
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    model, optimizer = twins.pairs[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    if rank == 0:
+        says(raises(trigram.MismatchError, optimizer.load_state_dict, state), "load_state_dict()")
+    else:
+        optimizer.zero_grad()
+        raises(trigram.MismatchError, lambda: twins.loss(model, 5).backward())
+
+
+@CASES
+def different_states(rank: int, world: int) -> None:
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    _, optimizer = twins.pairs[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    for s in state["state"].values():
+        s["step"] += rank
+    says(raises(trigram.MismatchError, optimizer.load_state_dict, state), "different optimizer states")
+
+
+@CASES
+def a_state_that_does_not_fit(rank: int, world: int) -> None:
+    """torch's own error, and nothing is lost."""
+    twins = Twins(rank, world)
+    twins.train(steps=2)
+    _, optimizer = twins.pairs[1]
+    other: Any = adamw(nn.Linear(2, 2)).state_dict()
+    raises(ValueError, optimizer.load_state_dict, other)
+    twins.check_state("after the error")
+    twins.train(2, 2)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world", [2, 3])
+def test_states(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("CASES", case, world, transport="shm")

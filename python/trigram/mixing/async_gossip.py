@@ -10,6 +10,10 @@ at once; the offering rank starts when its current averaging step has ended. A r
 offers from higher ranks only. So the ranks that wait for each other have increasing numbers, and no cycle can
 form. If a neighbour does not answer an offer (it is slow, or evaluates), the offer stays open and the rank
 makes another one to a different neighbour.
+
+With a bound on staleness a rank that has not averaged for so many boundaries waits until it has, so that
+ranks of unequal speed stay together. It listens and answers meanwhile, and does not wait for neighbours that
+do not answer or have ended their training.
 """
 
 from __future__ import annotations
@@ -31,10 +35,16 @@ from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
 from trigram.runtime.memory import empty
 
-_OFFER, _ACCEPT, _DECLINE, _GOODBYE = 1, 2, 3, 4
+_OFFER, _ACCEPT, _DECLINE, _GOODBYE, _ENDED = 1, 2, 3, 4, 5
 _CONTROL, _DATA = 2, 3
 _OFFER_PATIENCE = 8
 """Boundaries that a rank waits for the answer to an offer before it makes another offer."""
+_ANSWER = 0.2
+"""Seconds, at least, in which a neighbour that trains answers an offer: it does so in every training step."""
+_ANSWER_STEPS = 8
+"""The same in training steps of this rank: the neighbour may be slower."""
+_AVERAGE = 4
+"""An averaging step takes at most so many times as long as the longest so far, if its partner trains."""
 
 
 class _Neighbour:
@@ -44,6 +54,8 @@ class _Neighbour:
         self.group, self.rank = groups.main, groups.main.ranks[group_rank]
         self.inbox = torch.zeros(1, dtype=torch.int32)
         self.gone = False
+        self.silent = False  # it has not answered in time, or has ended its training
+        self.asked = 0.0  # when this rank made its last offer to it
         self.listen()
 
     def listen(self) -> None:
@@ -61,6 +73,7 @@ class _Neighbour:
             return None
         self.receiving.wait()
         kind = int(self.inbox[0])
+        self.silent = kind == _ENDED
         if kind == _GOODBYE:
             self.gone = True
         else:
@@ -76,7 +89,8 @@ class AsyncGossip:
         groups: The model's process groups.
         graph: Its edges are the possible averaging steps.
         codec: Compresses the differences to a reference; None: weights are sent in full.
-        staleness: Boundaries after which a rank waits for the step under way; None: it never waits.
+        staleness: Boundaries without an averaging step after which a rank waits for one; None: it never
+            waits.
         script: For tests and reproducible runs: see :class:`trigram.training.schedule.BackgroundSteps`; the
             steps then follow the matchings of the graph, without offers.
     """
@@ -94,8 +108,10 @@ class AsyncGossip:
         self.staleness, self.script = staleness, script
         self.steps_done = self.waits = self.bytes = self.matchings_started = self.matchings_ended = 0
         self.waited = 0.0
-        self.started_at = 0
+        self.ended_at = 0  # the boundary at which the last averaging step ended
         self.step = 0
+        self.boundary_at = time.perf_counter()
+        self.step_seconds = self.longest = self.begun_at = 0.0
         weights.take()
         self.references = References(weights.inp, codec, groups)
         like = self.references.code
@@ -117,7 +133,7 @@ class AsyncGossip:
 
     def _start_step(self, j: int) -> None:
         group = self.groups.main
-        self.partner, self.started_at = j, self.step
+        self.partner, self.begun_at = j, time.perf_counter()
         n = self.steps_done
         self._span = spans.begin("rounds", lambda: f"round {n} with rank {group.ranks[j]}")
         self.weights.take()
@@ -137,42 +153,64 @@ class AsyncGossip:
         works, self.works = self.works, []
         for work in works:
             self.groups.wait(work)
-        self.waited += time.perf_counter() - since
+        now = time.perf_counter()
+        self.waited += now - since
+        self.longest = max(self.longest, now - self.begun_at)
         self.weights.out.copy_(self.weights.inp)
         self.references.apply(self.partner, self.mine, self.theirs, self.weights.out, 0.5)
         self.weights.apply(moved=True)
+        if self.neighbours:
+            self.neighbours[self.partner].silent = False
         self.partner = None
         span, self._span = self._span, None
         spans.end(span)
         self.steps_done += 1
+        self.ended_at = self.step
 
     # Boundaries.
 
     def boundary(self, step: int) -> None:
         """Handles messages, applies a step that has completed, and offers the next one."""
-        self.step = step
+        now = time.perf_counter()
+        self.step, self.step_seconds, self.boundary_at = step, now - self.boundary_at, now
         if self.script is not None:
             self._follow_script(step, self.script)
             return
         self._progress()
-        if (
-            self.partner is not None
-            and self.staleness is not None
-            and step - self.started_at >= self.staleness
-        ):
+        if self.staleness is not None and step - self.ended_at >= self.staleness and self._may_average():
             self.waits += 1
-            since = time.perf_counter()
-            while self.partner is not None and not self._ready():
-                if self.groups.interrupted is not None and self.groups.interrupted():
-                    raise AbortedError(
-                        f"{self.groups.name}: an averaging step with a neighbour was aborted, because a "
-                        "rank of this elastic job was lost or is joining; training continues when all ranks "
-                        "have regrouped"
-                    )
-                self._listen()  # answers offers, so that no neighbour waits for this rank
-                time.sleep(0.0005)
-            self.waited += time.perf_counter() - since
+            self._await_average(now)
+            self.boundary_at = time.perf_counter()
+
+    def _await_average(self, since: float) -> None:
+        """Waits until an averaging step has ended, or no neighbour is left that answers."""
+        before, waited = self.steps_done, self.waited
+        patience = max(_ANSWER, _ANSWER_STEPS * self.step_seconds)
+        while self.steps_done == before and self._may_average():
+            if self.groups.interrupted is not None and self.groups.interrupted():
+                raise AbortedError(
+                    f"{self.groups.name}: an averaging step with a neighbour was aborted, because a rank of "
+                    "this elastic job was lost or is joining; training continues when all ranks have "
+                    "regrouped"
+                )
+            time.sleep(0.0005)
+            now = time.perf_counter()
+            for j in self.offered:
+                neighbour = self.neighbours[j]
+                neighbour.silent = neighbour.silent or now - max(neighbour.asked, since) > patience
+            if self.partner is not None and self.longest:
+                late = now - max(self.begun_at, since) > max(patience, _AVERAGE * self.longest)
+                self.neighbours[self.partner].silent = late  # it comes back to the averaging step later
             self._progress()
+        self.waited = waited + time.perf_counter() - since
+
+    def _may_average(self) -> bool:
+        """Whether an averaging step is under way, or a neighbour is left with which there may be one."""
+        if self.partner is not None:
+            return not self.neighbours[self.partner].silent
+        if self.queue:
+            return True
+        return not self.finishing and not all(n.gone or n.silent for n in self.neighbours.values())
 
     def _progress(self, offers: bool = True) -> bool:
         """Does all that is possible without waiting; True if it started or ended a step."""
@@ -207,7 +245,7 @@ class AsyncGossip:
                 elif kind == _ACCEPT:
                     del self.offered[j]
                     self.queue.append(j)
-                else:
+                else:  # declined, ended or gone
                     self.offered.pop(j, None)
 
     def _consider(self, j: int) -> None:
@@ -221,15 +259,17 @@ class AsyncGossip:
             self.neighbours[j].send(_ACCEPT)
             self.queue.append(j)
         else:
-            self.neighbours[j].send(_DECLINE)
+            self.neighbours[j].send(_ENDED if self.finishing else _DECLINE)
 
     def _offer(self) -> None:
-        if any(self.step - at < _OFFER_PATIENCE for at in self.offered.values()):
+        waits_for = (at for j, at in self.offered.items() if not self.neighbours[j].silent)
+        if any(self.step - at < _OFFER_PATIENCE for at in waits_for):
             return
         free = [j for j, n in self.neighbours.items() if j not in self.offered and not n.gone]
         if free:
             j = self.random.choice(free)
             self.offered[j] = self.step
+            self.neighbours[j].asked = time.perf_counter()
             self.neighbours[j].send(_OFFER)
 
     def begin_step(self) -> None:

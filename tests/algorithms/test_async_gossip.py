@@ -149,10 +149,20 @@ def test_staleness_bounds(transport: str) -> None:
     assert min(fast) > 0.4 * results[1][0], results  # two of their steps for one of its
 
 
-def _ends(rank: int, world: int, algorithm: str) -> int:
+@pytest.mark.parametrize("algorithm", ["async_decentralized", "async_low_precision_decentralized"])
+def test_staleness_bounds_gossip(algorithm: str) -> None:
+    """Every second boundary at the latest a rank has averaged: the fast stay beside the slow, and who has ended
+    holds nobody up."""
+    results = run(2, _slow, algorithm, {"staleness": 2}, timeout=60)
+    assert min(rounds for _, _, rounds in results) >= 15, results
+    assert results[0][1] > 0, results
+    assert results[0][0] > 0.4 * results[1][0], results
+
+
+def _ends(rank: int, world: int, algorithm: str, **options: Any) -> int:
     """Ranks stop at different steps, and leave; nobody is told."""
     torch.manual_seed(8)
-    model = trigram.with_bagua(net(), algorithm)
+    model = trigram.with_bagua(net(), algorithm, **options)
     for step in range(20 + 10 * rank):
         model.zero_grad()
         loss(model, rank, step).backward()
@@ -166,6 +176,15 @@ def test_ends_at_different_times(algorithm: str, world: int, transport: str) -> 
     assert run(world, _ends, algorithm, transport=transport, timeout=40) == [
         20 + 10 * r for r in range(world)
     ]
+
+
+def _ends_stale(rank: int, world: int) -> int:
+    return _ends(rank, world, "async_decentralized", staleness=1)
+
+
+def test_ends_at_different_times_with_a_bound() -> None:
+    """Nobody waits for those that train no more."""
+    assert run(3, _ends_stale, timeout=40) == [20, 30, 40]
 
 
 def _until_killed(rank: int, world: int, label: str) -> str:

@@ -151,7 +151,7 @@ def test_staleness_bounds(transport: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["async_decentralized", "async_low_precision_decentralized"])
 def test_staleness_bounds_gossip(algorithm: str) -> None:
-    """Every second boundary at the latest a rank has averaged: the fast stay beside the slow, and who has ended
+    """Every second boundary at the latest a rank has averaged: the fast stay beside the slow. Who has ended
     holds nobody up."""
     results = run(2, _slow, algorithm, {"staleness": 2}, timeout=60)
     assert min(rounds for _, _, rounds in results) >= 15, results

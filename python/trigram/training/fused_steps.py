@@ -52,21 +52,18 @@ class FusedSteps:
         if self.broken:
             raise MisuseError(
                 f"{name}: a backward pass with fused=True has failed, so ranks may hold different weights; "
-                "load "
-                "a checkpoint into the model and the optimizer on all ranks, or start again from one"
+                "load a checkpoint into the model and the optimizer on all ranks, or start again from one"
             )
         if self.waiting:
             raise MisuseError(
-                f"{name}: a second backward pass before optimizer.step(), which fused=True cannot undo: "
-                "the first "
-                "has updated the weights; run all passes but the last under trigram.no_sync, and call "
+                f"{name}: a second backward pass before optimizer.step(), which fused=True cannot undo: the "
+                "first has updated the weights; run all passes but the last under trigram.no_sync, and call "
                 "optimizer.step() after each update, or pass fused=False"
             )
         if in_closure:
             raise UnsupportedError(
                 f"{name}: fused=True updates weights in backward, so optimizer.step(closure) would step "
-                "inside "
-                "itself; call backward() and then step(), or pass fused=False"
+                "inside itself; call backward() and then step(), or pass fused=False"
             )
         self.updated = set()
         self._options = self._present()
@@ -107,10 +104,8 @@ class FusedSteps:
             self.broken = True
             raise MisuseError(
                 f"{name}: the options of the optimizer's groups (lr, ...) were changed between backward() "
-                "and "
-                "optimizer.step(), and fused=True has updated the weights with those before; change them "
-                "before "
-                "backward() or after step()"
+                "and optimizer.step(), and fused=True has updated the weights with those before; change "
+                "them before backward() or after step()"
             )
         self.waiting = False
 

@@ -90,8 +90,7 @@ class ShardedGradient(torch.Tensor):
         if not self.reset:
             raise MisuseError(
                 f"{_option(self)}: a second backward pass before zero_grad, and parameters that only the "
-                "first has "
-                f"reached; reset gradients before each pass, or use {_instead(self)}"
+                f"first has reached; reset gradients before each pass, or use {_instead(self)}"
             )
         if self.added is not None:
             return self.added
@@ -124,10 +123,8 @@ class ShardedGradient(torch.Tensor):
                 return args[0]
             raise MisuseError(
                 f"{_option(args[0])}: a second backward pass adds to gradients that were reduced and "
-                "divided, "
-                "or used; reset gradients after each update, and run all passes before an update but the "
-                "last "
-                f"under trigram.no_sync, or use {_instead(args[0])}"
+                "divided, or used; reset gradients after each update, and run all passes before an update "
+                f"but the last under trigram.no_sync, or use {_instead(args[0])}"
             )
         for gradient in pytree.tree_leaves((args, kwargs)):
             if isinstance(gradient, ShardedGradient):

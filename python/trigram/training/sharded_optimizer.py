@@ -46,9 +46,7 @@ def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
     if not isinstance(optimizer, Optimizer):
         raise MisuseError(
             f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
-            "model's "
-            "parameters; it "
-            f"is {type(optimizer).__name__ if optimizer is not None else None}"
+            f"model's parameters; it is {type(optimizer).__name__ if optimizer is not None else None}"
         )
     kind = type(optimizer)
     if any(g.get("differentiable") for g in optimizer.param_groups):
@@ -62,9 +60,8 @@ def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
     raise UnsupportedError(
         f"{name}: it is not known whether {kind.__name__} may be given slices of parameters; pass "
         "elementwise=True if the update of a value depends only on its own gradient and state, or "
-        "elementwise=False "
-        f"if it needs whole parameters (norms, matrices). Known are {', '.join((*ELEMENTWISE, *WHOLE))} of "
-        "torch.optim"
+        "elementwise=False if it needs whole parameters (norms, matrices). Known are "
+        f"{', '.join((*ELEMENTWISE, *WHOLE))} of torch.optim"
     )
 
 
@@ -141,11 +138,10 @@ class ShardedOptimizer:
                 continue
             if (param.shape, param.dtype, param.device) != (view.shape, view.dtype, view.device):
                 raise UnsupportedError(
-                    f"sharded: parameter {names.get(key, '')} was {view.dtype} of shape "
-                    f"{tuple(view.shape)} on "
-                    f"{view.device} and is {param.dtype} of shape {tuple(param.shape)} on {param.device}; "
-                    "change "
-                    "parameters before with_bagua, or call trigram.unwrap before and with_bagua after it"
+                    f"sharded: parameter {names.get(key, '')} was {view.dtype} of shape {tuple(view.shape)} "
+                    f"on {view.device} and is {param.dtype} of shape {tuple(param.shape)} on {param.device}; "
+                    "change parameters before with_bagua, or call trigram.unwrap before and with_bagua "
+                    "after it"
                 )
             bucket.hold(param, k)
 

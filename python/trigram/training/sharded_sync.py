@@ -97,10 +97,9 @@ class ShardedSync(GradientSync):
             )
         if any(isinstance(p, torch.Tensor) and id(p) not in mine for p in self.optimizer.state):
             raise MisuseError(
-                f"sharded: optimizer= ({type(self.optimizer).__name__}) holds state that was sharded "
-                "before, in a "
-                "job that has ended or for another model; make a new optimizer, and load a state that was "
-                "saved"
+                f"sharded: optimizer= ({type(self.optimizer).__name__}) holds state that was sharded before, "
+                "in a job that has ended or for another model; make a new optimizer, and load a state that "
+                "was saved"
             )
 
     # Gradients of which each rank keeps a part.
@@ -228,10 +227,8 @@ class ShardedSync(GradientSync):
                 name = next(n for n, p in zip(self.names, self.params, strict=True) if id(p) in mine & own)
                 raise MisuseError(
                     f"{self.groups.name}: {type(optimizer).__name__}.step updates {name}, which the "
-                    "optimizer= of "
-                    f"with_bagua ({type(self.optimizer).__name__}) updates in slices; step that optimizer "
-                    "itself, "
-                    "without another optimizer around it"
+                    f"optimizer= of with_bagua ({type(self.optimizer).__name__}) updates in slices; step "
+                    "that optimizer itself, without another optimizer around it"
                 )
             return
         if self.shards.entered:  # the rest after an update in backward
@@ -289,10 +286,8 @@ class ShardedSync(GradientSync):
             if id(self.params[i]) not in own:
                 raise MisuseError(
                     f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "
-                    "update "
-                    "it; with gradients='shards' no rank has its whole gradient: add it to the optimizer, "
-                    "set "
-                    "requires_grad=False, or use gradients='full'"
+                    "update it; with gradients='shards' no rank has its whole gradient: add it to the "
+                    "optimizer, set requires_grad=False, or use gradients='full'"
                 )
 
     def _put_together(self) -> None:
@@ -327,8 +322,8 @@ class ShardedSync(GradientSync):
         if not self.shards.entered:
             raise MisuseError(
                 f"{self.groups.name}: {type(optimizer).__name__}.step(closure) has not called the closure, "
-                "so it "
-                "has updated whole parameters instead of this rank's slices; call step() without a closure"
+                "so it has updated whole parameters instead of this rank's slices; call step() without a "
+                "closure"
             )
         self.shards.leave()
         updated = self.fused.updated if self.fused is not None and self.fusing else set()
@@ -479,8 +474,7 @@ class _OutlivedJob:
 def _outlived(call: str) -> str:
     return (
         f"sharded: {call}: trigram.shutdown has ended the job whose ranks hold the other parts of this "
-        "optimizer's "
-        "state; save optimizer.state_dict() before, or call trigram.unwrap(model) on all ranks"
+        "optimizer's state; save optimizer.state_dict() before, or call trigram.unwrap(model) on all ranks"
     )
 
 
@@ -490,8 +484,7 @@ def _explained(error: TrigramError, name: str, call: str) -> TrigramError:
         return error
     return MismatchError(
         f"{name}: {call} of a sharded optimizer is a call of all ranks, and some of them are elsewhere in "
-        "the "
-        f"script; make it on all ranks, and save its result on one ({error})"
+        f"the script; make it on all ranks, and save its result on one ({error})"
     )
 
 

@@ -24,9 +24,9 @@ def claim(optimizer: Optimizer, model: Any, name: str) -> None:
     owner = other() if other is not None else None
     if owner is not None and owner is not model:
         raise MisuseError(
-            f"{name}: the optimizer is sharded or fused for another model, {type(owner).__name__}, "
-            "already; wrap "
-            "one module that holds both, such as nn.ModuleList([a, b]), or give each model its own optimizer"
+            f"{name}: the optimizer is sharded or fused for another model, {type(owner).__name__}, already; "
+            "wrap one module that holds both, such as nn.ModuleList([a, b]), or give each model its own "
+            "optimizer"
         )
     _owners[optimizer] = weakref.ref(model)
 

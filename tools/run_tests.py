@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-FIRST = [f"tests/{room}" for room in ("elastic", "cli", "backend", "integrations", "data", "moe")]
+_ROOMS = ("elastic", "cli", "backend", "integrations", "data", "moe", "sharded", "plan", "observe")
+FIRST = [f"tests/{room}" for room in _ROOMS]
 REST = ["tests", *(f"--ignore={folder}" for folder in FIRST)]
 LANES = {
     "first": [*FIRST, "-m", "not long"],

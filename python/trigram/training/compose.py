@@ -163,6 +163,7 @@ def _steps(
             "warmup_steps",
             "script",
             "staleness",
+            "fragments",
             "outer_lr",
             "outer_momentum",
             "second_moment",

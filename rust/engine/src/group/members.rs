@@ -10,7 +10,7 @@ use trigram_core::{Error, Result};
 
 use crate::group::retired::{Retired, RetiredBuffer};
 use crate::group::world::World;
-use crate::host::control_segment::{ControlSegment, OP_SLOTS, OpSlot};
+use crate::host::control_segment::{ControlSegment, LastCall, OP_SLOTS, OpSlot};
 use crate::sys::memory::RegisteredBuffer;
 
 /// A member on this host; this rank is one too.
@@ -233,16 +233,20 @@ impl Drop for Members {
         if crate::sys::fork::is_child() {
             return buffers.for_each(|(_, buffer)| std::mem::forget(buffer)); // they are the parent's
         }
-        // A peer that is leaving the last call may still be reading from a bounce buffer.
+        // A peer that is leaving the last call may still be reading from a bounce buffer, or look for this rank's slot.
+        let last = |call: u64| {
+            let peers = self.locals.iter().filter(|l| l.place != self.me);
+            let peers = peers.map(|l| (l.control.clone(), l.found.load(Ordering::Relaxed)));
+            let peers = peers.filter(|(_, found)| *found != NOT_FOUND).collect();
+            LastCall { group: self.id, call, peers }
+        };
         for (i, buffer) in buffers {
             let call = self.bounce_buffer_used[i].load(Ordering::Relaxed);
-            let readers = self.locals.iter().filter(|l| l.place != self.me);
-            let readers = readers.map(|l| (l.control.clone(), l.found.load(Ordering::Relaxed)));
-            let readers = readers.filter(|(_, found)| *found != NOT_FOUND).collect();
-            self.retired.add(RetiredBuffer { _buffer: buffer, group: self.id, call, readers });
+            self.retired.add(RetiredBuffer { _buffer: buffer, last: last(call) });
         }
+        let made = self.made.load(Ordering::Relaxed);
         for local in self.locals.iter().filter(|l| l.place == self.me) {
-            local.control.leave_group(local.found.load(Ordering::Relaxed));
+            local.control.leave_group(local.found.load(Ordering::Relaxed), last(made));
         }
     }
 }

@@ -28,9 +28,11 @@ use crate::sys::memory::Segment;
 pub const MAX_LOCAL: usize = 64;
 /// The most groups of one process with members on one host.
 pub const MAX_GROUPS: usize = 4096;
-/// With so many deleted groups in the directory, a new group takes the entry of the oldest: the memory that operation
-/// slots have touched is used again.
+/// With so many deleted groups in the directory, a new group takes the entry of an old one whose last call all ranks have
+/// left: the memory that operation slots have touched is used again.
 const KEPT_ENTRIES: usize = 512;
+/// How many of the oldest entries are looked at for that.
+const LOOKS: usize = 64;
 
 const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x06\0");
 
@@ -57,7 +59,29 @@ pub struct ControlSegment {
     segment: Arc<Segment>,
     bell: Doorbell,
     /// Directory entries of groups that the owner has deleted, the oldest first.
-    left: Arc<Mutex<VecDeque<usize>>>,
+    left: Arc<Mutex<VecDeque<(usize, LastCall)>>>,
+}
+
+/// The last call of a group that this rank has deleted, and the other ranks of this host that may still be inside.
+#[derive(Debug, Default)]
+pub struct LastCall {
+    /// The group's id.
+    pub(crate) group: u64,
+    /// One more than the call's number; 0: there was none.
+    pub(crate) call: u64,
+    /// Their control segments, and the group's index in each.
+    pub(crate) peers: Vec<(ControlSegment, usize)>,
+}
+
+impl LastCall {
+    /// Whether all of them have left the call.
+    pub(crate) fn is_over(&self) -> bool {
+        let has_left = |(control, found): &(ControlSegment, usize)| {
+            !control.has_group(*found, self.group)
+                || control.op_slot(*found, self.call - 1).left() >= self.call
+        };
+        self.call == 0 || self.peers.iter().all(has_left)
+    }
 }
 
 impl ControlSegment {
@@ -139,13 +163,18 @@ impl ControlSegment {
 
     /// Enters a group into the owner's directory and returns its index there. Entries are taken from the first on, so
     /// that a free one ends the directory. Entries of deleted groups are reused when there are many, or no free one, the
-    /// oldest first.
+    /// oldest first, but for those in whose last call another rank still is: it may not have looked the group up yet.
     pub fn enter_group(&self, id: u64) -> Result<usize> {
         let mut left = self.left.lock().unwrap_or_else(PoisonError::into_inner);
         let layout = self.layout();
-        let oldest = (left.len() >= KEPT_ENTRIES).then(|| left.pop_front()).flatten();
+        let over = |left: &VecDeque<(usize, LastCall)>, looks: usize| {
+            left.iter().take(looks).position(|(_, last)| last.is_over())
+        };
+        let many = left.len() >= KEPT_ENTRIES;
+        let old = if many { over(&left, LOOKS).and_then(|i| left.remove(i)) } else { None };
         let free = || layout.groups.iter().position(|g| g.load(Ordering::Relaxed) == NO_GROUP);
-        let place = oldest.or_else(free).or_else(|| left.pop_front()).ok_or_else(|| {
+        let mut last = || over(&left, MAX_GROUPS).and_then(|i| left.remove(i)).or_else(|| left.pop_front());
+        let place = old.map(|(place, _)| place).or_else(free).or_else(|| Some(last()?.0)).ok_or_else(|| {
             Error::Unsupported(format!(
                 "more than {MAX_GROUPS} groups at once on one host; delete those no longer used, or set TRIGRAM_TRANSPORT=tcp"
             ))
@@ -172,8 +201,8 @@ impl ControlSegment {
 
     /// The owner deletes a group. The directory keeps the entry until another group needs it: a peer that is leaving
     /// the last call may not have looked the group up yet.
-    pub fn leave_group(&self, place: usize) {
-        self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back(place);
+    pub fn leave_group(&self, place: usize, last: LastCall) {
+        self.left.lock().unwrap_or_else(PoisonError::into_inner).push_back((place, last));
     }
 
     /// The operation slot for a call of the group at index `place`.
@@ -212,7 +241,7 @@ mod tests {
         op_slot.leave(3);
         assert!(theirs.is_free_for(3 + OP_SLOTS as u64) && !theirs.is_free_for(3 + 2 * OP_SLOTS as u64));
         assert!(seen.has_group(place, 42));
-        mine.leave_group(place);
+        mine.leave_group(place, LastCall::default());
         assert_eq!(seen.find_group(42), Some(place), "a late peer still finds it");
         let others = (0..MAX_GROUPS as u64 - 1).map(|i| mine.enter_group(100 + i).unwrap());
         assert!(others.into_iter().all(|p| p != place));
@@ -232,11 +261,28 @@ mod tests {
             assert!(place != kept);
             most = most.max(place);
             assert_eq!(control.find_group(id), Some(place));
-            control.leave_group(place);
+            control.leave_group(place, LastCall::default());
         }
         assert!(most <= KEPT_ENTRIES + 1, "{most}");
         assert!(control.find_group(19_900).is_some(), "a late peer still finds it");
         assert!(control.find_group(2).is_none());
+    }
+
+    #[test]
+    fn an_entry_stays_while_a_peer_is_in_its_last_call() {
+        let (mine, theirs) = (ControlSegment::create().unwrap(), ControlSegment::create().unwrap());
+        let (place, found) = (mine.enter_group(1).unwrap(), theirs.enter_group(1).unwrap());
+        theirs.op_slot(found, 0).arrive(0, 0);
+        mine.leave_group(place, LastCall { group: 1, call: 1, peers: vec![(theirs.clone(), found)] });
+        let fill = |ids: std::ops::Range<u64>| {
+            let places: Vec<_> = ids.map(|id| mine.enter_group(id).unwrap()).collect();
+            places.iter().for_each(|&place| mine.leave_group(place, LastCall::default()));
+            places
+        };
+        assert!(!fill(2..1200).contains(&place) && !fill(1200..2400).contains(&place));
+        assert_eq!(mine.find_group(1), Some(place));
+        theirs.op_slot(found, 0).leave(0);
+        assert!(fill(2400..3600).contains(&place));
     }
 
     #[test]

@@ -43,6 +43,8 @@ _ANSWER = 0.2
 """Seconds, at least, in which a neighbour that trains answers an offer: it does so in every training step."""
 _ANSWER_STEPS = 8
 """The same in training steps of this rank: the neighbour may be slower."""
+_FIRST = 60.0
+"""Seconds after which a rank no longer waits for its first averaging step, whose length it cannot know."""
 _AVERAGE = 4
 """An averaging step takes at most so many times as long as the longest so far, if its partner trains."""
 
@@ -198,8 +200,9 @@ class AsyncGossip:
             for j in self.offered:
                 neighbour = self.neighbours[j]
                 neighbour.silent = neighbour.silent or now - max(neighbour.asked, since) > patience
-            if self.partner is not None and self.longest:
-                late = now - max(self.begun_at, since) > max(patience, _AVERAGE * self.longest)
+            if self.partner is not None:
+                longest = _AVERAGE * self.longest or _FIRST
+                late = now - max(self.begun_at, since) > max(patience, longest)
                 self.neighbours[self.partner].silent = late  # it comes back to the averaging step later
             self._progress()
         self.waited = waited + time.perf_counter() - since

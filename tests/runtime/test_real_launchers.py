@@ -22,7 +22,7 @@ import os, torch, trigram
 model = trigram.with_bagua(torch.nn.Linear(2, 1))
 model(torch.full((1, 2), trigram.rank() + 1.0)).sum().backward()
 print(f"rank {trigram.rank()} of {trigram.world_size()}, local {os.environ['LOCAL_RANK']}: "
-      f"{model.weight.grad.tolist()}", flush=True)
+      f"{model.weight.grad.tolist()}\\n", end="", flush=True)  # one write, though it may be unbuffered
 """
 
 

@@ -167,6 +167,13 @@ def bench_command(
         str, typer.Option(help="Libraries to compare with, separated by commas: gloo, mpi; nccl on GPUs.")
     ] = "",
     device: Annotated[DeviceType, typer.Option(help="Device of the tensors.")] = "cpu",
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune",
+            help="Measure at which sizes the schedule of all_reduce should change here; later jobs read it.",
+        ),
+    ] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results to this file.")
     ] = None,
@@ -206,9 +213,17 @@ def bench_command(
         against=peers,
         device=device,
     )
+    if tune and operation != "all_reduce":
+        raise typer.BadParameter(f"--tune: only all_reduce has a choice of schedules, not {operation}")
     os.environ["TRIGRAM_TRANSPORT"] = transport
     if not launch.is_rank():
         raise typer.Exit(launch.launch(ranks, launch.trigram_command(sys.argv[1:])).code)
+    if tune:
+        from trigram.cli import tune as tuning
+
+        tuning.run()
+        launch.leave_job()
+        return
     rows = bench.run(settings)
     if os.environ["RANK"] == "0":
         if json_file:

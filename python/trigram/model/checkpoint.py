@@ -163,8 +163,8 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
     problem, layout, before = "", None, {}
     if isinstance(hooks, GradientSync) and "buckets" in saved:
         before = hooks.state()
-        layout = hooks.bucket_bytes, [i for b in hooks.buckets for i in b.params]
-        problem = _take_layout(hooks, saved, state.get("bucket_bytes", hooks.bucket_bytes))
+        layout = hooks.buckets.bucket_bytes, hooks.buckets.order
+        problem = _take_layout(hooks, saved, state.get("bucket_bytes", hooks.buckets.bucket_bytes))
     problem = problem or _difference(hooks.state(), saved, "")
     try:
         _agree(problem, f"{saved.get('order')} {state.get('bucket_bytes')}", groups)
@@ -174,8 +174,8 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
             hooks.load(before)
         raise
     hooks.load(saved)
-    if layout is not None and isinstance(hooks, GradientSync) and hooks.bucket_bytes != layout[0]:
-        _rebuild(hooks, layout[0], [i for b in hooks.buckets for i in b.params])
+    if layout is not None and isinstance(hooks, GradientSync) and hooks.buckets.bucket_bytes != layout[0]:
+        _rebuild(hooks, layout[0], hooks.buckets.order)
 
 
 def _take_layout(hooks: GradientSync, saved: dict[str, Any], bucket_bytes: int) -> str:
@@ -198,9 +198,9 @@ def _take_layout(hooks: GradientSync, saved: dict[str, Any], bucket_bytes: int) 
 def _rebuild(hooks: StepHooks, bucket_bytes: int, order: list[int]) -> None:
     """Builds buckets of another size or order, unless they have it; residuals move with the parameters."""
     assert isinstance(hooks, GradientSync)
-    hooks.bucket_bytes = bucket_bytes
+    hooks.buckets.bucket_bytes = bucket_bytes
     if [b.params for b in hooks.buckets] != assign(hooks.params, order, bucket_bytes):
-        hooks._build_buckets(order)
+        hooks.build_buckets(order)
 
 
 def _of_one_rank(state: Any, at: str) -> str:

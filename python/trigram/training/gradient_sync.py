@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,18 +35,17 @@ from trigram.errors import MismatchError, MisuseError, TrigramError, Unsupported
 from trigram.gpu import routes
 from trigram.observe import spans, steps
 from trigram.training import optimizer_hooks
-from trigram.training.buckets import Bucket, assign
+from trigram.training.bucket_set import BucketSet
+from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
 from trigram.training.fused_steps import FusedSteps
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.gradient_probe import GradientProbe
+from trigram.training.local_gradients import LocalGradients
 from trigram.training.model_changes import agree_on_change
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot, UsedGradients
-
-_LATE = 4
-"""Passes after a warm-up in which its end is waited for."""
+from trigram.training.warmup_end import WarmupEnd
 
 
 class GradientSync(StepHooks):
@@ -70,31 +69,23 @@ class GradientSync(StepHooks):
         bucket_bytes: int,
         compressor: GradientCompressor | None = None,
     ) -> None:
-        self.compressor = compressor or GradientCompressor()
-        self.bucket_bytes = bucket_bytes
+        self.buckets = BucketSet(groups, bucket_bytes, compressor or GradientCompressor())
         self.received: list[coalesced.Coalesced] = []
-        self.local = self.copies = self.averaged = False
-        self.covered: set[int] = set()
-        self.managed: set[int] = set()
-        self.assigned: GradientsSnapshot | None = None
-        self.used = UsedGradients()
+        self.warmup_end = WarmupEnd()
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
         self.passes = 0  # since the last update
-        self.buckets: list[Bucket] = []
         self.backup = GradientBackup()
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
         self.failure: TrigramError | None = None
-        self.keep_residuals = True
         self.redoing = False
         self.fused: FusedSteps | None = None
         self.fusing = False
         self.landed = 0
         super().__init__(model, groups)
-        # Gradients that are there already, from before or a warm-up: a script may write others into them.
-        self.used.keep(self.params, {id(p) for p in self.params})
+        self.local = LocalGradients(self.params)
 
     # Parameters and buckets.
 
@@ -105,8 +96,8 @@ class GradientSync(StepHooks):
         self.sparse = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in sparse_ids]
         self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.sparse]
         # Backward usually reaches the last layers first; after the first pass the order is known.
-        self.buckets = []
-        self._build_buckets(self.dense[::-1])
+        self.buckets.begin_anew(self.params, self.dense[::-1])
+        self._buckets_changed()
         self.order = []
 
     def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
@@ -116,43 +107,17 @@ class GradientSync(StepHooks):
             bucket_bytes: The size of a bucket in bytes.
             compressor: None: the same, and residuals move to the new buckets. Another begins without.
         """
-        self.bucket_bytes = bucket_bytes
-        self.keep_residuals = compressor is None
-        self.compressor = compressor or self.compressor
-        self._build_buckets([i for b in self.buckets for i in b.params])
-        self.keep_residuals = True
+        self.buckets.bucket_bytes = bucket_bytes
+        self.buckets.compressor = compressor or self.buckets.compressor
+        self.build_buckets(self.buckets.order, keep_residuals=compressor is None)
 
-    def _build_buckets(self, order: Sequence[int]) -> None:
-        if self.keep_residuals:
-            for bucket in self.buckets:
-                bucket.average.fold()
-        kept = {i: parts for b in self.buckets for i, parts in self._parts(b)} if self.keep_residuals else {}
-        self.buckets = []
-        self.compressor.begin(self.groups.size)
-        for indices in assign(self.params, order, self.bucket_bytes):
-            bucket = self.compressor.bucket(indices, self.params, self.groups)
-            bucket.ready()
-            for i, parts in self._parts(bucket):
-                for name, part in kept.get(i, {}).items():
-                    parts[name].copy_(part)
-            self.buckets.append(bucket)
+    def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
+        """Builds the buckets in another order; see :meth:`BucketSet.build`."""
+        self.buckets.build(order, keep_residuals)
+        self._buckets_changed()
+
+    def _buckets_changed(self) -> None:
         self.times.buckets = [b.nbytes for b in self.buckets]
-        self.place = {i: (b, k) for b in self.buckets for k, i in enumerate(b.params)}
-        for i, (bucket, k) in self.place.items():
-            old = self.params[i].grad
-            if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
-                bucket.views[k].copy_(old)
-                self.params[i].grad = bucket.views[k]
-        count = sum(len(b.params) for b in self.buckets if b.flags is None)
-        self.flags = torch.zeros(count, dtype=torch.uint8) if count else None
-        # Buckets whose averages have a second phase, in order.
-        self.two_phase = [b for b in self.buckets if b.average.calls]
-
-    def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-        """The state of each parameter in a bucket, which moves with it to another bucket."""
-        of_average, of_compressor = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
-        for i, a, b in zip(bucket.params, of_average, of_compressor, strict=True):
-            yield i, {**a, **b}
 
     def watch(self, model: nn.Module) -> None:
         """Hooks the model and its parameters."""
@@ -240,15 +205,17 @@ class GradientSync(StepHooks):
         order = torch.tensor(self.order + rest, dtype=torch.int64)
         collectives.broadcast(order, self.groups.control.ranks[0], self.groups.control)
         self.order = None
-        if order.tolist() != [i for b in self.buckets for i in b.params]:
-            self._build_buckets(order.tolist())
+        if order.tolist() != self.buckets.order:
+            self.build_buckets(order.tolist())
 
     # Backward.
 
     def begin(self, param: int | None) -> None:
         """Resets the buckets and counters for a new pass."""
-        self.covered.clear()
-        self._check_warmup()
+        self.warmup_end.begin_pass()
+        if self.successor is not None and self.join is None:
+            model_name = type(self.model()).__name__
+            self.warmup_end.check(self.steps, self.limit, self.param_ids, self.groups.name, model_name)
         if self.has_other_training():
             model = self.model()
             assert model is not None
@@ -256,8 +223,8 @@ class GradientSync(StepHooks):
             self._watch_parameters()
         elif any(b.is_kept_by_script(self.params) for b in self.buckets):
             # The script still holds gradients of an earlier pass; the next must not overwrite them.
-            self.copies = True
-            self._build_buckets([i for b in self.buckets for i in b.params])
+            self.buckets.copies = True
+            self.build_buckets(self.buckets.order)
         self.landed, self.fusing = 0, self._begin_fused(param)
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self._number_calls()
@@ -276,18 +243,6 @@ class GradientSync(StepHooks):
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
 
-    def _check_warmup(self) -> None:
-        """Raises if a warm-up is over and nothing tells where it may end: it would last for ever."""
-        if self.successor is None or self.managed or self.steps < self.limit + _LATE or self.join is not None:
-            return
-        if not optimizer_hooks.any_optimizer_of(self.param_ids):
-            raise MisuseError(
-                f"{self.groups.name}: the warm-up of {self.limit} steps cannot end, because the weights of "
-                f"{type(self.model()).__name__} are changed without an optimizer of torch.optim and without "
-                "a call of the model itself, so trigram cannot tell where a training step ends; call "
-                "trigram.step(model) after each update, on all ranks"
-            )
-
     def _number_calls(self) -> None:
         """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or
         fewer updates, is found when its pass meets theirs. Ranks without inputs make no updates, and ranks
@@ -301,13 +256,13 @@ class GradientSync(StepHooks):
 
     def local_gradient(self) -> None:
         """Gradients that only this rank has; see :meth:`before_update`."""
-        self.local = True
+        self.local.accumulated = True
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Starts the averages of the buckets whose gradients are all there."""
         if i in self.sparse:
             return
-        bucket, k = self.place[i]
+        bucket, k = self.buckets.place[i]
         grad = param.grad
         if grad is None:
             raise MisuseError(
@@ -355,7 +310,7 @@ class GradientSync(StepHooks):
             grad = self.params[i].grad
             if isinstance(grad, ShardedGradient):
                 self.params[i].grad = grad.of_this_rank()
-        bucket.collect(self.params, self.copies)
+        bucket.collect(self.params, self.buckets.copies)
         if self.probe is not None:
             self.probe.own(bucket.values)
         if self.fidelity is not None:
@@ -370,20 +325,20 @@ class GradientSync(StepHooks):
             self.groups.non_finite_check.check(bucket.values)
         if self.elastic.can_redo:
             self.backup.keep(bucket, self.params)
-        self.compressor.before_send(bucket, self.params)
+        self.buckets.compressor.before_send(bucket, self.params)
         if weights is not None:
             weights.weigh(bucket.values)
         name = partial(self._bucket_name, bucket)
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
         with spans.naming(self.groups.main, name):
             bucket.average.start(self.steps)
-        self.compressor.after_send(bucket)
+        self.buckets.compressor.after_send(bucket)
         self.next += 1
 
     def _advance(self) -> None:
         """Starts second phases, which have the order of the buckets too."""
-        while self.next_second_phase < len(self.two_phase):
-            bucket = self.two_phase[self.next_second_phase]
+        while self.next_second_phase < len(self.buckets.two_phase):
+            bucket = self.buckets.two_phase[self.next_second_phase]
             if not bucket.sent:
                 return
             with spans.naming(self.groups.second_phase, partial(self._bucket_name, bucket)):
@@ -475,14 +430,13 @@ class GradientSync(StepHooks):
         self.elastic.complete(self)
         self.steps += 1
         self.passes += 1
-        self.local, self.averaged = False, True
-        self.used.clear()
+        self.local.pass_ended()
         received, self.received = self.received, []
         for buffers in received:
             # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
             torch._foreach_copy_([t.data for t in buffers.tensors], buffers.views)
-        if self.copies:
-            self.assigned = GradientsSnapshot(self.params)
+        if self.buckets.copies:
+            self.local.averages_are(self.params)
 
     def send_rest(self) -> None:
         """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
@@ -496,13 +450,7 @@ class GradientSync(StepHooks):
         self._finish()
         self._apply_options()
         self.bytes += sum(b.average.sent for b in self.buckets)
-        at = 0
-        for bucket in self.buckets if not self.fusing else []:
-            used = None
-            if bucket.flags is None:
-                assert self.flags is not None
-                used = self.flags[at : at + len(bucket.params)]
-                at += len(bucket.params)
+        for bucket, used in self.buckets.with_flags() if not self.fusing else ():
             if self.elastic.newcomers and self.groups.sample_weight is None:
                 n = self.groups.size
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
@@ -526,8 +474,7 @@ class GradientSync(StepHooks):
 
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
-        order = [i for b in self.buckets for i in b.params]
-        return {"order": order, "steps": self.steps}
+        return {"order": self.buckets.order, "steps": self.steps}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, with residuals of 0."""
@@ -536,9 +483,7 @@ class GradientSync(StepHooks):
         for bucket in self.buckets:
             with contextlib.suppress(TrigramError):
                 bucket.average.await_end()
-        self.keep_residuals = False
-        self._build_buckets(meta["order"])
-        self.keep_residuals = True
+        self.build_buckets(meta["order"], keep_residuals=False)
         self.order = None
 
     def _apply_options(self) -> None:
@@ -556,23 +501,9 @@ class GradientSync(StepHooks):
                 sample_weight.normalize(bucket.values)
             sample_weight.factor()
 
-    def _reduce_flags(self) -> collectives.Work | None:
-        """Starts the all-reduce of the flags of buckets without flags; None if there is no such bucket."""
-        if self.flags is None:
-            return None
-        self.flags.fill_(1)
-        at = 0
-        for bucket in self.buckets:
-            if bucket.flags is None:
-                for k in bucket.unused:
-                    self.flags[at + k] = 0
-                at += len(bucket.params)
-        return collectives.all_reduce(self.flags, "max", None, self.groups.main, async_op=True)
-
     def _call_counts(self) -> list[int]:
         """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""
-        calls = (len(self.buckets) + (self.flags is not None), sum(b.average.calls for b in self.two_phase))
-        return [a + b for a, b in zip(self.calls, calls, strict=True)]
+        return [a + b for a, b in zip(self.calls, self.buckets.calls(), strict=True)]
 
     def _finish(self, failed: str | None = None) -> None:
         """Awaits all averages of this pass, then raises the first error if there was one.
@@ -589,7 +520,7 @@ class GradientSync(StepHooks):
             self._abort_calls(counts, failed)
         try:
             if failed is None and self.next == len(self.buckets):
-                flags = self._reduce_flags()
+                flags = self.buckets.reduce_flags()
             for k, bucket in enumerate(self.buckets if failed is None else []):
                 bucket.average.wait()
                 bucket.end_span()
@@ -678,7 +609,7 @@ class GradientSync(StepHooks):
 
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
         """Raises if an optimizer that did not call its closure has used gradients of this rank only."""
-        if self._has_local_gradients(mine):
+        if self.local.any(self.buckets.placed(), self.params, mine):
             raise MisuseError(
                 f"{self.groups.name}: {optimizer}.step(closure) has not called the closure, and updated the "
                 "weights with the gradients of this rank only; call step() without a closure"
@@ -698,7 +629,7 @@ class GradientSync(StepHooks):
                 "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "
                 "(local_sgd, decentralized)"
             )
-        if not self._has_local_gradients(mine):
+        if not self.local.any(self.buckets.placed(), self.params, mine):
             self._finish_fused()
             return
         if not self.sync:
@@ -707,7 +638,7 @@ class GradientSync(StepHooks):
                 "gradients of this rank only; leave no_sync for the last backward pass before the update"
             )
         with torch.no_grad():
-            if self.averaged and not self.local:
+            if self.local.averaged and not self.local.accumulated:
                 self._average_changed(mine)
             else:
                 self.begin_pass(None)
@@ -718,45 +649,22 @@ class GradientSync(StepHooks):
         """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
         computed the new ones from the averages (to clip or scale them), they are the same on all ranks and
         stay so, and a codec would lose part of them once more."""
-        changed = [p.grad for p in self._with_local_gradients(mine) if p.grad is not None]
+        changed = [
+            p.grad for p in self.local.find(self.buckets.placed(), self.params, mine) if p.grad is not None
+        ]
         mean_of(changed, self.groups)
-        self.assigned = GradientsSnapshot(self.params)
+        self.local.averages_are(self.params)
 
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Ends the warm-up when optimizers have updated all parameters that have gradients."""
-        self.covered |= mine
-        self.managed |= mine
+        self.warmup_end.updated(mine)
         if self.updating:
             return
-        self.averaged = False
         self.passes = 0
-        self.used.keep(self.params, mine)
+        self.local.updated(self.params, mine)
         used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
-        if self.steps > 1 and used & self.managed <= self.covered:  # after one step not all are known
+        if self.steps > 1 and self.warmup_end.covers(used):  # after one step not all are known
             self.end_warmup()
-
-    def _has_local_gradients(self, mine: set[int]) -> bool:
-        if self.local and any(p.grad is not None for p in self.params if id(p) in mine):
-            return True
-        return bool(self._with_local_gradients(mine))
-
-    def _with_local_gradients(self, mine: set[int]) -> list[torch.Tensor]:
-        """The parameters whose gradients are not those that a pass has averaged."""
-        found: list[torch.Tensor] = []
-        for i, (bucket, k) in self.place.items():
-            p = self.params[i]
-            grad = p.grad
-            if isinstance(grad, ShardedGradient):
-                if grad.added is not None and id(p) in mine:
-                    found.append(p)
-            elif grad is not None and grad.data_ptr() != bucket.views[k].data_ptr() and id(p) in mine:
-                found.append(p)
-        if found and self.assigned is not None:
-            found = self.assigned.foreign(self.params, {id(p) for p in found})
-        # The next gradients may be written into the memory of averages that an update has used.
-        rewritten = self.used.rewritten(self.params, mine) - {id(p) for p in found}
-        again = [p for p in self.params if id(p) in rewritten]
-        return found + [p for p in again if not isinstance(p.grad, ShardedGradient)]
 
     # State.
 
@@ -764,24 +672,17 @@ class GradientSync(StepHooks):
         """The order of the buckets, the residuals, and the state of the compressor."""
         return {
             **super().state(),
-            "order": None if self.order is not None else [i for b in self.buckets for i in b.params],
-            "buckets": [(b.average.state(), self._compressor_parts(b)) for b in self.buckets],
+            "order": None if self.order is not None else self.buckets.order,
+            "buckets": self.buckets.state(),
         }
-
-    def _compressor_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
-        return self.compressor.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
         if state["order"] is not None:
-            self._build_buckets(state["order"])
+            self.build_buckets(state["order"])
             self.order = None
-        for bucket, (average, parts) in zip(self.buckets, state["buckets"], strict=True):
-            bucket.average.load(average)
-            for mine, saved in zip(self._compressor_parts(bucket), parts, strict=True):
-                for name, part in mine.items():
-                    part.copy_(saved[name])
+        self.buckets.load(state["buckets"])
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""

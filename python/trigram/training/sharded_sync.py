@@ -133,7 +133,7 @@ class ShardedSync(GradientSync):
         self._hold()
         if self._missing(optimizer_hooks.parameters_of(self.optimizer)):
             return False  # the next update divides them
-        counts = [sum(i in self.place for i in self._of(b)) for b in self.shards.buckets]
+        counts = [sum(i in self.buckets.place for i in self._of(b)) for b in self.shards.buckets]
         self.remaining = counts
         return super()._begin_fused(param)
 
@@ -251,7 +251,7 @@ class ShardedSync(GradientSync):
             self._reorder()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
         self._agree(f"shards {missing}\n{self.shards.outline()}")
-        for indices in assign(self.params, missing, self.bucket_bytes):
+        for indices in assign(self.params, missing, self.buckets.bucket_bytes):
             layout = (
                 allot(self.params, indices, self.loads)
                 if self.shards.whole
@@ -268,7 +268,7 @@ class ShardedSync(GradientSync):
         """Divides the weights as the buckets of gradients are divided; anew if these have changed."""
         wanted = layouts(self.buckets)
         if wanted == [b.layout for b in self.shards.buckets] and all(
-            id(self.params[i]) in self.shards.places for i in self.place
+            id(self.params[i]) in self.shards.places for i in self.buckets.place
         ):
             return
         self._check_all_updated(own)
@@ -282,7 +282,7 @@ class ShardedSync(GradientSync):
             )
 
     def _check_all_updated(self, own: set[int]) -> None:
-        for i in self.place:
+        for i in self.buckets.place:
             if id(self.params[i]) not in own:
                 raise MisuseError(
                     f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "

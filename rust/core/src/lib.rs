@@ -16,6 +16,7 @@
 //! * [`sim`] — the same executor for all ranks at once, in virtual time.
 //! * [`signature`] — what ranks compare to find out that they disagree.
 //! * [`second_moment`] — a loop for optimizers whose ranks average weights.
+//! * [`tuning`] — measured sizes at which schedules change.
 //! * [`wire`] — the header of every message, decoded without trust.
 //! * [`error`] — one error type, its kinds named by who is to blame.
 #![forbid(unsafe_code)]
@@ -32,6 +33,7 @@ pub mod second_moment;
 pub mod signature;
 pub mod sim;
 pub mod topology;
+pub mod tuning;
 mod vector;
 pub mod wire;
 

@@ -12,6 +12,7 @@ use crate::topology::blocks::Blocks;
 use crate::topology::{
     Shape, balance, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
 };
+use crate::tuning::Tuned;
 
 /// Bytes of the inline buffer in each rank's operation slot: a payload that fits moves through it alone.
 pub const INLINE_BYTES: usize = 16 << 10;
@@ -100,6 +101,8 @@ pub struct Layout {
     pub hosts: Vec<Vec<Place>>,
     /// How many of the last places only help: they have no data of their own, and reduce for the others.
     pub helpers: u32,
+    /// What was measured for groups like this; the constants above hold without.
+    pub tuned: Option<Tuned>,
 }
 
 impl Layout {
@@ -208,7 +211,9 @@ fn has_links(call: &Call, layout: &Layout) -> bool {
 
 /// Whether the schedule of a call depends on the rates of the links.
 pub fn goes_by_rates(call: &Call, layout: &Layout) -> bool {
-    let small = call.via == Via::Auto && call.len * call.dtype.size() <= most_small_bytes(layout.world);
+    let small = call.via == Via::Auto
+        && layout.tuned.is_none()
+        && call.len * call.dtype.size() <= most_small_bytes(layout.world);
     has_links(call, layout) && (small || layout.helpers > 0 || is_balanced(call, layout))
 }
 
@@ -222,8 +227,12 @@ fn most_small_bytes(world: u32) -> usize {
 }
 
 /// The bytes up to which recursive doubling is faster: a power of two, so that a rate that is measured a little
-/// differently tomorrow chooses the same.
-fn small_bytes(world: u32, rates: &[f64]) -> usize {
+/// differently tomorrow chooses the same; or what was measured.
+fn small_bytes(layout: &Layout, rates: &[f64]) -> usize {
+    if let Some(tuned) = layout.tuned {
+        return (tuned.doubling as usize).min(BALANCED_BYTES - 1);
+    }
+    let world = layout.world;
     let most = most_small_bytes(world);
     if rates.is_empty() {
         return if world == 2 { most } else { SMALL_BYTES };
@@ -235,16 +244,18 @@ fn small_bytes(world: u32, rates: &[f64]) -> usize {
 
 /// Whether a ring serves an AllReduce best: among many, of much, on links that are known to be equal.
 fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
-    let bytes = (call.len * call.dtype.size()) as f64;
-    layout.world >= RING_WORLD
+    let bytes = call.len * call.dtype.size();
+    let may_win = layout.world >= RING_WORLD
         && layout.helpers == 0
         && is_balanced(call, layout)
         && links.steady
-        && balance::is_equal(links.rates)
-        && links
-            .rates
-            .iter()
-            .all(|rate| *rate < RING_RATE && bytes / rate > RING_SECONDS * f64::from(layout.world))
+        && balance::is_equal(links.rates);
+    let seconds = RING_SECONDS * f64::from(layout.world);
+    may_win
+        && match layout.tuned {
+            Some(tuned) => tuned.ring.is_some_and(|least| bytes as u64 >= least),
+            None => links.rates.iter().all(|rate| *rate < RING_RATE && bytes as f64 / rate > seconds),
+        }
 }
 
 /// Whether the ranks of a host may pass this call through their stages.
@@ -311,7 +322,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
                 hierarchical::all_reduce(s, hosts, lent == Lent::Inputs, window)
             }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
-            Via::Auto if bytes <= small_bytes(s.world, rates) && !call.dtype.is_half() => {
+            Via::Auto if bytes <= small_bytes(layout, rates) && !call.dtype.is_half() => {
                 recursive_doubling::all_reduce(s)
             }
             Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
@@ -385,8 +396,8 @@ mod tests {
 
     #[test]
     fn openings() {
-        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0 };
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0 };
+        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0, tuned: None };
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None };
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &one), Opening::OneShot);
         assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Barrier);
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Barrier);
@@ -395,7 +406,13 @@ mod tests {
 
     #[test]
     fn links_choose() {
-        let flat = |world| Layout { me: 0, world, hosts: (0..world).map(|p| vec![p]).collect(), helpers: 0 };
+        let flat = |world| Layout {
+            me: 0,
+            world,
+            hosts: (0..world).map(|p| vec![p]).collect(),
+            helpers: 0,
+            tuned: None,
+        };
         let steps = |world, bytes: usize, rate: f64, steady| {
             let rates = vec![rate; world as usize];
             let links = Links { rates: &rates, steady, far: false };
@@ -425,8 +442,33 @@ mod tests {
     }
 
     #[test]
+    fn what_was_measured_holds() {
+        let hosts: Vec<Vec<Place>> = (0..4).map(|p| vec![p]).collect();
+        let tuned = Some(Tuned { world: 4, doubling: 300 << 10, ring: Some(8 << 20) });
+        let layout = Layout { me: 0, world: 4, hosts, helpers: 0, tuned };
+        let is = |bytes: usize, rate: f64, make: &dyn Fn(Shape) -> Schedule| {
+            let rates = [rate; 4];
+            let call = call(Collective::AllReduce, bytes / 4, Via::Auto);
+            let share = bytes / 4;
+            let piece = (share / 4).next_multiple_of(64).clamp(LEAST_PIECE_BYTES, WIRE_PIECE_BYTES);
+            let links = Links { rates: &rates, steady: true, far: false };
+            let chosen = schedule(&call, &layout, Lent::Nothing, links).unwrap();
+            chosen.steps == make(shape(&call, &layout, piece)).steps
+        };
+        // Neither depends on rates any more.
+        for rate in [1e7, 1e10] {
+            assert!(is(256 << 10, rate, &recursive_doubling::all_reduce));
+            assert!(!is(512 << 10, rate, &recursive_doubling::all_reduce));
+            assert!(!is(4 << 20, rate, &ring::all_reduce));
+            assert!(is(8 << 20, rate, &ring::all_reduce));
+        }
+        let small = call(Collective::AllReduce, 1 << 10, Via::Auto);
+        assert!(!goes_by_rates(&small, &layout) && goes_by_rates(&small, &Layout { tuned: None, ..layout }));
+    }
+
+    #[test]
     fn impossible_ways_say_why() {
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0 };
+        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None };
         let e =
             schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, Links::default());
         assert!(e.unwrap_err().to_string().contains("spans 2"));

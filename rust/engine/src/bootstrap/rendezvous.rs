@@ -13,10 +13,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use trigram_core::tuning::Tuned;
 use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake::{self, Identity};
-use crate::bootstrap::host_handshake;
+use crate::bootstrap::{host_handshake, tuning_file};
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
 use crate::link::frames::{Rx, Tx};
@@ -62,9 +63,11 @@ struct EndpointRecord {
     tls: bool,
     /// After how many milliseconds without a heartbeat the rank would like a rank to be lost; the most holds.
     silence: u64,
+    /// What it knows from measurements of the network; that of the first rank holds for all.
+    tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 6;
+const VERSION: u32 = 7;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {
@@ -151,6 +154,7 @@ impl Rendezvous {
             secret: false,
             tls: false,
             silence: Patience::from_env().limit.as_millis() as u64,
+            tuning: tuning_file::read()?,
         };
         Ok(Self {
             record,
@@ -343,7 +347,9 @@ impl Rendezvous {
         let mine = Patience::from_env();
         let asked = self.records.iter().flatten().map(|record| Duration::from_millis(record.silence)).max();
         let limit = asked.unwrap_or(mine.limit).min(MOST_LIMIT);
+        let tuning = self.records.iter().flatten().next().map_or_else(Vec::new, |first| first.tuning.clone());
         let world = World {
+            tuning,
             patience: Patience { limit, ..mine },
             rank: me as u32,
             host_of,
@@ -396,6 +402,32 @@ mod tests {
             let checksums = tcp::Checksums::asked(asked);
             assert_eq!([1, 2].map(|rank| checksums.apply(one.is_over_wire(rank))), each, "{asked}");
         }
+    }
+
+    #[test]
+    fn the_first_rank_tells_what_was_measured() {
+        let mut ranks: Vec<Rendezvous> =
+            (0..2).map(|rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap()).collect();
+        let tuned = |doubling| vec![Tuned { world: 2, doubling, ring: None }];
+        ranks[0].record.tuning = tuned(5000);
+        ranks[1].record.tuning = tuned(7000);
+        let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
+        ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, &mut || Ok(())).unwrap()));
+        let connect =
+            |r: Rendezvous| r.connect(&[true, true], Duration::from_secs(60), &mut || Ok(())).unwrap();
+        std::thread::scope(|s| {
+            let all: Vec<_> = ranks.into_iter().map(|r| s.spawn(move || connect(r))).collect();
+            for engine in all {
+                let engine = engine.join().unwrap();
+                assert_eq!(engine.world().tuning, tuned(5000));
+                let group = |ranks| {
+                    let name = "all".into();
+                    crate::group::members::Members::new(7, name, ranks, 0, engine.world()).unwrap().layout
+                };
+                assert_eq!(group(vec![0, 1]).tuned, Some(tuned(5000)[0]));
+                assert_eq!(group(vec![engine.world().rank]).tuned, None);
+            }
+        });
     }
 
     #[test]

@@ -92,7 +92,9 @@ impl Members {
                 locals.push(Local { place, control, found, left_before: AtomicU64::new(0) });
             }
         }
-        let layout = Layout { me, world: ranks.len() as u32, hosts, helpers };
+        let world_size = ranks.len() as u32;
+        let tuned = world.tuning.iter().find(|tuned| tuned.world == world_size && hosts.len() == ranks.len());
+        let layout = Layout { me, world: world_size, hosts, helpers, tuned: tuned.copied() };
         Ok(Self {
             id,
             name,

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::time::Timespec;
+use trigram_core::tuning::Tuned;
 use trigram_core::{Error, Result};
 
 use crate::group::retired::Retired;
@@ -200,6 +201,8 @@ pub struct World {
     pub retired: Arc<Retired>,
     /// How long ranks may be silent.
     pub patience: Patience,
+    /// What was measured of the network; the same on all ranks.
+    pub tuning: Vec<Tuned>,
 }
 
 impl World {

@@ -28,6 +28,7 @@ pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Ve
     let ranks = controls.into_iter().zip(tx).zip(rx).enumerate();
     let make = |(rank, ((control, tx), rx))| {
         let world = World {
+            tuning: Vec::new(),
             rank: rank as u32,
             host_of: (0..n).collect(),
             control,

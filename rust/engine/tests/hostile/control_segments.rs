@@ -104,6 +104,7 @@ fn control_segments() {
         let mine = ControlSegment::create().unwrap();
         let (mut hostile, neighbour, tx, rx) = meet(&mine);
         let world = Arc::new(World {
+            tuning: Vec::new(),
             rank: 0,
             host_of: vec![0, 0],
             control: mine.clone(),

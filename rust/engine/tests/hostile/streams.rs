@@ -206,6 +206,7 @@ fn streams() {
     let _turn = turn();
     let (count, began, mut rng) = (inputs(40_000), Instant::now(), Rng::new(21));
     let world = Arc::new(World {
+        tuning: Vec::new(),
         rank: 0,
         host_of: vec![0, 1, 2],
         control: ControlSegment::create().unwrap(),

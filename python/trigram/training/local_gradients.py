@@ -1,0 +1,86 @@
+"""Finds gradients that no backward pass has averaged: an update with them would be of one rank only.
+
+Scripts assign gradients, write into them, or accumulate them in ``no_sync`` and then update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.update_watch import GradientsSnapshot, UsedGradients
+
+
+class LocalGradients:
+    """Which gradients of a model are this rank's own.
+
+    Args:
+        params: All parameters. Gradients that they have already may be used, and written again.
+
+    Attributes:
+        accumulated: Whether gradients were added inside ``no_sync`` since the last pass.
+        averaged: Whether a pass has averaged gradients since the last update.
+    """
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self.accumulated = self.averaged = False
+        self._assigned: GradientsSnapshot | None = None
+        self._used = UsedGradients()
+        self._used.keep(params, {id(p) for p in params})
+
+    def pass_ended(self) -> None:
+        """All gradients have been averaged."""
+        self.accumulated, self.averaged = False, True
+        self._used.clear()
+
+    def averages_are(self, params: Sequence[torch.Tensor]) -> None:
+        """The parameters' gradients are averages, in memory outside of the buckets."""
+        self._assigned = GradientsSnapshot(params)
+
+    def updated(self, params: Sequence[torch.Tensor], mine: set[int]) -> None:
+        """Optimizers have updated the parameters with these ``id()``."""
+        self.averaged = False
+        self._used.keep(params, mine)
+
+    def any(
+        self,
+        placed: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        params: Sequence[torch.Tensor],
+        mine: set[int],
+    ) -> bool:
+        """Whether there are any; see :meth:`find`."""
+        if self.accumulated and any(p.grad is not None for p in params if id(p) in mine):
+            return True
+        return bool(self.find(placed, params, mine))
+
+    def find(
+        self,
+        placed: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        params: Sequence[torch.Tensor],
+        mine: set[int],
+    ) -> list[torch.Tensor]:
+        """The parameters whose gradients are not those that a pass has averaged.
+
+        Args:
+            placed: Each parameter of a bucket, with the view into the bucket that its gradient should be.
+            params: All parameters of the model.
+            mine: ``id()`` of the parameters that matter.
+        """
+        found: list[torch.Tensor] = []
+        for p, view in placed:
+            grad = p.grad
+            if grad is None or id(p) not in mine:
+                continue
+            if isinstance(grad, ShardedGradient):
+                if grad.added is not None:
+                    found.append(p)
+            elif grad.data_ptr() != view.data_ptr():
+                found.append(p)
+        if found and self._assigned is not None:
+            found = self._assigned.foreign(params, {id(p) for p in found})
+        # The next gradients may be written into the memory of averages that an update has used.
+        rewritten = self._used.rewritten(params, mine) - {id(p) for p in found}
+        again = [p for p in params if id(p) in rewritten]
+        return found + [p for p in again if not isinstance(p.grad, ShardedGradient)]

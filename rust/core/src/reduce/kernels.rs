@@ -80,7 +80,10 @@ impl Element for f16 {
         G: Fn(f32) -> f32 + Copy,
     {
         let pulp::Arch::V4(simd) = crate::vector::unit() else {
-            return fold::<f16, F, G>(srcs, out, f, finish);
+            return match one_pass_of_halves(srcs.len()) {
+                true => fold::<f16, F, G>(srcs, out, f, finish),
+                false => fold_in_blocks::<f16, F, G>(srcs, out, f, finish),
+            };
         };
         let out = cast_mut::<f16>(out)?;
         match srcs {
@@ -128,8 +131,18 @@ impl Element for f16 {
     }
 }
 
-/// Elements that are accumulated at a time where there are more than four sources.
+/// Elements that are accumulated at a time where there is no pass for so many sources.
 const BLOCK: usize = 512;
+
+/// Whether one pass over so many sources of halves is the fastest. Without AVX-512's conversions it is so for two: the
+/// compiler does not vectorise the portable conversions of more in one loop.
+pub(super) fn one_pass_of_halves(sources: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    if matches!(crate::vector::unit(), pulp::Arch::V4(_)) {
+        return true;
+    }
+    sources <= 2
+}
 
 /// Views bytes as elements, or says that they are misaligned.
 fn cast<T: AnyBitPattern>(bytes: &[u8]) -> Result<&[T]> {
@@ -183,26 +196,36 @@ where
                 },
             );
         }
-        _ => {
-            let mut wide = [T::Wide::default(); BLOCK];
-            for (k, out) in out.chunks_mut(BLOCK).enumerate() {
-                let wide = &mut wide[..out.len()];
-                for (i, src) in srcs.iter().enumerate() {
-                    let src = &cast::<T>(src)?[k * BLOCK..][..out.len()];
-                    arch.dispatch(
-                        #[inline(always)]
-                        || match i {
-                            0 => wide.iter_mut().zip(src).for_each(|(w, s)| *w = s.widen()),
-                            _ => wide.iter_mut().zip(src).for_each(|(w, s)| *w = f(*w, s.widen())),
-                        },
-                    );
-                }
-                arch.dispatch(
-                    #[inline(always)]
-                    || out.iter_mut().zip(&*wide).for_each(|(o, &w)| *o = T::narrow(finish(w))),
-                );
-            }
+        _ => return fold_in_blocks::<T, F, G>(srcs, bytemuck::cast_slice_mut(out), f, finish),
+    }
+    Ok(())
+}
+
+/// As [`fold`], of any number of sources, accumulated in blocks that stay in the first-level cache.
+fn fold_in_blocks<T, F, G>(srcs: &[&[u8]], out: &mut [u8], f: F, finish: G) -> Result<()>
+where
+    T: Element,
+    F: Fn(T::Wide, T::Wide) -> T::Wide + Copy,
+    G: Fn(T::Wide) -> T::Wide + Copy,
+{
+    let arch = crate::vector::unit();
+    let mut wide = [T::Wide::default(); BLOCK];
+    for (k, out) in cast_mut::<T>(out)?.chunks_mut(BLOCK).enumerate() {
+        let wide = &mut wide[..out.len()];
+        for (i, src) in srcs.iter().enumerate() {
+            let src = &cast::<T>(src)?[k * BLOCK..][..out.len()];
+            arch.dispatch(
+                #[inline(always)]
+                || match i {
+                    0 => wide.iter_mut().zip(src).for_each(|(w, s)| *w = s.widen()),
+                    _ => wide.iter_mut().zip(src).for_each(|(w, s)| *w = f(*w, s.widen())),
+                },
+            );
         }
+        arch.dispatch(
+            #[inline(always)]
+            || out.iter_mut().zip(&*wide).for_each(|(o, &w)| *o = T::narrow(finish(w))),
+        );
     }
     Ok(())
 }

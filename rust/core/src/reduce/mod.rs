@@ -85,7 +85,9 @@ pub fn fold_into_all(
         match dtype {
             DType::F32 | DType::C64 => return sum_into_all::<f32>(mean.map(|n| n as f32), ends),
             DType::F64 | DType::C128 => return sum_into_all::<f64>(mean.map(f64::from), ends),
-            DType::F16 => return sum_into_all::<f16>(mean.map(|n| n as f32), ends),
+            DType::F16 if kernels::one_pass_of_halves(ends.len()) => {
+                return sum_into_all::<f16>(mean.map(|n| n as f32), ends);
+            }
             DType::BF16 => return sum_into_all::<bf16>(mean.map(|n| n as f32), ends),
             _ => {}
         }

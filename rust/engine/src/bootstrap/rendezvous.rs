@@ -365,6 +365,7 @@ impl Rendezvous {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::group::members::Members;
 
     #[test]
     fn ranks_of_another_release_are_refused_by_name() {
@@ -422,7 +423,7 @@ mod tests {
                 assert_eq!(engine.world().tuning, tuned(5000));
                 let group = |ranks| {
                     let name = "all".into();
-                    crate::group::members::Members::new(7, name, ranks, 0, engine.world()).unwrap().layout
+                    Members::new(7, name, ranks, 0, engine.world()).unwrap().layout.clone()
                 };
                 assert_eq!(group(vec![0, 1]).tuned, Some(tuned(5000)[0]));
                 assert_eq!(group(vec![engine.world().rank]).tuned, None);

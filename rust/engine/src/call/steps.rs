@@ -9,6 +9,7 @@ use trigram_core::{Error, ReduceOp, Result, reduce};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
 use crate::link::outbox::Outbox;
+use crate::sys::copy::{MUCH, copy_past_cache};
 
 /// Carries out the steps of one call.
 pub(crate) struct StepRunner<'a> {
@@ -153,9 +154,11 @@ impl Body {
         let away = from.iter().chain(to).filter(|l| l.place != me).count();
         body.direct_bytes += (away * len) as u64;
         if let ([_], None) = (from, divide_by.filter(|_| op == ReduceOp::Avg)) {
-            for (_, to) in ends[..to.len()].iter().filter(|(_, to)| *to != ends[0].0) {
+            for ((_, at), to) in ends.iter().zip(to).filter(|((_, at), _)| *at != ends[0].0) {
+                let is_much = to.span.buf == Buf::Out && body.request.tensors.output_len >= MUCH;
+                let copy = if is_much { copy_past_cache } else { std::ptr::copy_nonoverlapping };
                 // SAFETY: both spans are checked and, being different, do not overlap.
-                unsafe { std::ptr::copy_nonoverlapping(ends[0].0, *to, len) };
+                unsafe { copy(ends[0].0.cast_const(), *at, len) };
             }
             return Ok(next);
         }

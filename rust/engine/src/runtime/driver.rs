@@ -36,9 +36,6 @@ const LOOKS: u32 = 64;
 const YIELDS: u32 = 40;
 /// The same between hosts, where each round costs a system call, and waits are longer.
 const SOCKET_YIELDS: u32 = 4;
-/// The most time that a caller yields on for as long as it has worked: inside a host, the peers have about as much to
-/// do in a call, and a rank that sleeps meanwhile is woken later than they end.
-const MOST_AWAKE: Duration = Duration::from_millis(1);
 /// Sleeps on the futex for this long; then in `epoll`, which reports deaths too.
 const FUTEX_SLEEP: Duration = Duration::from_millis(2);
 
@@ -303,7 +300,6 @@ impl Driver {
         let mut idle = 0;
         let mut idle_since: Option<Instant> = None;
         let mut checked = None;
-        let mut working_since = Instant::now();
         loop {
             self.take_inbox(&mut progress);
             let moved = progress.poll();
@@ -349,14 +345,9 @@ impl Driver {
             }
             let now = Instant::now();
             let since = *idle_since.get_or_insert(now);
-            if spins > 0 && !self.has_sockets && now - since < (since - working_since).min(MOST_AWAKE) {
-                std::thread::yield_now();
-                continue;
-            }
             let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| d.saturating_duration_since(now));
             self.sleep(&mut progress, now - since, limit.min(INTERRUPT_INTERVAL));
             let now = Instant::now();
-            working_since = now;
             if now - *checked.get_or_insert(since) >= INTERRUPT_INTERVAL {
                 checked = Some(now);
                 if until.is_none() {

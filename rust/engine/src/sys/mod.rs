@@ -1,5 +1,6 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
-//! host's name and addresses, a clock that is fast to read, what a forked child may do, completion handles, and lists of stretches of memory.
+//! host's name and addresses, a clock that is fast to read, what a forked child may do, completion handles, copies past
+//! the cache, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
@@ -7,6 +8,7 @@ pub mod address;
 pub(crate) mod atomics;
 pub mod clock;
 pub mod completion;
+pub(crate) mod copy;
 pub mod fork;
 pub mod limits;
 pub mod memory;

@@ -34,21 +34,19 @@ from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
 from trigram.observe import spans, steps
-from trigram.training import optimizer_hooks
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
-from trigram.training.fused_steps import FusedSteps
+from trigram.training.fused_buckets import FusedBuckets
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.gradient_probe import GradientProbe
 from trigram.training.local_gradients import LocalGradients
 from trigram.training.model_changes import agree_on_change
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.step_hooks import StepHooks
 from trigram.training.warmup_end import WarmupEnd
 
 
-class GradientSync(StepHooks):
+class GradientSync(FusedBuckets):
     """Averages the gradients of one model.
 
     Args:
@@ -81,9 +79,6 @@ class GradientSync(StepHooks):
         self.at_boundary: Callable[[], object] | None = None
         self.failure: TrigramError | None = None
         self.redoing = False
-        self.fused: FusedSteps | None = None
-        self.fusing = False
-        self.landed = 0
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
 
@@ -225,7 +220,7 @@ class GradientSync(StepHooks):
             # The script still holds gradients of an earlier pass; the next must not overwrite them.
             self.buckets.copies = True
             self.build_buckets(self.buckets.order)
-        self.landed, self.fusing = 0, self._begin_fused(param)
+        self.landed, self.fusing = 0, self.begin_fused(param)
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self._number_calls()
         self.next = 0
@@ -297,7 +292,7 @@ class GradientSync(StepHooks):
             while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
                 self._start(self.buckets[self.next])
             self._advance()
-            self._land_ready()
+            self.land_ready()
         except TrigramError as e:
             if not self.elastic.can_redo:
                 raise explained(e, self.groups.name) from e
@@ -346,81 +341,6 @@ class GradientSync(StepHooks):
             if not has_started:
                 return
             self.next_second_phase += 1
-
-    # Updates inside backward.
-
-    def fuse(self, optimizer: Optimizer) -> None:
-        """From the second update on, buckets are updated in backward."""
-        self.fused = FusedSteps(optimizer)
-
-    def release(self) -> None:
-        """Leaves the optimizer alone; gradients that were used are gone."""
-        if self.fused is not None:
-            self.fused.close()
-        for p in self.params:
-            if isinstance(p.grad, ShardedGradient):
-                p.grad = None
-
-    def _begin_fused(self, param: int | None) -> bool:
-        """Whether this pass updates weights; ``param``: see :meth:`begin`."""
-        if self.fused is None or not self.fused.started or param is None:
-            return False
-        self.fused.begin(self.groups.name, bool(self.updating))
-        return True
-
-    def _land_ready(self) -> None:
-        """Updates the buckets whose means are there, in order."""
-        while self.fusing and self.landed < self.next and self.buckets[self.landed].average.ready():
-            self.buckets[self.landed].average.wait()
-            self._land()
-
-    def _land(self) -> None:
-        """Updates the next bucket; its mean is there."""
-        assert self.fused is not None
-        bucket = self.buckets[self.landed]
-        self.landed += 1
-        bucket.assign(self.params, None)
-        before = self.times.enter(steps.OPTIMIZER)
-        own = optimizer_hooks.parameters_of(self.fused.optimizer)
-        params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]
-        try:
-            self.update(params)
-        except BaseException:
-            self.fused.broken = True
-            raise
-        self.fused.use(params, self.groups.main)
-        self.times.enter(before)
-
-    def update(self, params: Sequence[torch.Tensor]) -> None:
-        """Steps the optimizer for some parameters."""
-        assert self.fused is not None
-        ids = {id(p) for p in params}
-        self.fused.update(lambda p: (p, p.grad) if id(p) in ids else None)
-
-    def _finish_fused(self) -> None:
-        """The script steps its optimizer: shows it what was not updated in backward."""
-        fused = self.fused
-        if fused is None:
-            return
-        optimizer = self.updating[-1]() if self.updating else None
-        if optimizer is fused.optimizer:
-            had = fused.updated if fused.waiting else set()
-            fused.before_step(self.groups.name)
-            if had:
-                self._show_rest(had)
-        elif (
-            optimizer is not None
-            and fused.waiting
-            and optimizer_hooks.parameters_of(optimizer) & fused.updated
-        ):
-            raise MisuseError(
-                f"{self.groups.name}: {type(optimizer).__name__}.step updates parameters that fused=True has "
-                f"updated in backward with {type(fused.optimizer).__name__}; step that optimizer itself"
-            )
-
-    def _show_rest(self, updated: set[int]) -> None:
-        assert self.fused is not None
-        self.fused.shown.show(lambda p: None if id(p) in updated else (p, p.grad))
 
     def _bucket_name(self, bucket: Bucket) -> str:
         return f"bucket {self.buckets.index(bucket)}"
@@ -526,7 +446,7 @@ class GradientSync(StepHooks):
                 bucket.end_span()
                 self._advance()
                 if self.fusing and self.landed == k:
-                    self._land()
+                    self.land()
             if flags is not None:
                 flags.wait()
         except TrigramError as e:
@@ -630,7 +550,7 @@ class GradientSync(StepHooks):
                 "(local_sgd, decentralized)"
             )
         if not self.local.any(self.buckets.placed(), self.params, mine):
-            self._finish_fused()
+            self.finish_fused()
             return
         if not self.sync:
             raise MisuseError(
@@ -643,7 +563,7 @@ class GradientSync(StepHooks):
             else:
                 self.begin_pass(None)
                 self._end_pass()
-        self._finish_fused()
+        self.finish_fused()
 
     def _average_changed(self, mine: set[int]) -> None:
         """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it

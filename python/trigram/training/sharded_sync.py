@@ -127,7 +127,8 @@ class ShardedSync(GradientSync):
 
     # Updates inside backward.
 
-    def _begin_fused(self, param: int | None) -> bool:
+    def begin_fused(self, param: int | None) -> bool:
+        """See :class:`FusedBuckets`; the first update divides the weights."""
         if self.fused is None or param is None or not self.fused.started:
             return False
         self._hold()
@@ -135,7 +136,7 @@ class ShardedSync(GradientSync):
             return False  # the next update divides them
         counts = [sum(i in self.buckets.place for i in self._of(b)) for b in self.shards.buckets]
         self.remaining = counts
-        return super()._begin_fused(param)
+        return super().begin_fused(param)
 
     def _of(self, bucket: WeightBucket) -> list[int]:
         """The indices of a bucket's parameters in the model as it is now."""
@@ -181,7 +182,8 @@ class ShardedSync(GradientSync):
             with contextlib.suppress(TrigramError):
                 work.wait()
 
-    def _show_rest(self, updated: set[int]) -> None:
+    def show_rest(self, updated: set[int]) -> None:
+        """See :class:`FusedBuckets`."""
         self.shards.enter(self._gradient, lambda p: id(p) not in updated)
 
     def end(self) -> None:

@@ -1,0 +1,108 @@
+"""Updates the buckets of a model inside backward: each when its mean is there, while others are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from trigram.errors import MisuseError
+from trigram.observe import steps
+from trigram.training import optimizer_hooks
+from trigram.training.bucket_set import BucketSet
+from trigram.training.fused_steps import FusedSteps
+from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.step_hooks import StepHooks
+
+
+class FusedBuckets(StepHooks):
+    """Step hooks whose buckets may be updated in backward.
+
+    Attributes:
+        buckets: The buckets of gradients.
+        next: How many of them were sent in this pass.
+        fused: The optimizer's steps in backward; None: it steps when the script asks.
+        fusing: Whether this pass updates weights.
+        landed: How many buckets it has updated.
+    """
+
+    buckets: BucketSet
+    next: int
+    fused: FusedSteps | None = None
+    fusing = False
+    landed = 0
+
+    def fuse(self, optimizer: Optimizer) -> None:
+        """From the second update on, buckets are updated in backward."""
+        self.fused = FusedSteps(optimizer)
+
+    def release(self) -> None:
+        """Leaves the optimizer alone; gradients that were used are gone."""
+        if self.fused is not None:
+            self.fused.close()
+        for p in self.params:
+            if isinstance(p.grad, ShardedGradient):
+                p.grad = None
+
+    def begin_fused(self, param: int | None) -> bool:
+        """Whether this pass updates weights; ``param``: see :meth:`begin`."""
+        if self.fused is None or not self.fused.started or param is None:
+            return False
+        self.fused.begin(self.groups.name, bool(self.updating))
+        return True
+
+    def land_ready(self) -> None:
+        """Updates the buckets whose means are there, in order."""
+        while self.fusing and self.landed < self.next and self.buckets[self.landed].average.ready():
+            self.buckets[self.landed].average.wait()
+            self.land()
+
+    def land(self) -> None:
+        """Updates the next bucket; its mean is there."""
+        assert self.fused is not None
+        bucket = self.buckets[self.landed]
+        self.landed += 1
+        bucket.assign(self.params, None)
+        before = self.times.enter(steps.OPTIMIZER)
+        own = optimizer_hooks.parameters_of(self.fused.optimizer)
+        params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]
+        try:
+            self.update(params)
+        except BaseException:
+            self.fused.broken = True
+            raise
+        self.fused.use(params, self.groups.main)
+        self.times.enter(before)
+
+    def update(self, params: Sequence[torch.Tensor]) -> None:
+        """Steps the optimizer for some parameters."""
+        assert self.fused is not None
+        ids = {id(p) for p in params}
+        self.fused.update(lambda p: (p, p.grad) if id(p) in ids else None)
+
+    def finish_fused(self) -> None:
+        """The script steps its optimizer: shows it what was not updated in backward."""
+        fused = self.fused
+        if fused is None:
+            return
+        optimizer = self.updating[-1]() if self.updating else None
+        if optimizer is fused.optimizer:
+            had = fused.updated if fused.waiting else set()
+            fused.before_step(self.groups.name)
+            if had:
+                self.show_rest(had)
+        elif (
+            optimizer is not None
+            and fused.waiting
+            and optimizer_hooks.parameters_of(optimizer) & fused.updated
+        ):
+            raise MisuseError(
+                f"{self.groups.name}: {type(optimizer).__name__}.step updates parameters that fused=True has "
+                f"updated in backward with {type(fused.optimizer).__name__}; step that optimizer itself"
+            )
+
+    def show_rest(self, updated: set[int]) -> None:
+        """Shows the optimizer the parameters that backward has not updated."""
+        assert self.fused is not None
+        self.fused.shown.show(lambda p: None if id(p) in updated else (p, p.grad))

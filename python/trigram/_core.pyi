@@ -238,5 +238,5 @@ class Codec:
     ) -> None: ...
 
 def adapt_second_moment(
-    second: int, first: int, gradient: int, n: int, factors: tuple[float, float, float], /
+    second: int, first: int, gradient: int, n: int, factors: tuple[float, float, float, float], /
 ) -> None: ...

@@ -219,7 +219,7 @@ def bench_command(
     if not launch.is_rank():
         raise typer.Exit(launch.launch(ranks, launch.trigram_command(sys.argv[1:])).code)
     if tune:
-        from trigram.cli import tune as tuning
+        from trigram.cli import tune as tuning  # each command loads what it needs
 
         tuning.run()
         launch.leave_job()

@@ -13,8 +13,9 @@ optimizer
 
     v <- v - (1 - beta2) (1 - 1/n) (g^2 - max(g m, 0)),   m the first moment before it, without its bias,
 
-which makes v an average of g^2/n + (1 - 1/n) max(g m, 0) instead of g^2. The maximum keeps v positive. No
-state is added, and nothing is sent. v means the same as with DDP, so a warm-up with full gradients, or a
+which makes v an average of g^2/n + (1 - 1/n) max(g m, 0) instead of g^2. As (1 - beta2) g^2 is a part of v,
+v is at least a n-th of what Adam made it; where Adam has used another g than is there now (clipped copies, a
+decay by weights that have moved since), that bound holds all the same. No state is added, and nothing is sent. v means the same as with DDP, so a warm-up with full gradients, or a
 switch between algorithms, needs no transition. See docs/adr/0028-second-moment-of-the-mean.md.
 """
 
@@ -42,9 +43,8 @@ def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
     """
     if ranks == 1 or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return
-    skipped = getattr(
-        optimizer, "found_inf", None
-    )  # by a GradScaler, if the optimizer unscales gradients itself
+    # By a GradScaler, if the optimizer unscales gradients itself.
+    skipped = getattr(optimizer, "found_inf", None)
     if skipped is not None and bool(skipped):
         return
     for group in optimizer.param_groups:
@@ -64,23 +64,39 @@ def _adapt_one(
     beta1, beta2 = (float(beta) for beta in group["betas"])
     if second.dtype not in (torch.float32, torch.float64) or beta1 == 0 or gradient is None:
         return
-    # A counter on a GPU is not read, for that would wait for the GPU: the first steps are then as the others.
-    steps = float("inf") if torch.is_tensor(step) and not step.is_cpu else float(step)
-    if steps <= _FIRST:
-        return
     gradient = gradient.to(second.dtype)
     if group["maximize"]:
         gradient = -gradient
     if decay:
         gradient = gradient.add(param, alpha=decay)
-    known = beta1 * (1 - beta1 ** (steps - 1))
-    of_first, of_own = 1 / known, -(1 - beta1) / known
     part = (1 - beta2) * (1 - 1 / ranks)
-    if second.dtype == torch.float32 and all(
-        t.is_cpu and t.is_contiguous() for t in (second, first, gradient)
-    ):
-        addresses = (second.data_ptr(), first.data_ptr(), gradient.data_ptr())
-        _core.adapt_second_moment(*addresses, second.numel(), (of_first, of_own, part))
+    low = second / ranks if not _is_plain(second, first, gradient) else None
+    if torch.is_tensor(step) and not step.is_cpu:
+        # A counter on a GPU is not read, for that would wait for the GPU.
+        known: Any = beta1 * (1 - beta1 ** (step - 1))
+        part = torch.where(step > _FIRST, part, 0.0)  # type: ignore[assignment]
+    elif (steps := float(step)) > _FIRST:
+        known = beta1 * (1 - beta1 ** (steps - 1))
+    else:
         return
-    others = first.mul(of_first).add_(gradient, alpha=of_own).mul_(gradient).clamp_(min=0)
-    second.add_(others.addcmul_(gradient, gradient, value=-1), alpha=part)
+    if low is None:
+        addresses = (second.data_ptr(), first.data_ptr(), gradient.data_ptr())
+        factors = (1 / known, -(1 - beta1) / known, part, 1 / ranks)
+        _core.adapt_second_moment(*addresses, second.numel(), factors)
+        return
+    others = first.sub(gradient, alpha=1 - beta1).div_(known).mul_(gradient).clamp_(min=0)
+    second.add_(others.addcmul_(gradient, gradient, value=-1).mul_(part))
+    torch.maximum(second, low, out=second)
+
+
+def _is_plain(second: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether these have the same place for each value, without gaps, as float32 on the CPU."""
+    dense = second.is_contiguous() or (
+        second.dim() == 4 and second.is_contiguous(memory_format=torch.channels_last)
+    )
+    return (
+        dense
+        and second.is_cpu
+        and second.dtype == torch.float32
+        and all(t.is_cpu and t.stride() == second.stride() for t in others)
+    )

@@ -24,9 +24,9 @@ from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
-from trigram.training.shard_buckets import ShardsCompressor
-from trigram.training.sharded_optimizer import updates_values
-from trigram.training.sharded_sync import ShardedSync
+from trigram.training.sharded.gradient_buckets import ShardsCompressor
+from trigram.training.sharded.optimizer import updates_values
+from trigram.training.sharded.sync import ShardedSync
 from trigram.training.shown_params import claim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync

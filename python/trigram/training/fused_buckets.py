@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trigram.errors import MisuseError
 from trigram.observe import steps
 from trigram.training import optimizer_hooks
-from trigram.training.bucket_set import BucketSet
+from trigram.training.buckets import Bucket
 from trigram.training.fused_steps import FusedSteps
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
@@ -27,7 +27,7 @@ class FusedBuckets(StepHooks):
         landed: How many buckets it has updated.
     """
 
-    buckets: BucketSet
+    buckets: Sequence[Bucket]
     next: int
     fused: FusedSteps | None = None
     fusing = False

@@ -60,6 +60,8 @@ class GradientSync(FusedBuckets):
         at_boundary: Called once per pass when it is prepared, on all ranks; it may call :meth:`change`.
     """
 
+    buckets: BucketSet
+
     def __init__(
         self,
         model: nn.Module,

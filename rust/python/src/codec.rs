@@ -129,13 +129,13 @@ pub(crate) fn adapt_second_moment(
     first: usize,
     gradient: usize,
     n: usize,
-    factors: (f32, f32, f32),
+    factors: (f32, f32, f32, f32),
 ) -> PyResult<()> {
-    let (first_factor, own, part) = factors;
-    let factors = Factors { first: first_factor, own, part };
+    let (first_factor, own, part, least) = factors;
+    let factors = Factors { first: first_factor, own, part, least };
     let run = || {
         // SAFETY: `trigram/training/adam_variance.py` holds the tensors during the call, has checked that they are
-        // contiguous and of this length and type; an optimizer's moments and gradients do not overlap.
+        // dense, in one order, and of this length and type; an optimizer's moments and gradients do not overlap.
         let (second, first, gradient) =
             unsafe { (slice_mut(second, n), slice(first, n), slice(gradient, n)) };
         second_moment::adapt(second, first, gradient, factors)

@@ -29,12 +29,12 @@ from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
-from trigram.training.shard_buckets import ShardsCompressor, layouts
+from trigram.training.sharded.gradient_buckets import ShardsCompressor, layouts
+from trigram.training.sharded.optimizer import ShardedOptimizer, Slice
+from trigram.training.sharded.weight_buckets import WeightBucket, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.sharded_optimizer import ShardedOptimizer, Slice
 from trigram.training.shown_params import disclaim
 from trigram.training.weak_hook import WeakHook
-from trigram.training.weight_buckets import WeightBucket, allot, divide, flat
 
 
 class ShardedSync(GradientSync):

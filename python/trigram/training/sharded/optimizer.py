@@ -19,8 +19,8 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
+from trigram.training.sharded.weight_buckets import WeightBucket, flat
 from trigram.training.shown_params import ShownParams
-from trigram.training.weight_buckets import WeightBucket, flat
 
 _NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
 ELEMENTWISE = tuple(_NAMES.split())

@@ -19,8 +19,8 @@ from trigram.observe import spans
 from trigram.runtime.memory import empty
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
+from trigram.training.sharded.weight_buckets import Layout, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.weight_buckets import Layout, allot, divide, flat
 
 _IN_TURN = 3
 """Buckets whose gradients may be whole at a time."""

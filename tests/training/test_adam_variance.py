@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trigram.training import adam_variance
+from trigram.training import adam_variance, optimizer_hooks
 
 LR, EPS, STEPS = 0.01, 1e-8, 40
 Array = np.ndarray[Any, np.dtype[np.float64]]
@@ -138,3 +138,71 @@ def test_moments_in_16_bits_are_left_alone() -> None:
         before = optimizer.state[param]["exp_avg_sq"].clone()
         adam_variance.adapt(optimizer, {id(param)}, 4)
         assert optimizer.state[param]["exp_avg_sq"].equal(before)
+
+
+@pytest.mark.parametrize("decay", [0.001, 0.01, 0.1])
+@pytest.mark.parametrize("rows", [4, 5])
+def test_l2_decay_from_zero_keeps_the_moment_positive(decay: float, rows: int) -> None:
+    """Adam has used the decay of the weights before the step, which began at zero; the moment became
+    negative, and the weights NaN. A transposed gradient takes the way without the loop in Rust."""
+    param = nn.Parameter(torch.zeros(rows, 4))
+    optimizer = torch.optim.Adam([param], lr=1e-3, weight_decay=decay)
+    random = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        few = torch.rand(4, rows, generator=random) < 0.02  # most have their first gradient late
+        grad = 1e-6 * torch.randn(4, rows, generator=random) * few
+        param.grad = grad.T if rows == 5 else grad.T.contiguous()
+        optimizer.step()
+        before = optimizer.state[param]["exp_avg_sq"].clone()
+        adam_variance.adapt(optimizer, {id(param)}, 4)
+        after = optimizer.state[param]["exp_avg_sq"]
+        assert bool((after >= before / 4 * 0.999).all())
+    assert bool(param.isfinite().all())
+
+
+def test_memory_that_is_laid_out_for_convolutions() -> None:
+    """In the order of channels_last, and in rows: the same."""
+    seen = []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        param = nn.Parameter(torch.zeros(4, 3, 2, 2).to(memory_format=layout))
+        optimizer = torch.optim.Adam([param], lr=1e-3)
+        random = torch.Generator().manual_seed(0)
+        for _ in range(30):
+            param.grad = torch.randn(4, 3, 2, 2, generator=random).to(memory_format=layout)
+            optimizer.step()
+            adam_variance.adapt(optimizer, {id(param)}, 3)
+        seen.append(param.detach())
+    torch.testing.assert_close(*seen)
+
+
+class _Outer(torch.optim.Adam):
+    """An optimizer whose step calls that of its parent class; torch tells the hooks of both."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def test_a_step_that_calls_its_parents_is_one_update() -> None:
+    torch.optim.Adam([nn.Parameter(torch.ones(1))])  # torch wraps the parent's step when one is made
+    param = nn.Parameter(torch.ones(3))
+    optimizer = _Outer([param], lr=0.1)
+    told: list[str] = []
+
+    class Listener:
+        """What `optimizer_hooks` asks of a listener."""
+
+        waits_for_closure, updating, param_ids = False, [], {id(param)}
+        model = staticmethod(lambda: param)
+        times = type("Times", (), {"enter": lambda *_: None})()
+        before_update = staticmethod(lambda mine: told.append("before"))
+        after_update = staticmethod(lambda mine, optimizer: told.append("after"))
+
+    listener: Any = Listener()
+    optimizer_hooks.listen(listener)
+    try:
+        for _ in range(3):
+            param.grad = torch.ones(3)
+            optimizer.step()
+    finally:
+        optimizer_hooks.leave(listener)
+    assert told == ["before", "after"] * 3

@@ -15,8 +15,9 @@ optimizer
 
 which makes v an average of g^2/n + (1 - 1/n) max(g m, 0) instead of g^2. As (1 - beta2) g^2 is a part of v,
 v is at least a n-th of what Adam made it; where Adam has used another g than is there now (clipped copies, a
-decay by weights that have moved since), that bound holds all the same. No state is added, and nothing is sent. v means the same as with DDP, so a warm-up with full gradients, or a
-switch between algorithms, needs no transition. See docs/adr/0028-second-moment-of-the-mean.md.
+decay by weights that have moved since), that bound holds all the same. No state is added, and nothing is
+sent. v means the same as with DDP, so a warm-up with full gradients, or a switch between algorithms, needs no
+transition. See docs/adr/0028-second-moment-of-the-mean.md.
 """
 
 from __future__ import annotations

@@ -117,6 +117,8 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 @torch.compiler.disable
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _is_inner(optimizer):
+        return None
     closure = _closure(args, kwargs)
     waiting: list[tuple[Updated, set[int]]] = []
     for listener, mine in _concerned(optimizer):
@@ -145,6 +147,8 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @torch.compiler.disable
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if _is_inner(optimizer):
+        return
     closure = _closure(args, kwargs)
     ignored = isinstance(closure, _Closure) and not closure.called
     for listener, mine in _concerned(optimizer):
@@ -156,6 +160,17 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         listener.after_update(mine, optimizer)
         if not listener.updating:
             listener.times.enter(steps.INPUT)
+
+
+def _is_inner(optimizer: Optimizer) -> bool:
+    """Whether this ``step`` is that of a parent class, called by the optimizer's own ``step``. torch
+    wraps both, and calls the hooks for each; the outer one is the update."""
+    frame, steps_of_it = sys._getframe(1), 0
+    while frame is not None and steps_of_it < 2:
+        is_wrapper = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
+        steps_of_it += is_wrapper and frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps_of_it > 1
 
 
 def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:

@@ -172,8 +172,7 @@ class WeightSync(StepHooks):
     @torch.no_grad()
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """Makes the boundary when optimizers have updated all parameters that have gradients."""
-        # Of a class whose step calls that of its parent, both are reported: the outer one counts.
-        if self.of_mean and all(o() is not optimizer for o in self.updating):
+        if self.of_mean:
             adam_variance.adapt(optimizer, mine, self.groups.size)
         self.covered |= mine
         self.managed |= mine

@@ -300,9 +300,14 @@ impl Driver {
         let mut idle = 0;
         let mut idle_since: Option<Instant> = None;
         let mut checked = None;
+        // For whom this rank waits, and since when: also while it yields, for on busy cores that is most of the time.
+        let mut waiting: Option<(Vec<u32>, Instant)> = None;
         loop {
             self.take_inbox(&mut progress);
             let moved = progress.poll();
+            if let Some((ranks, since)) = waiting.take_if(|_| moved) {
+                self.counters.note_wait(&ranks, since.elapsed());
+            }
             if self.due.load(Ordering::Relaxed) {
                 self.events(&mut progress, Duration::ZERO);
                 progress.poll();
@@ -339,6 +344,7 @@ impl Driver {
                 std::hint::spin_loop();
                 continue;
             }
+            waiting.get_or_insert_with(|| (progress.awaited(), Instant::now()));
             if idle < spins + if self.has_sockets { SOCKET_YIELDS } else { YIELDS } {
                 std::thread::yield_now();
                 continue;
@@ -347,6 +353,9 @@ impl Driver {
             let since = *idle_since.get_or_insert(now);
             let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| d.saturating_duration_since(now));
             self.sleep(&mut progress, now - since, limit.min(INTERRUPT_INTERVAL));
+            if let Some((ranks, since)) = waiting.take() {
+                self.counters.note_wait(&ranks, since.elapsed());
+            }
             let now = Instant::now();
             if now - *checked.get_or_insert(since) >= INTERRUPT_INTERVAL {
                 checked = Some(now);
@@ -421,16 +430,14 @@ impl Driver {
         if found || self.closed.load(Ordering::Acquire) {
             return bell.disarm();
         }
-        let (awaited, before) = (progress.awaited(), Instant::now());
+        let before = Instant::now();
         if on_event {
             self.events(progress, limit);
             bell.disarm();
         } else {
             bell.sleep(seen, FUTEX_SLEEP.min(limit));
         }
-        let slept = before.elapsed();
-        self.counters.note_wait(&awaited, slept);
-        progress.note_wait(slept);
+        progress.note_wait(before.elapsed());
     }
 
     /// Takes note of events on sockets and doorbells, waiting up to `limit` for one.

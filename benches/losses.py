@@ -64,13 +64,15 @@ CARDS: dict[str, Card] = {
     "async_decentralized": Card(),
     "async_low_precision_decentralized": Card(),
     "qadam": Card(warmup=0.2, optimizer=True),
-    "local_sgd": Card(optimizer=True),
+    "local_sgd": Card(options={"every": 4}, warmup=0.2, optimizer=True),
     # An outer momentum of 0.9 needs about a hundred averaging steps; these trainings have a few dozen.
-    "diloco": Card({"characters": 1.5}, {"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3}),
-    "powersgd": Card(warmup=0.2),
-    # Each element is sent about every hundred steps, which is too seldom at the start: first all are sent.
-    "topk": Card(warmup=0.25),
-    "signsgd": Card({"digits": 0.5, "gpt": 0.7, "characters": 0.7}, warmup=0.2),
+    "diloco": Card(
+        options={"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.2
+    ),
+    "powersgd": Card(options={"rank": 8}, warmup=0.2),
+    # What is not sent is late, by a few steps on average; early in a training that costs most.
+    "topk": Card(options={"fraction": 0.1}, warmup=0.4),
+    "signsgd": Card({"digits": 0.5, "gpt": 0.5, "characters": 0.7}, warmup=0.4),
     "push_sum": Card(),
 }
 

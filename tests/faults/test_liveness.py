@@ -20,7 +20,7 @@ import torch
 import trigram
 from tests.support import netns
 from tests.support.checks import raises, says
-from tests.support.harness import Died, Ranks, await_flag, flag, say, scratch, until
+from tests.support.harness import Died, Ranks, await_flag, flag, run, say, scratch, until
 from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
@@ -246,6 +246,31 @@ def busy(rank: int, world: int) -> float:
 def test_a_busy_rank_is_awaited_and_counted(transport: str) -> None:
     with Ranks(3, busy, transport=transport, env={"TRIGRAM_SILENCE": "1.2"}) as ranks:
         assert min(ranks.results(60)) > 2.5
+
+
+def one_core(rank: int, world: int, numel: int) -> None:
+    """Who waits on the core of the rank that it waits for gives its time slices away, and hardly sleeps."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    trigram.init()
+    t, spent = torch.ones(numel), 0.0
+    trigram.barrier()
+    before = trigram.stats()["waited_for"][1]
+    for _ in range(40):
+        end = time.thread_time() + 0.01
+        while rank == 1 and time.thread_time() < end:
+            sum(range(10_000))
+        began = time.monotonic()
+        trigram.all_reduce(t, "avg")
+        spent += time.monotonic() - began
+    assert bool((t == 1).all())
+    waited = trigram.stats()["waited_for"][1] - before
+    assert rank == 1 or 0.5 * spent < waited < 1.1 * spent, (waited, spent)
+
+
+@pytest.mark.parametrize("numel", [10, 20_000])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_wait_without_sleep_is_counted(transport: str, numel: int) -> None:
+    run(2, one_core, numel, transport=transport)
 
 
 def idle(rank: int, world: int) -> str:

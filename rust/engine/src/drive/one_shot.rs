@@ -42,6 +42,12 @@ impl ShownCall {
         self.body.members.all_arrived(self.body.call_id, 0)
     }
 
+    /// The ranks that have not come.
+    pub(crate) fn absent(&self) -> Vec<u32> {
+        let members = &self.body.members;
+        members.ranks_of(&members.absent(self.body.call_id, 0))
+    }
+
     /// Goes on as an ordinary call.
     pub(crate) fn hand_over(self) -> OneShot {
         OneShot::Begun(self.body.call_id, Submission { request: self.body.request, ..self.rest })

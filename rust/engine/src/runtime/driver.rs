@@ -270,17 +270,25 @@ impl Driver {
             Err(submission) => return OneShot::Ordinary(submission),
         };
         let (spins, mut looks) = (self.spins * LOOKS, 0);
-        while !call.is_open() {
+        let mut waiting = None;
+        let opened = loop {
+            if call.is_open() {
+                break true;
+            }
             looks += 1;
             if looks <= spins {
                 std::hint::spin_loop();
             } else if looks <= spins + YIELDS && !is_needed() {
+                waiting.get_or_insert_with(|| (call.absent(), Instant::now()));
                 std::thread::yield_now();
             } else {
-                return call.hand_over();
+                break false;
             }
+        };
+        if let Some((ranks, since)) = waiting {
+            self.counters.note_wait(&ranks, since.elapsed());
         }
-        progress.fold_one_shot(call)
+        if opened { progress.fold_one_shot(call) } else { call.hand_over() }
     }
 
     /// Moves everything until `until` has its outcome or `deadline` has passed, or all work is done. `None` if another

@@ -180,8 +180,8 @@ mod tests {
     fn rates_declared_in_one_epoch_hold_in_the_next() {
         let mut b = AgreedRates::default();
         assert_eq!(declare(&mut b, 2, [1.0, 2.0, 3.0]), Some(false));
-        assert!(b.links().rates.is_empty() && !b.is_first(5));
-        assert_eq!(declare(&mut b, 7, [3.0, 3.0, 3.0]), Some(true));
+        assert!(b.links().rates.is_empty() && !b.is_first(EPOCH - 1));
+        assert_eq!(declare(&mut b, EPOCH + 1, [3.0, 3.0, 3.0]), Some(true));
         assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
     }
 
@@ -190,7 +190,7 @@ mod tests {
         let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), false);
         assert_eq!(b.settle(&[0, 4], 0), Some(false));
-        b.declare(6, 0, Some(1.0), false);
+        b.declare(EPOCH, 0, Some(1.0), false);
         assert_eq!(b.settle(&[0, 4], 0), None);
         b.receive(0, 4, Some(5.0));
         assert_eq!(b.settle(&[0, 4], 0), Some(true));
@@ -201,10 +201,10 @@ mod tests {
     fn a_failure_makes_what_was_declared_before_it_void() {
         let mut b = AgreedRates::default();
         declare(&mut b, 0, [1.0, 2.0, 3.0]);
-        b.void(4);
-        assert_eq!(declare(&mut b, 6, [1.0, 2.0, 3.0]), Some(false));
+        b.void(EPOCH - 2);
+        assert_eq!(declare(&mut b, EPOCH, [1.0, 2.0, 3.0]), Some(false));
         assert!(b.links().rates.is_empty());
-        assert_eq!(declare(&mut b, 12, [1.0, 2.0, 3.0]), Some(true));
+        assert_eq!(declare(&mut b, 2 * EPOCH, [1.0, 2.0, 3.0]), Some(true));
         assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
     }
 
@@ -219,10 +219,10 @@ mod tests {
             b.links().rates.to_vec()
         };
         assert_eq!(declaration(0, 8.0, None), [1.0, 1.0, 1e-6]);
-        assert_eq!(declaration(6, 8.0, None), [1.0, 1.0, 1e6]);
-        assert_eq!(declaration(12, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
+        assert_eq!(declaration(EPOCH, 8.0, None), [1.0, 1.0, 1e6]);
+        assert_eq!(declaration(2 * EPOCH, 2.0, Some(5.0)), [1.0, 1.0, 1e-6]);
         // A worker that carried little while the helper did all the work does not count as slow.
-        assert_eq!(declaration(18, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
+        assert_eq!(declaration(3 * EPOCH, 8.0, Some(5.0)), [7.2, 2.0, 5.0]);
     }
 
     #[test]
@@ -230,7 +230,7 @@ mod tests {
         let mut b = AgreedRates::default();
         b.declare(0, 0, Some(1.0), true);
         assert_eq!(b.settle(&[0, 1, 2], 1), Some(true));
-        b.declare(6, 0, Some(1.0), true);
+        b.declare(EPOCH, 0, Some(1.0), true);
         assert_eq!(b.settle(&[0, 1, 2], 1), None);
         assert_eq!(b.links().rates, [1.0, 1.0, 1e-6]);
         (1..3).for_each(|rank| b.receive(0, rank, None));
@@ -243,19 +243,19 @@ mod tests {
         let (mut made, mut skipped) = (AgreedRates::default(), AgreedRates::default());
         for b in [&mut made, &mut skipped] {
             declare(b, 0, [1.0, 2.0, 3.0]);
-            declare(b, 6, [1.0, 2.0, 3.0]);
+            declare(b, EPOCH, [1.0, 2.0, 3.0]);
             assert_eq!(b.links().rates, [1.0, 2.0, 3.0]);
         }
-        declare(&mut made, 12, [1.0, 2.0, 3.0]);
-        made.void(12);
-        skipped.void(12);
-        assert!(made.links().rates.is_empty() && !made.is_first(13));
-        declare(&mut skipped, 13, [1.0, 2.0, 3.0]);
+        declare(&mut made, 2 * EPOCH, [1.0, 2.0, 3.0]);
+        made.void(2 * EPOCH);
+        skipped.void(2 * EPOCH);
+        assert!(made.links().rates.is_empty() && !made.is_first(2 * EPOCH + 1));
+        declare(&mut skipped, 2 * EPOCH + 1, [1.0, 2.0, 3.0]);
         assert!(skipped.links().rates.is_empty());
         for b in [&mut made, &mut skipped] {
-            declare(b, 18, [4.0, 5.0, 6.0]);
+            declare(b, 3 * EPOCH, [4.0, 5.0, 6.0]);
             assert!(b.links().rates.is_empty());
-            declare(b, 24, [4.0, 5.0, 6.0]);
+            declare(b, 4 * EPOCH, [4.0, 5.0, 6.0]);
             assert_eq!(b.links().rates, [4.0, 5.0, 6.0]);
         }
     }

@@ -19,7 +19,7 @@ from tests.support.harness import scratch
 from tests.support.twin_training import x
 from trigram.model import auto
 from trigram.model.wrapped import lookup
-from trigram.plan import settle
+from trigram.plan import choice, settle
 from trigram.plan.choice import Decision
 from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
 from trigram.plan.settle import Proposal, Settings, Verdict
@@ -42,7 +42,7 @@ def test_exact_changes_buckets_only() -> None:
     slow = job(20_000_000, 0.4, 118e6)
     given = settle.propose(slow, Decision("gradient_allreduce", {}, 64.0), "exact")
     assert [(p.decision.algorithm, p.kind) for p in given.first] == [("gradient_allreduce", "exact")]
-    assert given.first[0].decision.bucket_mb in (1.0, 2.0, 4.0) and given.first[0].gain >= settle.WORTH
+    assert given.first[0].decision.bucket_mb in (1.0, 2.0, 4.0) and given.first[0].gain >= choice.WORTH
     says(given.refused, "auto:close", "bytegrad", "predicted")
     # What is best already is left alone, and a network that does not matter too.
     best = given.first[0].decision
@@ -86,6 +86,29 @@ def test_verdict(blocks: list[list[int]], confirmed: bool) -> None:
     assert settle.judge(blocks).confirmed is confirmed
 
 
+@pytest.mark.parametrize(
+    "norms, departed",
+    [
+        ([1.0] * 10 + [11.0] * 5, True),
+        ([1.0] * 10 + [9.0] * 5, False),
+        ([1e6] + [1.0] * 9 + [11.0] * 5, True),  # one spike does not count
+        ([1.0] * 14 + [1e6], False),
+        ([1.2**k for k in range(15)], False),  # as gradients grow at the start of some trainings
+        ([2.0 ** (k // 3) for k in range(15)], False),  # a loss scale that doubles every 30 updates
+        ([0.0] * 10 + [0.0] * 5, False),
+        ([100.0] * 5, False),  # nothing to compare with
+        ([1.0] * 2 + [100.0] * 5, False),
+        ([1.0] * 3 + [100.0] * 5, True),
+        ([math.nan, math.inf, 1.0, 1.0, math.nan], True),  # needs no comparison
+        ([1.0] * 10 + [math.nan, math.inf, 1.0, 1.0, 1.0], False),
+        ([1.0] * 10 + [math.nan, 1.0, 11.0, 11.0, 1.0], True),
+        ([math.inf] * 3 + [1.0] * 5, False),
+    ],
+)
+def test_departed(norms: list[float], departed: bool) -> None:
+    assert bool(settle.departed(norms)) is departed
+
+
 def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     assert settle.settings("bytegrad", {}) is None and settle.settings(None, {}) is None
     assert settle.settings("auto", {"after": 0}) == Settings("exact", 0.0)
@@ -110,6 +133,7 @@ def start(algorithm: str, **options: Any) -> tuple[nn.Module, torch.optim.Optimi
 
 
 def steps(model: nn.Module, optimizer: Any, rank: int, first: int, count: int, micro: int = 1) -> None:
+    """``micro`` passes for each update, of which the last is synchronized."""
     for step in range(first, first + count):
         optimizer.zero_grad()
         for k in range(micro - 1):
@@ -131,6 +155,12 @@ def weights(model: nn.Module) -> torch.Tensor:
 
 EXACT = Proposal(Decision("gradient_allreduce", {}, 0.02), "exact", 0.2)
 CLOSE = Proposal(Decision("bytegrad", {}, 0.02), "close", 0.2)
+TOPK = Proposal(Decision("topk", {}, 0.004), "different", 0.2)
+
+
+def take(model: nn.Module, proposal: Proposal) -> None:
+    """As if a trial had confirmed it."""
+    tuner(model)._decide(auto._Trial(proposal, []), Verdict(2e-3, 1e-3, True))
 
 
 @CASES.over("auto", "auto:any")
@@ -189,8 +219,8 @@ def a_verdict_is_kept(rank: int, world: int, confirmed: bool) -> None:
     tuner(model)._begin_trials([CLOSE])
     trial = tuner(model).trial
     assert trial is not None
-    tuner(model)._use(CLOSE.decision)
-    steps(model, optimizer, rank, 2, 2)
+    steps(model, optimizer, rank, 2, 10)
+    assert trigram.stats(model)["algorithm"] == "bytegrad"
     tuner(model)._decide(trial, Verdict(2e-3, 1e-3 if confirmed else 3e-3, confirmed))
     steps(model, optimizer, rank, 4, 2)
     assert trigram.stats(model)["algorithm"] == ("bytegrad" if confirmed else "gradient_allreduce")
@@ -203,15 +233,14 @@ def a_verdict_is_kept(rank: int, world: int, confirmed: bool) -> None:
 def gradients_that_depart_end_a_codec(rank: int, world: int, factor: float) -> None:
     """Of one rank only: all ranks go back."""
     model, optimizer = start("auto:close")
-    steps(model, optimizer, rank, 0, 2 * auto.NORM_EVERY + 1)
-    assert tuner(model).reference > 0
-    trial = auto._Trial(CLOSE, [])
-    tuner(model)._use(CLOSE.decision)
-    tuner(model)._decide(trial, Verdict(2e-3, 1e-3, True))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for step in range(100, 100 + (auto.NORMS + 1) * auto.NORM_EVERY):
+    for step in range(12 * auto.NORM_EVERY):
+        if step == 4 * auto.NORM_EVERY:
+            take(model, CLOSE)
         optimizer.zero_grad()
-        scale = factor if rank == world - 1 else 1.0
+        scale = factor if step > 6 * auto.NORM_EVERY and rank == world - 1 else 1.0
+        if step == auto.NORM_EVERY:  # a look at a single spike, which says nothing
+            scale = 1e6
         (scale * model(x(rank, step, 4, 64)).sin().square().mean()).backward()
         optimizer.step()
     report = trigram.stats(model)["auto"]
@@ -221,10 +250,169 @@ def gradients_that_depart_end_a_codec(rank: int, world: int, factor: float) -> N
         "goes back",
         "bytegrad",
         "norm of the gradients",
-        "inf" if math.isnan(factor) else "was",
+        "not finite" if math.isnan(factor) else "was",
     )
-    again = tuner(model)._proposals(None if rank else job(20_000_000, 0.4, 12e6))
+    again = tuner(model)._proposals("" if rank else job(20_000_000, 0.4, 12e6))
     assert all(p.kind == "exact" for p in again), again
+
+
+@CASES
+def a_growing_loss_scale_is_no_departure(rank: int, world: int) -> None:
+    model, _ = start("auto:close")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4 * auto.NORM_EVERY)
+    for step in range(20 * auto.NORM_EVERY):
+        if step == 4 * auto.NORM_EVERY:
+            take(model, CLOSE)
+        optimizer.zero_grad()
+        scaler.scale(model(x(rank, step % 4, 4, 64)).sin().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() >= 2**14
+    report = trigram.stats(model)["auto"]
+    assert trigram.stats(model)["algorithm"] == "bytegrad", report
+
+
+@CASES.over("auto", "norms only later", "bytegrad")
+def a_codec_goes_on_after_a_checkpoint(rank: int, world: int, saved_by: str) -> None:
+    """As long as gradients stay as they are; what they were like is in the state."""
+    source, _ = start("auto:close")
+    if saved_by == "bytegrad":
+        source, _ = start("bytegrad", bucket_mb=0.02)
+    else:
+        other = torch.optim.SGD(source.parameters(), lr=0.0)
+        steps(source, other, rank, 0, 4 * auto.NORM_EVERY)
+        take(source, CLOSE)
+    state = trigram.algorithm_state(source)
+    if saved_by == "norms only later":
+        del state["auto"]  # of an earlier release
+    model, _ = start("auto:close")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    trigram.load_algorithm_state(model, state)
+    assert len(tuner(model).norms) == (3 if saved_by == "auto" else 0)
+    tuner(model).next = 1 << 40  # measures nothing
+    steps(model, optimizer, rank, 0, (settle.LOOKS + 2) * auto.NORM_EVERY)
+    assert trigram.stats(model)["algorithm"] == "bytegrad", trigram.stats(model)["auto"]
+
+
+@CASES
+def what_a_codec_held_back_is_not_lost(rank: int, world: int) -> None:
+    """A trial of topk, refused, against plain SGD: the weights are the sum of the same gradients, also if a
+    checkpoint of the trial goes on, and if ranks do not use a layer."""
+
+    def begin(algorithm: str) -> tuple[nn.ModuleList, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        trigram.with_bagua(model, algorithm)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train(model: nn.ModuleList, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            values = x(rank, step, 4, 32)
+            layers = model[: 3 - (rank + step) % 2]
+            sum((values.cos() * layer(values)).sum() for layer in layers).backward()
+            optimizer.step()
+
+    block, end = auto.UNTIMED + auto.TIMED, 4 + ROUND + 6
+    plain, model, resumed = begin("gradient_allreduce"), begin("auto:any"), begin("auto:any")
+    train(*plain, 0, 4)
+    train(*model, 0, 4)
+    tuner(model[0])._begin_trials([TOPK])
+    train(*plain, 4, 4 + block + 3)
+    train(*model, 4, 4 + block + 3)
+    assert trigram.stats(model[0])["algorithm"] == "topk"
+    apart = (weights(model[0]) - weights(plain[0])).norm()
+    state = trigram.algorithm_state(model[0])
+    assert state["owed"]
+    resumed[0].load_state_dict(model[0].state_dict())
+    trigram.load_algorithm_state(resumed[0], state)
+    lacking = {k: v for k, v in state.items() if k != "owed"} | {"world_size": world + 1}
+    trigram.load_algorithm_state(begin("auto:any")[0], lacking)
+    says(
+        raises(
+            trigram.MisuseError, trigram.load_algorithm_state, resumed[0], {**lacking, "owed": state["owed"]}
+        ),
+        "owed",
+        "belongs to one of them",
+    )
+    for each in (plain, model, resumed):
+        train(*each, 4 + block + 3, end)
+    assert trigram.stats(model[0])["algorithm"] in ("topk", "gradient_allreduce")
+    tuner(model[0])._use(tuner(model[0]).safe)
+    for each in (plain, model, resumed):
+        train(*each, end, end + 4)
+    for each in (model, resumed):
+        left = (weights(each[0]) - weights(plain[0])).norm()
+        assert apart > 1e3 * left, (apart, left)
+
+
+@CASES
+def changes_begin_with_an_update(rank: int, world: int) -> None:
+    """All of several passes for an update are synchronized; blocks are as many updates."""
+    model, optimizer = start("auto:close")
+    seen: list[str] = []
+    tried = 0
+    for step in range(3 + ROUND + 4):
+        if step == 3:
+            tuner(model)._begin_trials([CLOSE])
+        optimizer.zero_grad()
+        for micro in range(3):
+            model(x(rank, step, 4, 64, salt=micro)).square().mean().backward()
+            seen.append(trigram.stats(model)["algorithm"])
+        assert len(set(seen[-3:])) == 1, (step, seen[-3:])
+        tried += seen[-1] == "bytegrad" and tuner(model).trial is not None
+        optimizer.step()
+    assert tried == 2 * (auto.UNTIMED + auto.TIMED) and len(tuner(model).trials) == 1
+    same_on_all_ranks(rank, world, "micro-passes", [weights(model)])
+
+
+@CASES
+def updates_without_an_optimizer(rank: int, world: int) -> None:
+    """Each pass counts as an update."""
+    model, _ = start("auto:close")
+    for step in range(3 + ROUND + 2):
+        if step == 3:
+            tuner(model)._begin_trials([CLOSE])
+        model.zero_grad()
+        model(x(rank, step, 4, 64)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                assert p.grad is not None
+                p.sub_(1e-3 * p.grad)
+    assert len(tuner(model).trials) == 1
+
+
+@CASES
+def checkpoints_do_not_end_a_trial(rank: int, world: int) -> None:
+    model, optimizer = start("auto:close")
+    steps(model, optimizer, rank, 0, 2)
+    tuner(model)._begin_trials([CLOSE])
+    used = []
+    for step in range(2, 2 + ROUND):
+        steps(model, optimizer, rank, step, 1)
+        used.append(trigram.stats(model)["algorithm"])
+        if step % 5 == 0 and tuner(model).trial is not None:
+            assert trigram.algorithm_state(model)["algorithm"].startswith("gradient_allreduce")
+    assert len(tuner(model).trials) == 1, trigram.stats(model)["auto"]
+    assert used.count("bytegrad") >= 2 * (auto.UNTIMED + auto.TIMED)
+
+
+@CASES.over("one rank", "rank 0")
+def an_error_in_measuring(rank: int, world: int, where: str) -> None:
+    """Of any class: all ranks are told, and go on."""
+    model, optimizer = start("auto", after=0)
+    steps(model, optimizer, rank, 0, auto.FIRST - 1)
+    broken: Any = None
+    if where == "rank 0" and rank == 0:
+        tuner(model).ready = [(0.0, broken)] * auto.WATCHED
+    if where == "one rank" and rank == 1:
+        tuner(model).steps.append(broken)
+    steps(model, optimizer, rank, 50, 2)
+    report = trigram.stats(model)["auto"]
+    assert report["state"] == "settled"
+    says(report["said"], "stays", "no prediction", "TypeError" if where == "rank 0" else "rank(s) 1")
+    same_on_all_ranks(rank, world, f"error on {where}", [weights(model)])
 
 
 @CASES
@@ -239,6 +427,14 @@ def a_checkpoint_in_a_trial(rank: int, world: int) -> None:
     assert saved[2]["algorithm"].startswith("gradient_allreduce")
     file = io.BytesIO()
     torch.save(saved, file)
+    steps(model, optimizer, rank, 40, 1)
+    assert trigram.stats(model)["algorithm"] == "bytegrad"  # the trial goes on
+    file.seek(0)
+    w, o, s = torch.load(file)
+    model.load_state_dict(w)
+    optimizer.load_state_dict(o)
+    trigram.load_algorithm_state(model, s)
+    assert tuner(model).trial is None
     steps(model, optimizer, rank, 50, 4)
     twin, other = start("auto:close")
     steps(twin, other, rank, 7, 2)
@@ -310,16 +506,45 @@ def refusals(rank: int, world: int) -> None:
     assert "auto" not in trigram.stats(model)
 
 
-@CASES
-def uneven_inputs(rank: int, world: int) -> None:
-    """Ranks without inputs follow a trial's end, and the others' steps."""
+@CASES.over(1, 2)
+def uneven_inputs(rank: int, world: int, passes: int) -> None:
+    """Inside ``trigram.join`` a trial is suspended, whatever the passes of an update; it goes on after it."""
+    model, _ = start("auto:close")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    steps(model, optimizer, rank, 0, 2)
+    tuner(model)._begin_trials([CLOSE])
+    steps(model, optimizer, rank, 2, 10)
+    assert trigram.stats(model)["algorithm"] == "bytegrad"
+    with trigram.join(model):
+        for step in range(12, 12 + 4 + 9 * rank):
+            optimizer.zero_grad()
+            for micro in range(passes):
+                model(x(rank, step, 4, 64, salt=micro)).square().mean().backward()
+            optimizer.step()
+    assert trigram.stats(model)["algorithm"] == "gradient_allreduce"
+    says(trigram.stats(model)["auto"]["said"], "nothing is tried inside trigram.join")
+    steps(model, optimizer, rank, 40, ROUND - 10)
+    assert len(tuner(model).trials) == 1
+    same_on_all_ranks(rank, world, f"join {passes}", [weights(model)])
+
+
+ALONE = Cases()
+
+
+@ALONE
+def one_rank(rank: int, world: int) -> None:
     model, optimizer = start("auto")
     steps(model, optimizer, rank, 0, 2)
-    tuner(model)._begin_trials([EXACT])
-    with trigram.join(model):
-        steps(model, optimizer, rank, 2, 4 + 9 * rank)
-    assert tuner(model).trial is None
-    steps(model, optimizer, rank, 40, 3)
+    report = trigram.stats(model)["auto"]
+    assert report["state"] == "off"
+    says(report["said"], "stays", "one rank")
+    trigram.load_algorithm_state(model, trigram.algorithm_state(model))
+
+
+@pytest.mark.parametrize("case", list(ALONE))
+@pytest.mark.parametrize("world", [1])
+def test_auto_alone(in_launch: Callable[..., None], world: int, case: str) -> None:
+    in_launch("ALONE", case, world)
 
 
 @pytest.mark.parametrize("case", list(CASES))

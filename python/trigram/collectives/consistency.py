@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -22,6 +23,13 @@ def tell_all(words: Sequence[int], group: Group) -> list[list[int]]:
     calls.all_gather(everyone, torch.tensor(words, dtype=torch.int64), group)
     gathered: list[list[int]] = everyone.tolist()
     return gathered
+
+
+def tell_all_floats(values: Sequence[float], group: Group) -> list[list[float]]:
+    """The same for floats, bit for bit."""
+    words = list(struct.unpack(f"{len(values)}q", struct.pack(f"{len(values)}d", *values)))
+    everyone = tell_all(words, group)
+    return [list(struct.unpack(f"{len(of)}d", struct.pack(f"{len(of)}q", *of))) for of in everyone]
 
 
 def ranks_that(flag: bool, group: Group) -> list[int]:

@@ -44,9 +44,13 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
         "behind": wrapped.earlier_steps,
         "warming": wrapped.warming,
     }
+    if wrapped.tuner is not None:
+        state["auto"] = wrapped.tuner.saved()
     if wrapped.hooks is not None:
         wrapped.hooks.drain()
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
+    if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
+        state["owed"] = copy.deepcopy(wrapped.hooks.buckets.owed)
     return state
 
 
@@ -115,7 +119,7 @@ def _mismatch(wrapped: WrappedModel, state: Any) -> str:
         )
     if state["world_size"] != size:
         mine = wrapped.hooks.state() if wrapped.hooks is not None else {}
-        owned = _of_one_rank(state.get("carrier", mine), "")
+        owned = _of_one_rank(state.get("carrier", mine), "") or ("owed" if "owed" in state else "")
         if owned:
             return (
                 f"the state was saved on {state['world_size']} ranks and holds what belongs to one of them "
@@ -174,6 +178,8 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
             hooks.load(before)
         raise
     hooks.load(saved)
+    if isinstance(hooks, GradientSync):
+        hooks.buckets.owed = copy.deepcopy(state.get("owed", {}))
     if layout is not None and isinstance(hooks, GradientSync) and hooks.buckets.bucket_bytes != layout[0]:
         _rebuild(hooks, layout[0], hooks.buckets.order)
 

@@ -166,7 +166,7 @@ def with_bagua(
         states,
         str(automatic or ""),
     )
-    if automatic is not None and wrapped.hooks is not None:
+    if automatic is not None:
         wrapped.tuner = Auto(wrapped, automatic)
     methods.add(model)
     if asked is not None and ranks.size > 1:

@@ -32,10 +32,13 @@ class Tuner(Protocol):
     """Chooses the algorithm of a model while it trains: :class:`trigram.model.auto.Auto`."""
 
     def pause(self) -> None:
-        """Ends a trial under way, on all ranks: what is being tried is not what was chosen."""
+        """Suspends a trial until the next update, on all ranks: what is tried is not what was chosen."""
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps, for :meth:`resume`; the same on all ranks."""
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Takes the algorithm of a saved state, if it may; all ranks call it."""
+        """Ends a trial, and takes the algorithm of a saved state, if it may; all ranks call it."""
 
     def report(self) -> dict[str, Any]:
         """What ``stats`` says of it."""

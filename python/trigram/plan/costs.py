@@ -16,8 +16,8 @@ from trigram import codecs
 from trigram.averaging.powersgd import arithmetic
 from trigram.plan.inputs import CodecCost, Costs
 from trigram.training.compressors import NEEDS_FEEDBACK
+from trigram.training.fidelity import CODECS
 
-CODECS = ("bf16", "f16", "int8", "sign", "topk:0.01")
 ELEMENTS = 1 << 20
 """Values of a bucket of 4 MiB."""
 REPEATS = 5

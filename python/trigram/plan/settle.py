@@ -6,6 +6,7 @@ same verdict from the same integers.
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm
 from trigram.errors import UnsupportedError
 from trigram.plan import choice
-from trigram.plan.choice import Comparison, Decision
+from trigram.plan.choice import WORTH, Comparison, Decision
 from trigram.plan.inputs import Job
 from trigram.plan.losses import ALLOWED
 from trigram.plan.step import predict
@@ -26,10 +27,15 @@ AFTER = 20.0
 """Seconds of training before measuring begins: it takes about 0.3 s, and must not take 2 % of a job."""
 OPTIONS = ("after", "save_plan")
 """Of auto, as ``with_bagua`` takes them."""
-WORTH = 0.1
-"""The part of a step that a change must be predicted to gain."""
 CONFIRMED = 0.05
 """The part that it must gain in the trial: both its blocks of steps must be faster too."""
+LOOKS, REFERENCE = 5, 10
+"""The last looks at the norm of the gradients, whose median is compared with that of the looks before."""
+FEWEST = 3
+"""Looks before, without which there is no verdict."""
+DEPARTED = 10.0
+"""How many times that median means that the gradients have departed: more than a loss scale grows between
+the two (a GradScaler doubles it every 2000 steps), or a norm does at a training's start."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +183,28 @@ def judge(blocks: Sequence[Sequence[int]]) -> Verdict:
     both = median[1] < median[0] and median[3] < median[2]
     both = both and all(of > 0 for rank in blocks for of in rank)
     return Verdict(before * 1e-9, after * 1e-9, both and after <= (1 - CONFIRMED) * before)
+
+
+def departed(norms: Sequence[float]) -> str:
+    """What shows that gradients have departed, in words; empty: nothing does.
+
+    Both medians move with the training, so one spike changes neither, and what grows slowly, as a loss scale
+    or the norm itself, is no departure.
+
+    Args:
+        norms: The norm at each look, the last at the end.
+    """
+    last, before = norms[-LOOKS:], [norm for norm in norms[:-LOOKS] if math.isfinite(norm)]
+    finite = sum(map(math.isfinite, last))
+    if len(last) == LOOKS and 2 * finite < LOOKS:
+        return f"the norm of the gradients is not finite in {LOOKS - finite} of {LOOKS} looks"
+    if len(before) < FEWEST:
+        return ""
+    now = statistics.median(norm if math.isfinite(norm) else math.inf for norm in last)
+    usual = statistics.median(before)
+    if now <= DEPARTED * usual:
+        return ""
+    return f"the norm of the gradients is {now:.3g}, and was {usual:.3g} before"
 
 
 def named(decision: Decision) -> str:

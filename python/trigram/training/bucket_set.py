@@ -9,6 +9,7 @@ import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.held_residual import positions
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 
@@ -29,6 +30,8 @@ class BucketSet(Sequence[Bucket]):
         copies: Parameters keep the memory that autograd has allocated, and get copies of the averages.
         flags: For each parameter of buckets without flags, whether this rank has used it; None: there is no
             such bucket.
+        owed: By index of a parameter, what averages of before have held back and the next gradients make up
+            for: one-dimensional, float32, this rank's own.
     """
 
     def __init__(self, groups: ModelGroups, bucket_bytes: int, compressor: GradientCompressor) -> None:
@@ -40,6 +43,7 @@ class BucketSet(Sequence[Bucket]):
         self.place: dict[int, tuple[Bucket, int]] = {}
         self.two_phase: list[Bucket] = []
         self.flags: torch.Tensor | None = None
+        self.owed: dict[int, torch.Tensor] = {}
         self._all: list[Bucket] = []
 
     @overload
@@ -70,7 +74,8 @@ class BucketSet(Sequence[Bucket]):
         self.build(order, keep_residuals=False)
 
     def build(self, order: Sequence[int], keep_residuals: bool = True) -> None:
-        """Builds the buckets; gradients and, if asked, residuals move with their parameters.
+        """Builds the buckets; gradients and, if asked, residuals move with their parameters. Averages without
+        residuals make up for those of averages with them: see ``owed``.
 
         Args:
             order: The indices of the parameters, in the order in which backward computes their gradients.
@@ -81,14 +86,22 @@ class BucketSet(Sequence[Bucket]):
             for bucket in self._all:
                 bucket.average.fold()
             kept = {i: parts for b in self._all for i, parts in self._parts(b)}
+        else:
+            self.owed = {}
         self._all = []
         self.compressor.begin(self.groups.size)
         for indices in assign(self.params, order, self.bucket_bytes):
             bucket = self.compressor.bucket(indices, self.params, self.groups)
             bucket.ready()
             for i, parts in self._parts(bucket):
-                for name, part in kept.get(i, {}).items():
-                    parts[name].copy_(part)
+                before, residual = kept.get(i, {}), parts.get("residual")
+                for name in parts.keys() & before.keys():
+                    parts[name].copy_(before[name])
+                if residual is not None and i in self.owed:
+                    residual.view(-1).add_(self.owed.pop(i))
+                elif residual is None and "residual" in before:
+                    held = before["residual"].flatten().nan_to_num(0.0, 0.0, 0.0)
+                    self.owed[i] = held + self.owed.get(i, 0.0)
             self._all.append(bucket)
         self.place = {i: (b, k) for b in self._all for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
@@ -110,6 +123,20 @@ class BucketSet(Sequence[Bucket]):
         return self.compressor.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
 
     # What a pass asks for.
+
+    def repay(self, bucket: Bucket) -> None:
+        """Adds what is owed to the gradients that this rank has, before they are averaged."""
+        for k, i in enumerate(bucket.params) if self.owed else ():
+            if i in self.owed and k not in bucket.unused:
+                [at] = positions([bucket.views[k]], bucket.memory)
+                bucket.memory[at] += self.owed[i]
+
+    def repaid(self) -> None:
+        """The pass has ended well: only what this rank had no gradient for is still owed."""
+        for i in list(self.owed):
+            bucket, k = self.place[i]
+            if k not in bucket.unused:
+                del self.owed[i]
 
     def placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter of a bucket, with the view into the bucket that its gradient should be."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +18,13 @@ import torch
 
 from trigram import codecs, collectives
 from trigram.averaging.groups import ModelGroups
-from trigram.collectives.consistency import tell_all
+from trigram.collectives.consistency import tell_all_floats
 from trigram.errors import ConfigError
 
 VARIABLE = "TRIGRAM_GRADIENTS"
 CODECS = ("bf16", "f16", "int8", "sign", "topk:0.01")
-"""Whose errors are measured: without error feedback, which makes up for most of those of the last two."""
+"""Whose errors are measured, without error feedback, which makes up for most of those of the last two; and
+whose costs a plan measures."""
 _CODED = 1 << 18
 """Values of a bucket that are encoded."""
 _SAMPLED = 1 << 16
@@ -131,10 +131,8 @@ class Fidelity:
 
     def _means(self, values: list[float]) -> list[float]:
         """The means over all ranks."""
-        words = [struct.unpack("q", struct.pack("d", value))[0] for value in values]
-        everyone = tell_all(words, self.groups.control)
-        numbers = [[struct.unpack("d", struct.pack("q", word))[0] for word in rank] for rank in everyone]
-        return [sum(column) / len(column) for column in zip(*numbers, strict=True)]
+        everyone = tell_all_floats(values, self.groups.control)
+        return [sum(column) / len(column) for column in zip(*everyone, strict=True)]
 
     def summary(self) -> dict[str, Any]:
         """``looks``; ``noise_scale``, in batches of one rank (None: no estimate yet), and

@@ -102,11 +102,12 @@ class GradientSync(FusedBuckets):
 
         Args:
             bucket_bytes: The size of a bucket in bytes.
-            compressor: None: the same, and residuals move to the new buckets. Another begins without.
+            compressor: None: the same. Residuals move to the new buckets; if another has none, they are added
+                to this rank's next gradients.
         """
         self.buckets.bucket_bytes = bucket_bytes
         self.buckets.compressor = compressor or self.buckets.compressor
-        self.build_buckets(self.buckets.order, keep_residuals=compressor is None)
+        self.build_buckets(self.buckets.order)
 
     def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
         """Builds the buckets in another order; see :meth:`BucketSet.build`."""
@@ -325,6 +326,7 @@ class GradientSync(FusedBuckets):
         self.buckets.compressor.before_send(bucket, self.params)
         if weights is not None:
             weights.weigh(bucket.values)
+        self.buckets.repay(bucket)
         name = partial(self._bucket_name, bucket)
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
         with spans.naming(self.groups.main, name):
@@ -371,6 +373,7 @@ class GradientSync(FusedBuckets):
             self._advance()
         self._finish()
         self._apply_options()
+        self.buckets.repaid()
         self.bytes += sum(b.average.sent for b in self.buckets)
         for bucket, used in self.buckets.with_flags() if not self.fusing else ():
             if self.elastic.newcomers and self.groups.sample_weight is None:

@@ -32,7 +32,9 @@ def _train(rank: int, folder: str, profiled: bool = False) -> dict[str, Any]:
             model(x).square().mean().backward()
             optimizer.step()
     profile.export_chrome_trace(f"{folder}/profile/rank{rank}.json")
-    return steps.of_process()[0].summary()
+    times = steps.latest()
+    assert times is not None
+    return times.summary()
 
 
 def _job(rank: int, world: int, folder: str) -> dict[str, Any]:

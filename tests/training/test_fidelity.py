@@ -14,7 +14,7 @@ from torch import nn
 import trigram
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
-from trigram.observe import rank_report, report
+from trigram.observe import rank_report, report, steps
 from trigram.runtime import world as runtime
 from trigram.training import fidelity
 
@@ -82,7 +82,7 @@ def noise_and_errors(rank: int, world: int) -> None:
     assert 0 < of["f16"] < of["int8"] < of["topk:0.01"] < 1
     present = runtime.present()
     assert present is not None
-    says(report.text([rank_report.of_this_rank(present)]), "noise scale of", "int8")
+    says(report.text([rank_report.of_this_rank(present, steps.longest())]), "noise scale of", "int8")
     del os.environ[fidelity.VARIABLE]
 
 

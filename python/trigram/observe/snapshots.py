@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 import os
 import socket
 import threading
@@ -34,6 +33,7 @@ KEY = "top/{}"
 _SEAL = 64
 _LONGEST = 4096
 _TEXT = 64
+_SILENT = 8
 
 
 @dataclass
@@ -120,17 +120,21 @@ def _fits(value: Any, name: str) -> bool:
     if name == "left":
         return isinstance(value, bool)
     if name == "silent":
-        return isinstance(value, list) and all(isinstance(r, int) for r in value)
+        return isinstance(value, list) and len(value) <= _SILENT and all(map(_whole, value))
     if name == "seconds":
-        right = isinstance(value, dict) and set(value) <= {"step", *steps.PHASES}
-        return right and all(_number(v) for v in value.values())
+        right = isinstance(value, dict) and set(value) in (set(), {"step", *steps.PHASES})
+        return right and all(map(_number, value.values()))
     if name in ("time", "sent", "waits"):
         return _number(value)
+    return _whole(value)
+
+
+def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 1 << 62
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and 0 <= value < 1 << 62
 
 
 class Publisher:
@@ -203,7 +207,7 @@ class Publisher:
         self.waited = waited
         if since and max(since) > 0:
             taken.waits_for, taken.waits = since.index(max(since)), max(since) / elapsed
-        taken.silent = [rank for rank, s in enumerate(counters["silent_for"]) if s > 0][:8]
+        taken.silent = [rank for rank, s in enumerate(counters["silent_for"]) if s > 0][:_SILENT]
         return taken
 
 

@@ -244,4 +244,4 @@ def _better(times: StepTimes) -> tuple[int, int, int]:
 
 def links(group: Group) -> tuple[list[int], list[float]]:
     """The ranks of a group, and the rates of their links, if they were measured."""
-    return list(group.ranks), list(group.core.rates()) if group.rank >= 0 else []
+    return list(group.ranks), list(group.core.rates()[: group.size]) if group.rank >= 0 else []

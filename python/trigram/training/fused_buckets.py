@@ -64,6 +64,8 @@ class FusedBuckets(StepHooks):
         bucket = self.buckets[self.landed]
         self.landed += 1
         bucket.assign(self.params, None)
+        if self.fidelity is not None:
+            self.fidelity.mean(bucket)
         before = self.times.enter(steps.OPTIMIZER)
         own = optimizer_hooks.parameters_of(self.fused.optimizer)
         params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]

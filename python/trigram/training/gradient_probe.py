@@ -30,4 +30,12 @@ class GradientProbe:
     def own(self, values: torch.Tensor) -> None:
         """The gradients of a bucket are complete, a one-dimensional tensor; they are of this rank only."""
         if self.norms:
-            self.square += float(torch.dot(values, values))
+            self.square += square(values)
+
+
+def square(values: torch.Tensor) -> float:
+    """The squared norm of a tensor."""
+    flat = values.flatten()
+    return (
+        float(torch.dot(flat, flat)) if flat.dtype == torch.float32 else float(flat.double().square().sum())
+    )

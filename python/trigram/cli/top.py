@@ -122,9 +122,7 @@ class Job:
         columns = _fitting(rows, width)
         for name in columns:
             folded = name in _FOLDED
-            table.add_column(
-                name, justify="left" if folded else "right", no_wrap=not folded, overflow="fold"
-            )
+            table.add_column(name, justify="left" if folded else "right", no_wrap=not folded, overflow="fold")
         for rank, row in zip(shown, rows, strict=True):
             cells = [Text(row[name]) for name in columns]
             table.add_row(*cells, style="bold" if rank == slowest and len(self.ranks) > 1 else "")
@@ -197,7 +195,9 @@ def show(store: str | None, once: bool) -> int:
         console.print(job.table(_MOST, console.width))
         return 0 if job.ranks else 1
     try:
-        with Live(job.table(console.height - 4, console.width), console=console, auto_refresh=False, screen=True) as live:
+        with Live(
+            job.table(console.height - 4, console.width), console=console, auto_refresh=False, screen=True
+        ) as live:
             while not job.ranks or not all(taken.left for taken, _ in job.ranks.values()):
                 time.sleep(PERIOD / 2)
                 job.read()

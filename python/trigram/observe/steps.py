@@ -98,8 +98,8 @@ class StepTimes:
         phase: The phase under way; "": nothing has begun yet.
         step: The whole step, as a :class:`Distribution` of nanoseconds per step.
         phases: The same of each phase: all of its time in a step is one value.
-        sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes it
-            anew, so another thread reads values of the same steps.
+        sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes
+            it anew, so another thread reads values of the same steps.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
         fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
         group: The group whose calls carry most, which knows the rates of its links; None: closed.

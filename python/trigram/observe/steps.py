@@ -2,8 +2,8 @@
 
 The hooks of a model say what begins (:meth:`StepTimes.enter`); a phase lasts until the next one begins, so
 the phases of a step add up to its time. There are some ten changes in a step, so they are always counted.
-:func:`totals` has their sums, for metrics, :func:`latest` and :func:`longest` the model that `trigram top` and
-the report show; the same phases are spans of the timeline and of torch's profiler.
+:func:`totals` has their sums, for metrics, :func:`latest` and :func:`longest` the model that ``trigram top``
+and the report show; the same phases are spans of the timeline and of torch's profiler.
 
 A step lasts from the end of an update to the end of the next. Where weights are changed without an optimizer
 of ``torch.optim``, it lasts from one forward pass after a backward pass to the next, and ``other`` has the

@@ -21,8 +21,6 @@ from trigram import codecs, collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import tell_all
 from trigram.errors import ConfigError
-from trigram.training.buckets import Bucket
-from trigram.training.gradient_probe import square
 
 VARIABLE = "TRIGRAM_GRADIENTS"
 CODECS = ("bf16", "f16", "int8", "sign", "topk:0.01")
@@ -95,10 +93,10 @@ class Fidelity:
             found[0] += square(out.sub_(part))
             found[1] += length
 
-    def mean(self, bucket: Bucket) -> None:
-        """A bucket has its average, or this rank's part of it."""
+    def mean(self, values: torch.Tensor, divided: bool) -> None:
+        """The average of a bucket, or this rank's part of it if it is divided."""
         if self.looking:
-            self._mean += square(bucket.mean) * (1 if bucket.mean is bucket.values else self.groups.size)
+            self._mean += square(values) * (self.groups.size if divided else 1)
 
     def end(self) -> None:
         """The pass has ended on all ranks: they exchange what they have seen."""
@@ -151,6 +149,14 @@ class Fidelity:
         if "distance" in running:
             found["consensus_distance"] = running["distance"]
         return found
+
+
+def square(values: torch.Tensor) -> float:
+    """The squared norm of a tensor."""
+    flat = values.flatten()
+    return (
+        float(torch.dot(flat, flat)) if flat.dtype == torch.float32 else float(flat.double().square().sum())
+    )
 
 
 def asked(groups: ModelGroups) -> Fidelity | None:

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from trigram.training.fidelity import square
+
 
 class GradientProbe:
     """What the gradients of one pass are like; :class:`trigram.training.gradient_sync.GradientSync` tells it.
@@ -31,11 +33,3 @@ class GradientProbe:
         """The gradients of a bucket are complete, a one-dimensional tensor; they are of this rank only."""
         if self.norms:
             self.square += square(values)
-
-
-def square(values: torch.Tensor) -> float:
-    """The squared norm of a tensor."""
-    flat = values.flatten()
-    return (
-        float(torch.dot(flat, flat)) if flat.dtype == torch.float32 else float(flat.double().square().sum())
-    )

@@ -15,7 +15,7 @@ import torch
 
 import trigram
 from tests.support.harness import run, until
-from trigram.observe import postmortem
+from trigram.observe import dump, postmortem
 
 
 def _job(rank: int, world: int, how: str) -> str:
@@ -91,6 +91,27 @@ def test_a_signal_asks_all_ranks_for_a_dump(tmp_path: Path) -> None:
     assert postmortem.find(dumps) == []
     assert "SIGUSR2" in dumps[0]["trigram"]["why"]
     assert "no call is open" in postmortem.report(tmp_path)
+
+
+def _dumps(rank: int, world: int) -> list[str]:
+    trigram.init()
+    trigram.barrier()
+    dumper = dump._dumper
+    assert dumper is not None
+    dumper.write("of the test")
+    return sorted(p.name for p in dumper.folder.glob(".*"))
+
+
+def test_dumps_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    for world in (3, 2):
+        run(world, _dumps, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
+        assert sorted(postmortem.read(tmp_path)) == list(range(world))
+    assert len(list(tmp_path.glob("rank*"))) == 3
+
+
+def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rank0").mkdir()  # no file can take its place
+    assert run(1, _dumps, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60) == [[]]
 
 
 def test_a_dump_is_no_program(tmp_path: Path) -> None:

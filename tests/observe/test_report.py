@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,10 +17,11 @@ from torch import nn
 from typer.testing import CliRunner
 
 import trigram
-from tests.support.harness import run
+from tests.support.checks import raises
+from tests.support.harness import free_port, run, scratch
 from trigram.cli import app
 from trigram.errors import ConfigError
-from trigram.observe import report
+from trigram.observe import rank_report, report
 from trigram.observe.steps import PHASES
 
 STEPS = 12
@@ -88,6 +94,64 @@ def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     assert (found.cause, found.rank) == ("buckets", None)
     found = report.judge([row(r, buckets=[4 << 20] * 10, rates=[1.2e8] * 4, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("network", None)
+
+
+def test_rates_of_helpers_are_no_links_of_ranks() -> None:
+    rates = [1.2e8, 1.2e8, 1.2e8, 1e7]
+    found = report.judge([row(r, ranks=[0, 1, 2], rates=rates, wait=0.5) for r in range(3)])
+    assert (found.cause, found.rank) == ("network", None)
+
+
+def test_a_rank_that_fails_prints_no_report(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, trigram\ntrigram.init()\nprint('begins')\nraise RuntimeError('planned')\n"
+    )
+    job = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | job | {"TRIGRAM_REPORT": str(tmp_path / "figures")},
+        check=False,
+    )
+    assert done.returncode == 1 and "planned" in done.stderr
+    assert done.stdout == "begins\n"
+    assert len(report.read(tmp_path / "figures")) == 1
+
+
+def leave_first(rank: int, world: int) -> str:
+    """Rank 1 leaves when rank 0 has left, which waits for its file as long as it takes."""
+    rank_report._PATIENCE = 1e6
+    train(rank, world, "none")
+    if rank == 1:
+        raises(trigram.PeerLostError, trigram.barrier)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trigram.shutdown()
+    return out.getvalue()
+
+
+def test_rank_0_leaves_before_it_waits_for_files(tmp_path: Path) -> None:
+    printed, nothing = run(2, leave_first, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=60)
+    assert "trigram report: 2 ranks" in printed and "no file of" not in printed and nothing == ""
+
+
+def leave(rank: int, world: int) -> str:
+    """Each host has a disk of its own."""
+    rank_report._PATIENCE = 1e6
+    os.environ["TRIGRAM_REPORT"] = str(scratch() / f"host{rank // 2}")
+    train(rank, world, "none")
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        trigram.shutdown()
+    return out.getvalue()
+
+
+def test_rank_0_waits_for_the_ranks_of_its_host(several_hosts: None) -> None:
+    printed, *_ = run(4, leave, hosts=[0, 0, 1, 1], transport="auto", timeout=60)
+    assert "no file of rank(s) 2, 3" in printed
 
 
 def test_the_commands(tmp_path: Path) -> None:

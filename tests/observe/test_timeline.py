@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import trigram
-from tests.support.harness import run
+from tests.support.harness import Ranks, run
 from trigram.observe import merge, steps, timeline
 
 STEPS = 6
@@ -32,7 +32,9 @@ def _train(rank: int, folder: str, profiled: bool = False) -> dict[str, Any]:
             model(x).square().mean().backward()
             optimizer.step()
     profile.export_chrome_trace(f"{folder}/profile/rank{rank}.json")
-    return steps.of_process()[0].summary()
+    times = steps.latest()
+    assert times is not None
+    return times.summary()
 
 
 def _job(rank: int, world: int, folder: str) -> dict[str, Any]:
@@ -150,6 +152,19 @@ def _block(rank: int, world: int, folder: str) -> str:
             pass
     trigram.all_reduce(torch.ones(4))
     return str(timeline.file_of(Path(folder) / "trace.json", rank))
+
+
+def _full(rank: int, world: int, folder: str) -> bool:
+    (Path(folder) / "trace-rank0.json").symlink_to("/dev/full")
+    with trigram.timeline(f"{folder}/trace.json"):
+        trigram.all_reduce(torch.ones(4))
+    return timeline._recorder is None
+
+
+def test_a_full_disk_ends_the_timeline_only(tmp_path: Path) -> None:
+    with Ranks(1, _full, str(tmp_path)) as ranks:
+        assert ranks.results(30) == [True]
+        assert "it ends here" in ranks.log(0)
 
 
 def test_a_block_records_what_is_inside(tmp_path: Path) -> None:

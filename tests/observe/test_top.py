@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from rich.console import Console
 
 import trigram
 from tests.support.checks import raises, says
 from tests.support.harness import Ranks, say, scratch, until
 from trigram.cli import top
 from trigram.observe.snapshots import KEY, Snapshot, seal, unseal
+from trigram.observe.steps import PHASES
 from trigram.runtime.live_store import ReconnectingStore
 from trigram.runtime.rendezvous import reopen
 
-WHOLE = Snapshot(3, 8, "node7", 12.5, 4, "GPT", 90, {"step": 0.2, "wait": 0.05}, 1e6, 5, 0.2, [6])
+SECONDS = {**dict.fromkeys(PHASES, 0.03), "step": 0.2, "wait": 0.05}
+WHOLE = Snapshot(3, 8, "node7", 12.5, 4, "GPT", 90, SECONDS, 1e6, 5, 0.2, [6])
 
 
 @pytest.mark.parametrize("key", [None, b"a secret"])
@@ -45,6 +50,11 @@ def test_a_snapshot_comes_back(key: bytes | None) -> None:
         {"host": "n" * 100},
         {"sent": math.nan},
         {"sent": -1.0},
+        {"sent": 10**400},
+        {"time": 10**400},
+        {"silent": [10**400]},
+        {"silent": list(range(500))},
+        {"seconds": {"step": 0.2}},
         {"steps": "many"},
         {"steps": 1 << 70},
         {"world_size": 2.5},
@@ -66,8 +76,9 @@ def test_noise_is_refused(value: bytes) -> None:
 
 def test_the_table_is_as_long_as_the_terminal() -> None:
     store = dist.HashStore()
-    ranks = [replace(WHOLE, rank=rank, world_size=40, silent=[]) for rank in range(40)]
-    ranks[17] = replace(ranks[17], seconds={"step": 0.9, "wait": 0.0, "input": 0.8})
+    now = time.time()
+    ranks = [replace(WHOLE, rank=rank, world_size=40, silent=[], time=now) for rank in range(40)]
+    ranks[17] = replace(ranks[17], seconds={**SECONDS, "step": 0.9, "wait": 0.0, "input": 0.8})
     ranks[30] = replace(ranks[30], silent=[17])
     for taken in ranks:
         store.set(KEY.format(taken.rank), seal(taken, None))
@@ -79,6 +90,51 @@ def test_the_table_is_as_long_as_the_terminal() -> None:
     store.set(KEY.format(17), seal(replace(ranks[17], time=1.0, steps=3), None))  # an old one, written again
     job.read()
     assert job.ranks[17][0].steps == 90
+
+
+def _job(*ranks: Snapshot) -> top.Job:
+    store = dist.HashStore()
+    for taken in ranks:
+        store.set(KEY.format(taken.rank), seal(taken, None))
+    job = top.Job(ReconnectingStore(store, None))
+    job.read()
+    return job
+
+
+def test_an_old_snapshot_is_not_taken_for_a_living_rank() -> None:
+    now = time.time()
+    job = _job(
+        replace(WHOLE, rank=0, world_size=2, time=now - 3600, silent=[]),
+        replace(WHOLE, rank=1, world_size=2, time=now, silent=[]),
+    )
+    says(job.state(0), "silent for 36")
+    assert job.state(1) == ""
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_number_is_cut(width: int) -> None:
+    now = time.time()
+    long = replace(WHOLE, host="gpu-node-17.cluster.example.org", steps=123456, world_size=2, time=now)
+    job = _job(*[replace(long, rank=rank, waits_for=1 - rank, silent=[7]) for rank in range(2)])
+    out = io.StringIO()
+    Console(width=width, file=out).print(job.table(20, width))
+    text = out.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    says(text, "123456", "200.0", "50.0", "1 (20%)")
+    assert ("optimizer" in text) == (width == 120)
+    letters = "".join(text.split())
+    says(letters, "gpu-node-17", "hears")
+
+
+def test_two_models_are_not_mixed() -> None:
+    """Ranks of a job with two models may have stepped the one or the other last."""
+    other = replace(WHOLE, model="Critic", steps=10, seconds={**SECONDS, "step": 0.9}, world_size=3)
+    job = _job(*[replace(WHOLE if r == 0 else other, rank=r, world_size=3) for r in range(3)])
+    says(job.headline(), "90 steps of GPT, 200 ms per step")
+
+
+def test_an_address_of_ipv6() -> None:
+    assert top.address("[::1]:29500") == ("::1", 29500)
 
 
 def _train(rank: int, world: int) -> None:

@@ -17,8 +17,9 @@ import torch.distributed as dist
 import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.checks import equal, raises
-from tests.support.harness import await_flag, flag, free_port, run, until
+from tests.support.harness import Ranks, await_flag, flag, free_port, run, until
 from tests.support.marks import long
+from trigram.runtime import world as runtime
 from trigram.runtime.rendezvous import find_store
 
 pytestmark = pytest.mark.waits
@@ -31,6 +32,24 @@ def test_the_host_of_a_store_is_found_behind_prefixes() -> None:
     found = find_store(store, 0, 2, time.monotonic() + 10)
     assert found[1:] == (0, 2, "127.0.0.1")
     assert find_store(dist.PrefixStore("one", dist.HashStore()), 1, 2, time.monotonic() + 10)[3] is None
+
+
+def _ends_badly(rank: int, world: int) -> bool:
+    def fail() -> None:
+        raise OSError("planned, of the test")
+
+    trigram.init()
+    called: list[int] = []
+    runtime.at_exit.insert(0, fail)
+    runtime.at_exit.append(lambda: called.append(1))
+    trigram.shutdown()
+    return bool(called) and not trigram.is_initialized()
+
+
+def test_a_finisher_that_raises_stops_nothing() -> None:
+    with Ranks(2, _ends_badly) as ranks:
+        assert ranks.results(30) == [True, True]
+        assert "planned, of the test" in ranks.log(0)
 
 
 def _entries(what: str) -> int:

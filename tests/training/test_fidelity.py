@@ -14,7 +14,7 @@ from torch import nn
 import trigram
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
-from trigram.observe import rank_report, report
+from trigram.observe import rank_report, report, steps
 from trigram.runtime import world as runtime
 from trigram.training import fidelity
 
@@ -38,8 +38,14 @@ class Given(nn.Module):
         return torch.dot(self.w, g)
 
 
-def train(model: nn.Module, rank: int, steps: int, lr: float = 0.0) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+def train(
+    model: nn.Module,
+    rank: int,
+    steps: int,
+    lr: float = 0.0,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr)
     for step in range(steps):
         optimizer.zero_grad()
         model(torch.from_numpy(gradient(rank, step))).backward()
@@ -82,7 +88,27 @@ def noise_and_errors(rank: int, world: int) -> None:
     assert 0 < of["f16"] < of["int8"] < of["topk:0.01"] < 1
     present = runtime.present()
     assert present is not None
-    says(report.text([rank_report.of_this_rank(present)]), "noise scale of", "int8")
+    says(report.text([rank_report.of_this_rank(present, steps.longest())]), "noise scale of", "int8")
+    del os.environ[fidelity.VARIABLE]
+
+
+@CASES
+def noise_of_gradients_that_are_used_or_divided(rank: int, world: int) -> None:
+    """``fused=True`` uses each mean in backward; of ``gradients="shards"`` a rank has its part only."""
+    os.environ[fidelity.VARIABLE] = "2"
+    more: list[tuple[str, dict[str, object]]] = [
+        ("gradient_allreduce", {"fused": True}),
+        ("sharded", {"gradients": "shards"}),
+    ]
+    for algorithm, options in more:
+        model = Given()
+        optimizer = torch.optim.SGD(model.parameters(), 0.0)
+        wrapped = trigram.with_bagua(model, algorithm, optimizer=optimizer, **options)
+        train(wrapped, rank, 7, optimizer=optimizer)
+        found = trigram.stats(wrapped)["fidelity"]
+        assert found["looks"] == 3
+        assert found["noise_scale"] == pytest.approx(expected_noise(world, [2, 4, 6]), rel=1e-4), algorithm
+        trigram.unwrap(wrapped)
     del os.environ[fidelity.VARIABLE]
 
 

@@ -39,6 +39,10 @@ _COLUMNS = (
     "waits for",
     "",
 )
+_FOLDED = {"host": 12, "": 16}
+"""Columns of text: in a narrow terminal it is broken into lines of so many letters, or more."""
+_FIRST_TO_GO = ("optimizer", "forward", "input", "backward", "MB/s")
+"""Columns for which a narrow terminal has no room: numbers are shown whole or not at all."""
 
 
 def address(text: str | None) -> tuple[str, int]:
@@ -49,7 +53,7 @@ def address(text: str | None) -> tuple[str, int]:
         raise typer.BadParameter(
             f"--store {given!r} is no HOST:PORT; rank 0 of a job with TRIGRAM_TOP=1 logs its own"
         )
-    return host, int(port)
+    return host.strip("[]"), int(port)
 
 
 class Job:
@@ -82,7 +86,9 @@ class Job:
             self.problem = str(error)
             return
         before = self.ranks.get(rank)
-        if before is None or (found.time, found.number) > (before[0].time, before[0].number):
+        if before is None:  # how old it is, only the clocks can tell
+            self.ranks[rank] = found, time.monotonic() - max(0.0, time.time() - found.time)
+        elif (found.time, found.number) > (before[0].time, before[0].number):
             self.ranks[rank] = found, time.monotonic()
 
     def state(self, rank: int) -> str:
@@ -104,18 +110,21 @@ class Job:
         chosen = sorted(self.ranks, key=lambda r: (not self.state(r), -own[r], r))[: max(0, most)]
         return sorted(chosen)
 
-    def table(self, most: int) -> Any:
-        """What the terminal shows."""
+    def table(self, most: int, width: int) -> Any:
+        """What a terminal of ``width`` letters shows, with so many rows at most."""
         lines: list[Any] = [Text(self.headline())]
         if self.problem:
             lines.append(Text(self.problem, style="red"))
         table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-        for name in _COLUMNS:
-            table.add_column(name, justify="left" if name in ("host", "") else "right", no_wrap=True)
         slowest = max(self.ranks, key=lambda r: _own(self.ranks[r][0]), default=-1)
         shown = self.shown(most)
-        for rank in shown:
-            cells = [Text(cell) for cell in self._cells(rank)]
+        rows = [dict(zip(_COLUMNS, self._cells(rank), strict=True)) for rank in shown]
+        columns = _fitting(rows, width)
+        for name in columns:
+            folded = name in _FOLDED
+            table.add_column(name, justify="left" if folded else "right", no_wrap=not folded, overflow="fold")
+        for rank, row in zip(shown, rows, strict=True):
+            cells = [Text(row[name]) for name in columns]
             table.add_row(*cells, style="bold" if rank == slowest and len(self.ranks) > 1 else "")
         lines.append(table)
         if len(shown) < len(self.ranks):
@@ -129,8 +138,9 @@ class Job:
         text = f"trigram top: {len(self.ranks)} of {size} ranks"
         if trained:
             most = max(trained, key=lambda taken: taken.steps)
-            step = statistics.median(taken.seconds["step"] for taken in trained)
-            wait = statistics.median(taken.seconds[WAIT] / taken.seconds["step"] for taken in trained)
+            alike = [taken.seconds for taken in trained if taken.model == most.model]
+            step = statistics.median(seconds["step"] for seconds in alike)
+            wait = statistics.median(seconds[WAIT] / seconds["step"] for seconds in alike)
             text += f", {most.steps} steps of {most.model}, {1e3 * step:.3g} ms per step"
             text += f", {wait:.0%} of it waiting"
         return text
@@ -145,6 +155,17 @@ class Job:
         yield f"{taken.sent / 1e6:.1f}"
         yield f"{taken.waits_for} ({taken.waits:.0%})" if taken.waits > 0.01 else "-"
         yield self.state(rank)
+
+
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """The columns that a terminal has room for."""
+    columns = list(_COLUMNS)
+    need = {name: max(len(name), *(len(row[name]) for row in rows), 0) for name in columns}
+    need |= {name: min(need[name], least) for name, least in _FOLDED.items()}
+    for name in _FIRST_TO_GO:
+        if sum(need[column] + 1 for column in columns) > width:
+            columns.remove(name)
+    return columns
 
 
 def _own(taken: Snapshot) -> float:
@@ -170,15 +191,18 @@ def show(store: str | None, once: bool) -> int:
     console = Console()
     job.read()
     if once or not console.is_terminal:
-        (console if console.is_terminal else Console(width=120)).print(job.table(_MOST))
+        console = console if console.is_terminal else Console(width=120)
+        console.print(job.table(_MOST, console.width))
         return 0 if job.ranks else 1
     try:
-        with Live(job.table(console.height - 4), console=console, auto_refresh=False, screen=True) as live:
+        with Live(
+            job.table(console.height - 4, console.width), console=console, auto_refresh=False, screen=True
+        ) as live:
             while not job.ranks or not all(taken.left for taken, _ in job.ranks.values()):
                 time.sleep(PERIOD / 2)
                 job.read()
-                live.update(job.table(console.height - 4), refresh=True)
+                live.update(job.table(console.height - 4, console.width), refresh=True)
     except KeyboardInterrupt:
         pass
-    console.print(job.table(console.height - 4))
+    console.print(job.table(console.height - 4, console.width))
     return 0

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import rank_report, report
+from trigram.observe import rank_report, report, steps
 from trigram.runtime import world
 
 try:
@@ -45,7 +45,7 @@ def _answer(_request: Any, response: Any) -> None:
         response.set_content(b"this rank is in no job of trigram", "text/plain")
         response.set_status(503)
         return
-    row = rank_report.of_this_rank(present)
+    row = rank_report.of_this_rank(present, steps.latest())
     response.set_content(report.line(row).encode(), "application/json")
     response.set_status(200)
 

@@ -124,6 +124,7 @@ class WrappedModel:
             self.hooks.limit, self.hooks.successor = warmup, self.proceed
         else:
             self.hooks = self._compose(model)
+        self.hooks.times.earlier = self.earlier_steps
         if self.states is not None:
             hooks = self.hooks
             part = recovery.ElasticModel(model, f"{chosen}{self.extras}", self.states, self.groups, hooks)
@@ -176,6 +177,7 @@ class WrappedModel:
         self.end()
         self.hooks = self._compose(model)
         self.hooks.sync = sync
+        self.hooks.times.earlier = self.earlier_steps
         return self.hooks
 
     @property

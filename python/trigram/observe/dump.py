@@ -13,7 +13,6 @@ import os
 import pickle
 import signal
 import socket
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -46,7 +45,7 @@ class Dumper:
 
     def __init__(self, folder: Path, rank: int, after: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.rank, self.after, self._process = folder, rank, after, os.getpid()
+        self.folder, self.rank, self.after, self.job = folder, rank, after, world.current().name
         self._calls = Calls()
         self._seen = 0
         self._failures: list[tuple[int, int | None, str]] = []
@@ -62,8 +61,6 @@ class Dumper:
 
     def close(self) -> None:
         """Stops the thread; writes the dump of a failure that has none yet."""
-        if self._process != os.getpid():
-            return  # a forked child, which has made no calls
         self._stop = True
         self._note_failures(0.0)
         with self._lock:  # the thread may be writing
@@ -81,10 +78,13 @@ class Dumper:
         try:
             with self._lock:
                 self._owed = False
-                data = pickle.dumps(self._contents(why))
-                with tempfile.NamedTemporaryFile(dir=self.folder, prefix=".", delete=False) as f:
-                    f.write(data)
-                Path(f.name).replace(path)
+                unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+                try:
+                    unfinished.write_bytes(pickle.dumps(self._contents(why)))
+                    unfinished.replace(path)
+                except OSError:
+                    unfinished.unlink(missing_ok=True)
+                    raise
         except OSError as e:
             logs.warning(f"TRIGRAM_DUMP: rank {self.rank} cannot write {path}: {e}")
             return
@@ -163,6 +163,7 @@ class Dumper:
             "entries": [self._entry(e, groups[e.group], offset) for e in events],
             "trigram": {
                 "rank": self.rank,
+                "job": self.job,
                 "host": socket.gethostname(),
                 "why": why,
                 "time_ns": time.time_ns(),

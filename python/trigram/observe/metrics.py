@@ -6,6 +6,7 @@ Each rank of a host serves its own port: the given one and its local rank. Value
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -85,18 +86,13 @@ class Collector:
         ended = family(CounterMetricFamily, "steps", "training steps", "model")
         spent = family(CounterMetricFamily, "step_seconds", "seconds of steps by phase", "model", "phase")
         rates = family(GaugeMetricFamily, "link_bytes_per_second", "what a rank's link carries", "peer")
-        seen: set[str] = set()
-        for times in steps.of_process():
-            if times.name in seen:
-                continue  # of two models of a class, the one with most steps
-            seen.add(times.name)
-            ended.add_metric([me, times.name], times.step.count)
-            for phase in steps.PHASES:
-                spent.add_metric([me, times.name, phase], times.phases[phase].total * 1e-9)
-        group = next((t.group for t in steps.of_process() if t.group is not None), present.group)
-        if group.rank >= 0:
-            for peer, rate in zip(group.ranks, group.core.rates(), strict=False):
-                rates.add_metric([me, str(peer)], rate)
+        for model, (count, _, *phases) in steps.totals().items():
+            ended.add_metric([me, model], count)
+            for phase, ns in zip(steps.PHASES, phases, strict=True):
+                spent.add_metric([me, model, phase], ns * 1e-9)
+        times = steps.latest()
+        for peer, rate in zip(*(times.links() if times else steps.links(present.group)), strict=False):
+            rates.add_metric([me, str(peer)], rate)
         yield from (ended, spent, rates)
 
 
@@ -126,6 +122,8 @@ def _finish() -> None:
     global _server
     served, _server = _server, None
     if served is not None:
+        with contextlib.suppress(OSError):
+            served[0].socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, which looks twice a second
         served[0].shutdown()
         served[0].server_close()
         served[1].join(1.0)

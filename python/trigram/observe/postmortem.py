@@ -62,7 +62,7 @@ class _Group:
 
 
 def read(folder: Path) -> dict[int, dict[str, Any]]:
-    """The dumps of a folder, by rank.
+    """The dumps of a folder, by rank; of several jobs, those of the last one.
 
     Raises:
         MisuseError: There are none, or one cannot be read.
@@ -79,7 +79,13 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
             raise MisuseError(f"{path} is no dump: {e}") from e
     if not dumps:
         raise MisuseError(f"{folder} has no dumps; run the job with TRIGRAM_DUMP={folder}")
-    return dict(sorted(dumps.items()))
+    last = max(dumps.values(), key=lambda dump: (_job(dump) != "", dump.get("trigram", {}).get("time_ns", 0)))
+    return {rank: dump for rank, dump in sorted(dumps.items()) if _job(dump) in ("", _job(last))}
+
+
+def _job(dump: dict[str, Any]) -> str:
+    """Its job; "": it came late into an elastic one, so it cannot say."""
+    return str(dump.get("trigram", {}).get("job", ""))
 
 
 def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:

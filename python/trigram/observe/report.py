@@ -219,9 +219,12 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
 def _communication(rows: list[Rank], waits: str) -> Finding:
     """Ranks wait for communication, and none of them for a late rank."""
     most = max(rows, key=lambda row: len(row.rates))
-    rates = [rate / 1e6 for rate in most.rates]
+    links = {
+        rank: rate / 1e6 for rank, rate in zip(most.ranks, most.rates, strict=False)
+    }  # helpers come last
+    rates = list(links.values())
     if len(rates) > 2 and min(rates) < _SLOW_LINK * statistics.median(rates):
-        rank = most.ranks[rates.index(min(rates))]
+        rank = min(links, key=links.__getitem__)
         host = next((row.host for row in rows if row.rank == rank), "its host")
         return Finding(
             "link",

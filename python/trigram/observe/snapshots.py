@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import math
 import os
 import socket
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -32,18 +33,19 @@ KEY = "top/{}"
 _SEAL = 64
 _LONGEST = 4096
 _TEXT = 64
+_SILENT = 8
 
 
 @dataclass
 class Snapshot:
-    """A rank at a moment; seconds are means over the steps since its last snapshot.
+    """A rank at a moment; seconds are means over the model's steps since its last snapshot.
 
     Attributes:
         rank, world_size, host: Who it is.
         time: When, as ``time.time()`` of its host.
         number: Counts its snapshots.
-        model: The class of the model with most steps; "": none has been trained.
-        steps: Steps of it so far.
+        model: The class of the model that has stepped last; "": none is being trained.
+        steps: Steps of it so far, also with earlier algorithms.
         seconds: By phase, and ``step``; empty: no step has ended since.
         sent: Bytes per second that it has sent to other ranks.
         waits_for: The rank that its calls have waited for longest, -1: none; and for how many seconds per
@@ -118,17 +120,21 @@ def _fits(value: Any, name: str) -> bool:
     if name == "left":
         return isinstance(value, bool)
     if name == "silent":
-        return isinstance(value, list) and all(isinstance(r, int) for r in value)
+        return isinstance(value, list) and len(value) <= _SILENT and all(map(_whole, value))
     if name == "seconds":
-        right = isinstance(value, dict) and set(value) <= {"step", *steps.PHASES}
-        return right and all(_number(v) for v in value.values())
+        right = isinstance(value, dict) and set(value) in (set(), {"step", *steps.PHASES})
+        return right and all(map(_number, value.values()))
     if name in ("time", "sent", "waits"):
         return _number(value)
+    return _whole(value)
+
+
+def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and -1 <= value < 1 << 62
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return isinstance(value, int | float) and 0 <= value < 1 << 62
 
 
 class Publisher:
@@ -140,11 +146,12 @@ class Publisher:
     """
 
     def __init__(self, store: ReconnectingStore, present: world.World) -> None:
-        self.store, self.process = store, os.getpid()
+        self.store = store
         self.period = max(PERIOD, PER_RANK * present.size)
         self.number, self.at = 0, time.monotonic()
-        self.before: dict[str, int] = {}
-        self.counted, self.sent = 0, 0
+        self.before: weakref.WeakKeyDictionary[steps.StepTimes, Sequence[int]] = weakref.WeakKeyDictionary()
+        self.sent = 0
+        self.failing = False
         self.waited: list[float] = []
         self._stop = threading.Event()
         self.publish()
@@ -156,9 +163,7 @@ class Publisher:
             self.publish()
 
     def close(self) -> None:
-        """Leaves a last snapshot, and ends the thread. Not in a forked child."""
-        if self.process != os.getpid():
-            return
+        """Leaves a last snapshot, and ends the thread."""
         self._stop.set()
         self._thread.join(1.0)  # not longer: the network may no longer reach the store
         if not self._thread.is_alive():
@@ -171,11 +176,12 @@ class Publisher:
             return
         try:
             taken = self.take(present, left)
-        except Exception as error:  # nothing here may end a training
-            logs.warning(f"TRIGRAM_TOP: rank {present.rank} cannot take a snapshot: {error}")
-            self._stop.set()
-            return
-        self.store.put(KEY.format(taken.rank), seal(taken, secret()))
+            self.store.put(KEY.format(taken.rank), seal(taken, secret()))
+            self.failing = False
+        except Exception as error:  # nothing here may end a training; the next snapshot may come off
+            if not self.failing:
+                logs.warning(f"{world.TOP}: rank {present.rank} cannot take a snapshot: {error}")
+            self.failing = True
 
     def take(self, present: world.World, left: bool = False) -> Snapshot:
         """This rank now."""
@@ -186,22 +192,22 @@ class Publisher:
         taken = Snapshot(
             present.rank, present.size, socket.gethostname()[:_TEXT], time.time(), self.number, left=left
         )
-        times = next(iter(steps.of_process()), None)
+        times = steps.latest()
         if times is not None:
-            taken.model, taken.steps = times.name[:_TEXT], times.step.count
-            totals = {"step": times.step.total, **{p: times.phases[p].total for p in steps.PHASES}}
-            if (ended := taken.steps - self.counted) > 0:
-                taken.seconds = {
-                    k: max(0.0, t - self.before.get(k, 0)) * 1e-9 / ended for k, t in totals.items()
-                }
-            self.before, self.counted = totals, taken.steps
+            sums = times.sums
+            taken.model, taken.steps = times.name[:_TEXT], times.earlier + sums[0]
+            ended, *ns = (n - b for n, b in zip(sums, self.before.get(times, [0] * len(sums)), strict=True))
+            if ended:
+                keys = ("step", *steps.PHASES)
+                taken.seconds = {key: n * 1e-9 / ended for key, n in zip(keys, ns, strict=True)}
+            self.before[times] = sums
         sent, waited = sum(counters["sent_bytes"]), list(counters["waited_for"])
         taken.sent, self.sent = max(0, sent - self.sent) / elapsed, sent
         since = [w - b for w, b in zip(waited, self.waited or [0.0] * len(waited), strict=False)]
         self.waited = waited
         if since and max(since) > 0:
             taken.waits_for, taken.waits = since.index(max(since)), max(since) / elapsed
-        taken.silent = [rank for rank, s in enumerate(counters["silent_for"]) if s > 0][:8]
+        taken.silent = [rank for rank, s in enumerate(counters["silent_for"]) if s > 0][:_SILENT]
         return taken
 
 

@@ -2,8 +2,8 @@
 
 The hooks of a model say what begins (:meth:`StepTimes.enter`); a phase lasts until the next one begins, so
 the phases of a step add up to its time. There are some ten changes in a step, so they are always counted.
-:func:`of_process` has the numbers of all models, for reports and metrics; the same phases are spans of the
-timeline and of torch's profiler.
+:func:`totals` has their sums, for metrics, :func:`latest` and :func:`longest` the model that ``trigram top``
+and the report show; the same phases are spans of the timeline and of torch's profiler.
 
 A step lasts from the end of an update to the end of the next. Where weights are changed without an optimizer
 of ``torch.optim``, it lasts from one forward pass after a backward pass to the next, and ``other`` has the
@@ -12,13 +12,16 @@ update.
 
 from __future__ import annotations
 
+import itertools
+import operator
 import random
+import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 from trigram.observe import profiling, spans
+from trigram.runtime import world
 from trigram.runtime.group import Group
 
 INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER = (
@@ -90,17 +93,22 @@ class StepTimes:
         name: The model's name in the timeline.
 
     Attributes:
+        earlier: Steps of the model before these, with another algorithm.
+        stepped: When the last step ended, in nanoseconds; 0: none has.
         phase: The phase under way; "": nothing has begun yet.
-        step: The whole step, as a :class:`Distribution` of seconds per step.
+        step: The whole step, as a :class:`Distribution` of nanoseconds per step.
         phases: The same of each phase: all of its time in a step is one value.
+        sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes
+            it anew, so another thread reads values of the same steps.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
         fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
-        group: The group whose calls carry most, which knows the rates of its links; None: nobody has said.
+        group: The group whose calls carry most, which knows the rates of its links; None: closed.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.phase = ""
+        self.earlier = self.stepped = 0
         self.step = Distribution()
         self.phases = {phase: Distribution() for phase in PHASES}
         self.buckets: list[int] = []
@@ -113,9 +121,29 @@ class StepTimes:
         self._input = 0  # of the step, as of then
         self._has_passed = self._has_optimizer = False
         self._event: profiling.Event | None = None
-        _all.add(self)
-        if _held is not None:
-            _held.append(self)
+        self.sums = _NOTHING
+        self._job = world.job()
+        self._links: tuple[list[int], list[float]] = [], []
+        self._number = next(_numbers)
+        _totals.setdefault(name, _NOTHING)
+        _open.add(self)
+
+    def links(self) -> tuple[list[int], list[float]]:
+        """The world ranks that train the model, and the bytes per second of the link of each, if they were
+        measured."""
+        return self._links if self.group is None else links(self.group)
+
+    def close(self) -> None:
+        """The model has no hooks any more: what is known of it stays, its group is let go."""
+        global _longest
+        if self not in _open:
+            return
+        _open.discard(self)
+        self._links, self.group = self.links(), None
+        known = self.fidelity()
+        self.fidelity = lambda: known
+        if self.step.count and (_longest is None or _better(_longest) < _better(self)):
+            _longest = self
 
     def enter(self, phase: str) -> str:
         """A phase begins, and the one before it ends.
@@ -156,13 +184,18 @@ class StepTimes:
         """Ends a step; what came after its update is the input of the next."""
         later = self._now[INPUT] - self._input if self._updated else 0
         self._now[INPUT] -= later
-        for phase in PHASES:
-            self.phases[phase].add(self._now[phase])
-            self._now[phase] = 0
-        self._now[INPUT] = later
         ended = self._updated or now
-        self.step.add(ended - self._began)
+        step = ended - self._began
+        self.step.add(step)
+        for phase, spent in self._now.items():
+            self.phases[phase].add(spent)
+        new = 1, step, *self._now.values()
+        self.sums = _sum(self.sums, new)
+        with _adding:
+            _totals[self.name] = _sum(_totals[self.name], new)
+        self._now = {**dict.fromkeys(PHASES, 0), INPUT: later}
         self._began, self._updated, self._has_passed = ended, 0, False
+        self.stepped = now
 
     def summary(self) -> dict[str, Any]:
         """The model's ``name``, and of the ``step`` and each phase what :meth:`Distribution.summary` says."""
@@ -170,17 +203,45 @@ class StepTimes:
         return {"name": self.name, "step": self.step.summary(), **parts}
 
 
-_all: weakref.WeakSet[StepTimes] = weakref.WeakSet()
-_held: list[StepTimes] | None = None
+_open: set[StepTimes] = set()
+"""Of models that have hooks. Other threads read it: they take a copy, which no change can interrupt."""
+_longest: StepTimes | None = None
+"""Of those that are closed, the one with the most steps, for the report at the end."""
+_numbers = itertools.count()
+_NOTHING = (0,) * (2 + len(PHASES))
+_totals: dict[str, tuple[int, ...]] = {}
+_adding = threading.Lock()
 
 
-def keep() -> None:
-    """From now on keeps the times of models that are dropped, for a report at the end."""
-    global _held
-    if _held is None:
-        _held = list(_all)
+def _sum(before: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(operator.add, before, new))
 
 
-def of_process() -> list[StepTimes]:
-    """Those of all models of this process that still exist, the one with the most steps first."""
-    return sorted(_all, key=lambda times: -times.step.count)
+def totals() -> dict[str, tuple[int, ...]]:
+    """By name, the :attr:`StepTimes.sums` of all models of that name that this process has trained, also of
+    those that are gone: they never decrease."""
+    return _totals.copy()
+
+
+def latest() -> StepTimes | None:
+    """The times of the model of this job that has stepped last; None: no model has hooks."""
+    return max(_present(), key=lambda times: (times.stepped, times._number), default=None)
+
+
+def longest() -> StepTimes | None:
+    """The times of the model of this job with the most steps, also if its hooks are gone."""
+    closed = [_longest] if _longest is not None and _longest._job == world.job() else []
+    return max([*_present(), *closed], key=_better, default=None)
+
+
+def _present() -> list[StepTimes]:
+    return [times for times in _open.copy() if times._job == world.job()]
+
+
+def _better(times: StepTimes) -> tuple[int, int, int]:
+    return times._job, times.step.count, -times._number  # of equals the first, on all ranks
+
+
+def links(group: Group) -> tuple[list[int], list[float]]:
+    """The ranks of a group, and the rates of their links, if they were measured."""
+    return list(group.ranks), list(group.core.rates()[: group.size]) if group.rank >= 0 else []

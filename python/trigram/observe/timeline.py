@@ -101,16 +101,19 @@ class Recorder:
         with self._lock:
             if self._file is None:
                 return
-            self._drain()
             if self._calls.lost:
                 logs.warning(
                     f"timeline {self.path}: {self._calls.lost} calls are missing, because more calls were "
                     "made than the engine keeps records of"
                 )
-            self._meta("trigram_end", 0, lost=self._calls.lost, last=True)
-            self._file.write("]\n")
-            self._file.close()
-            self._file = None
+            try:
+                self._drain()
+                self._meta("trigram_end", 0, lost=self._calls.lost, last=True)
+                self._file.write("]\n")
+                self._file.close()
+                self._file = None
+            except OSError as e:
+                self._give_up(e)
 
     def _serve(self) -> None:
         while not self._stop.wait(_PERIOD):
@@ -122,8 +125,14 @@ class Recorder:
                     self._file.flush()
                 except OSError as e:
                     spans.leave(self)
-                    self._file = None
-                    logs.warning(f"timeline {self.path}: {e}; it ends here")
+                    self._give_up(e)
+
+    def _give_up(self, error: OSError) -> None:
+        file, self._file = self._file, None
+        with contextlib.suppress(OSError):
+            assert file is not None
+            file.close()  # it tries to write what it holds
+        logs.warning(f"timeline {self.path}: {error}; it ends here")
 
     def _drain(self) -> None:
         for event in self._calls.read():

@@ -7,6 +7,7 @@ through any ``torch.distributed.Store``, and then connect to each other.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import math
 import multiprocessing
 import multiprocessing.util
@@ -103,6 +104,8 @@ class World:
         borrowed: The groups of torch's process groups.
         elastic: The membership of an elastic job; None: the job is not elastic.
         store: The store in which the ranks met; None: closed, unless ``TRIGRAM_TOP`` asks for it.
+        name: The same on all ranks, and another in each job; "": this rank came late.
+        process: The process that has joined; a forked child has only a copy.
     """
 
     engine: _core.Engine
@@ -115,6 +118,8 @@ class World:
     borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
     elastic: Membership | None = None
     store: Any = None
+    name: str = ""
+    process: int = field(default_factory=os.getpid)
 
     def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
         """Creates a group of world ranks; all members create the same groups in the same order."""
@@ -157,6 +162,8 @@ at_start: list[Callable[[], None]] = []
 """Functions that ``init`` calls when this rank has joined the job."""
 at_exit: list[Callable[[], None]] = []
 """Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
+after_exit: list[Callable[[], None]] = []
+"""Functions that they call when this rank has left: nobody waits for it any more."""
 
 
 def is_initialized() -> bool:
@@ -462,6 +469,7 @@ def _start(
     if start is not None:
         _world.elastic = start.member()
     _world.store = kept
+    _world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
 
 
 def _workers(helps: list[bool]) -> int:
@@ -505,24 +513,36 @@ def shutdown() -> None:
     First it completes asynchronous training: this rank takes part until all ranks have finished.
     """
     global _world, _jobs_left
-    if _world is not None:
-        for finish in at_exit:
-            finish()
+    mine = _world is not None and _world.process == os.getpid()
+    if mine:
+        _call(at_exit)
     world, _world = _world, None
     if world is not None:
         _jobs_left += 1
-        if world.elastic is not None:
+        if mine and world.elastic is not None:
             world.elastic.leave()
         world.engine.shutdown(False)
+        if mine:
+            _call(after_exit)
         logs.flush()
+
+
+def _call(finishers: Sequence[Callable[[], None]]) -> None:
+    """Calls them all; one that raises does not keep the others from their work, nor this rank in the job."""
+    for finish in list(finishers):
+        try:
+            finish()
+        except Exception as error:
+            logs.warning(f"at the end of the job: {type(error).__name__}: {error}")
 
 
 @atexit.register
 def _exit() -> None:
+    mine = _world is not None and _world.process == os.getpid()
     try:
-        if _world is not None:
-            for finish in at_exit:
-                finish()
+        if mine:
+            assert _world is not None
+            _call(at_exit)
             if _world.elastic is not None:
                 _world.elastic.leave()
             _world.engine.write_out_log()
@@ -530,3 +550,5 @@ def _exit() -> None:
     finally:
         if _world is not None:
             _world.engine.shutdown(True)
+    if mine:
+        _call(after_exit)

@@ -82,6 +82,11 @@ class Bucket:
         self._references: list[int] = []
         self._storage_references = 0
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """The averages when the pass has ended, or this rank's part of them."""
+        return self.values
+
     def ready(self) -> None:
         """Called once when the bucket's average has been made."""
         self._references = [sys.getrefcount(self.views[k]) for k in range(len(self.views))]

@@ -82,21 +82,21 @@ class Fidelity:
         """The gradients of a bucket are complete, of this rank only: one-dimensional."""
         if not self.looking:
             return
-        self._own += _square(values)
+        self._own += square(values)
         if not values.is_cpu or values.dtype != torch.float32:
             return
         part = values[:_CODED]
-        out, length = torch.empty_like(part), _square(part)
+        out, length = torch.empty_like(part), square(part)
         for name, found in self._errors.items():
             codec = codecs.find(name)
             codec.decode(codec.encode(part), out)
-            found[0] += _square(out.sub_(part))
+            found[0] += square(out.sub_(part))
             found[1] += length
 
-    def mean(self, values: torch.Tensor) -> None:
-        """The average of a bucket."""
+    def mean(self, values: torch.Tensor, divided: bool) -> None:
+        """The average of a bucket, or this rank's part of it if it is divided."""
         if self.looking:
-            self._mean += _square(values)
+            self._mean += square(values) * (self.groups.size if divided else 1)
 
     def end(self) -> None:
         """The pass has ended on all ranks: they exchange what they have seen."""
@@ -104,8 +104,8 @@ class Fidelity:
             return
         self.looking = False
         errors = [of[0] / of[1] if of[1] > 0 else 0.0 for of in self._errors.values()]
-        own, _, *errors = self._means([self._own, self._mean, *errors])
-        sqr, var = noise(own, self._mean, self.groups.size)
+        own, mean, *errors = self._means([self._own, self._mean, *errors])
+        sqr, var = noise(own, mean, self.groups.size)
         self.looks += 1
         for name, value in zip(("square", "variance", *CODECS), (sqr, var, *errors), strict=True):
             self._note(name, value)
@@ -119,9 +119,9 @@ class Fidelity:
         mine = torch.cat([p.detach().flatten()[::stride].float().cpu() for p in params])
         mean = mine.clone()
         collectives.all_reduce(mean, "avg", None, self.groups.control)
-        [apart] = self._means([_square(mine - mean)])
+        [apart] = self._means([square(mine - mean)])
         self.looks += 1
-        length = _square(mean)
+        length = square(mean)
         self._note("distance", math.sqrt(apart / length) if length > 0 else 0.0)
 
     def _note(self, name: str, value: float) -> None:
@@ -149,7 +149,8 @@ class Fidelity:
         return found
 
 
-def _square(values: torch.Tensor) -> float:
+def square(values: torch.Tensor) -> float:
+    """The squared norm of a tensor."""
     flat = values.flatten()
     return (
         float(torch.dot(flat, flat)) if flat.dtype == torch.float32 else float(flat.double().square().sum())

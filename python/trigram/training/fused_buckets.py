@@ -52,6 +52,11 @@ class FusedBuckets(StepHooks):
         self.fused.begin(self.groups.name, bool(self.updating))
         return True
 
+    def look_at_mean(self, bucket: Bucket) -> None:
+        """A bucket has its average."""
+        if self.fidelity is not None:
+            self.fidelity.mean(bucket.mean, bucket.mean is not bucket.values)
+
     def land_ready(self) -> None:
         """Updates the buckets whose means are there, in order."""
         while self.fusing and self.landed < self.next and self.buckets[self.landed].average.ready():
@@ -64,6 +69,7 @@ class FusedBuckets(StepHooks):
         bucket = self.buckets[self.landed]
         self.landed += 1
         bucket.assign(self.params, None)
+        self.look_at_mean(bucket)
         before = self.times.enter(steps.OPTIMIZER)
         own = optimizer_hooks.parameters_of(self.fused.optimizer)
         params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]

@@ -6,6 +6,8 @@ import time
 
 import torch
 
+from trigram.training.fidelity import square
+
 
 class GradientProbe:
     """What the gradients of one pass are like; :class:`trigram.training.gradient_sync.GradientSync` tells it.
@@ -30,4 +32,4 @@ class GradientProbe:
     def own(self, values: torch.Tensor) -> None:
         """The gradients of a bucket are complete, a one-dimensional tensor; they are of this rank only."""
         if self.norms:
-            self.square += float(torch.dot(values, values))
+            self.square += square(values)

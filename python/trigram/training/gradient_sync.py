@@ -380,8 +380,7 @@ class GradientSync(FusedBuckets):
                 n = self.groups.size
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
             bucket.assign(self.params, used)
-            if self.fidelity is not None:
-                self.fidelity.mean(bucket.values)
+            self.look_at_mean(bucket)
         if self.fidelity is not None:
             self.fidelity.end()
         for i in self.sparse:

@@ -114,6 +114,7 @@ class StepHooks:
         self.groups = groups
         self.times = steps.StepTimes(type(model).__name__)
         self.times.group = groups.main
+        weakref.finalize(self, self.times.close).atexit = False  # a script may drop its model without unwrap
         self.number = next(_numbers)
         self.sync = True
         self.join: UnevenInputs | None = None
@@ -288,7 +289,7 @@ class StepHooks:
 
     def watch(self, model: nn.Module) -> None:
         """Installs the hooks on the model and its parameters."""
-        self.close()
+        self._unhook()
         self.handles = [
             model.register_forward_pre_hook(WeakHook(self, "_before_forward")),
             model.register_forward_hook(WeakHook(self, "_after_forward"), always_call=True),
@@ -309,7 +310,11 @@ class StepHooks:
                 self.handles.append(p.register_post_accumulate_grad_hook(_GradientHook(self, i)))
 
     def close(self) -> None:
-        """Removes the hooks."""
+        """Removes the hooks; the model's steps are over."""
+        self._unhook()
+        self.times.close()
+
+    def _unhook(self) -> None:
         for handle in self.handles:
             handle.remove()
         self.handles = []

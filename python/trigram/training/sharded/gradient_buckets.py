@@ -111,6 +111,11 @@ class ShardBucket(Bucket):
 
     keeps_gradients = False
 
+    @property
+    def mean(self) -> torch.Tensor:
+        """This rank's part."""
+        return self.part
+
     def ready(self) -> None:
         """Nothing refers to the gradients."""
 

@@ -265,6 +265,34 @@ def weights_by_hand(rank: int, world: int) -> None:
         twins.check(f"step {step}")
 
 
+class Formats(nn.Module):
+    """Weights that are not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        self.flat = nn.Conv2d(3, 5, 3, padding=1)
+        self.deep = nn.Conv3d(5, 7, 3, padding=1).to(memory_format=torch.channels_last_3d)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        images = self.flat(inputs.reshape(-1, 3, 1, 2).expand(-1, -1, 2, 2))
+        return (inputs @ self.transposed).sum() + self.deep(images[..., None]).square()
+
+
+@CASES
+def memory_formats(rank: int, world: int) -> None:
+    """Weights that are not row-major, and others that a script moves to another format later."""
+    twins = Twins(rank, world, Formats)
+    twins.train(steps=3)
+    twins.check_state("before the move")
+    state = copy.deepcopy(twins.optimizers[0].state_dict())
+    for model, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        model.flat.to(memory_format=torch.channels_last)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    twins.train(3, 3)
+
+
 @CASES
 def evaluation_between_steps(rank: int, world: int) -> None:
     twins = Twins(rank, world)

@@ -71,11 +71,13 @@ class Slice:
 
     Attributes:
         param: The parameter.
-        value: The piece, one-dimensional, in the memory of the parameter; the parameter itself if it is
-        whole. start, stop: Its place among the parameter's values, as they lie in memory.
+        view: The parameter's place in its bucket.
+        value: The piece, one-dimensional, in that memory; the parameter itself if it is whole.
+        start, stop: Its place among the parameter's values, as they lie in the bucket.
     """
 
     param: torch.Tensor
+    view: torch.Tensor
     value: torch.Tensor
     start: int
     stop: int
@@ -114,17 +116,16 @@ class ShardedOptimizer:
 
     # Slices.
 
-    def add(self, params: Sequence[torch.Tensor], bucket: WeightBucket, rank: int) -> None:
+    def add(self, bucket: WeightBucket, rank: int) -> None:
         """Adds the parameters of a bucket, with this rank's part."""
         self.buckets.append(bucket)
-        for k, i in enumerate(bucket.layout.indices):
-            self.places[id(params[i])] = params[i], bucket, k
-        for i, start, stop in bucket.layout.pieces(params, rank):
-            param = params[i]
-            at = bucket.layout.offsets[bucket.layout.indices.index(i)]
+        for k, param in enumerate(bucket.params):
+            self.places[id(param)] = param, bucket, k
+        for k, start, stop in bucket.layout.pieces(rank):
+            param, at = bucket.params[k], bucket.layout.offsets[k]
             value = param if self.whole else nn.Parameter(bucket.memory[at + start : at + stop], False)
-            self.slices[id(param)] = Slice(param, value, start, stop)
-        self.cut([params[i] for i in bucket.layout.indices])
+            self.slices[id(param)] = Slice(param, bucket.views[k], value, start, stop)
+        self.cut(bucket.params)
 
     def hold(self, names: dict[int, str]) -> None:
         """Moves parameters whose memory a script has replaced back into their buckets.
@@ -187,7 +188,7 @@ class ShardedOptimizer:
             whole = state.pop(p, None)
             if whole and piece is not None:
                 state[piece.value] = {
-                    name: flat(v, p)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
+                    name: flat(v, piece.view)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
                     for name, v in whole.items()
                 }
 
@@ -198,7 +199,7 @@ class ShardedOptimizer:
         params = {id(p): p for p, _, _ in self.places.values()}
         for bucket in self.buckets:
             mine: dict[int, Any] = {}
-            keys = [key for key, (_, b, _) in self.places.items() if b is bucket]
+            keys = [id(p) for p in bucket.params]
             for k, key in enumerate(keys):
                 piece = self.slices.get(key)
                 state = self.optimizer.state.get(piece.value) if piece is not None else None
@@ -207,7 +208,7 @@ class ShardedOptimizer:
                     mine[k] = (piece.start, piece.stop, cut, dict(state))
             for theirs in _gather_objects(mine, group):
                 for k, (start, stop, cut, state) in theirs.items():
-                    p = params[keys[k]]
+                    p = bucket.views[k]
                     whole = found.setdefault(keys[k], {})
                     for name, value in state.items():
                         if cut[name]:

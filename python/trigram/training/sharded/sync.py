@@ -31,7 +31,7 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.sharded.gradient_buckets import ShardsCompressor, layouts
 from trigram.training.sharded.optimizer import ShardedOptimizer, Slice
-from trigram.training.sharded.weight_buckets import WeightBucket, allot, divide, flat
+from trigram.training.sharded.weight_buckets import Layout, WeightBucket, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import disclaim
 from trigram.training.weak_hook import WeakHook
@@ -252,16 +252,20 @@ class ShardedSync(GradientSync):
         if self.order and not self.shards.places:
             self._reorder()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
-        self._agree(f"shards {missing}\n{self.shards.outline()}")
-        for indices in assign(self.params, missing, self.buckets.bucket_bytes):
-            layout = (
+        self._divide(
+            [
                 allot(self.params, indices, self.loads)
                 if self.shards.whole
                 else divide(self.params, indices, self.groups.size)
-            )
-            self.shards.add(
-                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
-            )
+                for indices in assign(self.params, missing, self.buckets.bucket_bytes)
+            ]
+        )
+
+    def _divide(self, wanted: Sequence[Layout]) -> None:
+        """Moves parameters into buckets of weights, and divides them; all ranks call it."""
+        self._agree(f"shards {wanted}\n{self.shards.outline()}")
+        for layout in wanted:
+            self.shards.add(WeightBucket(self.params, layout, self.groups.size), self.groups.rank)
 
     def _hold(self) -> None:
         self.shards.hold({id(p): n for n, p in zip(self.names, self.params, strict=True)})
@@ -277,11 +281,7 @@ class ShardedSync(GradientSync):
         if self.shards.places:
             self._put_together()
             self.shards = ShardedOptimizer(self.optimizer, self.shards.whole)
-        self._agree(f"shards {wanted}\n{self.shards.outline()}")
-        for layout in wanted:
-            self.shards.add(
-                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
-            )
+        self._divide(wanted)
 
     def _check_all_updated(self, own: set[int]) -> None:
         for i in self.buckets.place:
@@ -313,10 +313,12 @@ class ShardedSync(GradientSync):
         grad = param.grad
         if isinstance(grad, ShardedGradient):
             part = grad.part
-            return part.as_strided(param.shape, param.stride()) if piece.whole and part is not None else part
+            if part is None or not piece.whole:
+                return part
+            return part.as_strided(piece.view.shape, piece.view.stride())
         if grad is None or piece.whole:
             return grad
-        return flat(grad, param)[piece.start : piece.stop]
+        return flat(grad, piece.view)[piece.start : piece.stop]
 
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *args: Any) -> None:

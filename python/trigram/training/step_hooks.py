@@ -203,6 +203,10 @@ class StepHooks:
     def release(self) -> None:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
 
+    def abandon(self) -> None:
+        """The job has ended: removes what can be removed without a call."""
+        self.close()
+
     def state(self) -> dict[str, Any]:
         """The state between steps, for a checkpoint."""
         return {"steps": self.steps}

@@ -120,6 +120,8 @@ class FusedSteps:
                 there is no new one.
         """
         self.started = True
+        if not self.waiting:
+            self.updated = set()
         for p in (p for group in self.optimizer.param_groups for p in group["params"]):
             gradient = p.grad
             used = isinstance(gradient, ShardedGradient) and gradient.used

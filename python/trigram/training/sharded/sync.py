@@ -408,7 +408,7 @@ class ShardedSync(GradientSync):
 
     # Reads and writes of weights outside of forward.
 
-    def abort_failed(self) -> None:
+    def abort_failed(self, timeout: float | None = None) -> None:
         """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
         exception."""
         optimizer_hooks.forget_failed(self)
@@ -419,7 +419,7 @@ class ShardedSync(GradientSync):
             self.shards.leave()
             for p in self.shards.parameters():
                 p.grad = None
-        self.drain()
+        self.drain(timeout)
         super().abort_failed()
 
     def begin(self, param: int | None) -> None:

@@ -11,6 +11,7 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
+from trigram.training.sharded_gradient import ShardedGradient
 
 
 class BucketSet(Sequence[Bucket]):
@@ -94,7 +95,7 @@ class BucketSet(Sequence[Bucket]):
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
             if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
-                bucket.views[k].copy_(old)
+                bucket.views[k].copy_(old.of_this_rank() if isinstance(old, ShardedGradient) else old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8) if count else None

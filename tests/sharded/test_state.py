@@ -16,7 +16,7 @@ from tests.reference.torch_gloo import gloo
 from tests.sharded.twins import Net, Twins, adamw, same_state
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
-from tests.support.harness import scratch
+from tests.support.harness import scratch, until
 from tests.support.twin_training import mlp
 
 CASES = Cases()
@@ -266,6 +266,25 @@ def replaced_layer(rank: int, world: int) -> None:
     twins.check_state("another head")
     trigram.unwrap(twins.models[1])
     twins.check_state("unwrapped")
+
+
+@CASES
+def consensus_in_time(rank: int, world: int) -> None:
+    """Weights under way are awaited for as long as the caller says, and are there later."""
+    twins = Twins(rank, world, mlp, overlap=True)
+    twins.train(steps=2)
+    for model, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        twins.loss(model, 2).backward()
+    twins.optimizers[0].step()
+    given_up = scratch() / f"given-up-{world}"
+    if rank == world - 1:
+        until(given_up.exists, 30.0, "rank 0 to give up")
+    twins.optimizers[1].step()
+    if rank == 0:
+        raises(trigram.TimeoutError, trigram.consensus_state_dict, twins.models[1], timeout=0.2)
+        given_up.touch()
+    twins.check("later")
 
 
 @CASES.over("save", "load")

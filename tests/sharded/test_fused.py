@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -98,6 +99,74 @@ def order_of_calls(rank: int, world: int, algorithm: str) -> None:
 
 
 @CASES.over(*BOTH)
+def gradients_since_backward(rank: int, world: int, algorithm: str) -> None:
+    """Gradients that are assigned too late, or used twice, raise; those set to 0 are 0."""
+    model, optimizer, twins = trained(rank, world, algorithm)
+    optimizer.zero_grad()
+    twins.loss(model, 2).backward()
+    model[2].bias.grad = torch.ones_like(model[2].bias)
+    says(raises(trigram.MisuseError, optimizer.step), "assigned", "fused=True")
+    model, optimizer, twins = trained(rank, world, algorithm)
+    twins.step(2)
+    says(raises(trigram.MisuseError, optimizer.step), "without new gradients")
+    for _, each in twins.pairs:
+        each.zero_grad(set_to_none=False)
+        each.step()
+    twins.check("gradients of 0")
+    for _, each in twins.pairs:
+        each.zero_grad()
+    twins.train(3, 2)
+
+
+@CASES.over(*BOTH)
+def loaded_after_a_failure(rank: int, world: int, algorithm: str) -> None:
+    """As the message says: a checkpoint of model and optimizer ends it."""
+    model, optimizer, twins = trained(rank, world, algorithm)
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.zero_grad()
+    twins.loss(model, 9).backward()
+    optimizer.param_groups[0]["lr"] = lr / 2
+    raises(trigram.MisuseError, optimizer.step)
+    optimizer.param_groups[0]["lr"] = lr
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    twins.train(2, 3)
+
+
+@CASES
+def a_layer_that_thaws_too_soon(rank: int, world: int) -> None:
+    """A step is left out, and a layer thaws: the next pass raises nevertheless."""
+
+    def make() -> nn.Module:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    model, optimizer, twins = trained(rank, world, "sharded", make=make)
+    optimizer.zero_grad()
+    twins.loss(model, 2).backward()
+    optimizer.zero_grad()
+    model[0].requires_grad_(True)
+    says(raises(trigram.MisuseError, lambda: twins.loss(model, 3).backward()), "before optimizer.step()")
+
+
+@CASES.over(*BOTH)
+def passes_of_others(rank: int, world: int, algorithm: str) -> None:
+    """A pass that gives the optimizer's parameters no gradient needs no step of it."""
+    model = nn.ModuleDict({"own": nn.Linear(6, 6), "other": nn.Linear(6, 1)})
+    own, other = adamw(model["own"]), adamw(model["other"])
+    trigram.with_bagua(model, algorithm, optimizer=own, fused=True)
+    inputs = torch.ones(2, 6)
+    for _ in range(3):
+        for optimizer in (other, own):
+            model.zero_grad()
+            hidden = model["own"](inputs)
+            model["other"](hidden.detach() if optimizer is other else hidden).sum().backward()
+            optimizer.step()
+
+
+@CASES.over(*BOTH)
 def a_pass_that_fails(rank: int, world: int, algorithm: str) -> None:
     """One rank's pass raises when some buckets were updated: no rank goes on with what may differ."""
     model, optimizer, _ = trained(rank, world, algorithm)
@@ -151,7 +220,7 @@ def combinations(rank: int, world: int) -> None:
     refused("check_finite", check_finite=True)
     refused("sample_weight", sample_weight=2.0)
     refused("elastic", elastic=True)
-    refused("LBFGS", "elementwise", optimizer=torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
+    refused("LBFGS", "at once", optimizer=torch.optim.LBFGS([nn.Parameter(torch.ones(1))]))
     model = mlp()
     trigram.with_bagua(model, "gradient_allreduce", optimizer=adamw(model), fused=True)
     says(raises(trigram.UnsupportedError, trigram.join, model), "fused")

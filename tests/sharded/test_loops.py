@@ -265,6 +265,34 @@ def weights_by_hand(rank: int, world: int) -> None:
         twins.check(f"step {step}")
 
 
+class Formats(nn.Module):
+    """Weights that are not row-major."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = nn.Parameter(torch.randn(5, 6).t())
+        self.flat = nn.Conv2d(3, 5, 3, padding=1)
+        self.deep = nn.Conv3d(5, 7, 3, padding=1).to(memory_format=torch.channels_last_3d)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        images = self.flat(inputs.reshape(-1, 3, 1, 2).expand(-1, -1, 2, 2))
+        return (inputs @ self.transposed).sum() + self.deep(images[..., None]).square()
+
+
+@CASES
+def memory_formats(rank: int, world: int) -> None:
+    """Weights that are not row-major, and others that a script moves to another format later."""
+    twins = Twins(rank, world, Formats)
+    twins.train(steps=3)
+    twins.check_state("before the move")
+    state = copy.deepcopy(twins.optimizers[0].state_dict())
+    for model, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        model.flat.to(memory_format=torch.channels_last)
+        optimizer.load_state_dict(copy.deepcopy(state))
+    twins.train(3, 3)
+
+
 @CASES
 def evaluation_between_steps(rank: int, world: int) -> None:
     twins = Twins(rank, world)
@@ -279,6 +307,114 @@ def evaluation_between_steps(rank: int, world: int) -> None:
         close(outputs[1], outputs[0], twins.tolerance, f"evaluation {step}")
         with trigram.consensus(twins.models[1]):
             twins.check(f"step {step}")
+
+
+class Careful(torch.optim.AdamW):
+    """Calls the step of its base class, which torch's hooks know too, and skips frozen parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        frozen = [p for g in self.param_groups for p in g["params"] if not p.requires_grad]
+        for p in frozen:
+            p.grad = None
+        return super().step(closure)
+
+
+@CASES
+def a_step_inside_its_own(rank: int, world: int) -> None:
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])  # so that torch hooks the base class
+    twins = Twins(rank, world, mlp, lambda m: Careful(m.parameters(), lr=0.01), elementwise=True)
+    twins.train(steps=4)
+    twins.check_state("nested")
+
+
+@CASES
+def everything_of_an_optimizer_frozen(rank: int, world: int) -> None:
+    """Its step does what a plain one does: nothing, or decay by gradients of 0."""
+    pairs: list[Any] = []
+    for k in range(2):
+        torch.manual_seed(5)
+        model = mlp()
+        back, head = adamw(model[0]), adamw(model[2:])
+        given: dict[str, Any] = {"optimizer": back} if k else {}
+        fused = twin_models.mode.get("fused", False)
+        word = twin_models.mode.get("algorithm", "sharded")
+        trigram.with_bagua(
+            model, word if k else "gradient_allreduce", **given, **({"fused": fused} if k else {})
+        )
+        pairs.append((model, back, head))
+    for step in range(6):
+        for model, *both in pairs:
+            if step == 2:
+                model[0].requires_grad_(False)
+            for optimizer in both:
+                optimizer.zero_grad(set_to_none=step < 4)
+            model(torch.ones(2, 6) * (rank + step)).square().mean().backward()
+            for optimizer in both:
+                optimizer.step()
+        for p, q in zip(*(m.parameters() for m, *_ in pairs), strict=True):
+            close(q, p, 1e-6, f"step {step}")
+
+
+@CASES
+def frozen_with_gradients_of_zero(rank: int, world: int) -> None:
+    """A frozen layer whose gradients are 0 is still decayed; versions of untouched weights stay."""
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    for step in range(2, 4):
+        for model, optimizer in twins.pairs:
+            model[0].requires_grad_(False)
+            optimizer.zero_grad(set_to_none=False)
+            twins.loss(model, step).backward()
+            optimizer.step()
+        twins.check(f"step {step}")
+    model, optimizer = twins.pairs[1]
+    optimizer.zero_grad()
+    version = model[0].weight._version
+    twins.loss(model, 5).backward()
+    optimizer.step()
+    assert model[0].weight._version == version
+
+
+@CASES
+def whole_parameters_thaw(rank: int, world: int) -> None:
+    """Only one rank has the state of a whole parameter when others are divided."""
+
+    def make() -> nn.Module:
+        model = mlp()
+        model[0].requires_grad_(False)
+        return model
+
+    twins = Twins(rank, world, make, elementwise=False)
+    twins.train(steps=2)
+    for model, _ in twins.pairs:
+        model[0].requires_grad_(True)
+    twins.train(2, 3)
+
+
+@CASES
+def norms_of_several_dtypes(rank: int, world: int) -> None:
+    """The norm of all gradients is in the widest dtype, as torch's."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(6, 64).to(torch.bfloat16)
+            self.last = nn.Linear(64, 512)
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(inputs.bfloat16()).float())
+
+    models = []
+    for k in range(2):
+        torch.manual_seed(5)
+        model = Mixed()
+        given = {"optimizer": adamw(model), "gradients": "shards"} if k else {}
+        trigram.with_bagua(model, "sharded" if k else "gradient_allreduce", **given)
+        (1000 * model(torch.ones(2, 6) + rank).square().mean()).backward()
+        models.append(model)
+    plain, ours = (trigram.clip_grad_norm_(m, 1.0) for m in models)
+    assert ours.dtype == plain.dtype == torch.float32
+    close(ours, plain, 1e-3 * float(plain), "norm")
 
 
 @CASES
@@ -374,12 +510,18 @@ def _with(case: str, **mode: Any) -> Callable[[int, int], None]:
     return check
 
 
-NEED_WHOLE_GRADIENTS = ("accumulation", "frozen_and_unfrozen", "switched_and_unwrapped", "codecs-")
+NEED_WHOLE_GRADIENTS = (
+    "accumulation",
+    "frozen_and_unfrozen",
+    "switched_and_unwrapped",
+    "codecs-",
+    "everything_of",
+)
 SHARDS = {c: _with(c, gradients="shards") for c in CASES if not c.startswith(NEED_WHOLE_GRADIENTS)}
 SHARDS |= {c: _with(c, gradients="shards") for c in ("accumulation_in_no_sync",)}
 NEED_GRADIENTS = (
     *("schedulers_and", "scaler", "accumulation", "closures", "clipped", "codecs-", "checked", "weighted"),
-    *("switched", "stale"),
+    *("switched", "stale", "norms_of"),
 )
 FUSED = {c: _with(c, fused=True) for c in CASES if not c.startswith(NEED_GRADIENTS)}
 FUSED |= {c: _with(c, fused=True) for c in ("accumulation_in_no_sync",)}

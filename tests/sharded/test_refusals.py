@@ -50,8 +50,9 @@ def optimizers(rank: int, world: int) -> None:
     refused(
         trigram.UnsupportedError,
         "LBFGS",
-        "elementwise",
+        "at once",
         optimizer=lambda m: torch.optim.LBFGS(m.parameters()),
+        elementwise=False,
     )
     refused(trigram.UnsupportedError, "Own", "elementwise", optimizer=lambda m: Own(m.parameters(), lr=0.1))
     refused(
@@ -89,6 +90,11 @@ def shared_memory(rank: int, world: int) -> None:
 
     for make in (overlapping, with_view):
         refused(trigram.UnsupportedError, "share memory", make=make)
+    model = overlapping()
+    optimizer = adamw(model)
+    refused(trigram.UnsupportedError, "share memory", make=lambda: model, optimizer=lambda _: optimizer)
+    model[2].bias.data = model[2].bias.data.clone()
+    trigram.with_bagua(nn.Sequential(model), "sharded", optimizer=optimizer)  # no other model has claimed it
 
 
 @CASES
@@ -170,6 +176,39 @@ def a_step_of_one_rank(rank: int, world: int) -> None:
         raises(trigram.MismatchError, lambda: twins.loss(model, 3).backward())
 
 
+@CASES.over("step", "state_dict")
+def a_call_of_one_rank_with_buffers(rank: int, world: int, call: str) -> None:
+    """The others go on to a forward pass, which begins with the buffers: nobody waits."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    optimizer = adamw(model)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer)
+
+    def train() -> None:
+        for step in range(5):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            if call == "state_dict" or step < 3 or rank == 0:
+                optimizer.step()
+            if call == "state_dict" and step == 3 and rank == 0:
+                optimizer.state_dict()
+
+    says(raises(trigram.MismatchError, train), call if rank == 0 else "every rank")
+
+
+@CASES
+def only_accumulated_on_one_rank(rank: int, world: int) -> None:
+    """Before the first update, one rank has made a pass and the others have only accumulated."""
+    model = mlp()
+    optimizer = adamw(model)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer)
+    if rank == 0:
+        square(model, rank, 0).backward()
+    else:
+        with model.no_sync():  # type: ignore[operator]
+            square(model, rank, 0).backward()
+    optimizer.step()
+
+
 @CASES
 def a_step_that_raises(rank: int, world: int) -> None:
     """A hook of the script raises in the step, on all ranks: the groups hold the parameters again."""
@@ -236,6 +275,21 @@ def after_shutdown(rank: int, world: int) -> None:
     trigram.with_bagua(fresh, "sharded", optimizer=fresh_optimizer)
     square(fresh, rank, 0).backward()
     fresh_optimizer.step()
+
+
+@CASES
+def begun_again(rank: int, world: int) -> None:
+    """An optimizer that has lost no state is a plain one after unwrap."""
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer)
+    square(model, rank, 0).backward()
+    optimizer.step()
+    trigram.shutdown()
+    trigram.unwrap(model)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert not optimizer.state
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -16,7 +16,7 @@ from tests.reference.torch_gloo import gloo
 from tests.sharded.twins import Net, Twins, adamw, same_state
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
-from tests.support.harness import scratch
+from tests.support.harness import scratch, until
 from tests.support.twin_training import mlp
 
 CASES = Cases()
@@ -160,7 +160,11 @@ def different_states(rank: int, world: int) -> None:
     state = copy.deepcopy(optimizer.state_dict())
     for s in state["state"].values():
         s["step"] += rank
-    says(raises(trigram.MismatchError, optimizer.load_state_dict, state), "different optimizer states")
+    says(
+        raises(trigram.MismatchError, optimizer.load_state_dict, state),
+        "rank(s) 1",
+        "another optimizer state",
+    )
 
 
 @CASES
@@ -172,6 +176,133 @@ def a_state_that_does_not_fit(rank: int, world: int) -> None:
     other: Any = adamw(nn.Linear(2, 2)).state_dict()
     raises(ValueError, optimizer.load_state_dict, other)
     twins.check_state("after the error")
+    twins.train(2, 2)
+
+
+@CASES
+def an_interrupted_state(rank: int, world: int) -> None:
+    """A state_dict that raises leaves nothing behind, and training goes on from the same state."""
+    twins = Twins(rank, world)
+    twins.train(steps=2)
+    _, optimizer = twins.pairs[1]
+
+    def fails(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = optimizer.register_state_dict_pre_hook(fails)
+    raises(KeyboardInterrupt, optimizer.state_dict)
+    handle.remove()
+    twins.train(2, 2)
+    twins.check_state("after the interruption")
+
+
+@CASES
+def a_state_by_hand(rank: int, world: int) -> None:
+    """A script puts state under parameters, and a load that ranks do not agree on leaves it there."""
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    plain, optimizer = twins.optimizers
+    for p, q in zip(twins.models[0].parameters(), twins.models[1].parameters(), strict=True):
+        optimizer.state[q] = copy.deepcopy(plain.state[p])
+    twins.train(2, 2)
+    twins.check_state("by hand")
+    state = copy.deepcopy(plain.state_dict())
+    other = copy.deepcopy(state)
+    if rank == 1:
+        other["param_groups"][0]["lr"] = other["param_groups"][0]["lr"]
+        for s in other["state"].values():
+            s["step"] += 1
+    raises(trigram.MismatchError, optimizer.load_state_dict, other)
+    for s in optimizer.state.values():
+        if s:
+            s["step"].fill_(float(state["state"][0]["step"]))
+    twins.train(4, 2)
+    twins.check_state("after a load that failed")
+
+
+@CASES
+def saved_in_a_hook(rank: int, world: int) -> None:
+    """A hook after the step, older than the sharding, saves the whole state."""
+    saved: list[Any] = []
+
+    def with_hook(model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = adamw(model)
+        optimizer.register_step_post_hook(lambda o, *_: saved.append(copy.deepcopy(o.state_dict())))
+        return optimizer
+
+    twins = Twins(rank, world, mlp, with_hook)
+    twins.train(steps=3)
+    for plain, ours in zip(saved[::2], saved[1::2], strict=True):
+        same_state(ours, plain, "in a hook", twins.tolerance)
+
+
+@CASES
+def of_one_value(rank: int, world: int) -> None:
+    """Ranks without slices have state too, for torch.distributed.checkpoint."""
+    model = nn.Linear(6, 1, bias=False)
+    optimizer = adamw(model)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer)
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    assert optimizer.state
+    assert list(optimizer.state_dict()["state"]) == [0]
+
+
+@CASES
+def replaced_layer(rank: int, world: int) -> None:
+    """A layer is replaced in the model and the optimizer: its state is gone, that of others stays."""
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    for model, optimizer in twins.pairs:
+        old = set(model[4].parameters())
+        torch.manual_seed(9)
+        model[4] = nn.Linear(16, 3).to(twins.dtype)
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if p not in old]
+        for p in old:
+            optimizer.state.pop(p, None)
+        optimizer.add_param_group({"params": list(model[4].parameters())})
+    twins.train(2, 2)
+    twins.check_state("another head")
+    trigram.unwrap(twins.models[1])
+    twins.check_state("unwrapped")
+
+
+@CASES
+def consensus_in_time(rank: int, world: int) -> None:
+    """Weights under way are awaited for as long as the caller says, and are there later."""
+    twins = Twins(rank, world, mlp, overlap=True)
+    twins.train(steps=2)
+    for model, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        twins.loss(model, 2).backward()
+    twins.optimizers[0].step()
+    given_up = scratch() / f"given-up-{world}"
+    if rank == world - 1:
+        until(given_up.exists, 30.0, "rank 0 to give up")
+    twins.optimizers[1].step()
+    if rank == 0:
+        raises(trigram.TimeoutError, trigram.consensus_state_dict, twins.models[1], timeout=0.2)
+        given_up.touch()
+    twins.check("later")
+
+
+@CASES.over("save", "load")
+def after_a_pass_that_failed(rank: int, world: int, call: str) -> None:
+    """One rank's pass raises; the next call is about the state: it ends the pass on all ranks."""
+    twins = Twins(rank, world, mlp)
+    twins.train(steps=2)
+    model, optimizer = twins.pairs[1]
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.zero_grad()
+    hidden = model[0](torch.ones(2, 6, dtype=twins.dtype))
+    if rank == 0:
+        hidden.register_hook(lambda _: 1 / 0)
+    raises((ZeroDivisionError, trigram.AbortedError), lambda: model[1:](hidden).sum().backward())
+    if call == "load":
+        optimizer.load_state_dict(state)
+    else:
+        same_state(optimizer.state_dict(), state, "saved")
     twins.train(2, 2)
 
 

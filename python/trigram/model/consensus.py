@@ -117,7 +117,7 @@ def _settle(hooks: StepHooks, timeout: float | None) -> None:
     if isinstance(hooks, WeightSync):
         hooks.drain(timeout)
     else:
-        hooks.abort_failed()
+        hooks.abort_failed(timeout)
         _await_all(hooks, timeout)
 
 

@@ -67,8 +67,8 @@ def with_bagua(
         algorithm: A name of :func:`trigram.algorithms`, a trigram written out, or a
             :class:`Trigram`. None: ``$TRIGRAM_ALGORITHM``, else ``gradient_allreduce``. ``auto``,
             ``auto:close`` and ``auto:any`` choose while the model trains, see docs/planning.md.
-        optimizer: Needed by ``qadam`` and ``sharded``; ``local_sgd`` averages its state too if it is given;
-            the others ignore it.
+        optimizer: Needed by ``qadam``, ``sharded`` and ``fused=True``; ``local_sgd`` averages its state too
+            if it is given; the others ignore it.
         group: The ranks that train it: a :class:`trigram.Group`, a process group of torch or a DeviceMesh
             with one dimension; None: all.
         bucket_mb: Size of a bucket of gradients, in MiB; None: 4, or 25 for a model on GPUs. ``auto`` begins

@@ -12,6 +12,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
+from trigram.training.sharded_gradient import ShardedGradient
 
 
 class BucketSet(Sequence[Bucket]):
@@ -107,7 +108,7 @@ class BucketSet(Sequence[Bucket]):
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
             if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
-                bucket.views[k].copy_(old)
+                bucket.views[k].copy_(old.of_this_rank() if isinstance(old, ShardedGradient) else old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8) if count else None

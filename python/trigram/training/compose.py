@@ -27,7 +27,7 @@ from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.sharded.gradient_buckets import ShardsCompressor
 from trigram.training.sharded.optimizer import updates_values
 from trigram.training.sharded.sync import ShardedSync
-from trigram.training.shown_params import claim
+from trigram.training.shown_params import claim, disclaim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
@@ -46,6 +46,17 @@ def compose(
     """
     if "state" in algorithm.options or "fused" in algorithm.options:
         claim(optimizer, model, algorithm.name)
+        try:
+            return _compose(model, groups, algorithm, bucket_bytes, optimizer)
+        except BaseException:
+            disclaim(optimizer)
+            raise
+    return _compose(model, groups, algorithm, bucket_bytes, optimizer)
+
+
+def _compose(
+    model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
+) -> StepHooks:
     if algorithm.options.get("state") == "sharded":
         whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
         divided = algorithm.options["gradients"] == "shards"

@@ -37,6 +37,11 @@ class FusedBuckets(StepHooks):
         """From the second update on, buckets are updated in backward."""
         self.fused = FusedSteps(optimizer)
 
+    def abandon(self) -> None:
+        """See :class:`StepHooks`."""
+        super().abandon()
+        FusedBuckets.release(self)
+
     def release(self) -> None:
         """Leaves the optimizer alone; gradients that were used are gone."""
         if self.fused is not None:
@@ -71,8 +76,7 @@ class FusedBuckets(StepHooks):
         bucket.assign(self.params, None)
         self.look_at_mean(bucket)
         before = self.times.enter(steps.OPTIMIZER)
-        own = optimizer_hooks.parameters_of(self.fused.optimizer)
-        params = [self.params[i] for i in bucket.params if id(self.params[i]) in own]
+        params = self.fused.of_optimizer([self.params[i] for i in bucket.params])
         try:
             self.update(params)
         except BaseException:
@@ -84,8 +88,11 @@ class FusedBuckets(StepHooks):
     def update(self, params: Sequence[torch.Tensor]) -> None:
         """Steps the optimizer for some parameters."""
         assert self.fused is not None
-        ids = {id(p) for p in params}
-        self.fused.update(lambda p: (p, p.grad) if id(p) in ids else None)
+        self.fused.shown.show(lambda p: (p, p.grad), self.fused.in_groups(params))
+        try:
+            self.fused.update()
+        finally:
+            self.fused.shown.restore()
 
     def finish_fused(self) -> None:
         """The script steps its optimizer: shows it what was not updated in backward."""

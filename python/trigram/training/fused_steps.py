@@ -6,7 +6,8 @@ Gradients have been used when backward returns, so whoever reads or changes them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,11 +15,10 @@ from torch.optim import Optimizer
 
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
+from trigram.training import optimizer_hooks
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import ShownParams, disclaim
 from trigram.training.weak_hook import WeakHook
-
-Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]
 
 
 class FusedSteps:
@@ -29,7 +29,7 @@ class FusedSteps:
         optimizer: The script's optimizer.
         started: Whether it has made an update.
         updated: ``id()`` of each parameter that was updated in the last pass.
-        waiting: Whether the script has not called ``step`` since then.
+        waiting: Whether it has changed weights, and the script has not called ``step`` since then.
         broken: Whether a pass has failed, so that some ranks may have updated what others have not.
     """
 
@@ -40,7 +40,11 @@ class FusedSteps:
         self.updated: set[int] = set()
         self._used: dict[int, ShardedGradient] = {}
         self._options: list[dict[str, Any]] = []
-        self.handle = optimizer.register_step_post_hook(WeakHook(self, "after_step"))
+        self._place: dict[int, tuple[int, int]] = {}
+        self.handles = [
+            optimizer.register_step_post_hook(WeakHook(self, "after_step")),
+            optimizer.register_load_state_dict_post_hook(WeakHook(self, "_loaded")),
+        ]
 
     def begin(self, name: str, in_closure: bool) -> None:
         """A backward pass begins whose buckets will be updated.
@@ -67,25 +71,40 @@ class FusedSteps:
             )
         self.updated = set()
         self._options = self._present()
+        groups = self.optimizer.param_groups
+        self._place = {id(p): (g, k) for g, group in enumerate(groups) for k, p in enumerate(group["params"])}
 
-    def update(self, choose: Choose | None) -> None:
-        """Steps the optimizer with what :meth:`ShownParams.show` shows; None: it shows it already."""
-        step = type(self.optimizer).step
-        if getattr(step, "hooked", None):  # the hooks belong to the script's own call
+    def of_optimizer(self, params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the parameters that were the optimizer's when the pass began."""
+        return [p for p in params if id(p) in self._place]
+
+    def in_groups(self, params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Some of the optimizer's parameters, by group, in their order there."""
+        found: list[list[torch.Tensor]] = [[] for _ in self.optimizer.param_groups]
+        for p in sorted(params, key=lambda p: self._place[id(p)]):
+            found[self._place[id(p)][0]].append(p)
+        return found
+
+    def update(self) -> None:
+        """Steps the optimizer with what its groups hold. Hooks belong to the script's own call."""
+        o = self.optimizer
+        step = type(o).step
+        if getattr(step, "hooked", None):
             step = step.__wrapped__  # type: ignore[attr-defined]
+        hooks = o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks
+        o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         try:
-            if choose is not None:
-                self.shown.show(choose)
-            step(self.optimizer)
+            with optimizer_hooks.unheard(o):
+                step(o)
         finally:
-            self.shown.restore()
+            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = hooks
 
-    def use(self, params: Iterable[torch.Tensor], group: Group) -> None:
+    def use(self, params: Sequence[torch.Tensor], group: Group) -> None:
         """The gradients of these parameters have been used."""
-        self.waiting = True
         for p in params:
             self.updated.add(id(p))
             if p.grad is not None:
+                self.waiting = True
                 gradient = self._used.get(id(p))
                 if gradient is None or gradient.shape != p.shape:
                     gradient = self._used[id(p)] = ShardedGradient(p, None, group)
@@ -97,9 +116,30 @@ class FusedSteps:
         """The script calls ``step``.
 
         Raises:
-            MisuseError: The groups have other options than in backward.
+            MisuseError: The groups have other options than in backward, a gradient was assigned since, or
+                there is no new one.
         """
         self.started = True
+        if not self.waiting:
+            self.updated = set()
+        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
+            gradient = p.grad
+            used = isinstance(gradient, ShardedGradient) and gradient.used
+            if self.waiting and id(p) in self.updated:
+                if gradient is not None and not used:
+                    raise MisuseError(
+                        f"{name}: gradients were assigned between backward() and optimizer.step(), and "
+                        "fused=True has updated the weights with those before; change gradients in hooks of "
+                        "the parameters, or pass fused=False"
+                    )
+            elif used and gradient.reset:
+                p.grad = gradient.of_this_rank()
+            elif used:
+                raise MisuseError(
+                    f"{name}: optimizer.step() without new gradients: fused=True has updated the weights "
+                    "with these in backward; call it once for each backward pass, reset gradients before the "
+                    "next, or pass fused=False"
+                )
         if self.waiting and self._options != self._present():
             self.broken = True
             raise MisuseError(
@@ -116,8 +156,13 @@ class FusedSteps:
     def close(self) -> None:
         """Leaves the optimizer alone."""
         self.shown.restore()
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
         disclaim(self.optimizer)
+
+    def _loaded(self, *_: Any) -> None:
+        """A checkpoint was loaded: it may end a failure."""
+        self.waiting = self.broken = False
 
     def _present(self) -> list[dict[str, Any]]:
         found = []

@@ -34,6 +34,7 @@ from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
 from trigram.observe import spans, steps
+from trigram.runtime.group import Group
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
@@ -124,6 +125,11 @@ class GradientSync(FusedBuckets):
 
     # Before a pass.
 
+    @property
+    def before_passes(self) -> Group:
+        """The group of the calls that all ranks make between passes."""
+        return self.groups.control
+
     def before_pass(self, model: nn.Module, in_backward: bool) -> None:
         """Checks and broadcasts; all ranks do it once per pass."""
         # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
@@ -135,7 +141,7 @@ class GradientSync(FusedBuckets):
         every = self.groups.check_replicas
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
         if every and self.steps % every == 0 and self.steps and not joining:
-            check_replicas(model.parameters(), self.groups.control, self.steps)
+            check_replicas(model.parameters(), self.before_passes, self.steps)
         if not self._follow_changes(model, in_backward) and self.order is not None and self.steps:
             self._reorder()
         if self.at_boundary is not None:
@@ -160,12 +166,12 @@ class GradientSync(FusedBuckets):
             agree_on_change(self.tensors(model), self.groups)
         except TrigramError as e:
             raise explained(e, self.groups.name) from e
-        if loaded and unequal(self.params, self.groups.control):
+        if loaded and unequal(self.params, self.before_passes):
             raise MismatchError(
                 f"{self.groups.name}: the weights of {type(model).__name__} differ between the ranks after "
                 "load_state_dict; load the same checkpoint on all ranks"
             )
-        coalesced.broadcast(new, 0, self.groups.control)
+        coalesced.broadcast(new, 0, self.before_passes)
         if other:
             self.find_parameters(model)
             if in_backward:  # hooks must not be removed while one of them runs
@@ -193,7 +199,7 @@ class GradientSync(FusedBuckets):
                 self.buffers = self._buffers(model)
             for buffers in self.buffers:
                 # Backward may need the buffers as they are: they are written when it has ended.
-                buffers.broadcast(src, self.groups.control, unpack=not in_backward)
+                buffers.broadcast(src, self.before_passes, unpack=not in_backward)
             self.received = self.buffers if in_backward and self.groups.rank != src else []
 
     def _reorder(self) -> None:
@@ -201,7 +207,7 @@ class GradientSync(FusedBuckets):
         assert self.order is not None
         rest = [i for i in reversed(self.dense) if i not in set(self.order)]
         order = torch.tensor(self.order + rest, dtype=torch.int64)
-        collectives.broadcast(order, self.groups.control.ranks[0], self.groups.control)
+        collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
         self.order = None
         if order.tolist() != self.buckets.order:
             self.build_buckets(order.tolist())

@@ -7,10 +7,11 @@ beginning of the outer ``step`` to its end.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,18 @@ class Updated(Protocol):
 
 _listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
 _handles: list[Any] = []
+_TORCH = Optimizer.step.__code__.co_filename
+_unheard: set[int] = set()
+
+
+@contextlib.contextmanager
+def unheard(optimizer: Optimizer) -> Iterator[None]:
+    """Steps of the optimizer in here tell nobody."""
+    _unheard.add(id(optimizer))
+    try:
+        yield
+    finally:
+        _unheard.discard(id(optimizer))
 
 
 def listen(listener: Updated) -> None:
@@ -85,15 +98,22 @@ def any_optimizer_of(param_ids: set[int]) -> bool:
 
 
 def forget_failed(listener: Updated) -> None:
-    """Forgets the optimizers whose ``step`` has raised an exception: no hook is called then. Those that are
-    still in it have a method on the stack."""
+    """Forgets the optimizers whose ``step`` has raised an exception: no hook is called then."""
     if not listener.updating:
         return
-    frame, inside = sys._getframe(), set()
-    while frame is not None:
-        inside.add(id(frame.f_locals.get("self")))
-        frame = frame.f_back  # type: ignore[assignment]
+    inside = _steps_on_stack()
     listener.updating[:] = [o for o in listener.updating if o() is not None and id(o()) in inside]
+
+
+def _steps_on_stack() -> list[int]:
+    """``id()`` of each optimizer whose ``step`` has not returned: torch's function around it, which calls the
+    hooks, is on the stack."""
+    frame, found = sys._getframe(), []
+    while frame is not None:
+        if frame.f_code.co_name.endswith("wrapper") and frame.f_code.co_filename == _TORCH:
+            found.append(id(frame.f_locals.get("self")))
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
 
 
 class _Closure:
@@ -123,9 +143,12 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     waiting: list[tuple[Updated, set[int]]] = []
     for listener, mine in _concerned(optimizer):
         forget_failed(listener)
-        # An optimizer that begins a step while it is in one has left that one by an exception.
         running = [o() for o in listener.updating]
         if optimizer in running:
+            if _steps_on_stack().count(id(optimizer)) > running.count(optimizer):
+                listener.updating.append(weakref.ref(optimizer))
+                continue  # its class has called the step of its base class
+            # It has left that step by an exception.
             del listener.updating[running.index(optimizer) :]
         listener.updating.append(weakref.ref(optimizer))
         if listener.waits_for_closure and callable(closure):
@@ -156,7 +179,9 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             listener.closure_ignored(mine, type(optimizer).__name__)
         running = [o() for o in listener.updating]
         if optimizer in running:
-            del listener.updating[running.index(optimizer) :]
+            del listener.updating[len(running) - 1 - running[::-1].index(optimizer) :]
+        if optimizer in running[: len(listener.updating)]:
+            continue
         listener.after_update(mine, optimizer)
         if not listener.updating:
             listener.times.enter(steps.INPUT)
@@ -175,7 +200,7 @@ def _is_inner(optimizer: Optimizer) -> bool:
 
 def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:
     """The listeners that have parameters of the optimizer, and these parameters."""
-    if not _listeners:
+    if not _listeners or id(optimizer) in _unheard:
         return []
     params = parameters_of(optimizer)
     # The same order on all ranks: that in which the models were wrapped.

@@ -201,7 +201,7 @@ def norms(gradients: Sequence[torch.Tensor], order: float = 2, *_: Any) -> list[
     collectives.all_reduce(stacked, "max" if largest else "sum", None, sharded.group)
     stacked[whole] = kept
     found = stacked if largest else stacked ** (1 / order)
-    return list(found.to(gradients[0].dtype).unbind())
+    return [norm.to(g.dtype) for norm, g in zip(found.unbind(), gradients, strict=True)]
 
 
 def _unscale(gradients: Sequence[torch.Tensor], found: torch.Tensor, factor: torch.Tensor) -> None:

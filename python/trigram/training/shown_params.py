@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trigram.errors import MisuseError
+
+Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]
+"""For a parameter, the tensor in its place and that tensor's gradient; None: none."""
 
 _owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -49,15 +52,16 @@ class ShownParams:
         """Whether other tensors are in the groups now."""
         return bool(self._groups)
 
-    def show(self, choose: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]) -> None:
+    def show(self, choose: Choose, given: Sequence[Sequence[torch.Tensor]] | None = None) -> None:
         """Puts other tensors into the groups.
 
         Args:
             choose: For each parameter, the tensor in its place and that tensor's gradient; None: none.
+            given: Only these parameters of each group; None: all.
         """
-        for group in self.optimizer.param_groups:
-            params = group["params"]
-            self._groups.append((group, params))
+        given = given or [group["params"] for group in self.optimizer.param_groups]
+        for group, params in zip(self.optimizer.param_groups, given, strict=True):
+            self._groups.append((group, group["params"]))
             shown = []
             for p in params:
                 if (chosen := choose(p)) is not None:

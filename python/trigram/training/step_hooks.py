@@ -204,6 +204,10 @@ class StepHooks:
     def release(self) -> None:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
 
+    def abandon(self) -> None:
+        """The job has ended: removes what can be removed without a call."""
+        self.close()
+
     def state(self) -> dict[str, Any]:
         """The state between steps, for a checkpoint."""
         return {"steps": self.steps}
@@ -449,8 +453,12 @@ class StepHooks:
         """Whether the active pass is still running."""
         return self.active and self._backward is not None and self._backward.running
 
-    def abort_failed(self) -> None:
-        """Aborts, on all ranks, a backward pass that has raised an exception on this one."""
+    def abort_failed(self, timeout: float | None = None) -> None:
+        """Aborts, on all ranks, a backward pass that has raised an exception on this one.
+
+        Args:
+            timeout: Seconds to wait for what a step has begun; None: as long as its calls may take.
+        """
         if self.active and not self.in_backward:
             self.abort_pass()
         elif not self.active and self._outermost is not None and not self._outermost.running:

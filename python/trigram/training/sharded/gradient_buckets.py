@@ -19,7 +19,7 @@ from trigram.observe import spans
 from trigram.runtime.memory import empty
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
-from trigram.training.sharded.weight_buckets import Layout, allot, divide, flat
+from trigram.training.sharded.weight_buckets import Layout, allot, divide
 from trigram.training.sharded_gradient import ShardedGradient
 
 _IN_TURN = 3
@@ -95,12 +95,13 @@ class ShardBucket(Bucket):
         lo, hi = layout.bounds[groups.rank], layout.bounds[groups.rank + 1]
         self.part = empty(hi - lo, dtype=self.dtype, device=self.device)
         self.part.zero_()
-        pieces = {i: stop - start for i, start, stop in layout.pieces(params, groups.rank)}
-        self.gradients: list[ShardedGradient] = []
-        for i, at in zip(layout.indices, layout.offsets, strict=True):
-            begins = max(at - lo, 0)
-            mine = self.part[begins : begins + pieces[i]] if i in pieces else None
-            self.gradients.append(ShardedGradient(params[i], mine, groups.main))
+        parts: dict[int, torch.Tensor] = {}
+        for k, start, stop in layout.pieces(groups.rank):
+            begins = layout.offsets[k] + start - lo
+            parts[k] = self.part[begins : begins + stop - start]
+        self.gradients = [
+            ShardedGradient(params[i], parts.get(k), groups.main) for k, i in enumerate(layout.indices)
+        ]
         self.pending: set[int] = set()
         self.unused: list[int] = []
         self.held: list[int] = []
@@ -128,15 +129,14 @@ class ShardBucket(Bucket):
         self.memory = self.values = self.turns.take(self, self.layout.length)
         self.memory.zero_()
         to, given = [], []
-        for k, (i, at) in enumerate(zip(self.params, self.layout.offsets, strict=True)):
-            param = params[i]
-            grad = param.grad
+        for k, (i, view) in enumerate(zip(self.params, self.layout.views(self.memory), strict=True)):
+            grad = params[i].grad
             if grad is None:
                 self.unused.append(k)
             else:
-                to.append(self.memory[at : at + param.numel()])
-                given.append(flat(grad, param))
-                param.grad = None
+                to.append(view)
+                given.append(grad)
+                params[i].grad = None
         if to:
             torch._foreach_copy_(to, given)
         self.pending = set()

@@ -20,6 +20,7 @@ from trigram.collectives.consistency import tell_all
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
 from trigram.training.sharded.weight_buckets import WeightBucket, flat
+from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import ShownParams
 
 _NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
@@ -49,6 +50,11 @@ def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
             f"model's parameters; it is {type(optimizer).__name__ if optimizer is not None else None}"
         )
     kind = type(optimizer)
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError(
+            f"{name}: {kind.__name__} computes with all parameters at once, so it can be neither sharded nor "
+            "fused"
+        )
     if any(g.get("differentiable") for g in optimizer.param_groups):
         raise UnsupportedError(
             f"{name}: optimizers with differentiable=True can be neither sharded nor fused"
@@ -71,11 +77,13 @@ class Slice:
 
     Attributes:
         param: The parameter.
-        value: The piece, one-dimensional, in the memory of the parameter; the parameter itself if it is
-        whole. start, stop: Its place among the parameter's values, as they lie in memory.
+        view: The parameter's place in its bucket.
+        value: The piece, one-dimensional, in that memory; the parameter itself if it is whole.
+        start, stop: Its place among the parameter's values, as they lie in the bucket.
     """
 
     param: torch.Tensor
+    view: torch.Tensor
     value: torch.Tensor
     start: int
     stop: int
@@ -95,7 +103,7 @@ class ShardedOptimizer:
 
     Attributes:
         buckets: The weights.
-        sharded: By ``id()``, the parameters in them.
+        places: By ``id()``, the parameters in them, each with its bucket and its position there.
         slices: By ``id()`` of a parameter, this rank's slice of it; absent if it has none.
     """
 
@@ -106,6 +114,9 @@ class ShardedOptimizer:
         self.slices: dict[int, Slice] = {}
         self.shown = ShownParams(optimizer)
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
+        # A key of the state on ranks without slices too: torch.distributed.checkpoint steps an optimizer that
+        # has no state, which would be a step of these ranks only.
+        self._key = nn.Parameter(torch.empty(0), False)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters in the optimizer's groups."""
@@ -114,17 +125,15 @@ class ShardedOptimizer:
 
     # Slices.
 
-    def add(self, params: Sequence[torch.Tensor], bucket: WeightBucket, rank: int) -> None:
+    def add(self, bucket: WeightBucket, rank: int) -> None:
         """Adds the parameters of a bucket, with this rank's part."""
         self.buckets.append(bucket)
-        for k, i in enumerate(bucket.layout.indices):
-            self.places[id(params[i])] = params[i], bucket, k
-        for i, start, stop in bucket.layout.pieces(params, rank):
-            param = params[i]
-            at = bucket.layout.offsets[bucket.layout.indices.index(i)]
-            value = param if self.whole else nn.Parameter(bucket.memory[at + start : at + stop], False)
-            self.slices[id(param)] = Slice(param, value, start, stop)
-        self.cut([params[i] for i in bucket.layout.indices])
+        for k, param in enumerate(bucket.params):
+            self.places[id(param)] = param, bucket, k
+        for k, start, stop in bucket.layout.pieces(rank):
+            param, at = bucket.params[k], bucket.layout.offsets[k]
+            value = param if self.whole else nn.Parameter(bucket.memory[at + start : at + stop])
+            self.slices[id(param)] = Slice(param, bucket.views[k], value, start, stop)
 
     def hold(self, names: dict[int, str]) -> None:
         """Moves parameters whose memory a script has replaced back into their buckets.
@@ -146,24 +155,33 @@ class ShardedOptimizer:
             bucket.hold(param, k)
 
     def enter(
-        self, gradient: Callable[[Slice], torch.Tensor | None], wanted: Callable[[torch.Tensor], bool]
+        self,
+        gradient: Callable[[Slice], torch.Tensor | None],
+        wanted: Callable[[torch.Tensor], bool],
+        given: Sequence[Sequence[torch.Tensor]] | None = None,
     ) -> None:
         """Puts this rank's slices into the groups.
 
         Args:
             gradient: The gradient of a slice, of its shape; None: the parameter has none.
             wanted: Whether a parameter is updated now.
+            given: Only these parameters of each group; None: all.
         """
 
         def choose(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
             if not wanted(p):
                 return None
             if id(p) not in self.places:
+                if isinstance(p.grad, ShardedGradient) and p.grad.reset:  # frozen since
+                    p.grad = p.grad.of_this_rank()
                 return p, p.grad
             piece = self.slices.get(id(p))
-            return None if piece is None else (piece.value, gradient(piece))
+            if piece is None:
+                return None
+            piece.value.requires_grad_(p.requires_grad)
+            return piece.value, gradient(piece)
 
-        self.shown.show(choose)
+        self.shown.show(choose, given)
 
     @property
     def entered(self) -> bool:
@@ -177,28 +195,29 @@ class ShardedOptimizer:
     # State.
 
     @torch.no_grad()
-    def cut(self, params: Sequence[torch.Tensor]) -> None:
+    def cut(self) -> None:
         """Replaces the state of whole parameters by that of this rank's slices."""
         state = self.optimizer.state
-        for p in params:
+        state[self._key] = {}
+        for p, _, _ in self.places.values():
             piece = self.slices.get(id(p))
             if piece is not None and piece.whole:
                 continue
             whole = state.pop(p, None)
             if whole and piece is not None:
                 state[piece.value] = {
-                    name: flat(v, p)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
+                    name: flat(v, piece.view)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
                     for name, v in whole.items()
                 }
 
     @torch.no_grad()
     def gathered(self, group: Group) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """The state of all parameters that have some, put together from all ranks; all ranks call it."""
+        """The state of the optimizer's parameters that have some, put together from all ranks; all ranks call
+        it."""
         found: dict[int, dict[str, Any]] = {}
-        params = {id(p): p for p, _, _ in self.places.values()}
         for bucket in self.buckets:
             mine: dict[int, Any] = {}
-            keys = [key for key, (_, b, _) in self.places.items() if b is bucket]
+            keys = [id(p) for p in bucket.params]
             for k, key in enumerate(keys):
                 piece = self.slices.get(key)
                 state = self.optimizer.state.get(piece.value) if piece is not None else None
@@ -207,7 +226,7 @@ class ShardedOptimizer:
                     mine[k] = (piece.start, piece.stop, cut, dict(state))
             for theirs in _gather_objects(mine, group):
                 for k, (start, stop, cut, state) in theirs.items():
-                    p = params[keys[k]]
+                    p = bucket.views[k]
                     whole = found.setdefault(keys[k], {})
                     for name, value in state.items():
                         if cut[name]:
@@ -218,16 +237,18 @@ class ShardedOptimizer:
                             own = self.slices.get(keys[k])
                             here = self.optimizer.state.get(own.value, {}) if own is not None else {}
                             whole[name] = _as_here(value, here.get(name), p)
-        return [(params[key], found[key]) for key in params if key in found]
+        return [(p, found[id(p)]) for p in self.parameters() if id(p) in found]
 
     def join(self, group: Group) -> None:
         """Replaces the state of slices by that of whole parameters, for a ``state_dict``; all ranks call
         it."""
         whole = self.gathered(group)
         self._kept = self.forget()
-        order = {id(p): k for k, p in enumerate(self.parameters())}
-        for p, state in sorted(whole, key=lambda item: order.get(id(item[0]), len(order))):
-            self.optimizer.state[p] = state
+        self.optimizer.state.update(whole)
+
+    def keep_joined(self) -> None:
+        """What :meth:`join` has made stays."""
+        self._kept = None
 
     def separate(self) -> None:
         """Ends what :meth:`join` began."""
@@ -241,14 +262,19 @@ class ShardedOptimizer:
     def forget(self) -> list[tuple[torch.Tensor, Any]]:
         """Removes the state of slices, and returns it."""
         state = self.optimizer.state
-        return [(s.value, state.pop(s.value)) for s in self.slices.values() if s.value in state]
+        values = [self._key, *(s.value for s in self.slices.values())]
+        return [(value, state.pop(value)) for value in values if value in state]
 
-    def outline(self) -> str:
-        """What must be the same on all ranks: which parameters have state, its names and scalars."""
+    def outline(self, loaded: bool = False) -> str:
+        """What must be the same on all ranks: which parameters have state, its names and scalars.
+
+        Args:
+            loaded: All ranks have the state of parameters in buckets too.
+        """
         lines = []
         for k, p in enumerate(self.parameters()):
             state = self.optimizer.state.get(p)
-            if state:
+            if state and (loaded or id(p) not in self.places):
                 values = {n: v for n, v in state.items() if not (isinstance(v, torch.Tensor) and v.dim())}
                 lines.append(f"{k} {sorted(state)} { {n: _plain(v) for n, v in sorted(values.items())} }")
         return "\n".join(lines)

@@ -8,9 +8,8 @@ so that all ranks hold all weights. See docs/sharding.md, and docs/adr/0029 for 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.collectives.consistency import listed, ranks_unlike_first
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.observe import spans, steps
 from trigram.runtime import world
@@ -31,7 +31,7 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.sharded.gradient_buckets import ShardsCompressor, layouts
 from trigram.training.sharded.optimizer import ShardedOptimizer, Slice
-from trigram.training.sharded.weight_buckets import WeightBucket, allot, divide, flat
+from trigram.training.sharded.weight_buckets import Layout, WeightBucket, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import disclaim
 from trigram.training.weak_hook import WeakHook
@@ -77,9 +77,12 @@ class ShardedSync(GradientSync):
         super().__init__(model, groups, bucket_bytes, compressor)
         if self.divides_gradients:
             self._check_all_updated(optimizer_hooks.parameters_of(optimizer))
+        stepped = optimizer.register_step_post_hook(WeakHook(self, "_stepped"))
+        # Before the script's own hooks, which may save a checkpoint.
+        optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
         self.optimizer_handles = [
+            stepped,
             optimizer.register_step_pre_hook(_OutlivedJob(self.job)),
-            optimizer.register_step_post_hook(WeakHook(self, "_stepped")),
             optimizer.register_state_dict_pre_hook(WeakHook(self, "_before_state_dict")),
             optimizer.register_state_dict_post_hook(WeakHook(self, "_after_state_dict")),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_load_optimizer")),
@@ -108,8 +111,15 @@ class ShardedSync(GradientSync):
         """See :class:`GradientSync`. Where gradients are divided, buckets keep their first order: slices
         would have to move."""
         super().find_parameters(model)
+        self.param_ids |= set(self.shards.places)  # the optimizer may update them after they are frozen
         if self.divides_gradients:
             self.order = None
+
+    @property
+    def before_passes(self) -> Group:
+        """See :class:`GradientSync`. A step and a ``state_dict`` are calls in this group too, so a rank that
+        makes them alone meets the others there, and no rank waits."""
+        return self.groups.main
 
     def _apply_options(self) -> None:
         if not self.divides_gradients:
@@ -129,38 +139,36 @@ class ShardedSync(GradientSync):
 
     def begin_fused(self, param: int | None) -> bool:
         """See :class:`FusedBuckets`; the first update divides the weights."""
-        if self.fused is None or param is None or not self.fused.started:
+        if not super().begin_fused(param):
             return False
-        self._hold()
+        self._prepare()
         if self._missing(optimizer_hooks.parameters_of(self.optimizer)):
             return False  # the next update divides them
-        counts = [sum(i in self.buckets.place for i in self._of(b)) for b in self.shards.buckets]
-        self.remaining = counts
-        return super().begin_fused(param)
-
-    def _of(self, bucket: WeightBucket) -> list[int]:
-        """The indices of a bucket's parameters in the model as it is now."""
-        now = {id(p): i for i, p in enumerate(self.params)}
-        return [now.get(id(p), -1) for p in bucket.params]
+        arrive = {id(self.params[i]) for i in self.buckets.place}
+        self.remaining = [sum(id(p) in arrive for p in b.params) for b in self.shards.buckets]
+        self.bucket_of = {id(p): k for k, b in enumerate(self.shards.buckets) for p in b.params}
+        return True
 
     def update(self, params: Sequence[torch.Tensor]) -> None:
         """Steps this rank's slices of some parameters; gathers the buckets of weights that are complete."""
         assert self.fused is not None
-        ids = {id(p) for p in params}
-        self.shards.enter(self._gradient, lambda p: id(p) in ids)
+        self.shards.enter(self._gradient, lambda p: True, self.fused.in_groups(params))
         try:
-            self.fused.update(None)
+            self.fused.update()
         finally:
             self.shards.leave()
+        complete = []
         for p in params:
-            place = self.shards.places.get(id(p))
-            if place is not None:
-                increment_version(p)
-                self.remaining[self.shards.buckets.index(place[1])] -= 1
-        for k, left in enumerate(self.remaining):
-            if left == 0:
-                self.remaining[k] = -1
-                self._gather(k, self.groups.second_phase)
+            k = self.bucket_of.get(id(p))
+            if k is not None:
+                if p.grad is not None:
+                    increment_version(p)
+                self.remaining[k] -= 1
+                if self.remaining[k] == 0:
+                    complete.append(k)
+        for k in sorted(complete):
+            self.remaining[k] = -1
+            self._gather(k, self.groups.second_phase)
 
     def _call_counts(self) -> list[int]:
         first, second = super()._call_counts()
@@ -190,7 +198,7 @@ class ShardedSync(GradientSync):
         """See :class:`GradientSync`; the weights that were updated are there, unless they may come later."""
         super().end()
         if not self.overlap:
-            self.await_weights()
+            self.drain()
 
     # Hooks.
 
@@ -201,17 +209,30 @@ class ShardedSync(GradientSync):
             for module in model.modules():
                 if type(module) is not nn.Sequential and not isinstance(module, torch.jit.ScriptModule):
                     self.handles.append(
-                        module.register_forward_pre_hook(WeakHook(self, "_await_weights_of"), prepend=True)
+                        module.register_forward_pre_hook(WeakHook(self, "drain", None), prepend=True)
                     )
-                self.handles.append(module.register_state_dict_pre_hook(WeakHook(self, "_await_all_weights")))
+                self.handles.append(module.register_state_dict_pre_hook(WeakHook(self, "drain", None)))
 
     def release(self) -> None:
         """Puts the optimizer's state together again on all ranks, which all call it, and leaves it alone."""
-        self.await_weights()
+        self.drain()
         self.shards.leave()
         if self.shards.places:
             self._put_together()
         super().release()
+        self._let_go()
+
+    def abandon(self) -> None:
+        """See :class:`StepHooks`. An optimizer that has lost state goes on refusing to step."""
+        super().abandon()
+        self.shards.leave()
+        kept = self.shards.forget()
+        if any(state for _, state in kept):
+            self.optimizer.state.update(kept)
+        else:
+            self._let_go()
+
+    def _let_go(self) -> None:
         disclaim(self.optimizer)
         for handle in self.optimizer_handles:
             handle.remove()
@@ -235,35 +256,45 @@ class ShardedSync(GradientSync):
             return
         if self.shards.entered:  # the rest after an update in backward
             return
-        self.await_weights()
+        self.drain()
         with torch.no_grad():
             self._follow(own)
         self.shards.enter(self._gradient, lambda p: True)
 
     def _follow(self, own: set[int]) -> None:
         """Divides parameters that the optimizer updates and that are not divided yet."""
-        self._hold()
+        self._prepare()
         if self.divides_gradients:
             self._follow_buckets(own)
             return
         missing = self._missing(own)
         if not missing:
             return
-        if self.order and not self.shards.places:
+        if self.order is not None and self.steps and not self.shards.places:
             self._reorder()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
-        self._agree(f"shards {missing}\n{self.shards.outline()}")
-        for indices in assign(self.params, missing, self.buckets.bucket_bytes):
-            layout = (
+        self._divide(
+            [
                 allot(self.params, indices, self.loads)
                 if self.shards.whole
                 else divide(self.params, indices, self.groups.size)
-            )
-            self.shards.add(
-                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
-            )
+                for indices in assign(self.params, missing, self.buckets.bucket_bytes)
+            ]
+        )
 
-    def _hold(self) -> None:
+    def _divide(self, wanted: Sequence[Layout]) -> None:
+        """Moves parameters into buckets of weights, and divides them; all ranks call it."""
+        self._agree("optimizer.step()", f"{wanted}\n{self.shards.outline()}")
+        for layout in wanted:
+            self.shards.add(WeightBucket(self.params, layout, self.groups.size), self.groups.rank)
+        self.shards.cut()
+
+    def _prepare(self) -> None:
+        """Takes back what a script, or a call that has raised an exception, has put elsewhere: state and
+        values of parameters that are divided."""
+        self.shards.separate()
+        if self.shards.places:
+            self.shards.cut()
         self.shards.hold({id(p): n for n, p in zip(self.names, self.params, strict=True)})
 
     def _follow_buckets(self, own: set[int]) -> None:
@@ -277,11 +308,7 @@ class ShardedSync(GradientSync):
         if self.shards.places:
             self._put_together()
             self.shards = ShardedOptimizer(self.optimizer, self.shards.whole)
-        self._agree(f"shards {wanted}\n{self.shards.outline()}")
-        for layout in wanted:
-            self.shards.add(
-                self.params, WeightBucket(self.params, layout, self.groups.size), self.groups.rank
-            )
+        self._divide(wanted)
 
     def _check_all_updated(self, own: set[int]) -> None:
         for i in self.buckets.place:
@@ -293,10 +320,16 @@ class ShardedSync(GradientSync):
                 )
 
     def _put_together(self) -> None:
-        whole = self._together(lambda: self.shards.gathered(self.groups.main))
-        self.shards.forget()
-        for p, state in whole:
-            self.optimizer.state[p] = state
+        self._join()
+        self.shards.keep_joined()
+
+    def _join(self) -> None:
+        """Puts the state of whole parameters in place of that of slices. Its first call meets the next
+        average of a rank that does not make it, and all raise."""
+        try:
+            self.shards.join(self.groups.main)
+        except TrigramError as e:
+            raise _explained(e, self.groups.name, "optimizer.state_dict()") from e
 
     def _missing(self, own: set[int]) -> list[int]:
         return [
@@ -313,20 +346,19 @@ class ShardedSync(GradientSync):
         grad = param.grad
         if isinstance(grad, ShardedGradient):
             part = grad.part
-            return part.as_strided(param.shape, param.stride()) if piece.whole and part is not None else part
+            if part is None or not piece.whole:
+                return part
+            return part.as_strided(piece.view.shape, piece.view.stride())
         if grad is None or piece.whole:
             return grad
-        return flat(grad, param)[piece.start : piece.stop]
+        return flat(grad, piece.view)[piece.start : piece.stop]
 
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
         """The optimizer has stepped: collects the weights."""
-        if not self.shards.entered:
-            raise MisuseError(
-                f"{self.groups.name}: {type(optimizer).__name__}.step(closure) has not called the closure, "
-                "so it has updated whole parameters instead of this rank's slices; call step() without a "
-                "closure"
-            )
+        running = sum(o() is optimizer for o in self.updating)
+        if not self.shards.entered or running > 1:  # nothing to update, or a step of its class inside its own
+            return
         self.shards.leave()
         updated = self.fused.updated if self.fused is not None and self.fusing else set()
         for k, bucket in enumerate(self.shards.buckets):
@@ -334,9 +366,19 @@ class ShardedSync(GradientSync):
                 self._gather(k, self.groups.main)
         # Slices have changed the parameters' memory, of which autograd does not know.
         for p, _, _ in self.shards.places.values():
-            increment_version(p)
+            if p.grad is not None and id(p) not in updated:
+                increment_version(p)
         if not self.overlap:
-            self.await_weights()
+            self.drain()
+
+    def closure_ignored(self, mine: set[int], optimizer: str) -> None:
+        """See :class:`GradientSync`; the optimizer has seen whole parameters."""
+        super().closure_ignored(mine, optimizer)
+        if mine & optimizer_hooks.parameters_of(self.optimizer):
+            raise MisuseError(
+                f"{self.groups.name}: {optimizer}.step(closure) has not called the closure, so it has "
+                "updated whole parameters instead of this rank's slices; call step() without a closure"
+            )
 
     def _gather(self, k: int, group: Group) -> None:
         """Starts to collect a bucket of weights."""
@@ -345,33 +387,28 @@ class ShardedSync(GradientSync):
             self.gathers.append((bucket, bucket.gather(group)))
         self.gathered += bucket.sent
 
-    def await_weights(self) -> None:
+    def drain(self, timeout: float | None = None, *_: Any) -> None:
         """Waits until all weights are there."""
         gathers, self.gathers = self.gathers, []
         if not gathers:
             return
         before, began = self.times.enter(steps.WAIT), time.perf_counter()
         error: TrigramError | None = None
-        for _, work in gathers:
+        for bucket, work in gathers:
             try:
-                work.wait()
+                work.wait(None if timeout is None else max(began + timeout - time.perf_counter(), 0.0))
             except TrigramError as e:
                 error = error or e
+                if not work.is_completed():
+                    self.gathers.append((bucket, work))
         self.waited += time.perf_counter() - began
         self.times.enter(before)
         if error is not None:
             raise _explained(error, self.groups.name, "optimizer.step()")
 
-    def _await_weights_of(self, module: nn.Module, *_: Any) -> None:
-        if self.gathers:
-            self.await_weights()
-
-    def _await_all_weights(self, *_: Any) -> None:
-        self.await_weights()
-
     # Reads and writes of weights outside of forward.
 
-    def abort_failed(self) -> None:
+    def abort_failed(self, timeout: float | None = None) -> None:
         """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
         exception."""
         optimizer_hooks.forget_failed(self)
@@ -382,66 +419,62 @@ class ShardedSync(GradientSync):
             self.shards.leave()
             for p in self.shards.parameters():
                 p.grad = None
-        self.await_weights()
+        self.drain(timeout)
         super().abort_failed()
 
     def begin(self, param: int | None) -> None:
         """See :class:`GradientSync`."""
-        self.await_weights()
+        self.drain()
         super().begin(param)
 
-    def drain(self, timeout: float | None = None) -> None:
-        """Waits for the weights."""
-        self.await_weights()
-
     def _before_load(self, *_: Any) -> None:
-        self.await_weights()
+        self.drain()
         super()._before_load()
 
     # The optimizer's state.
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
-        self.shards.leave()
         if self.shards.places:
             self._check_job("optimizer.state_dict()")
-            self.await_weights()
-            self._together(lambda: self.shards.join(self.groups.main))
+            self._between_steps("state_dict()")
+            self.shards.cut()
+            self._join()
 
     def _after_state_dict(self, *_: Any) -> None:
         self.shards.separate()
 
     def _before_load_optimizer(self, *_: Any) -> None:
-        self.shards.leave()
+        if self.shards.places:
+            self._check_job("optimizer.load_state_dict()")
+            self._between_steps("load_state_dict()")
 
     def _after_load_optimizer(self, *_: Any) -> None:
         if self.shards.places:
-            self._check_job("optimizer.load_state_dict()")
-            self._agree(f"loaded\n{self.shards.outline()}")
-            self.shards.cut([p for p, _, _ in self.shards.places.values()])
+            self._agree("optimizer.load_state_dict()", self.shards.outline(loaded=True))
+            self.shards.cut()
 
-    def _together(self, call: Callable[[], Any]) -> Any:
-        """A call of all ranks; it begins with an agreement in the group of the averages, so that a rank that
-        does not make it meets it with its next average, and all raise."""
-        self._agree("state_dict")
-        return call()
+    def _between_steps(self, call: str) -> None:
+        """Ends what has failed; raises inside of a step."""
+        self.abort_failed()
+        self.shards.separate()
+        if self.shards.entered:
+            raise MisuseError(
+                f"{self.groups.name}: {call} of a sharded optimizer inside its step(); call it after the step"
+            )
 
-    def _agree(self, text: str) -> None:
-        word = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 2
-        extremes = torch.tensor([word, -word, -1], dtype=torch.int64)
-        what = text.partition("\n")[0].partition(" ")[0]
-        call = {
-            "state_dict": "optimizer.state_dict()",
-            "loaded": "optimizer.load_state_dict()",
-            "shards": "optimizer.step()",
-        }[what]
+    def _agree(self, call: str, text: str) -> None:
+        """Raises on all ranks if they hold different texts, or if some ranks do not make this call: it meets
+        their next average."""
         try:
-            collectives.all_reduce(extremes, "max", None, self.groups.main)
+            other = ranks_unlike_first(text, self.groups.main)
         except TrigramError as e:
             raise _explained(e, self.groups.name, call) from e
-        if int(extremes[0]) != word or int(extremes[1]) != -word:
+        if other:
             raise MismatchError(
-                f"{self.groups.name}: {call}: the ranks hold different optimizer states, or have different "
-                "parameters in the optimizer; load the same checkpoint and make the same changes on all ranks"
+                f"{self.groups.name}: {call}: rank(s) {listed(other)} have another optimizer state, other "
+                "parameters in the optimizer, or parameters in another memory format than rank "
+                f"{self.groups.main.ranks[0]}; load the same checkpoint and make the same changes on all "
+                "ranks"
             )
 
     def _check_job(self, call: str) -> None:

@@ -26,11 +26,14 @@ class Layout:
         indices: The parameters, in the order in which they lie in the bucket.
         offsets: Where each begins, in elements.
         bounds: Part r is ``bounds[r]`` to ``bounds[r + 1]``.
+        shapes, strides: Of each in the bucket, whatever memory a script gives to the parameter later.
     """
 
     indices: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
 
     @property
     def length(self) -> int:
@@ -47,21 +50,39 @@ class Layout:
         """The lengths of the parts, for collectives; None: equal."""
         return None if self.equal else [b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)]
 
-    def pieces(self, params: Sequence[torch.Tensor], rank: int) -> list[tuple[int, int, int]]:
-        """What part ``rank`` holds: a parameter's index, and the first and last of its values in memory."""
+    def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's place in the memory of the bucket."""
+        first = memory.storage_offset()
+        return [
+            memory.as_strided(shape, stride, first + at)
+            for shape, stride, at in zip(self.shapes, self.strides, self.offsets, strict=True)
+        ]
+
+    def pieces(self, rank: int) -> list[tuple[int, int, int]]:
+        """What part ``rank`` holds: a parameter's position, and the first and last of its values in
+        memory."""
         lo, hi = self.bounds[rank], self.bounds[rank + 1]
         cut = [
-            (i, max(lo - a, 0), min(hi - a, params[i].numel()))
-            for i, a in zip(self.indices, self.offsets, strict=True)
+            (k, max(lo - at, 0), min(hi - at, shape.numel()))
+            for k, (at, shape) in enumerate(zip(self.offsets, self.shapes, strict=True))
         ]
-        return [(i, start, stop) for i, start, stop in cut if start < stop]
+        return [(k, start, stop) for k, start, stop in cut if start < stop]
+
+
+def _layout(
+    params: Sequence[torch.Tensor], indices: Sequence[int], offsets: Sequence[int], bounds: Sequence[int]
+) -> Layout:
+    """Parameters keep their order in memory, without gaps and overlaps."""
+    shapes = tuple(params[i].shape for i in indices)
+    strides = tuple(torch.empty_like(params[i], device="meta").stride() for i in indices)
+    return Layout(tuple(indices), tuple(offsets), tuple(bounds), shapes, strides)
 
 
 def divide(params: Sequence[torch.Tensor], indices: Sequence[int], ranks: int) -> Layout:
     """Equal parts, which cut through parameters."""
     offsets, total = coalesced.offsets([params[i] for i in indices])
     part = padded(total, ranks) // ranks
-    return Layout(tuple(indices), tuple(offsets), tuple(part * r for r in range(ranks + 1)))
+    return _layout(params, indices, offsets, [part * r for r in range(ranks + 1)])
 
 
 def allot(params: Sequence[torch.Tensor], indices: Sequence[int], loads: list[int]) -> Layout:
@@ -83,7 +104,7 @@ def allot(params: Sequence[torch.Tensor], indices: Sequence[int], loads: list[in
     for mine in owned:
         count += len(mine)
         bounds.append(ends[count])
-    return Layout(tuple(order), tuple(offsets), tuple(bounds))
+    return _layout(params, order, offsets, bounds)
 
 
 class WeightBucket:
@@ -103,10 +124,9 @@ class WeightBucket:
         like = self.params[0]
         self.memory = empty(layout.length, dtype=like.dtype, device=like.device)
         self.memory.zero_()
-        self.views: list[torch.Tensor] = []
-        for i, at in zip(layout.indices, layout.offsets, strict=True):
-            self.views.append(coalesced.view_like(self.memory, at, params[i]))
-            self.hold(params[i], len(self.views) - 1)
+        self.views = layout.views(self.memory)
+        for k, param in enumerate(self.params):
+            self.hold(param, k)
         self.sent = (ranks - 1) * self.memory.nbytes // ranks
 
     @torch.no_grad()

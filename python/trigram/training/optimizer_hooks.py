@@ -144,11 +144,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     for listener, mine in _concerned(optimizer):
         forget_failed(listener)
         running = [o() for o in listener.updating]
-        if optimizer in running:
-            if _steps_on_stack().count(id(optimizer)) > running.count(optimizer):
-                listener.updating.append(weakref.ref(optimizer))
-                continue  # its class has called the step of its base class
-            # It has left that step by an exception.
+        if optimizer in running:  # it has left that step by an exception
             del listener.updating[running.index(optimizer) :]
         listener.updating.append(weakref.ref(optimizer))
         if listener.waits_for_closure and callable(closure):
@@ -179,9 +175,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             listener.closure_ignored(mine, type(optimizer).__name__)
         running = [o() for o in listener.updating]
         if optimizer in running:
-            del listener.updating[len(running) - 1 - running[::-1].index(optimizer) :]
-        if optimizer in running[: len(listener.updating)]:
-            continue
+            del listener.updating[running.index(optimizer) :]
         listener.after_update(mine, optimizer)
         if not listener.updating:
             listener.times.enter(steps.INPUT)
@@ -190,12 +184,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _is_inner(optimizer: Optimizer) -> bool:
     """Whether this ``step`` is that of a parent class, called by the optimizer's own ``step``. torch
     wraps both, and calls the hooks for each; the outer one is the update."""
-    frame, steps_of_it = sys._getframe(1), 0
-    while frame is not None and steps_of_it < 2:
-        is_wrapper = frame.f_code.co_name == "wrapper" and "profile_name" in frame.f_locals
-        steps_of_it += is_wrapper and frame.f_locals.get("self") is optimizer
-        frame = frame.f_back  # type: ignore[assignment]
-    return steps_of_it > 1
+    return _steps_on_stack().count(id(optimizer)) > 1
 
 
 def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:

@@ -209,7 +209,6 @@ def a_state_by_hand(rank: int, world: int) -> None:
     state = copy.deepcopy(plain.state_dict())
     other = copy.deepcopy(state)
     if rank == 1:
-        other["param_groups"][0]["lr"] = other["param_groups"][0]["lr"]
         for s in other["state"].values():
             s["step"] += 1
     raises(trigram.MismatchError, optimizer.load_state_dict, other)

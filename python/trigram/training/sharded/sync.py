@@ -69,7 +69,8 @@ class ShardedSync(GradientSync):
         self.gathers: list[tuple[WeightBucket, collectives.Work]] = []
         self.gathered = 0
         self.loads = [0] * groups.size
-        self.remaining: list[int] = []
+        self.remaining: list[int] = []  # by bucket of weights, parameters that a fused pass has yet to update
+        self.bucket_of: dict[int, int] = {}  # by id() of a parameter, in a fused pass
         self.job = world.job()
         self.divides_gradients = isinstance(compressor, ShardsCompressor)
         check_memory(model, groups.ignored)

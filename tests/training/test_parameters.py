@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import trigram
 from tests.support.cases import Cases
+from tests.support.checks import raises, says
 from tests.support.twin_training import Pair, mlp, square, x
 
 CASES = Cases()
@@ -118,6 +120,36 @@ class Words(nn.Module):
     def forward(self, words: Tensor | None, other: Tensor) -> Tensor:
         h = other if words is None else other + self.embedding(words)
         return self.out(h).square().mean()
+
+
+def convolution() -> nn.Module:
+    return nn.Sequential(nn.Unflatten(1, (2, 1, 3)), nn.Conv2d(2, 4, (1, 2)), nn.Tanh(), nn.Flatten())
+
+
+@CASES.over("in the middle", "on one rank", "on one rank in the middle")
+def channels_last(rank: int, world: int, when: str) -> None:
+    """Buckets follow the order in memory: all ranks change it, or all raise, as means would mix positions."""
+
+    def change(model: nn.Module) -> None:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    if when == "on one rank":
+        model = convolution()
+        if rank == world - 1:
+            change(model)
+        says(
+            raises(trigram.MismatchError, trigram.with_bagua, model), f"rank(s) {world - 1}", "memory formats"
+        )
+        return
+    pair = Pair(rank, world, convolution)
+    pair.train(square, 2)
+    if when == "in the middle" or rank == world - 1:
+        change(pair.ours)
+    if when == "in the middle":
+        pair.train(square, 3, first=2)
+    else:
+        error = raises(trigram.MismatchError, pair.backward, square, 2)
+        assert error is not None
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:

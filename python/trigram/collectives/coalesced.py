@@ -42,6 +42,12 @@ def view_like(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Te
     return part.view(like.shape)
 
 
+def is_channels_last(t: torch.Tensor) -> bool:
+    """Whether coalesced values of the tensor are in the order of ``torch.channels_last``, and not in that of
+    rows; ranks must agree on it."""
+    return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
+
+
 def parts(t: torch.Tensor, most: int) -> list[torch.Tensor]:
     """Views that make up the tensor in row-major order, each of at most ``most`` bytes."""
     if t.nbytes <= most or t.dim() == 0:

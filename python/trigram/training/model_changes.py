@@ -9,6 +9,7 @@ import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.collectives import coalesced
 from trigram.errors import MismatchError
 
 
@@ -25,13 +26,17 @@ def agree_on_change(tensors: Sequence[tuple[str, torch.Tensor]], groups: ModelGr
     Raises:
         MismatchError: The changes differ, or only some ranks have changed the model; all ranks raise it.
     """
-    lines = [f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad}" for n, t in tensors]
+    lines = [
+        f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad} {coalesced.is_channels_last(t)}"
+        for n, t in tensors
+    ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     word = int.from_bytes(digest, "little") >> 2
     extremes = torch.tensor([word, -word], dtype=torch.int64)
     collectives.all_reduce(extremes, "max", None, groups.main)
     if int(extremes[0]) != word or int(extremes[1]) != -word:
         raise MismatchError(
-            f"{groups.name}: the model was changed differently on the ranks: the names, shapes, dtypes or "
-            "requires_grad of its parameters and buffers differ; make the same change on all ranks"
+            f"{groups.name}: the model was changed differently on the ranks: the names, shapes, dtypes, "
+            "requires_grad or memory formats of its parameters and buffers differ; make the same change on "
+            "all ranks"
         )

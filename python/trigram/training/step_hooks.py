@@ -273,16 +273,16 @@ class StepHooks:
             )
         self.trains = [p.requires_grad for p in self.params]
         self.param_ids = {id(p) for p, trains in zip(self.params, self.trains, strict=True) if trains}
-        self._layout = [(p.dtype, p.shape, p.device) for p in self.params]
+        self._layout = [_layout(p) for p in self.params]
 
     def has_other_parameters(self, model: nn.Module) -> bool:
         """Whether parameters were added, removed or replaced since they were found, or have another dtype,
-        shape or device."""
+        shape, device or memory format."""
         now = [p for n, p in model.named_parameters() if n not in self.groups.ignored]
         return (
             len(now) != len(self.params)
             or any(p is not q for p, q in zip(now, self.params, strict=True))
-            or [(p.dtype, p.shape, p.device) for p in now] != self._layout
+            or [_layout(p) for p in now] != self._layout
         )
 
     def has_other_training(self) -> bool:
@@ -482,6 +482,10 @@ class StepHooks:
         self._backward = self._outermost = None
 
 
+def _layout(p: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device, bool]:
+    return p.dtype, p.shape, p.device, coalesced.is_channels_last(p)
+
+
 def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
     """Raises a ``MismatchError`` on all ranks if they use different algorithms or options."""
     other = ranks_unlike_first(text, groups.control)
@@ -496,7 +500,8 @@ def agree_on_algorithm(text: str, groups: ModelGroups) -> None:
 def _agree_on(tensors: list[tuple[str, torch.Tensor]], group: Group) -> None:
     """Raises a ``MismatchError`` on all ranks if the models differ, before any weight is changed."""
     lines = [
-        f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad} {coalesced.expanded_dimensions(t)}"
+        f"{n} {tuple(t.shape)} {t.dtype} {t.requires_grad} {coalesced.expanded_dimensions(t)} "
+        f"{coalesced.is_channels_last(t)}"
         for n, t in tensors
     ]
     other = ranks_unlike_first("\n".join(lines), group)
@@ -504,8 +509,8 @@ def _agree_on(tensors: list[tuple[str, torch.Tensor]], group: Group) -> None:
         first = tell_all([len(lines)], group)[0][0]
         raise MismatchError(
             f"with_bagua: the model of rank(s) {listed(other)} differs from that of rank {group.ranks[0]} "
-            "in the names, shapes, dtypes, requires_grad or expanded dimensions of its parameters and "
-            f"buffers ({first} tensors on rank {group.ranks[0]}, {len(lines)} on rank "
+            "in the names, shapes, dtypes, requires_grad, memory formats or expanded dimensions of its "
+            f"parameters and buffers ({first} tensors on rank {group.ranks[0]}, {len(lines)} on rank "
             f"{group.ranks[group.rank]}); build the same "
             "model on all ranks"
         )

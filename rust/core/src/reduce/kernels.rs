@@ -3,6 +3,8 @@
 //! They are plain and vectorise; `pulp` compiles each for the instruction sets that matter and picks
 //! one at run time. Two, three and four sources take one pass with no intermediate; more accumulate
 //! in a block that stays in the first-level cache.
+// `let finish = finish` in a closure is a copy of what it has captured.
+#![allow(clippy::redundant_locals)]
 
 use bytemuck::{AnyBitPattern, NoUninit};
 use half::{bf16, f16};
@@ -168,6 +170,9 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    // A copy of its own: behind a reference, what it divides by might be what the loop writes, and the
+                    // loop would not vectorise.
+                    let finish = finish;
                     for ((o, &a), &b) in out.iter_mut().zip(a).zip(b) {
                         *o = T::narrow(finish(f(a.widen(), b.widen())));
                     }
@@ -179,6 +184,7 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    let finish = finish;
                     for (((o, &a), &b), &c) in out.iter_mut().zip(a).zip(b).zip(c) {
                         *o = T::narrow(finish(f(f(a.widen(), b.widen()), c.widen())));
                     }
@@ -190,6 +196,7 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    let finish = finish;
                     for ((((o, &a), &b), &c), &d) in out.iter_mut().zip(a).zip(b).zip(c).zip(d) {
                         *o = T::narrow(finish(f(f(f(a.widen(), b.widen()), c.widen()), d.widen())));
                     }
@@ -224,7 +231,10 @@ where
         }
         arch.dispatch(
             #[inline(always)]
-            || out.iter_mut().zip(&*wide).for_each(|(o, &w)| *o = T::narrow(finish(w))),
+            || {
+                let finish = finish;
+                out.iter_mut().zip(&*wide).for_each(|(o, &w)| *o = T::narrow(finish(w)));
+            },
         );
     }
     Ok(())
@@ -244,6 +254,7 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    let finish = finish;
                     for (a, b) in a.iter_mut().zip(b) {
                         let all = T::narrow(finish(f(a.widen(), b.widen())));
                         (*a, *b) = (all, all);
@@ -256,6 +267,7 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    let finish = finish;
                     for ((a, b), c) in a.iter_mut().zip(b).zip(c) {
                         let all = T::narrow(finish(f(f(a.widen(), b.widen()), c.widen())));
                         (*a, *b, *c) = (all, all, all);
@@ -269,6 +281,7 @@ where
             arch.dispatch(
                 #[inline(always)]
                 || {
+                    let finish = finish;
                     for (((a, b), c), d) in a.iter_mut().zip(b).zip(c).zip(d) {
                         let all = T::narrow(finish(f(f(f(a.widen(), b.widen()), c.widen()), d.widen())));
                         (*a, *b, *c, *d) = (all, all, all, all);

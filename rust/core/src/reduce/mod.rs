@@ -39,13 +39,13 @@ pub fn fold(
         return Ok(());
     }
     match dtype {
-        DType::F32 => fold_float::<f32>(op, mean.map(|n| n as f32), srcs, out),
-        DType::F64 => fold_float::<f64>(op, mean.map(f64::from), srcs, out),
-        DType::F16 => fold_float::<f16>(op, mean.map(|n| n as f32), srcs, out),
-        DType::BF16 => fold_float::<bf16>(op, mean.map(|n| n as f32), srcs, out),
+        DType::F32 => fold_float::<f32>(op, mean.map(Mean::of), srcs, out),
+        DType::F64 => fold_float::<f64>(op, mean.map(Mean::of), srcs, out),
+        DType::F16 => fold_float::<f16>(op, mean.map(Mean::of), srcs, out),
+        DType::BF16 => fold_float::<bf16>(op, mean.map(Mean::of), srcs, out),
         // A complex number is two floats, whose sums do not mix.
-        DType::C64 if op.check(dtype).is_ok() => fold_float::<f32>(op, mean.map(|n| n as f32), srcs, out),
-        DType::C128 if op.check(dtype).is_ok() => fold_float::<f64>(op, mean.map(f64::from), srcs, out),
+        DType::C64 if op.check(dtype).is_ok() => fold_float::<f32>(op, mean.map(Mean::of), srcs, out),
+        DType::C128 if op.check(dtype).is_ok() => fold_float::<f64>(op, mean.map(Mean::of), srcs, out),
         DType::I8 => fold_int::<i8>(op, srcs, out),
         DType::I16 => fold_int::<i16>(op, srcs, out),
         DType::U8 => fold_int::<u8>(op, srcs, out),
@@ -83,12 +83,12 @@ pub fn fold_into_all(
     let mean = divide_by.filter(|_| op == ReduceOp::Avg);
     if matches!(op, ReduceOp::Sum | ReduceOp::Avg) && (2..=4).contains(&ends.len()) {
         match dtype {
-            DType::F32 | DType::C64 => return sum_into_all::<f32>(mean.map(|n| n as f32), ends),
-            DType::F64 | DType::C128 => return sum_into_all::<f64>(mean.map(f64::from), ends),
+            DType::F32 | DType::C64 => return sum_into_all::<f32>(mean.map(Mean::of), ends),
+            DType::F64 | DType::C128 => return sum_into_all::<f64>(mean.map(Mean::of), ends),
             DType::F16 if kernels::one_pass_of_halves(ends.len()) => {
-                return sum_into_all::<f16>(mean.map(|n| n as f32), ends);
+                return sum_into_all::<f16>(mean.map(Mean::of), ends);
             }
-            DType::BF16 => return sum_into_all::<bf16>(mean.map(|n| n as f32), ends),
+            DType::BF16 => return sum_into_all::<bf16>(mean.map(Mean::of), ends),
             _ => {}
         }
     }
@@ -126,19 +126,41 @@ fn nan_max<T: PartialOrd + Copy>(a: T, b: T) -> T {
 
 /// What the float folds need of `f32` and `f64`; one bound instead of four.
 trait Float:
-    Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> + std::ops::Div<Output = Self>
+    Copy
+    + PartialOrd
+    + From<u16>
+    + std::ops::Add<Output = Self>
+    + std::ops::Mul<Output = Self>
+    + std::ops::Div<Output = Self>
 {
 }
 impl Float for f32 {}
 impl Float for f64 {}
 
-fn fold_float<T>(op: ReduceOp, mean: Option<T::Wide>, srcs: &[&[u8]], out: &mut [u8]) -> Result<()>
+/// How a sum becomes a mean. Divisions take several times as long as the sum; by a power of two, a product has the same
+/// bits.
+#[derive(Clone, Copy)]
+enum Mean<W> {
+    By(W),
+    Times(W),
+}
+
+impl<W: Float> Mean<W> {
+    fn of(n: u32) -> Self {
+        let wide = W::from(n as u16);
+        // More ranks than a u16 has do not share memory or fit a group.
+        if n.is_power_of_two() { Self::Times(W::from(1) / wide) } else { Self::By(wide) }
+    }
+}
+
+fn fold_float<T>(op: ReduceOp, mean: Option<Mean<T::Wide>>, srcs: &[&[u8]], out: &mut [u8]) -> Result<()>
 where
     T: Element,
     T::Wide: Float,
 {
     match (op, mean) {
-        (ReduceOp::Avg, Some(n)) => T::fold(srcs, out, |a, b| a + b, |x| x / n),
+        (ReduceOp::Avg, Some(Mean::Times(r))) => T::fold(srcs, out, |a, b| a + b, |x| x * r),
+        (ReduceOp::Avg, Some(Mean::By(n))) => T::fold(srcs, out, |a, b| a + b, |x| x / n),
         (ReduceOp::Sum | ReduceOp::Avg, _) => T::fold(srcs, out, |a, b| a + b, |x| x),
         (ReduceOp::Prod, _) => T::fold(srcs, out, |a, b| a * b, |x| x),
         (ReduceOp::Min, _) => T::fold(srcs, out, nan_min, |x| x),
@@ -147,13 +169,14 @@ where
     }
 }
 
-fn sum_into_all<T>(mean: Option<T::Wide>, ends: &mut [&mut [u8]]) -> Result<()>
+fn sum_into_all<T>(mean: Option<Mean<T::Wide>>, ends: &mut [&mut [u8]]) -> Result<()>
 where
     T: Element,
     T::Wide: Float,
 {
     match mean {
-        Some(n) => T::fold_into_all(ends, |a, b| a + b, |x| x / n),
+        Some(Mean::Times(r)) => T::fold_into_all(ends, |a, b| a + b, |x| x * r),
+        Some(Mean::By(n)) => T::fold_into_all(ends, |a, b| a + b, |x| x / n),
         None => T::fold_into_all(ends, |a, b| a + b, |x| x),
     }
 }

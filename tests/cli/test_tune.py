@@ -41,6 +41,18 @@ def test_measures_and_keeps(tmp_path: Path) -> None:
     assert (ranks, ring) == ("2", "-") and int(doubling) in (0, *tune.SMALL)
 
 
+@pytest.mark.parametrize("before", [None, "2 lots -\n3 lots -\n"])
+def test_a_file_that_is_not_there_or_is_wrong_is_made(tmp_path: Path, before: str | None) -> None:
+    """As the errors about such a file advise."""
+    file = tmp_path / "tuning.txt"
+    if before is not None:
+        file.write_text(before)
+    done = _bench("all_reduce", "--tune", "--transport", "tcp", TRIGRAM_TUNING=str(file))
+    assert done.returncode == 0, done.stderr
+    done = _bench("all_reduce", "--sizes", "4", "--transport", "tcp", TRIGRAM_TUNING=str(file))
+    assert done.returncode == 0, done.stderr
+
+
 def test_ranks_of_one_host_have_nothing_to_tune(tmp_path: Path) -> None:
     file = tmp_path / "tuning.txt"
     done = _bench("all_reduce", "--tune", "--transport", "shm", XDG_CACHE_HOME=str(tmp_path))

@@ -132,9 +132,13 @@ def keep(world: int, doubling: int, ring: int | None, path: Path) -> None:
     lines = {world: f"{world} {doubling} {'-' if ring is None else ring}"}
     with suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
-            first = line.split()[:1]
-            if first and first[0].isdigit():
-                lines.setdefault(int(first[0]), line)
+            words = line.split()
+            if (
+                len(words) == 3
+                and all(word.isdigit() or word == "-" for word in words)
+                and words[0].isdigit()
+            ):
+                lines.setdefault(int(words[0]), line)  # others cannot be read, and would stop every job
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.environ.get('RANK', '')}.{os.getpid()}")
     new.write_text(HEAD + "".join(f"{lines[n]}\n" for n in sorted(lines)))
@@ -143,6 +147,8 @@ def keep(world: int, doubling: int, ring: int | None, path: Path) -> None:
 
 def run() -> None:
     """Measures, prints on rank 0, and writes the file on every rank's host. All ranks call it."""
+    path = usual_path()
+    os.environ["TRIGRAM_TUNING"] = "off"  # the file need not be there, and may be what is to be replaced
     trigram.init()
     rank, world, hosts = trigram.rank(), trigram.world_size(), len(current().group.hosts())
     if hosts < max(world, 2):
@@ -152,7 +158,6 @@ def run() -> None:
         )
     say: Say = print if rank == 0 else _silent
     doubling, ring = measure(say)
-    path = usual_path()
     keep(world, doubling, ring, path)
     large = f"a ring from {ring} bytes on" if ring is not None else "no ring"
     say(f"# recursive doubling up to {doubling} bytes, {large}; written to {path} on every host")

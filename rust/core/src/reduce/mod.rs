@@ -126,16 +126,20 @@ fn nan_max<T: PartialOrd + Copy>(a: T, b: T) -> T {
 
 /// What the float folds need of `f32` and `f64`; one bound instead of four.
 trait Float:
-    Copy
-    + PartialOrd
-    + From<u16>
-    + std::ops::Add<Output = Self>
-    + std::ops::Mul<Output = Self>
-    + std::ops::Div<Output = Self>
+    Copy + PartialOrd + std::ops::Add<Output = Self> + std::ops::Mul<Output = Self> + std::ops::Div<Output = Self>
 {
+    fn of(n: u32) -> Self;
 }
-impl Float for f32 {}
-impl Float for f64 {}
+impl Float for f32 {
+    fn of(n: u32) -> Self {
+        n as f32
+    }
+}
+impl Float for f64 {
+    fn of(n: u32) -> Self {
+        f64::from(n)
+    }
+}
 
 /// How a sum becomes a mean. Divisions take several times as long as the sum; by a power of two, a product has the same
 /// bits.
@@ -147,9 +151,7 @@ enum Mean<W> {
 
 impl<W: Float> Mean<W> {
     fn of(n: u32) -> Self {
-        let wide = W::from(n as u16);
-        // More ranks than a u16 has do not share memory or fit a group.
-        if n.is_power_of_two() { Self::Times(W::from(1) / wide) } else { Self::By(wide) }
+        if n.is_power_of_two() { Self::Times(W::of(1) / W::of(n)) } else { Self::By(W::of(n)) }
     }
 }
 

@@ -405,47 +405,39 @@ mod tests {
         }
     }
 
-    #[test]
-    fn the_first_rank_tells_what_was_measured() {
-        let mut ranks: Vec<Rendezvous> =
-            (0..2).map(|rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap()).collect();
-        let tuned = |doubling| vec![Tuned { world: 2, doubling, ring: None }];
-        ranks[0].record.tuning = tuned(5000);
-        ranks[1].record.tuning = tuned(7000);
-        let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
+    /// The engines of two ranks whose records a test has changed.
+    fn engines(change: impl Fn(&mut EndpointRecord)) -> Vec<Engine> {
+        let open = |rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap();
+        let mut ranks = [open(0), open(1)];
+        ranks.iter_mut().for_each(|r| change(&mut r.record));
+        let records = ranks.each_ref().map(|r| r.record().unwrap());
         ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, &mut || Ok(())).unwrap()));
         let connect =
             |r: Rendezvous| r.connect(&[true, true], Duration::from_secs(60), &mut || Ok(())).unwrap();
         std::thread::scope(|s| {
-            let all: Vec<_> = ranks.into_iter().map(|r| s.spawn(move || connect(r))).collect();
-            for engine in all {
-                let engine = engine.join().unwrap();
-                assert_eq!(engine.world().tuning, tuned(5000));
-                let group = |ranks| {
-                    let name = "all".into();
-                    Members::new(7, name, ranks, 0, engine.world()).unwrap().layout.clone()
-                };
-                assert_eq!(group(vec![0, 1]).tuned, Some(tuned(5000)[0]));
-                assert_eq!(group(vec![engine.world().rank]).tuned, None);
-            }
-        });
+            let all = ranks.map(|r| s.spawn(move || connect(r)));
+            all.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn the_first_rank_tells_what_was_measured() {
+        let tuned = |doubling| vec![Tuned { world: 2, doubling, ring: None }];
+        for engine in engines(|record| record.tuning = tuned([5000, 7000][record.rank as usize])) {
+            assert_eq!(engine.world().tuning, tuned(5000));
+            let group = |ranks| {
+                let members = Members::new(7, "all".into(), ranks, 0, engine.world()).unwrap();
+                members.layout.tuned
+            };
+            assert_eq!(group(vec![0, 1]), Some(tuned(5000)[0]));
+            assert_eq!(group(vec![engine.world().rank]), None);
+        }
     }
 
     #[test]
     fn the_longest_patience_holds_for_all() {
-        let mut ranks: Vec<Rendezvous> =
-            (0..2).map(|rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap()).collect();
-        ranks[0].record.silence = 700;
-        ranks[1].record.silence = 2500;
-        let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
-        ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, &mut || Ok(())).unwrap()));
-        let connect =
-            |r: Rendezvous| r.connect(&[true, true], Duration::from_secs(60), &mut || Ok(())).unwrap();
-        std::thread::scope(|s| {
-            let all: Vec<_> = ranks.into_iter().map(|r| s.spawn(move || connect(r))).collect();
-            for engine in all.into_iter().map(|t| t.join().unwrap()).collect::<Vec<_>>() {
-                assert_eq!(engine.world().patience.limit, Duration::from_millis(2500));
-            }
-        });
+        for engine in engines(|record| record.silence = [700, 2500][record.rank as usize]) {
+            assert_eq!(engine.world().patience.limit, Duration::from_millis(2500));
+        }
     }
 }

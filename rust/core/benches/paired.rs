@@ -82,15 +82,30 @@ fn main() {
             let mut out = vec![0u64; len / 8];
             let half = (ways + 1) * len / 16;
             let (from, mut to) = (vec![1u64; half], vec![0u64; half]);
-            row(
-                &format!("{} sum of {ways}", dtype.name()),
-                &mut || {
-                    let ends: Vec<&[u8]> = sources.iter().map(|s| bytemuck::cast_slice(s)).collect();
-                    reduce::fold(dtype, ReduceOp::Sum, None, &ends, bytemuck::cast_slice_mut(&mut out))
-                        .unwrap();
-                },
-                &mut || to.copy_from_slice(black_box(&from)),
-            );
+            for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                row(
+                    &format!("{} {} of {ways}", dtype.name(), op.name()),
+                    &mut || {
+                        let ends: Vec<&[u8]> = sources.iter().map(|s| bytemuck::cast_slice(s)).collect();
+                        let out = bytemuck::cast_slice_mut(&mut out);
+                        reduce::fold(dtype, op, Some(ways as u32), &ends, out).unwrap();
+                    },
+                    &mut || to.copy_from_slice(black_box(&from)),
+                );
+            }
+            let mut ends = sources;
+            let (from, mut to) = (vec![1u64; ways * len / 8], vec![0u64; ways * len / 8]);
+            for op in [ReduceOp::Sum, ReduceOp::Avg] {
+                row(
+                    &format!("{} {} of {ways} into all", dtype.name(), op.name()),
+                    &mut || {
+                        let mut ends: Vec<&mut [u8]> =
+                            ends.iter_mut().map(|s| bytemuck::cast_slice_mut(s)).collect();
+                        reduce::fold_into_all(dtype, op, Some(ways as u32), &mut ends).unwrap();
+                    },
+                    &mut || to.copy_from_slice(black_box(&from)),
+                );
+            }
         }
     }
     for name in ["f16", "bf16", "int8", "int4", "fp8", "sign", "topk:0.01", "topk:0.001"] {

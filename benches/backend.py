@@ -4,7 +4,8 @@
     python benches/hosts.py --hosts 2 --rate 1gbit -- benches/backend.py --parts fsdp2 --seconds 20
 
 Each line gives medians in microseconds of calls that alternate, then the median and the quartiles of the
-ratios of pairs. Under a launcher, the process is one rank of its job.
+ratios of pairs. *torch alone* is the same call of torch on a process group that answers at once. Under a
+launcher, the process is one rank of its job.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.multiprocessing as mp
 from torch import nn
+from torch._C._distributed_c10d import AllreduceOptions, _register_process_group
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -56,12 +58,27 @@ def measure(calls: Calls, seconds: float) -> dict[str, list[float]]:
     return blocks
 
 
+class AtOnce(dist.ProcessGroup):
+    """A process group whose sums do nothing: what remains is the time that torch itself takes."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self.work = dist.group.WORLD.allreduce([torch.zeros(1)], AllreduceOptions())
+        self.known_as = f"at once {id(self)}"
+        _register_process_group(self.known_as, self)
+
+    def allreduce(self, given: object, options: object = None) -> dist.Work:
+        """Answers."""
+        return self.work
+
+
 def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     """Calls on few bytes."""
     t, world = torch.zeros(numbers), dist.group.WORLD
     rank, other = dist.get_rank(), dist.get_rank() ^ 1
     ranks = dist.get_world_size()
     taken, given = [torch.zeros(numbers) for _ in range(ranks)], [torch.zeros(numbers) for _ in range(ranks)]
+    torch_alone = AtOnce()
     operators = torch.ops._c10d_functional  # what compiled graphs call, without torch's wrappers in Python
 
     def ping(group: dist.ProcessGroup | None) -> None:
@@ -83,12 +100,16 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     return {
         "trigram.all_reduce": lambda: trigram.all_reduce(t),
         "dist.all_reduce": lambda: dist.all_reduce(t),
+        "dist.all_reduce, torch alone": lambda: dist.all_reduce(t, group=torch_alone),
         "dist.all_reduce, gloo": lambda: dist.all_reduce(t, group=gloo),
         "async and wait": lambda: dist.all_reduce(t, async_op=True).wait(),
         "async and future": lambda: dist.all_reduce(t, async_op=True).get_future().wait(),
         "functional": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", world)),
         "functional operator": lambda: operators.wait_tensor(
             operators.all_reduce_(t, "sum", world.group_name)
+        ),
+        "functional operator, torch alone": lambda: operators.wait_tensor(
+            operators.all_reduce_(t, "sum", torch_alone.known_as)
         ),
         "functional, gloo": lambda: funcol.wait_tensor(funcol.all_reduce(t, "sum", gloo)),
         "send and recv": lambda: ping(None),

@@ -19,7 +19,7 @@ use trigram_engine::runtime::group::{Group, call, in_place};
 
 /// Engines of `n` ranks whose only connections are queues.
 fn over_mem(n: usize) -> Vec<Arc<Engine>> {
-    common::engines(n, |ends, _, _| ends)
+    common::engines(n, Duration::from_secs(15), |ends, _, _| ends)
 }
 
 /// Engines of `n` ranks that met as processes do.

@@ -13,8 +13,13 @@ use trigram_engine::transport::stream::{Receiver, Sender};
 /// The two ends of a connection.
 pub(crate) type Ends = (Box<dyn Sender>, Box<dyn Receiver>);
 
-/// Engines of `n` ranks; `wrap` gets the ends of each connection, and the ranks it leads from and to.
-pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Vec<Arc<Engine>> {
+/// Engines of `n` ranks, of which one is lost after `limit` without a heartbeat; `wrap` gets the ends of each connection,
+/// and the ranks it leads from and to.
+pub(crate) fn engines(
+    n: usize,
+    limit: Duration,
+    wrap: impl Fn(Ends, usize, usize) -> Ends,
+) -> Vec<Arc<Engine>> {
     let controls: Vec<ControlSegment> = (0..n).map(|_| ControlSegment::create().unwrap()).collect();
     let mut tx: Vec<Vec<Option<Tx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
     let mut rx: Vec<Vec<Option<Rx>>> = (0..n).map(|_| (0..n).map(|_| None).collect()).collect();
@@ -35,7 +40,7 @@ pub(crate) fn engines(n: usize, wrap: impl Fn(Ends, usize, usize) -> Ends) -> Ve
             neighbours: Default::default(),
             arena: Arc::default(),
             retired: Arc::default(),
-            patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
+            patience: Patience { limit, ..Patience::default() },
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };

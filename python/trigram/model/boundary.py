@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from trigram.model.shards import collect
 from trigram.model.wrapped import lookup
 
 
@@ -23,3 +24,4 @@ def step(model: nn.Module) -> None:
     hooks = lookup(model, "step").hooks
     if hooks is not None:
         hooks.user_step()
+    collect(model)

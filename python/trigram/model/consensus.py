@@ -12,6 +12,7 @@ from trigram import collectives
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import unequal
+from trigram.model.shards import collect
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
@@ -31,6 +32,7 @@ class Consensus:
     def __exit__(self, *_: object) -> None:
         if self._replicas:
             coalesced.copy_all(*zip(*self._replicas, strict=True))
+            collect(self._model)
 
 
 @torch.no_grad()
@@ -61,6 +63,7 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     tensors = _to_average([t.detach() for _, t in named if t.numel() and t.data_ptr() not in ignored], hooks)
     replicas = [(t, t.clone()) for t in tensors]
     mean_of(tensors, hooks.groups)
+    collect(model)
     return Consensus(model, replicas)
 
 

@@ -1,13 +1,16 @@
-"""The local shards of a model whose parameters are DTensors, as a module of plain parameters."""
+"""The parts of a model's weights that this rank holds, as a module of plain parameters."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch import nn
 
 from trigram.errors import MisuseError
+from trigram.model.wrapped import wrapped_models
+from trigram.training.sharded.sync import ShardedSync
 
 
 class LocalShards(nn.Module):
@@ -20,11 +23,19 @@ class LocalShards(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.shards = nn.ParameterList()
+        wrapped = wrapped_models.get(model)
+        hooks = wrapped.hooks if wrapped is not None and not wrapped.stale else None
+        self._sharded = weakref.ref(hooks) if isinstance(hooks, ShardedSync) else None
         for name, p in model.named_parameters():
-            local: Any = getattr(p, "_local_tensor", None)
-            local = p.detach() if local is None else local.detach()
             if p.is_meta:
                 raise MisuseError(f"local_shards: the parameter {name} is on the meta device; materialize it")
+        if isinstance(hooks, ShardedSync):
+            self.shards.extend(nn.Parameter(part) for part in hooks.lend())
+        for p in model.parameters():
+            if self._sharded is not None and p.requires_grad:
+                continue  # its values are in the parts
+            local: Any = getattr(p, "_local_tensor", None)
+            local = p.detach() if local is None else local.detach()
             self.shards.append(nn.Parameter(local, requires_grad=p.requires_grad))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -44,11 +55,38 @@ def local_shards(model: nn.Module) -> LocalShards:
         optimizer.step()
         trigram.step(shards)      # after each update
 
+    The same works with a model that ``with_bagua(model, "sharded", optimizer=..., group=...)`` trains in each
+    row: the shards are this rank's parts of the weights, and its optimizer's state and the algorithm's are
+    those of the parts. The row has all weights again when ``trigram.step(shards)`` returns.
+
     Args:
-        model: A module with DTensor parameters, such as one of ``fully_shard``; plain parameters are taken
-            whole. Load checkpoints into the model before this call, or in place.
+        model: A module with DTensor parameters, such as one of ``fully_shard``; one that ``with_bagua`` has
+            sharded, on whose ranks all make this call; plain parameters are taken whole. Load checkpoints
+            into the model before this call, or in place.
 
     Raises:
         MisuseError: A parameter is on the meta device.
+        UnsupportedError: The model is sharded with ``fused=True``, or trains parameters that are not in its
+            ``optimizer=``.
     """
     return LocalShards(model)
+
+
+def collect(model: nn.Module) -> None:
+    """After the weights of ``model`` may have changed: if they are shards of a sharded model, its ranks get
+    them."""
+    if (sharded := _lender(model)) is not None:
+        sharded.collect()
+
+
+def give_back(model: nn.Module) -> None:
+    """After the last average of ``model``: as :func:`collect`; a sharded model collects its weights itself
+    from now on."""
+    collect(model)
+    if (sharded := _lender(model)) is not None:
+        sharded.lent = False
+
+
+def _lender(model: nn.Module) -> ShardedSync | None:
+    sharded = model._sharded() if isinstance(model, LocalShards) and model._sharded is not None else None
+    return sharded if sharded is not None and sharded.lent else None

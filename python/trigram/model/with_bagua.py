@@ -16,6 +16,7 @@ from trigram.elastic import recovery
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
+from trigram.model.shards import collect, give_back
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
 from trigram.plan.file import agreed
@@ -171,6 +172,7 @@ def with_bagua(
     methods.add(model)
     if asked is not None and ranks.size > 1:
         measuring.Watch(model, ranks, asked, planned.conclude)
+    collect(model)
     return model
 
 
@@ -279,6 +281,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     assert module is not None
     remove(wrapped)
     methods.remove(module)
+    give_back(module)
     return module
 
 
@@ -323,3 +326,4 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     wrapped.end()
     wrapped.tuner, wrapped.settings = None, ""
     wrapped.begin(model, chosen, optimizer)
+    collect(model)

@@ -52,6 +52,8 @@ class ShardedSync(GradientSync):
     Attributes:
         shards: The optimizer with its buckets of weights, none before the first update.
         gathers: The gathers under way.
+        lent: Whether an algorithm averages this rank's parts of the weights between replicas.
+        owed: Whether parts that were lent have been updated, and not collected since.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ShardedSync(GradientSync):
         self.shards = ShardedOptimizer(optimizer, whole)
         self.gathers: list[tuple[WeightBucket, collectives.Work]] = []
         self.gathered = 0
+        self.lent = self.owed = False
         self.loads = [0] * groups.size
         self.remaining: list[int] = []  # by bucket of weights, parameters that a fused pass has yet to update
         self.bucket_of: dict[int, int] = {}  # by id() of a parameter, in a fused pass
@@ -213,9 +216,16 @@ class ShardedSync(GradientSync):
                         module.register_forward_pre_hook(WeakHook(self, "drain", None), prepend=True)
                     )
                 self.handles.append(module.register_state_dict_pre_hook(WeakHook(self, "drain", None)))
+        if self.lent:
+            self.handles += [
+                model.register_forward_pre_hook(WeakHook(self, "_check_collected"), prepend=True),
+                model.register_state_dict_pre_hook(WeakHook(self, "_check_collected")),
+            ]
 
     def release(self) -> None:
         """Puts the optimizer's state together again on all ranks, which all call it, and leaves it alone."""
+        if self.owed:
+            self.collect()
         self.drain()
         self.shards.leave()
         if self.shards.places:
@@ -257,6 +267,7 @@ class ShardedSync(GradientSync):
             return
         if self.shards.entered:  # the rest after an update in backward
             return
+        self._check_collected()
         self.drain()
         with torch.no_grad():
             self._follow(own)
@@ -271,6 +282,7 @@ class ShardedSync(GradientSync):
         missing = self._missing(own)
         if not missing:
             return
+        self._check_not_lent()
         if self.order is not None and self.steps and not self.shards.places:
             self._reorder()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
@@ -305,6 +317,7 @@ class ShardedSync(GradientSync):
             id(self.params[i]) in self.shards.places for i in self.buckets.place
         ):
             return
+        self._check_not_lent()
         self._check_all_updated(own)
         if self.shards.places:
             self._put_together()
@@ -361,6 +374,9 @@ class ShardedSync(GradientSync):
         if not self.shards.entered or running > 1:  # nothing to update, or a step of its class inside its own
             return
         self.shards.leave()
+        if self.lent:
+            self.owed = True
+            return
         updated = self.fused.updated if self.fused is not None and self.fusing else set()
         for k, bucket in enumerate(self.shards.buckets):
             if any(id(p) not in updated for p in bucket.params):
@@ -407,6 +423,61 @@ class ShardedSync(GradientSync):
         if error is not None:
             raise _explained(error, self.groups.name, "optimizer.step()")
 
+    # Averages between replicas, each of which is sharded.
+
+    @torch.no_grad()
+    def lend(self) -> list[torch.Tensor]:
+        """This rank's parts of the weights that train, for an algorithm that averages them between replicas.
+
+        From now on the weights are collected by :meth:`collect`, after such an average, and not in ``step``.
+        All ranks call it, between steps.
+        """
+        if self.fused is not None:
+            raise UnsupportedError(
+                f"{self.groups.name}: local_shards of a model with fused=True: its weights are collected in "
+                "backward, before they could be averaged; remove fused=True"
+            )
+        self._between_steps("local_shards")
+        self._follow(optimizer_hooks.parameters_of(self.optimizer))
+        for name, p in zip(self.names, self.params, strict=True):
+            if p.requires_grad and p.numel() and id(p) not in self.shards.places:
+                raise UnsupportedError(
+                    f"{self.groups.name}: local_shards: parameter {name} trains, and the optimizer= of "
+                    "with_bagua does not update it; add it to that optimizer, or set requires_grad=False"
+                )
+        model = self.model()
+        assert model is not None
+        self.lent = True
+        self.watch(model)
+        return [part for b in self.shards.buckets if (part := b.part(self.groups.rank)).numel()]
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """Collects the weights from the parts that were lent; all ranks call it."""
+        self.owed = False
+        for k, bucket in enumerate(self.shards.buckets):
+            self._gather(k, self.groups.main)
+            for p in bucket.params:
+                increment_version(p)
+        if not self.overlap:
+            self.drain()
+
+    def _check_collected(self, *_: Any) -> None:
+        if self.owed:
+            raise MisuseError(
+                f"{self.groups.name}: optimizer.step() has updated this rank's part of the weights, and the "
+                "other ranks have not got it; call trigram.step(shards) after each update, on all ranks, "
+                "with what trigram.local_shards has returned"
+            )
+
+    def _check_not_lent(self) -> None:
+        if self.lent:
+            raise MisuseError(
+                f"{self.groups.name}: the parameters that train, or the order in which they lie in memory, "
+                "have changed since trigram.local_shards(model); call trigram.unwrap on the shards and the "
+                "model, and wrap both again"
+            )
+
     # Reads and writes of weights outside of forward.
 
     def abort_failed(self, timeout: float | None = None) -> None:
@@ -425,6 +496,7 @@ class ShardedSync(GradientSync):
 
     def begin(self, param: int | None) -> None:
         """See :class:`GradientSync`."""
+        self._check_collected()
         self.drain()
         super().begin(param)
 

@@ -99,7 +99,8 @@ test-hostile:  ## ten million hostile inputs for each decoder
 
 # Needs a nightly toolchain. Without miri and rust-src only AddressSanitizer runs: ThreadSanitizer takes locks of a standard
 # library that is not instrumented for races.
-test-sanitize: export CARGO_PROFILE_DEV_OPT_LEVEL = 2  # without it a reduction lasts as long as the tests' patience
+# Without optimization a reduction under ThreadSanitizer lasts as long as the tests wait.
+test-sanitize: export CARGO_PROFILE_DEV_OPT_LEVEL = 2
 test-sanitize:  ## miri, AddressSanitizer, ThreadSanitizer; needs nightly Rust
 	CARGO_TARGET_DIR=target/address RUSTFLAGS=-Zsanitizer=address cargo +$(NIGHTLY) test $(SANITIZED) --test hostile
 	@test -n "$(RUST_SRC)" || { echo "left out, for want of miri and rust-src: miri, ThreadSanitizer" >&2; exit 1; }

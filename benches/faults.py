@@ -34,7 +34,7 @@ import pytest
 
 from tests.faults import test_liveness as liveness
 from tests.faults import test_machine as machine
-from tests.support import netns
+from tests.support import cgroups, netns
 from tests.support.harness import Ranks, RanksFailed
 
 WORLD = 3
@@ -115,7 +115,7 @@ def _debug(run: Run) -> None:
 
 def _freeze(run: Run) -> None:
     for root, file, freeze, thaw in machine.FREEZERS:
-        with suppress(pytest.skip.Exception), machine._cgroup(root, file) as folder:
+        with suppress(pytest.skip.Exception), cgroups.new(root, file) as folder:
             (folder / "cgroup.procs").write_text(str(run.ranks.pid(run.victim)))
             (folder / file).write_text(freeze)
             try:

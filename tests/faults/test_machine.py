@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import torch
 
 import trigram
 from tests.faults.test_liveness import gave_up, paused
+from tests.support import cgroups
 from tests.support.checks import raises, says
 from tests.support.harness import ROOT, Died, Ranks, await_flag, flag, say, until
 from tests.support.marks import long
@@ -112,28 +113,10 @@ FREEZERS = (
 )
 
 
-@contextmanager
-def _cgroup(root: str, file: str) -> Iterator[Path]:
-    """A new cgroup that can be frozen."""
-    folder = Path(root) / f"trigram-test-{os.getpid()}-{time.monotonic_ns()}"
-    try:
-        folder.mkdir()
-    except OSError as e:
-        pytest.skip(f"this machine lets nobody make a cgroup in {root}: {e.strerror}")
-    try:
-        if not (folder / file).exists():
-            pytest.skip(f"{root} is no hierarchy of cgroups with a freezer")
-        yield folder
-    finally:
-        with suppress(OSError):
-            until(lambda: not (folder / "cgroup.procs").read_text(), 30)
-        folder.rmdir()
-
-
 @pytest.mark.parametrize(("root", "file", "freeze", "thaw"), FREEZERS, ids=["v2", "v2-beside-v1", "v1"])
 def test_who_is_frozen_with_its_container_is_waited_for(root: str, file: str, freeze: str, thaw: str) -> None:
     world, victim = 3, 1
-    with _cgroup(root, file) as folder, Ranks(world, paused, 7.0) as ranks:
+    with cgroups.new(root, file) as folder, Ranks(world, paused, 7.0) as ranks:
         for r in range(world):
             ranks.await_said(r, "in the loop")
         (folder / "cgroup.procs").write_text(str(ranks.pid(victim)))

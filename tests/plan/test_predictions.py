@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import trigram
+from trigram import _core
 from trigram.algorithms.parse import find
 from trigram.plan import choice, losses, wire
 from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
@@ -93,6 +94,25 @@ def test_the_closed_form_agrees_with_the_simulator(hosts: int, nbytes: int) -> N
         wire.simulated(nbytes // 4, rates, 1e-4),
     )
     assert form == pytest.approx(simulated, rel=0.1)
+
+
+def test_what_tune_has_measured_holds_for_predictions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By recursive doubling each of 8 ranks sends the whole 3 times, by shards 7/8 of it twice."""
+    seconds = {}
+    for name, lines in (
+        ("doubling", "8 16777216 -\n"),
+        ("shards", "8 1024 -\n"),
+        ("others", "4 16777216 -\n"),
+    ):
+        (tmp_path / name).write_text(lines)
+        monkeypatch.setenv("TRIGRAM_TUNING", str(tmp_path / name))
+        seconds[name] = _core.simulate_all_reduce(MIB // 8, 1e-5, [RATE["1 Gbit"]] * 8)
+    assert seconds["doubling"] == pytest.approx(3 * MIB / 2 / RATE["1 Gbit"], rel=0.1)
+    assert seconds["shards"] == pytest.approx(7 / 4 * MIB / 2 / RATE["1 Gbit"], rel=0.1)
+    monkeypatch.setenv("TRIGRAM_TUNING", "off")
+    assert seconds["others"] == _core.simulate_all_reduce(MIB // 8, 1e-5, [RATE["1 Gbit"]] * 8)
 
 
 def test_unequal_links_agree_with_the_simulator() -> None:

@@ -6,4 +6,4 @@ pub mod handshake;
 pub mod handshake_stream;
 pub mod host_handshake;
 pub mod rendezvous;
-mod tuning_file;
+pub mod tuning_file;

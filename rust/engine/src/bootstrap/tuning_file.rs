@@ -11,7 +11,7 @@ use trigram_core::{Error, Result};
 /// # Errors
 ///
 /// [`Error::Config`] if the file cannot be read, or a line makes no sense.
-pub(crate) fn read() -> Result<Vec<Tuned>> {
+pub fn read() -> Result<Vec<Tuned>> {
     let (named, path) = match env::var_os("TRIGRAM_TUNING").filter(|name| !name.is_empty()) {
         Some(name) if name == "off" => return Ok(Vec::new()),
         Some(name) => (true, PathBuf::from(name)),

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import trigram
 from tests.support.harness import ROOT, Ranks, await_flag, flag, say, scratch
@@ -111,6 +112,11 @@ def drifted(rank: int) -> object:
 def dtype(rank: int) -> object:
     """Complex numbers of half floats."""
     return trigram.all_reduce(torch.ones(2, dtype=torch.complex32))
+
+
+def without_memory(rank: int) -> object:
+    """A wrapper of a tensor, which functional collectives, DTensor and FakeTensor are."""
+    return trigram.all_reduce(AsyncCollectiveTensor(torch.ones(2)))
 
 
 def lazy(rank: int) -> object:
@@ -249,6 +255,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("UnsupportedError", "is not supported; cast the tensor"): dtype,
     ("MisuseError", "hooked already"): twice,
     ("MisuseError", "is not initialized"): lazy,
+    ("MisuseError", "has no memory of its own"): without_memory,
     ("MisuseError", "cannot be used in a forked child"): forked,
     ("MisuseError", "has been shut down"): after_shutdown,
     ("AbortedError", "aborted its backward pass"): backward_fails,

@@ -99,7 +99,7 @@ impl DeviceGroup {
         timeout: Option<f64>,
         splits: Splits,
     ) -> PyResult<DeviceCall> {
-        let request = request(asked, memory, splits).raise(py)?;
+        let request = request(asked, memory, splits, None).raise(py)?;
         // SAFETY: `trigram/device.py` holds the tensors until the call is done, and the stream is
         // PyTorch's current one.
         let made = py.detach(|| unsafe { self.0.start(request, seconds(timeout), caller, checked) });

@@ -269,11 +269,25 @@ type Lists = Option<(Vec<(usize, usize)>, Vec<(usize, usize)>)>;
 /// Lengths to and from each peer.
 type Splits = Option<(Vec<usize>, Vec<usize>)>;
 
+/// Refuses tensors that have a length and no address.
+fn has_memory(pieces: impl IntoIterator<Item = (usize, usize)>) -> trigram_core::Result<()> {
+    if pieces.into_iter().any(|(address, bytes)| address == 0 && bytes > 0) {
+        return Err(Error::misuse(
+            "a tensor has no memory of its own, as DTensor and FakeTensor have none; pass the tensor that it holds, such \
+             as t.to_local() of a DTensor",
+        ));
+    }
+    Ok(())
+}
+
 fn request(
     (what, dtype, len, op, via, root): Asked,
     memory: Memory,
     splits: Splits,
+    lists: Lists,
 ) -> trigram_core::Result<Request> {
+    has_memory([(memory.0, memory.1), (memory.2, memory.3)])?;
+    has_memory(lists.iter().flat_map(|(given, wanted)| given.iter().chain(wanted)).copied())?;
     let what = match what {
         1 => Collective::AllReduce,
         2 => Collective::Reduce,
@@ -301,7 +315,8 @@ fn request(
         message: None,
         declared: None,
         pass: 0,
-    })
+    }
+    .in_lists(lists))
 }
 
 /// An all_reduce in place, if the tensor is plain.
@@ -360,7 +375,7 @@ impl Group {
         splits: Splits,
         lists: Lists,
     ) -> PyResult<()> {
-        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
+        let request = request(asked, memory, splits, lists).raise(py)?;
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors, whose storage it has measured, until
         // this returns.
@@ -398,7 +413,7 @@ impl Group {
         splits: Splits,
         lists: Lists,
     ) -> PyResult<Work> {
-        let request = request(asked, memory, splits).raise(py)?.in_lists(lists);
+        let request = request(asked, memory, splits, lists).raise(py)?;
         let limit = seconds(timeout);
         // SAFETY: `trigram/collectives` holds the tensors until the work is done.
         let completion = py.detach(|| unsafe { self.0.start(request, limit) });
@@ -414,7 +429,7 @@ impl Group {
         timeout: Option<f64>,
         splits: Splits,
     ) -> PyResult<Work> {
-        let request = request(asked, (0, 0, 0, 0), splits).raise(py)?;
+        let request = request(asked, (0, 0, 0, 0), splits, None).raise(py)?;
         let limit = seconds(timeout);
         py.detach(|| self.0.consistency_check(request, limit)).map(|c| self.work(c)).raise(py)
     }
@@ -436,6 +451,7 @@ impl Group {
     ) -> PyResult<(Option<Work>, Option<u32>)> {
         let peer = peer.unwrap_or(Message::ANY);
         let dtype = DType::from_code(dtype).raise(py)?;
+        has_memory([(address, len * dtype.size())]).raise(py)?;
         let memory = group::in_place(address as *mut u8, len * dtype.size());
         let request = Request {
             call: group::call(Collective::SendRecv, dtype, len),

@@ -45,13 +45,18 @@ class PointToPoint(Starting):
         flat = code = finish = None
         try:
             (t,) = given  # the way of most messages: one contiguous tensor
-            if t.is_cpu and t.is_contiguous() and not t.requires_grad and not t.is_neg():
+            if (
+                type(t) is torch.Tensor
+                and t.is_cpu
+                and t.is_contiguous()
+                and not t.requires_grad
+                and not t.is_neg()
+            ):
                 code, flat = _REAL[t.dtype], t
-        except (AttributeError, KeyError, RuntimeError, ValueError):
+        except (KeyError, RuntimeError, ValueError):
             pass
         if code is None or flat is None:
-            t = only(listed(given), what)
-            tensors.check(t, what)
+            t = tensors.check(only(listed(given), what), what)
             flat, finish = _memory(t, sends)
             code = engine_codes.DTYPES[flat.dtype]
         event = profiling.begin(what, [t]) if profiling.enabled() else None
@@ -81,16 +86,12 @@ class PointToPoint(Starting):
 
 def _memory(t: torch.Tensor, sends: bool) -> tuple[torch.Tensor, Callable[[], None] | None]:
     """The memory of a message, and what remains to do when it has arrived there."""
-    finish = None
-    if not sends and t.requires_grad:
+    if sends:
+        return tensors.moved(tensors.source(t)), None
+    if t.requires_grad:
         torch.autograd.graph.increment_version(t)
-    memory = tensors.in_place(t)
-    if memory is None and sends:
-        memory = tensors.source(t)
-    elif memory is None:
-        target = tensors.Target([t])
-        memory, finish = target.flat, target.finish
-    return tensors.moved(memory), finish
+    target = tensors.Target([t])
+    return tensors.moved(target.flat), target.finish
 
 
 def _place(call: Any, group: Group) -> int:

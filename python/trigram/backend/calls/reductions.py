@@ -82,10 +82,9 @@ class Reductions(Starting):
     def _reduce_in_place(
         self, what: str, given: list[torch.Tensor], opts: Any, call: int, root: int, gets: bool
     ) -> Work:
-        for t in given:
-            tensors.check(t, what)
         if not given:
             raise MisuseError(f"{what}: the list of tensors is empty")
+        given = [tensors.check(t, what) for t in given]
         tensors.same(given[0], given, what)
         code, factor = reduce_op(opts.reduceOp, what)
         for t in given:
@@ -100,19 +99,12 @@ class Reductions(Starting):
                     what, asked, pieces, pieces if gets else None, is_async(opts), seconds(opts.timeout),
                     None, given, inputs=given,
                 )  # fmt: skip
-        memory = tensors.in_place(given[0]) if len(given) == 1 else None
-        target = None
-        if memory is None:
-            target = tensors.Target(given, filled=True)
-            memory = target.flat
-        finish = target.finish if target is not None and gets else None
-        if divides:
-            code = SUM
-            finish = self._divides(memory, finish) if gets else None
+        target = tensors.Target(given, filled=True)
+        memory, finish = target.flat, target.finish if gets else None
         if factor is not None:
             scaled = tensors.scaled(memory, factor)
             memory = memory.copy_(scaled) if gets else scaled  # in place where the sum replaces it
-        sent, wider = tensors.reduced(memory, code, what)
+        sent, wider = tensors.reduced(memory, SUM if divides else code, what)
         received = sent
         if wider and gets:
             copy = finish
@@ -122,23 +114,18 @@ class Reductions(Starting):
                 if copy is not None:
                     copy()
 
+        if divides:
+            code, finish = SUM, self._divides(sent, finish) if gets else None
         asked = (call, _DTYPES[sent.dtype], sent.numel(), code, 0, root)
         return self._start(
             what, asked, sent, received if gets else None, is_async(opts), seconds(opts.timeout),
             finish, given, inputs=given,
         )  # fmt: skip
 
-    def _divides(
-        self,
-        memory: torch.Tensor,
-        then: Callable[[], None] | None = None,
-        first: Callable[[], None] | None = None,
-    ) -> Callable[[], None]:
+    def _divides(self, memory: torch.Tensor, then: Callable[[], None] | None = None) -> Callable[[], None]:
         """Ends an average of integers, which the engine does not divide: rounded towards 0, as by NCCL."""
 
         def finish() -> None:
-            if first is not None:
-                first()
             memory.copy_(memory.div(self.trigram_group.size, rounding_mode="trunc"))
             if then is not None:
                 then()
@@ -158,8 +145,8 @@ class Reductions(Starting):
         what, size = "reduce_scatter_single_coalesced", self.trigram_group.size
         if len(outs) == 1:
             return self._scatter_sums(what, outs, [given], opts)
+        outs, given = [tensors.check(t, what) for t in outs], [tensors.check(t, what) for t in given]
         for out, t in zip(outs, given, strict=True):
-            tensors.check(t, what)
             if t.numel() != size * out.numel():
                 raise MisuseError(
                     f"{what}: an input has {t.numel()} elements and its output {out.numel()}; with {size} "
@@ -209,9 +196,7 @@ class Reductions(Starting):
     ) -> Work:
         """Reduces and scatters; ``then`` gives what has arrived to ``outputs``, if these are not ``outs``."""
         group = self.trigram_group
-        out, given = only(outs, what), only(lists, what)
-        for t in (out, *given):
-            tensors.check(t, what)
+        out, *given = (tensors.check(t, what) for t in (only(outs, what), *only(lists, what)))
         tensors.same(out, given, what)
         code, factor = reduce_op(opts.reduceOp, what)
         divides = code == AVG and _is_integer(out)
@@ -272,7 +257,7 @@ class Reductions(Starting):
         else:
             received = tensors.reduced(target.flat, code, what)[0]
         if divides:
-            finish = self._divides(out.detach(), first=finish)
+            finish = self._divides(received, finish)
         if then is not None:
             arrived = finish
 
@@ -308,10 +293,10 @@ class Reductions(Starting):
         mine = sent[begin : begin + lengths[self.trigram_group.rank] * per]
 
         def finish() -> None:
+            if divides:
+                self._divides(mine)()
             values = torch.view_as_complex(mine.view(-1, 2)) if out.is_complex() else mine
             out.detach().copy_(values.view(out.shape))
-            if divides:
-                self._divides(out.detach())()
 
         asked = (engine_codes.ALL_REDUCE, _DTYPES[sent.dtype], sent.numel(), code, 0, 0)
         return self._start(what, asked, sent, sent, is_async(opts), seconds(opts.timeout), finish, [out])

@@ -1,8 +1,8 @@
 """Tensors as the engine takes them: contiguous memory of a dtype that it knows.
 
-A tensor that covers its memory without gaps, in any order of its dimensions, is passed in place, as gloo
-does. Others go through a contiguous copy, and results are copied back (:class:`Target`). Lists of contiguous
-tensors on the CPU are passed as lists (:data:`Memory`).
+Elements go in the order of the shape, so that ranks may hold them in different memory formats. Contiguous
+tensors are passed in place; others go through a contiguous copy, and results are copied back
+(:class:`Target`). Lists of contiguous tensors on the CPU are passed as lists (:data:`Memory`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _WIDER = {
 """Where the engine does not reduce a dtype: the one that holds its values and the sums of a few of them."""
 
 
-def check(t: torch.Tensor, what: str) -> None:
-    """Raises if the tensor is none, is sparse, or is on a device that no route serves."""
+def check(t: torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor, or that of an ``AsyncCollectiveTensor`` when it has arrived. Raises if it is none, is
+    sparse, or is on a device that no route serves."""
     if not isinstance(t, torch.Tensor):
         raise MisuseError(f"{what}: expected a tensor, got {type(t).__name__}")
     if t.layout != torch.strided:
@@ -41,6 +42,8 @@ def check(t: torch.Tensor, what: str) -> None:
     if not t.is_cpu and t.device.type not in device.kinds:
         kinds = ", ".join(["cpu", *device.kinds])
         raise UnsupportedError(f"{what}: the tensor is on {t.device}; move it to one of {kinds}")
+    # What functional collectives return is a wrapper without memory. The engine refuses other wrappers.
+    return t.trigger_wait() if hasattr(t, "trigger_wait") else t
 
 
 def same(first: torch.Tensor, others: Sequence[torch.Tensor], what: str) -> None:
@@ -51,20 +54,6 @@ def same(first: torch.Tensor, others: Sequence[torch.Tensor], what: str) -> None
                 f"{what}: the tensors differ: {first.dtype} on {first.device} and {t.dtype} on {t.device}; "
                 "cast or move one of them"
             )
-
-
-def in_place(t: torch.Tensor) -> torch.Tensor | None:
-    """A tensor's elements in the order of its memory, contiguous; None if they have gaps or overlap."""
-    if t.is_contiguous() and not t.is_conj() and not t.is_neg():
-        return t.detach() if t.requires_grad else t
-    if t.is_conj() or t.is_neg():
-        return None
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1):
-        if stride != expected:
-            return None
-        expected *= size
-    return t.detach().as_strided((t.numel(),), (1,))
 
 
 def plain(t: torch.Tensor) -> torch.Tensor:
@@ -242,7 +231,7 @@ def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     at = first.data_ptr()
     base = first.untyped_storage().data_ptr()
     for t in tensors:
-        if not t.is_contiguous() or t.is_conj():
+        if not t.is_contiguous() or t.is_conj() or t.is_neg():
             return None
         if t.numel() == 0:
             continue

@@ -25,21 +25,14 @@ class Transfers(Starting):
     def broadcast(self, given: Any, opts: Any = None, timeout: Any = None, *, root: Any = None) -> Work:
         """Copies the tensor of one rank to all."""
         opts = options(c10d.BroadcastOptions, opts if opts is not None else root, timeout, rootRank=None)
-        given = listed(given)
-        for t in given:
-            tensors.check(t, "broadcast")
+        given = [tensors.check(t, "broadcast") for t in listed(given)]
         tensors.same(given[0], given, "broadcast")
-        memory = tensors.in_place(given[0]) if len(given) == 1 else None
-        finish = None
-        if memory is None:
-            target = tensors.Target(given, filled=True)
-            memory, finish = target.flat, target.finish
-        if opts.rootRank == self.trigram_group.rank:
-            finish = None
+        target = tensors.Target(given, filled=True)
+        finish = None if opts.rootRank == self.trigram_group.rank else target.finish
         for t in given:
             if t.requires_grad:
                 torch.autograd.graph.increment_version(t)
-        sent = tensors.moved(memory)
+        sent = tensors.moved(target.flat)
         asked = (engine_codes.BROADCAST, _DTYPES[sent.dtype], sent.numel(), 0, 0, opts.rootRank)
         return self._start(
             "broadcast", asked, sent, sent, is_async(opts), seconds(opts.timeout), finish, given, inputs=given
@@ -90,8 +83,8 @@ class Transfers(Starting):
         self, what: str, by_rank: Sequence[Sequence[Any]], given: Sequence[Any], opts: Any
     ) -> Work:
         """Gathers several tensors of each rank as the bytes of one."""
-        for t in (*given, *(t for one in by_rank for t in one)):
-            tensors.check(t, what)
+        given = [tensors.check(t, what) for t in given]
+        by_rank = [[tensors.check(t, what) for t in one] for one in by_rank]
         for one in by_rank:
             for out, t in zip(one, given, strict=True):
                 tensors.same(t, [out], what)
@@ -127,8 +120,7 @@ class Transfers(Starting):
         self, what: str, outs: list[Any], mine: torch.Tensor, opts: Any, by_rank: bool = False
     ) -> Work:
         group = self.trigram_group
-        for t in (mine, *outs):
-            tensors.check(t, what)
+        mine, *outs = (tensors.check(t, what) for t in (mine, *outs))
         tensors.same(mine, outs, what)
         if by_rank and len(outs) != group.size:
             raise MisuseError(f"{what}: {len(outs)} tensors for {group.size} ranks; pass one for each rank")
@@ -173,13 +165,12 @@ class Transfers(Starting):
         """Collects the tensors of all ranks in a list of one rank."""
         opts = options(c10d.GatherOptions, opts if opts is not None else root, timeout, rootRank=None)
         group = self.trigram_group
-        mine = only(listed(given), "gather")
-        tensors.check(mine, "gather")
+        mine = tensors.check(only(listed(given), "gather"), "gather")
         here = group.rank == opts.rootRank
         lists = outs if outs and isinstance(outs[0], list | tuple) else [outs] if outs else []
         if not here and lists:
             raise MisuseError(f"gather: requires empty output on rank {group.rank}, which is not the root")
-        wanted = list(only(lists, "gather")) if here else []
+        wanted = [tensors.check(t, "gather") for t in only(lists, "gather")] if here else []
         received, finish = None, None
         if here:
             self._check_each(wanted, mine, "gather")
@@ -205,13 +196,12 @@ class Transfers(Starting):
         """Gives rank i the i-th tensor of a list of one rank."""
         opts = options(c10d.ScatterOptions, opts if opts is not None else root, timeout, rootRank=None)
         group = self.trigram_group
-        out = only(listed(outs), "scatter")
-        tensors.check(out, "scatter")
+        out = tensors.check(only(listed(outs), "scatter"), "scatter")
         here = group.rank == opts.rootRank
         lists = given if given and isinstance(given[0], list | tuple) else [given] if given else []
         if not here and lists:
             raise MisuseError(f"scatter: requires empty input on rank {group.rank}, which is not the root")
-        parts = list(only(lists, "scatter")) if here else []
+        parts = [tensors.check(t, "scatter") for t in only(lists, "scatter")] if here else []
         source = None
         if here:
             self._check_each(parts, out, "scatter")
@@ -232,7 +222,6 @@ class Transfers(Starting):
         if len(parts) != size:
             raise MisuseError(f"{what}: {len(parts)} tensors for {size} ranks; pass one for each rank")
         for t in parts:
-            tensors.check(t, what)
             if t.numel() != one.numel():
                 raise MisuseError(
                     f"{what}: the tensors have {t.numel()} and {one.numel()} elements; make them equal"
@@ -251,8 +240,7 @@ class Transfers(Starting):
         """Sends the j-th part of a tensor to rank j, and collects the parts for this rank."""
         what = "all_to_all_single"
         opts = options(c10d.AllToAllOptions, opts, timeout)
-        for t in (out, given):
-            tensors.check(t, what)
+        out, given = tensors.check(out, what), tensors.check(given, what)
         tensors.same(out, [given], what)
         if out.requires_grad:
             torch.autograd.graph.increment_version(out)
@@ -268,14 +256,12 @@ class Transfers(Starting):
         """Sends the j-th tensor of a list to rank j, and collects those for this rank in a list."""
         what, size = "all_to_all", self.trigram_group.size
         opts = options(c10d.AllToAllOptions, opts, timeout)
-        outs, given = list(outs), list(given)
+        outs, given = [tensors.check(t, what) for t in outs], [tensors.check(t, what) for t in given]
         if len(outs) != size or len(given) != size:
             raise MisuseError(
                 f"{what}: {len(given)} tensors in and {len(outs)} out for {size} ranks; pass one for "
                 "each rank"
             )
-        for t in (*outs, *given):
-            tensors.check(t, what)
         tensors.same(outs[0], [*outs, *given], what)
         for t in outs:
             if t.requires_grad:

@@ -34,6 +34,10 @@ class _Failure:
     def __reduce__(self) -> Any:
         raise self.error
 
+    def __repr__(self) -> str:
+        # DDP quotes it: "Unable to cast ... to Tensor".
+        return f"{type(self.error).__name__}: {self.error}"
+
 
 def _raise(failure: _Failure) -> None:
     raise failure.error

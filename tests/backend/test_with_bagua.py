@@ -66,6 +66,16 @@ def in_a_dimension_of_a_mesh(rank: int, world: int) -> None:
     trigram.unwrap(net)
 
 
+@CASES
+def in_a_group_that_was_destroyed(rank: int, world: int) -> None:
+    import trigram
+
+    world_group()
+    group = dist.new_group(list(range(world)))
+    dist.destroy_process_group(group)
+    says(raises(trigram.MisuseError, lambda: trigram.with_bagua(_model(), group=group)), "destroyed")
+
+
 @CASES.over("local_sgd", "diloco", "decentralized")
 def between_replicas_of_shards(rank: int, world: int, algorithm: str) -> None:
     """FSDP2 in the rows of a mesh, an algorithm that averages weights across rows."""

@@ -285,7 +285,7 @@ def resolve(group: AnyGroup) -> Group:
     """The Trigram group of a group argument.
 
     Raises:
-        MisuseError: The argument is no group.
+        MisuseError: The argument is no group, or a process group that was destroyed.
     """
     if group is None:
         return (_world or current()).group
@@ -296,6 +296,8 @@ def resolve(group: AnyGroup) -> Group:
         group = _of_mesh(group)
     carries: Group | None = getattr(group, "trigram_group", None)
     if carries is not None:
+        if (why := group._aborted) is not None:  # type: ignore[attr-defined]
+            raise MisuseError(f"group: the process group was ended: {why}; pass one that is in use")
         return carries
     found = world.borrowed.get(group)
     if found is None:

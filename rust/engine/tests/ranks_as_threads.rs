@@ -157,6 +157,31 @@ fn no_call_is_left_behind_by_a_shutdown() {
     }
 }
 
+/// A thread waits for a call whose operation slot an earlier call has, which has no partner.
+#[test]
+fn a_shutdown_ends_a_call_that_waits_for_its_slot() {
+    for _ in 0..5 {
+        let engines = met(2, Transport::Shm);
+        let group = Group::new(&engines[0], "alone".into(), vec![0, 1], 1, 0).unwrap();
+        // SAFETY: they have no memory.
+        let begun: Vec<_> =
+            (0..8).map(|_| unsafe { group.start(Request::nothing(), None) }.unwrap()).collect();
+        // SAFETY: as above.
+        let caller =
+            std::thread::spawn(move || unsafe { group.run(Request::nothing(), None, &mut || Ok(())) });
+        std::thread::sleep(Duration::from_millis(5));
+        let (ended, end) = channel();
+        let engine = engines[0].clone();
+        std::thread::spawn(move || {
+            engine.shutdown();
+            ended.send(())
+        });
+        assert!(end.recv_timeout(Duration::from_secs(10)).is_ok(), "the shutdown does not end");
+        assert!(matches!(caller.join().unwrap(), Err(Error::Aborted(_))));
+        assert!(begun.iter().all(|done| matches!(done.outcome(), Some(Err(Error::Aborted(_))))));
+    }
+}
+
 /// Small calls are begun by the thread that starts them; here nobody comes to wait for them, and nobody asks for them.
 #[test]
 fn a_small_call_that_nobody_waits_for_ends() {

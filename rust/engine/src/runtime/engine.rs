@@ -163,9 +163,10 @@ impl Engine {
         deadline: Option<Instant>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Option<Result<()>>> {
-        if completion.is_done() || fork::is_child() {
+        if completion.is_done() {
             return Ok(completion.outcome());
         }
+        fork::check()?;
         completion.set_awaited();
         let mut check_interrupt = || self.check_sound().and_then(|()| check_interrupt());
         let waited = match self.driver.try_lock()? {

@@ -27,12 +27,12 @@ fn met(n: usize, transport: Transport) -> Vec<Arc<Engine>> {
     let mut ranks: Vec<Rendezvous> =
         (0..n).map(|r| Rendezvous::open(r as u32, n, Some("lo"), None, transport).unwrap()).collect();
     let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
+    let limit = Duration::from_secs(20);
     let verdicts: Vec<bool> = std::thread::scope(|s| {
-        let all: Vec<_> =
-            ranks.iter_mut().map(|r| s.spawn(|| r.handshake(&records, &mut || Ok(())).unwrap())).collect();
+        let handshake = |r: &mut Rendezvous| r.handshake(&records, limit, &mut || Ok(())).unwrap();
+        let all: Vec<_> = ranks.iter_mut().map(|r| s.spawn(move || handshake(r))).collect();
         all.into_iter().map(|t| t.join().unwrap()).collect()
     });
-    let limit = Duration::from_secs(20);
     std::thread::scope(|s| {
         let verdicts = &verdicts;
         let connect = |r: Rendezvous| Arc::new(r.connect(verdicts, limit, &mut || Ok(())).unwrap());

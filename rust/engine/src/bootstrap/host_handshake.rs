@@ -145,8 +145,8 @@ pub fn connect(
                 local.iter().map(|l| l.0).filter(|rank| *rank != me && !met.contains_key(rank)).collect();
             log::warn!(
                 target: "trigram",
-                "rank {me}: no answer from {} of this host for {:.0} s; the ranks of this host will share no memory, and \
-                 exchange all data over TCP",
+                "rank {me}: no answer from {} of this host for {:.0} s; the ranks of this host will share no memory: \
+                 all their data goes over TCP",
                 name_ranks(&silent),
                 limit.as_secs_f64()
             );

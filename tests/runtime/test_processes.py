@@ -122,10 +122,13 @@ def _forked(rank: int, world: int, store: bool) -> tuple[dict[str, str], str]:
     work.wait()
     model = trigram.with_bagua(torch.nn.Linear(3, 1))
     group = trigram.new_group([0, 1])
+    pending = trigram.recv(torch.zeros(3), 1 - rank, async_op=True)
     ours = _sockets() - before
     uses: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: trigram.all_reduce(torch.ones(10)),
         "registered": lambda: trigram.all_reduce(t),
+        "empty": lambda: trigram.empty(10),  # it would be memory of the parent
+        "wait": pending.wait,
         "barrier": trigram.barrier,
         "new_group": lambda: trigram.new_group([0, 1]),
         "a group": lambda: trigram.all_reduce(torch.ones(10), group=group),
@@ -135,7 +138,9 @@ def _forked(rank: int, world: int, store: bool) -> tuple[dict[str, str], str]:
     seen = {name: _in_a_fork(fn) for name, fn in uses.items()}
     held = _in_a_fork(lambda: len(_sockets() & ours))
     assert _in_a_fork(lambda: 7) == "returned 7"  # a fork that leaves trigram alone ends well
-    trigram.all_reduce(t)  # and the parent is as it was
+    trigram.send(torch.ones(3), 1 - rank)  # and the parent is as it was
+    pending.wait()
+    trigram.all_reduce(t)
     equal(t, torch.full((1003,), float(world * world)), "after the forks")
     model(torch.ones(2, 3)).sum().backward()
     return seen, f"{len(ours)} sockets, in the child: {held}"

@@ -196,7 +196,7 @@ def _try_to_join(now: World, mine: Membership, watch: JobWatch, status: dict[str
     if "refused" in answer:
         raise RefusedError(f"elastic: the job refused rank {now.rank}: {answer['refused']}")
     endpoints = [bytes.fromhex(e) for e in answer["endpoints"]]
-    succeeded = rendezvous.handshake(endpoints)
+    succeeded = rendezvous.handshake(endpoints, _STEP_TIMEOUT)
     store.put(HANDSHAKE.format(request.id), "yes" if succeeded else "no")
     verdicts = store.wait(VERDICTS.format(request.id), _STEP_TIMEOUT)
     if verdicts is None:

@@ -299,7 +299,7 @@ def _connect_epoch(
         for request in joining.values():
             queue.answer(request["id"], answer)
     succeeded = torch.zeros(slots, dtype=torch.int32)
-    succeeded[now.rank] = rendezvous.handshake(endpoints)
+    succeeded[now.rank] = rendezvous.handshake(endpoints, _CONNECT_TIMEOUT)
     if queue is not None:
         for rank, request in joining.items():
             value = queue.store.wait(HANDSHAKE.format(request["id"]), _HANDSHAKE_TIMEOUT)

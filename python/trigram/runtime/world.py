@@ -30,6 +30,8 @@ from trigram.runtime.rendezvous import StoreGather, find_store
 _TRANSPORTS = ("auto", "shm", "tcp")
 OP_TIMEOUT = 600.0
 """Seconds that a collective may take by default, as in torch's process groups."""
+HANDSHAKE_TIMEOUT = 60.0
+"""Seconds that ``init`` waits for a slow rank of this host, before its ranks do without shared memory."""
 
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
@@ -443,7 +445,8 @@ def _start(
             return
     records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
     try:
-        accepted = rendezvous.handshake([record[1:] for record in records])
+        limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
+        accepted = rendezvous.handshake([record[1:] for record in records], limit)
     except TrigramError as error:
         gather.fail("handshake", error)
         raise

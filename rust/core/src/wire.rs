@@ -92,6 +92,12 @@ impl CallId {
         self.is_message().then_some(((self.0 >> 32) as u32 & 0x7fff_ffff, self.0 & 0xffff_ffff))
     }
 
+    /// Whether this message comes before the `next`-th of its tag. Numbers wrap around, so less than half of them are
+    /// under way.
+    pub fn is_before(self, next: u64) -> bool {
+        (self.0 as u32).wrapping_sub(next as u32) > u32::MAX / 2
+    }
+
     /// Whether this is a message and not a collective.
     pub fn is_message(self) -> bool {
         self.0 & Self::P2P != 0
@@ -244,6 +250,16 @@ mod tests {
         assert_eq!(Frame::decode(&frame.encode(None)), Ok((frame, None)));
         assert_eq!(Frame::decode(&frame.encode(Some(7))), Ok((frame, Some(7))));
         assert!(frame.call.is_message());
+    }
+
+    #[test]
+    fn messages_are_in_order_where_their_numbers_wrap_around() {
+        for next in [0, 7, (1 << 31) - 3, 1 << 31, (1 << 32) - 2, 1 << 32, (1 << 32) + 5, 3 << 32] {
+            for ahead in [0, 1, 5, 100_000] {
+                assert!(!CallId::message(3, next + ahead).is_before(next), "{next} {ahead}");
+                assert!(CallId::message(3, next + ahead).is_before(next + ahead + 1), "{next} {ahead}");
+            }
+        }
     }
 
     #[test]

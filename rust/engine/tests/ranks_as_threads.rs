@@ -27,12 +27,12 @@ fn met(n: usize, transport: Transport) -> Vec<Arc<Engine>> {
     let mut ranks: Vec<Rendezvous> =
         (0..n).map(|r| Rendezvous::open(r as u32, n, Some("lo"), None, transport).unwrap()).collect();
     let records: Vec<Vec<u8>> = ranks.iter().map(|r| r.record().unwrap()).collect();
+    let limit = Duration::from_secs(20);
     let verdicts: Vec<bool> = std::thread::scope(|s| {
-        let all: Vec<_> =
-            ranks.iter_mut().map(|r| s.spawn(|| r.handshake(&records, &mut || Ok(())).unwrap())).collect();
+        let handshake = |r: &mut Rendezvous| r.handshake(&records, limit, &mut || Ok(())).unwrap();
+        let all: Vec<_> = ranks.iter_mut().map(|r| s.spawn(move || handshake(r))).collect();
         all.into_iter().map(|t| t.join().unwrap()).collect()
     });
-    let limit = Duration::from_secs(20);
     std::thread::scope(|s| {
         let verdicts = &verdicts;
         let connect = |r: Rendezvous| Arc::new(r.connect(verdicts, limit, &mut || Ok(())).unwrap());
@@ -154,6 +154,31 @@ fn no_call_is_left_behind_by_a_shutdown() {
                 caller.join().unwrap();
             });
         });
+    }
+}
+
+/// A thread waits for a call whose operation slot an earlier call has, which has no partner.
+#[test]
+fn a_shutdown_ends_a_call_that_waits_for_its_slot() {
+    for _ in 0..5 {
+        let engines = met(2, Transport::Shm);
+        let group = Group::new(&engines[0], "alone".into(), vec![0, 1], 1, 0).unwrap();
+        // SAFETY: they have no memory.
+        let begun: Vec<_> =
+            (0..8).map(|_| unsafe { group.start(Request::nothing(), None) }.unwrap()).collect();
+        // SAFETY: as above.
+        let caller =
+            std::thread::spawn(move || unsafe { group.run(Request::nothing(), None, &mut || Ok(())) });
+        std::thread::sleep(Duration::from_millis(5));
+        let (ended, end) = channel();
+        let engine = engines[0].clone();
+        std::thread::spawn(move || {
+            engine.shutdown();
+            ended.send(())
+        });
+        assert!(end.recv_timeout(Duration::from_secs(10)).is_ok(), "the shutdown does not end");
+        assert!(matches!(caller.join().unwrap(), Err(Error::Aborted(_))));
+        assert!(begun.iter().all(|done| matches!(done.outcome(), Some(Err(Error::Aborted(_))))));
     }
 }
 

@@ -126,9 +126,10 @@ impl Rendezvous {
         Ok(PyBytes::new(py, &record))
     }
 
-    fn handshake(&mut self, py: Python<'_>, records: Vec<Vec<u8>>) -> PyResult<bool> {
+    fn handshake(&mut self, py: Python<'_>, records: Vec<Vec<u8>>, timeout: f64) -> PyResult<bool> {
         let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
-        wait(py, |check_interrupt| inner.handshake(&records, check_interrupt))
+        let limit = seconds(Some(timeout)).unwrap_or_default();
+        wait(py, |check_interrupt| inner.handshake(&records, limit, check_interrupt))
     }
 
     /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.

@@ -10,6 +10,7 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
+use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
 use crate::group::world::Neighbour;
@@ -21,8 +22,6 @@ use crate::sys::completion::InterruptCheck;
 use crate::sys::limits::refused;
 use crate::sys::unix::{self, Connected, Received};
 
-/// The longest time that ranks which claim the same host may take to prove it.
-const TIME_LIMIT: Duration = Duration::from_secs(10);
 /// The most connections that prove themselves at the same time; beyond, the oldest is dropped.
 const MOST_HANDSHAKES: usize = 256;
 /// The content of the message that passes a control segment.
@@ -36,16 +35,17 @@ struct Pending {
 }
 
 /// Connects this rank with the ranks of its host, given by rank and the name of their socket. `None` if any of them
-/// cannot be reached.
+/// cannot be reached, or does not answer within `limit`.
 pub fn connect(
     me: u32,
     local: &[(u32, &str)],
     listener: &OwnedFd,
     control: &ControlSegment,
     keys: &Keys,
+    limit: Duration,
     check_interrupt: InterruptCheck<'_>,
 ) -> Result<Option<HashMap<u32, Neighbour>>> {
-    let deadline = Instant::now() + TIME_LIMIT;
+    let deadline = Instant::now() + limit;
     let controls: Vec<_> = control.segment().fd().into_iter().chain([control.bell().fd()]).collect();
     let mut met = HashMap::new();
     let mut to_connect: Vec<(u32, &str)> = local.iter().copied().filter(|l| l.0 < me).collect();
@@ -141,6 +141,15 @@ pub fn connect(
             return Ok(Some(met));
         }
         if Instant::now() > deadline {
+            let silent: Vec<u32> =
+                local.iter().map(|l| l.0).filter(|rank| *rank != me && !met.contains_key(rank)).collect();
+            log::warn!(
+                target: "trigram",
+                "rank {me}: no answer from {} of this host for {:.0} s; the ranks of this host will share no memory: \
+                 all their data goes over TCP",
+                name_ranks(&silent),
+                limit.as_secs_f64()
+            );
             return Ok(None);
         }
         if checked.elapsed() > INTERRUPT_INTERVAL {

@@ -203,11 +203,17 @@ impl Rendezvous {
     }
 
     /// Connects to the ranks that claim the same host, proves to them that this rank is there, and gets their control
-    /// segments. False if not all could be reached: then no ranks of that host share memory.
+    /// segments. False if not all could be reached, or one did not answer within `limit`: then no ranks of that host
+    /// share memory.
     ///
     /// `records`: endpoint records by rank, empty where there is no such rank: after a loss, the others keep their
     /// numbers.
-    pub fn handshake(&mut self, records: &[Vec<u8>], check_interrupt: InterruptCheck<'_>) -> Result<bool> {
+    pub fn handshake(
+        &mut self,
+        records: &[Vec<u8>],
+        limit: Duration,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<bool> {
         if records.len() < self.size {
             return Err(Error::misuse(format!(
                 "init: {} endpoint records for a world of {} ranks",
@@ -278,7 +284,8 @@ impl Rendezvous {
             return Ok(false);
         }
         let keys = self.security.keys(&self.job());
-        let met = host_handshake::connect(me, &local, &self.unix, &self.control, &keys, check_interrupt)?;
+        let met =
+            host_handshake::connect(me, &local, &self.unix, &self.control, &keys, limit, check_interrupt)?;
         let all = met.is_some();
         self.neighbours = met.unwrap_or_default();
         Ok(all)
@@ -367,6 +374,27 @@ mod tests {
     use super::*;
     use crate::group::members::Members;
 
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    #[test]
+    fn a_rank_that_is_slow_is_waited_for() {
+        let verdicts = |limits: [Duration; 2]| {
+            let open = |rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Shm).unwrap();
+            let mut ranks = [open(0), open(1)];
+            let records = ranks.each_ref().map(|r| r.record().unwrap());
+            let [one, slow] = ranks.each_mut();
+            std::thread::scope(|s| {
+                let first = s.spawn(|| one.handshake(&records, limits[0], &mut || Ok(())).unwrap());
+                std::thread::sleep(Duration::from_millis(300));
+                let second = slow.handshake(&records, limits[1], &mut || Ok(())).unwrap();
+                [first.join().unwrap(), second]
+            })
+        };
+        assert_eq!(verdicts([LIMIT, LIMIT]), [true, true]);
+        let short = Duration::from_millis(50);
+        assert_eq!(verdicts([short, short]), [false, false]);
+    }
+
     #[test]
     fn ranks_of_another_release_are_refused_by_name() {
         let open = |rank| Rendezvous::open(rank, 2, Some("lo"), None, Transport::Tcp).unwrap();
@@ -374,7 +402,7 @@ mod tests {
         let said = |one: &mut Rendezvous, record: Vec<u8>| {
             assert!(!is_record(&one.security, &record, 1));
             let records = [one.record().unwrap(), record];
-            one.handshake(&records, &mut || Ok(())).unwrap_err()
+            one.handshake(&records, LIMIT, &mut || Ok(())).unwrap_err()
         };
         other.record.release = "9.8.7".into();
         let error = said(&mut one, other.record().unwrap());
@@ -397,7 +425,7 @@ mod tests {
         let (mut one, two, mut away) = (open(0), open(1), open(2));
         away.record.boot = "another".into();
         let records = [&one, &two, &away].map(|r| r.record().unwrap());
-        assert!(one.handshake(&records, &mut || Ok(())).unwrap());
+        assert!(one.handshake(&records, LIMIT, &mut || Ok(())).unwrap());
         assert_eq!([1, 2, 3].map(|rank| one.is_over_wire(rank)), [false, true, true]);
         for (asked, each) in [("auto", [false, true]), ("on", [true, true]), ("off", [false, false])] {
             let checksums = tcp::Checksums::asked(asked);
@@ -411,7 +439,7 @@ mod tests {
         let mut ranks = [open(0), open(1)];
         ranks.iter_mut().for_each(|r| change(&mut r.record));
         let records = ranks.each_ref().map(|r| r.record().unwrap());
-        ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, &mut || Ok(())).unwrap()));
+        ranks.iter_mut().for_each(|r| assert!(r.handshake(&records, LIMIT, &mut || Ok(())).unwrap()));
         let connect =
             |r: Rendezvous| r.connect(&[true, true], Duration::from_secs(60), &mut || Ok(())).unwrap();
         std::thread::scope(|s| {

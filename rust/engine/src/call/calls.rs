@@ -363,9 +363,9 @@ impl Calls {
         match frame.call.as_message() {
             _ if group.aborted.is_some() => true,
             None => frame.call.0 < group.next,
-            Some((tag, n)) => {
+            Some((tag, _)) => {
                 let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
-                group.messages.get(&(peer, tag, sends)).is_some_and(|&next| n < next)
+                group.messages.get(&(peer, tag, sends)).is_some_and(|&next| frame.call.is_before(next))
             }
         }
     }

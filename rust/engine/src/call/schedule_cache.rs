@@ -17,8 +17,10 @@ use crate::call::request::Message;
 #[derive(PartialEq, Eq, Hash)]
 struct Key(u64, Call, Lent, bool);
 
-/// The most schedules kept: lengths that change with every call must not fill the memory.
+/// The most schedules kept, and the most steps of all of them, of about 250 bytes each: lengths that change with every
+/// call must not fill the memory.
 const KEPT: usize = 1024;
+const MOST_STEPS: usize = 1 << 18;
 
 /// A schedule, and the version of the agreed rates that it was made for (0 if it depends on no rates).
 type Cached = (u64, Arc<Schedule>);
@@ -29,6 +31,8 @@ pub struct ScheduleCache {
     /// See [`Links::far`].
     far: bool,
     kept: HashMap<Key, Cached>,
+    /// Steps of all that is kept, and of what it has replaced.
+    steps: usize,
     /// The last one found. Most loops repeat one call, and comparing keys is faster than hashing.
     last: Option<(Key, Cached)>,
 }
@@ -51,8 +55,10 @@ impl ScheduleCache {
     }
 
     fn keep(&mut self, key: Key, version: u64, schedule: &Arc<Schedule>) {
-        if self.kept.len() >= KEPT {
+        self.steps += schedule.steps.len();
+        if self.kept.len() >= KEPT || self.steps > MOST_STEPS {
             self.kept.clear();
+            self.steps = schedule.steps.len();
         }
         self.kept.insert(key, (version, schedule.clone()));
     }
@@ -88,5 +94,42 @@ impl ScheduleCache {
         });
         self.keep(key, version, &schedule);
         Ok(schedule)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use trigram_core::signature::{Collective, Via};
+    use trigram_core::{DType, topology::Shape};
+
+    use super::*;
+
+    #[test]
+    fn schedules_of_many_steps_do_not_fill_the_memory() {
+        let mut cache = ScheduleCache::new(false);
+        let keep = |cache: &mut ScheduleCache, len: usize| {
+            let call = Call {
+                what: Collective::Barrier,
+                dtype: DType::U8,
+                len,
+                root: 0,
+                via: Via::Auto,
+                splits: None,
+            };
+            let shape = Shape { me: 0, world: 2, len: 10_000 * len, piece: 1 };
+            let schedule = Arc::new(direct::broadcast(shape, 0, 0));
+            cache.keep(Key(1, call, Lent::Nothing, false), 0, &schedule);
+            schedule.steps.len()
+        };
+        for len in 1..12 {
+            let steps = keep(&mut cache, len);
+            assert!(steps > 10_000 * len && cache.steps <= MOST_STEPS.max(steps));
+            let held: usize = cache.kept.values().map(|cached| cached.1.steps.len()).sum();
+            assert_eq!(held, cache.steps);
+        }
+        assert!(keep(&mut cache, 30) > MOST_STEPS);
+        assert_eq!(cache.kept.len(), 1, "one is kept, however large");
+        keep(&mut cache, 1);
+        assert_eq!(cache.kept.len(), 1);
     }
 }

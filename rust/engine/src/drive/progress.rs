@@ -142,6 +142,13 @@ impl Progress {
         self.calls.fail_all(error, tell, &mut self.out);
     }
 
+    /// Fails all calls under way, on all ranks: this one shuts down.
+    pub(crate) fn fail_at_shutdown(&mut self) {
+        let rank = self.world.rank;
+        let error = Error::Aborted(format!("rank {rank} shut down while this call was under way"));
+        self.fail_all(&error, true);
+    }
+
     /// Helps a group from now on.
     pub fn help(&mut self, members: Arc<Members>) {
         self.helper.begin(members);

@@ -13,7 +13,7 @@ use trigram_core::{Error, Result};
 
 use crate::group::retired::Retired;
 use crate::host::control_segment::ControlSegment;
-use crate::sys::fork::GuardedFd;
+use crate::sys::fork::{self, GuardedFd};
 use crate::sys::limits::refused;
 use crate::sys::memory::{Arena, RegisteredBuffer, Segment, SegmentOffset};
 use crate::sys::{process_state, unix};
@@ -224,6 +224,7 @@ impl World {
 
     /// Allocates `len` bytes of registered memory: collectives on it copy nothing inside a host.
     pub fn allocate(&self, len: usize) -> Result<RegisteredBuffer> {
+        fork::check()?; // what is free in a child's copy of the arena is the parent's to give
         self.retired.sweep();
         self.arena.allocate(len, |number, segment| {
             self.neighbours.iter().try_for_each(|(&rank, n)| n.share(rank, number, segment))

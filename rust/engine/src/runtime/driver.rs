@@ -46,7 +46,7 @@ const SOCKET: u64 = 1 << 32;
 const CLOSE: Duration = Duration::from_secs(1);
 
 /// What a rank did whose caller has stopped waiting.
-pub(crate) const STOPPED: &str = "was interrupted while it waited for this call";
+const STOPPED: &str = "was interrupted while it waited for this call";
 
 /// Why every call fails once a thread has panicked while it held the progress lock.
 pub(crate) const ENGINE_FAILED: &str = "trigram stopped on this rank after an internal error; the first error in this rank's log says which. Restart the job";
@@ -330,7 +330,6 @@ impl Driver {
             }
             if self.closed.load(Ordering::Acquire) {
                 if let Some(completion) = until {
-                    self.abort_call(&mut progress, completion, "shut down while this call was under way");
                     self.finish(&mut progress, completion);
                 }
                 return Ok(Some(progress));
@@ -383,21 +382,25 @@ impl Driver {
         }
     }
 
-    /// Fails the call of a completion handle on all ranks.
-    pub(crate) fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>, why: &str) {
-        progress.stop(completion, Error::Aborted(format!("rank {} {why}", self.world.rank)));
+    /// Fails a call on all ranks whose caller has stopped waiting.
+    pub(crate) fn abort_call(&self, progress: &mut Progress, completion: &Arc<Completion>) {
+        progress.stop(completion, Error::Aborted(format!("rank {} {STOPPED}", self.world.rank)));
     }
 
-    /// Moves everything until a failed call has ended. If the engine is closed, peers that stay inside the call lose
-    /// their access after a while.
+    /// Moves everything until a failed call has ended. If the engine is closed, all calls fail, and peers that stay
+    /// inside them lose their access after a while.
     pub(crate) fn finish(&self, progress: &mut Progress, completion: &Arc<Completion>) {
         let since = Instant::now();
         while !completion.is_done() {
             if self.due.load(Ordering::Relaxed) {
                 self.send_heartbeat(progress);
             }
-            if self.closed.load(Ordering::Acquire) && since.elapsed() > CLOSE {
-                progress.end_failed();
+            if self.closed.load(Ordering::Acquire) {
+                // Of earlier calls, one may have the operation slot that this call waits for.
+                progress.fail_at_shutdown();
+                if since.elapsed() > CLOSE {
+                    progress.end_failed();
+                }
             }
             if !progress.poll() {
                 self.events(progress, Duration::from_millis(1));
@@ -424,7 +427,7 @@ impl Driver {
                 Command::Abort(members, through, error) => progress.abort(&members, through, &error),
                 Command::AbortGroup(members, error) => progress.abort_group(&members, &error),
                 Command::Help(members) => progress.help(members),
-                Command::Stop(completion) => self.abort_call(progress, &completion, STOPPED),
+                Command::Stop(completion) => self.abort_call(progress, &completion),
             }
         }
     }

@@ -16,7 +16,7 @@ use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
-use crate::runtime::driver::{Command, Driver, ENGINE_FAILED, STOPPED};
+use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
 use crate::sys::completion::{Completion, InterruptCheck};
 use crate::sys::fork;
 
@@ -120,7 +120,7 @@ impl Engine {
                     && let Ok(mut progress) = driver.progress.lock()
                 {
                     driver.take_inbox(&mut progress);
-                    driver.abort_call(&mut progress, &completion, STOPPED);
+                    driver.abort_call(&mut progress, &completion);
                     driver.finish(&mut progress, &completion);
                 }
                 let _ = completion.wait(None, &mut || self.check_sound());
@@ -163,9 +163,10 @@ impl Engine {
         deadline: Option<Instant>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Option<Result<()>>> {
-        if completion.is_done() || fork::is_child() {
+        if completion.is_done() {
             return Ok(completion.outcome());
         }
+        fork::check()?;
         completion.set_awaited();
         let mut check_interrupt = || self.check_sound().and_then(|()| check_interrupt());
         let waited = match self.driver.try_lock()? {
@@ -322,7 +323,6 @@ impl Engine {
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        let rank = self.driver.world.rank;
         self.driver.world.control.bell().ring();
         self.driver.background.end();
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
@@ -335,8 +335,7 @@ impl Engine {
         }
         if let Ok(mut progress) = self.driver.progress.lock() {
             self.driver.empty_inbox(&mut progress);
-            let error = Error::Aborted(format!("rank {rank} shut down while this call was under way"));
-            progress.fail_all(&error, true);
+            progress.fail_at_shutdown();
             progress.announce_leave();
         }
         self.driver.counters.log.write_out();

@@ -76,7 +76,7 @@ fn records() {
         if rng.one_in(8) {
             rng.fill(&mut bytes);
         }
-        match alone.handshake(&[bytes], &mut || Ok(())) {
+        match alone.handshake(&[bytes], std::time::Duration::from_secs(10), &mut || Ok(())) {
             Ok(met) => good += usize::from(met),
             Err(Error::Corrupt { rank: 0, .. } | Error::Config(_) | Error::Auth(_)) => {}
             Err(other) => panic!("{other}"),

@@ -38,7 +38,7 @@ fn meet_among(transport: Transport, strangers: impl FnOnce(&EndpointRecord)) {
         let records = &records;
         let finish = |mut rank: Rendezvous| {
             move || {
-                let met = rank.handshake(records, &mut || Ok(())).unwrap();
+                let met = rank.handshake(records, limit, &mut || Ok(())).unwrap();
                 assert!(met);
                 rank.connect(&[true, true], limit, &mut || Ok(())).unwrap()
             }
@@ -51,8 +51,8 @@ fn meet_among(transport: Transport, strangers: impl FnOnce(&EndpointRecord)) {
             return;
         }
         assert!(
-            zero.handshake(records, &mut || Ok(())).unwrap()
-                && one.handshake(records, &mut || Ok(())).unwrap()
+            zero.handshake(records, limit, &mut || Ok(())).unwrap()
+                && one.handshake(records, limit, &mut || Ok(())).unwrap()
         );
         let first = s.spawn(move || zero.connect(&[true, true], limit, &mut || Ok(())).unwrap());
         strangers(&record);

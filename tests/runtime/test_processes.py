@@ -130,6 +130,7 @@ def _forked(rank: int, world: int, store: bool) -> tuple[dict[str, str], str]:
         "empty": lambda: trigram.empty(10),  # it would be memory of the parent
         "wait": pending.wait,
         "barrier": trigram.barrier,
+        "another init": lambda: (trigram.shutdown(), trigram.init()),
         "new_group": lambda: trigram.new_group([0, 1]),
         "a group": lambda: trigram.all_reduce(torch.ones(10), group=group),
         "async": lambda: trigram.all_reduce(torch.ones(10), async_op=True).wait(),

@@ -424,6 +424,7 @@ def _start(
             f"TRIGRAM_TRANSPORT={transport!r} is invalid; set it to one of {', '.join(_TRANSPORTS)}"
         )
     _check_settings()
+    _core.check_process()  # before it waits for the other ranks
     logs.start()
     deadline = time.monotonic() + init_timeout
     found = find_store(store, rank, world_size, deadline)

@@ -270,6 +270,12 @@ type Lists = Option<(Vec<(usize, usize)>, Vec<(usize, usize)>)>;
 /// Lengths to and from each peer.
 type Splits = Option<(Vec<usize>, Vec<usize>)>;
 
+/// Raises in a forked child of a process that had an engine.
+#[pyfunction]
+fn check_process(py: Python<'_>) -> PyResult<()> {
+    fork::check().raise(py)
+}
+
 /// Refuses tensors that have a length and no address.
 fn has_memory(pieces: impl IntoIterator<Item = (usize, usize)>) -> trigram_core::Result<()> {
     if pieces.into_iter().any(|(address, bytes)| address == 0 && bytes > 0) {
@@ -651,6 +657,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<device::DeviceGroup>()?;
     m.add_class::<device::DeviceCall>()?;
     m.add_function(wrap_pyfunction!(device::gpus, m)?)?;
+    m.add_function(wrap_pyfunction!(check_process, m)?)?;
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;

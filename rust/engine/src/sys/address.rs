@@ -26,9 +26,7 @@ pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<I
     let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
     if let Some(wanted) = iface {
         let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
-        let mut ips: Vec<IpAddr> = named.map(if_addrs::Interface::ip).collect();
-        ips.sort_by_key(|ip| (ip.is_ipv6(), matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())));
-        return ips.first().copied().ok_or_else(|| {
+        return named.map(if_addrs::Interface::ip).min_by_key(rank_of).ok_or_else(|| {
             let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
             known.sort();
             Error::Config(format!(
@@ -50,14 +48,41 @@ pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<I
             return Ok(ip);
         }
     }
-    let mut ips: Vec<IpAddr> =
-        all.iter().map(if_addrs::Interface::ip).filter(|ip| !ip.is_loopback()).collect();
-    ips.sort_by_key(IpAddr::is_ipv6);
-    Ok(ips.first().copied().unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
+    Ok(reachable(all.iter().map(if_addrs::Interface::ip)))
+}
+
+/// The address that other hosts reach most likely; that of this host alone if there is none.
+fn reachable(ips: impl Iterator<Item = IpAddr>) -> IpAddr {
+    // Nobody can connect to a link-local address of IPv6 who is not told the interface too.
+    ips.filter(|ip| !ip.is_loopback() && !is_link_local(ip))
+        .min_by_key(rank_of)
+        .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+}
+
+fn is_link_local(ip: &IpAddr) -> bool {
+    matches!(ip, IpAddr::V6(v6) if v6.is_unicast_link_local())
+}
+
+/// IPv4 first, and what is link-local last.
+fn rank_of(ip: &IpAddr) -> (bool, bool) {
+    (ip.is_ipv6(), is_link_local(ip))
 }
 
 /// Names and addresses of this machine's interfaces.
 pub fn interfaces() -> Vec<(String, String)> {
     let all = if_addrs::get_if_addrs().unwrap_or_default();
     all.into_iter().map(|i| (i.name.clone(), i.ip().to_string())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_address_that_others_reach_is_chosen() {
+        let of = |ips: &[&str]| reachable(ips.iter().map(|ip| ip.parse().unwrap())).to_string();
+        assert_eq!(of(&["::1", "fe80::1", "fd00::2", "10.0.0.3"]), "10.0.0.3");
+        assert_eq!(of(&["::1", "fe80::1", "fd00::2"]), "fd00::2");
+        assert_eq!(of(&["127.0.0.1", "fe80::1"]), "127.0.0.1");
+    }
 }

@@ -11,6 +11,7 @@ launcher, the process is one rank of its job.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import socket
 import statistics
@@ -30,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import trigram
 
 Calls = dict[str, Callable[[], object]]
+_made = itertools.count()
 
 
 def measure(calls: Calls, seconds: float) -> dict[str, list[float]]:
@@ -64,7 +66,7 @@ class AtOnce(dist.ProcessGroup):
     def __init__(self) -> None:
         super().__init__(0, 1)
         self.work = dist.group.WORLD.allreduce([torch.zeros(1)], AllreduceOptions())
-        self.known_as = f"at once {id(self)}"
+        self.known_as = f"at once {next(_made)}"
         _register_process_group(self.known_as, self)
 
     def allreduce(self, given: object, options: object = None) -> dist.Work:

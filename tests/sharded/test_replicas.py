@@ -168,6 +168,15 @@ def a_step_that_is_forgotten(rank: int, world: int) -> None:
 
 
 @CASES
+def the_model_leaves_before_its_shards(rank: int, world: int) -> None:
+    job = Job(rank, world, "diloco", **DILOCO)
+    job.train(1)
+    trigram.unwrap(job.net)
+    says(raises(trigram.MisuseError, lambda: trigram.step(job.shards)), "unwrapped or switched")
+    trigram.unwrap(job.shards)
+
+
+@CASES
 def what_is_refused(rank: int, world: int) -> None:
     torch.manual_seed(0)
     net = nn.Linear(4, 4)
@@ -181,6 +190,17 @@ def what_is_refused(rank: int, world: int) -> None:
     job.optimizer.zero_grad()
     _loss(job.net, 1, rank).backward()
     says(raises(trigram.MisuseError, job.optimizer.step), "local_shards")
+
+
+@CASES
+def the_job_ends_before_its_shards(rank: int, world: int) -> None:
+    """unwrap sends nothing then; each case has ranks of its own job."""
+    job = Job(rank, world, "diloco", **DILOCO)
+    job.train(1)
+    trigram.shutdown()
+    trigram.unwrap(job.shards)
+    trigram.unwrap(job.net)
+    trigram.init()
 
 
 @pytest.mark.parametrize("case", list(CASES))

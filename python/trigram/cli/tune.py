@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -132,13 +133,9 @@ def keep(world: int, doubling: int, ring: int | None, path: Path) -> None:
     lines = {world: f"{world} {doubling} {'-' if ring is None else ring}"}
     with suppress(FileNotFoundError):
         for line in path.read_text().splitlines():
-            words = line.split()
-            if (
-                len(words) == 3
-                and all(word.isdigit() or word == "-" for word in words)
-                and words[0].isdigit()
-            ):
-                lines.setdefault(int(words[0]), line)  # others cannot be read, and would stop every job
+            found = re.fullmatch(r"\s*(\d+)\s+\d+\s+(\d+|-)\s*", line, re.ASCII)
+            if found and int(found[1]) > 1:
+                lines.setdefault(int(found[1]), line)  # others cannot be read, and would stop every job
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.{os.environ.get('RANK', '')}.{os.getpid()}")
     new.write_text(HEAD + "".join(f"{lines[n]}\n" for n in sorted(lines)))

@@ -74,16 +74,26 @@ def local_shards(model: nn.Module) -> LocalShards:
 
 def collect(model: nn.Module) -> None:
     """After the weights of ``model`` may have changed: if they are shards of a sharded model, its ranks get
-    them."""
-    if (sharded := _lender(model)) is not None:
-        sharded.collect()
+    them.
+
+    Raises:
+        MisuseError: The model that the shards belong to is no longer sharded.
+    """
+    if not isinstance(model, LocalShards) or model._sharded is None:
+        return
+    if (sharded := _lender(model)) is None:
+        raise MisuseError(
+            "local_shards: the model of these shards was unwrapped or switched, so it would not get their "
+            "weights; call trigram.unwrap(shards) before the model is unwrapped, and take new shards"
+        )
+    sharded.collect()
 
 
 def give_back(model: nn.Module) -> None:
-    """After the last average of ``model``: as :func:`collect`; a sharded model collects its weights itself
-    from now on."""
-    collect(model)
+    """After the last average of ``model``: as :func:`collect`, unless the shards' model is sharded no more.
+    From now on it collects its weights itself."""
     if (sharded := _lender(model)) is not None:
+        sharded.collect()
         sharded.lent = False
 
 

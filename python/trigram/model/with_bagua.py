@@ -277,11 +277,11 @@ def unwrap(model: nn.Module) -> nn.Module:
             wrapped.hooks.abort_failed()
             wrapped.hooks.drain()
             wrapped.hooks.release()
+        give_back(model)
     module = wrapped.model()
     assert module is not None
     remove(wrapped)
     methods.remove(module)
-    give_back(module)
     return module
 
 

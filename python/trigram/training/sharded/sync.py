@@ -231,6 +231,7 @@ class ShardedSync(GradientSync):
         if self.shards.places:
             self._put_together()
         super().release()
+        self.lent = False
         self._let_go()
 
     def abandon(self) -> None:

@@ -145,11 +145,21 @@ class Contestant:
         command += ["-genv", "PYTHONPATH", f"{libraries}:{os.environ.get('PYTHONPATH', '')}"]
         command += ["-genv", "MPI4PY_LIBMPI", str(mpiexec.parent.parent / "lib" / "libmpi.so.12")]
         command += [sys.executable, __file__, "--mpi-rank", str(folder)]
-        self.pids.append(subprocess.Popen(command, stdin=subprocess.DEVNULL).pid)
+        launcher = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+        def give_up(*_: object) -> None:
+            launcher.terminate()
+            launcher.wait()
+            raise SystemExit(
+                f"{self.name}: its ranks have not started; is mpi4py installed beside {mpiexec}?"
+            )
+
+        signal.signal(signal.SIGALRM, give_up)
         signal.alarm(30)  # Opening waits for the ranks, which may not start.
         self.asks = [ask.open("w", 1) for ask, _ in pipes]
         self.answers = [told.open() for _, told in pipes]
         signal.alarm(0)
+        self.pids.append(launcher.pid)
 
     def _fork(self, text: str, spec: str, where: hosts.Hosts) -> None:
         port = str(free_port())

@@ -3,7 +3,9 @@
     python benches/sharded.py --out sharded-out [--ranks 2] [--width 768] [--layers 6] [--turns 15]
 
 All train the same stack of linear layers with AdamW on this host. Ratios are of steps that followed each
-other; above 1 the way is faster than DDP with AdamW. Memory is that of one rank: the sum of the tensors of
+other; above 1 the way is faster than DDP with AdamW. The cost of the update is what a step takes longer than
+one of `gradient_allreduce` without an update, in the same turn; AdamW alone is its step for all weights, with
+nothing else. Memory is that of one rank: the sum of the tensors of
 weights, gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY
 nothing but this way runs, and the growth of the process is printed too, shared pages in proportion
 (/proc/self/smaps_rollup).
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +35,7 @@ from trigram.cli import launch
 from trigram.integrations import fsdp
 
 REFERENCE = "DDP, AdamW"
+NO_UPDATE = "gradient_allreduce, no update"
 
 
 def layers(args: argparse.Namespace) -> nn.Sequential:
@@ -95,6 +99,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "sharded": ours("sharded"),
     "sharded, fused": ours("sharded", fused=True),
     "sharded, shards": ours("sharded", gradients="shards"),
+    "sharded, shards, fused": ours("sharded", gradients="shards", fused=True),
 }
 
 
@@ -112,9 +117,13 @@ class Training:
 
     def step(self) -> None:
         """One step."""
+        self.without_update()
+        self.optimizer.step()
+
+    def without_update(self) -> None:
+        """A step that ends with the means of the gradients."""
         self.optimizer.zero_grad()
         self.model(self.inputs).square().mean().backward()
-        self.optimizer.step()
 
     def memory(self) -> dict[str, float]:
         """MiB of weights, gradients and the optimizer's state of this rank."""
@@ -152,7 +161,7 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trigram.init()
-    rows, memory = [], {}
+    rows, memory, costs = [], {}, []
     if args.memory:
         training = Training(WAYS[args.memory], args)
         found = training.memory() | {"process": training.grown / 2**20}
@@ -164,12 +173,17 @@ def rank_main(args: argparse.Namespace) -> None:
     for name, make in WAYS.items():
         if args.only and name != REFERENCE and name not in args.only:
             continue
-        calls = {REFERENCE: Training(ddp, args), name: Training(make, args)}
-        memory[name] = calls[name].memory()
+        reference, way = Training(ddp, args), Training(make, args)
+        memory[name] = way.memory()
+        plain = Training(ours("gradient_allreduce"), args)
+        steps = {REFERENCE: reference.step, name: way.step, NO_UPDATE: plain.without_update}
+        steps["AdamW alone"] = plain.optimizer.step
+        times = paired.in_turns(steps, args.turns, before=dist.barrier, warmup=2)
         if name != REFERENCE:
-            steps = {k: v.step for k, v in calls.items()}
-            times = paired.in_turns(steps, args.turns, before=dist.barrier, warmup=2)
             rows.append((name, paired.ratio(times[name], times[REFERENCE])))
+        longer = [a - b for a, b in zip(times[name], times[NO_UPDATE], strict=True)]
+        alone = statistics.median(times["AdamW alone"])
+        costs.append((name, 1000 * statistics.median(longer), statistics.median(longer) / alone))
         dist.barrier()
     if dist.get_rank() == 0:
         lines = [
@@ -177,8 +191,16 @@ def rank_main(args: argparse.Namespace) -> None:
         ]
         head = "| MiB per rank | weights | gradients | state |\n|---|---:|---:|---:|\n"
         text = paired.table(rows) + "\n" + head + "\n".join(lines) + "\n"
+        text += "\n| the update | ms | of AdamW alone |\n|---|---:|---:|\n"
+        text += "".join(f"| {name} | {ms:.1f} | {share:.2f} |\n" for name, ms, share in costs)
         (args.out / "table.md").write_text(text)
-        facts = {"ranks": args.ranks, "torch": torch.__version__, "rows": rows, "memory": memory}
+        facts = {
+            "ranks": args.ranks,
+            "torch": torch.__version__,
+            "rows": rows,
+            "memory": memory,
+            "update": costs,
+        }
         (args.out / "results.json").write_text(json.dumps(facts, indent=1) + "\n")
         print(text)
     launch.leave_job()

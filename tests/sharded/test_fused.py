@@ -19,18 +19,25 @@ from tests.support.checks import equal, raises, says
 from tests.support.twin_training import mlp, square
 
 CASES = Cases()
-BOTH = ("sharded", "gradient_allreduce")
+WAYS = {"sharded": {}, "shards": {"gradients": "shards"}, "gradient_allreduce": {}}
+"""Words for the three ways, and the options of those that are not the name of an algorithm."""
+
+
+def wrapping(way: str) -> dict[str, Any]:
+    """What with_bagua gets."""
+    return {"algorithm": "sharded" if WAYS[way] else way, "fused": True, **WAYS[way]}
 
 
 def trained(rank: int, world: int, algorithm: str, **options: Any) -> tuple[Any, Any, Twins]:
     """A model with two steps behind it: the first is an ordinary one."""
-    twins = Twins(rank, world, options.pop("make", mlp), adamw, algorithm=algorithm, fused=True, **options)
+    options = {"make": mlp, **wrapping(algorithm), **options}
+    twins = Twins(rank, world, options.pop("make"), adamw, **options)
     twins.train(steps=2)
     model, optimizer = twins.pairs[1]
     return model, optimizer, twins
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def backward_updates(rank: int, world: int, algorithm: str) -> None:
     """When backward returns all weights are new, and step changes nothing more."""
     model, optimizer, twins = trained(rank, world, algorithm)
@@ -48,7 +55,7 @@ def backward_updates(rank: int, world: int, algorithm: str) -> None:
     twins.check_state("fused")
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def gradients_are_gone(rank: int, world: int, algorithm: str) -> None:
     """Clipping, scaling and reading gradients raise instead of doing nothing."""
     model, optimizer, twins = trained(rank, world, algorithm)
@@ -70,7 +77,7 @@ def gradients_are_gone(rank: int, world: int, algorithm: str) -> None:
     twins.models[0].load_state_dict(model.state_dict())
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def order_of_calls(rank: int, world: int, algorithm: str) -> None:
     """Two passes for an update, a step that is left out, and options that change too late."""
     model, optimizer, twins = trained(rank, world, algorithm)
@@ -98,7 +105,7 @@ def order_of_calls(rank: int, world: int, algorithm: str) -> None:
     says(raises(trigram.MisuseError, other.step), "SGD", "AdamW")
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def gradients_since_backward(rank: int, world: int, algorithm: str) -> None:
     """Gradients that are assigned too late, or used twice, raise; those set to 0 are 0."""
     model, optimizer, twins = trained(rank, world, algorithm)
@@ -118,7 +125,7 @@ def gradients_since_backward(rank: int, world: int, algorithm: str) -> None:
     twins.train(3, 2)
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def loaded_after_a_failure(rank: int, world: int, algorithm: str) -> None:
     """As the message says: a checkpoint of model and optimizer ends it."""
     model, optimizer, twins = trained(rank, world, algorithm)
@@ -151,12 +158,12 @@ def a_layer_that_thaws_too_soon(rank: int, world: int) -> None:
     says(raises(trigram.MisuseError, lambda: twins.loss(model, 3).backward()), "before optimizer.step()")
 
 
-@CASES.over(*BOTH)
+@CASES.over("sharded", "gradient_allreduce")  # shards need every parameter that trains in their optimizer
 def passes_of_others(rank: int, world: int, algorithm: str) -> None:
     """A pass that gives the optimizer's parameters no gradient needs no step of it."""
     model = nn.ModuleDict({"own": nn.Linear(6, 6), "other": nn.Linear(6, 1)})
     own, other = adamw(model["own"]), adamw(model["other"])
-    trigram.with_bagua(model, algorithm, optimizer=own, fused=True)
+    trigram.with_bagua(model, optimizer=own, **wrapping(algorithm))
     inputs = torch.ones(2, 6)
     for _ in range(3):
         for optimizer in (other, own):
@@ -166,7 +173,7 @@ def passes_of_others(rank: int, world: int, algorithm: str) -> None:
             optimizer.step()
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def a_pass_that_fails(rank: int, world: int, algorithm: str) -> None:
     """One rank's pass raises when some buckets were updated: no rank goes on with what may differ."""
     model, optimizer, _ = trained(rank, world, algorithm)
@@ -187,7 +194,7 @@ def a_pass_that_fails(rank: int, world: int, algorithm: str) -> None:
         says(raises(trigram.MisuseError, lambda: square(model, rank, 3).backward()), "checkpoint")
 
 
-@CASES.over(*BOTH)
+@CASES.over(*WAYS)
 def checkpointed(rank: int, world: int, algorithm: str) -> None:
     """Checkpointing, which repeats forward passes in backward."""
 
@@ -215,7 +222,6 @@ def combinations(rank: int, world: int) -> None:
 
     refused("optimizer=", optimizer=None)
     refused("codecs", algorithm="bytegrad")
-    refused("full", algorithm="sharded", gradients="shards")
     refused("weights", algorithm="local_sgd")
     refused("check_finite", check_finite=True)
     refused("sample_weight", sample_weight=2.0)

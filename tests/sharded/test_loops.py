@@ -527,6 +527,7 @@ FUSED = {c: _with(c, fused=True) for c in CASES if not c.startswith(NEED_GRADIEN
 FUSED |= {c: _with(c, fused=True) for c in ("accumulation_in_no_sync",)}
 
 
+BOTH = {c: _with(c, gradients="shards", fused=True) for c in SHARDS.keys() & FUSED.keys()}
 REPLICATED = {
     c: _with(c, fused=True, algorithm="gradient_allreduce")
     for c in FUSED
@@ -546,6 +547,14 @@ def test_updated_in_backward(in_launch: Callable[..., None], transport: str, wor
     in_launch("FUSED", case, world, transport=transport)
 
 
+@pytest.mark.parametrize("case", sorted(BOTH))
+@pytest.mark.parametrize("world", [long(2), 3])
+def test_divided_gradients_and_updated_in_backward(
+    in_launch: Callable[..., None], world: int, case: str
+) -> None:
+    in_launch("BOTH", case, world, transport="shm")
+
+
 @pytest.mark.parametrize("case", list(SHARDS))
 @pytest.mark.parametrize("world", [2, 3])
 def test_with_divided_gradients(
@@ -557,7 +566,12 @@ def test_with_divided_gradients(
 ACROSS = {
     f"{c} {label}": _with(c, **mode)
     for c in ("optimizer-adamw fused", "frozen_and_thawed", "whole_parameters-muon")
-    for label, mode in (("full", {}), ("shards", {"gradients": "shards"}), ("fused", {"fused": True}))
+    for label, mode in (
+        ("full", {}),
+        ("shards", {"gradients": "shards"}),
+        ("fused", {"fused": True}),
+        ("fused shards", {"gradients": "shards", "fused": True}),
+    )
 }
 
 

@@ -274,11 +274,10 @@ class _Parser:
                     "gradients='full' with these"
                 )
         if fused:
-            if not plain or found.get("gradients") == "shards":
+            if not plain:
                 raise self.refuse(
-                    "fused=True needs whole, uncompressed gradients: only they arrive together with the "
-                    "word which parameters any rank has used; remove codecs and robust averages, and use "
-                    "gradients='full'"
+                    "fused=True needs uncompressed gradients: only they arrive together with the word which "
+                    "parameters any rank has used; remove codecs and robust averages"
                 )
             found["fused"] = True
         if found:

@@ -145,7 +145,8 @@ class BucketSet(Sequence[Bucket]):
 
     def calls(self) -> tuple[int, int]:
         """The number of collectives of a pass in the groups ``main`` and ``second_phase``."""
-        return len(self._all) + (self.flags is not None), sum(b.average.calls for b in self.two_phase)
+        first = sum(b.calls for b in self._all) + (self.flags is not None)
+        return first, sum(b.average.calls for b in self.two_phase)
 
     def reduce_flags(self) -> collectives.Work | None:
         """Starts the all_reduce of the flags of buckets without flags; None if there is no such bucket."""

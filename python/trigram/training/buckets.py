@@ -43,9 +43,13 @@ class Bucket:
         average: The average that the bucket uses.
         sent: Whether the bucket was sent in this backward pass.
         backup: A copy of ``memory`` with this rank's gradients; elastic jobs only.
+        calls: The collectives that :meth:`Average.start` makes.
+        in_turn: So many buckets may be under way at a time.
     """
 
     average: Average
+    calls = 1
+    in_turn: int = sys.maxsize
     keeps_gradients = True
     """Whether the parameters' gradients are views into ``memory``."""
 

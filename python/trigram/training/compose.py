@@ -60,7 +60,8 @@ def _compose(
     if algorithm.options.get("state") == "sharded":
         whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
         divided = algorithm.options["gradients"] == "shards"
-        kind = ShardsCompressor(whole) if divided else compressor(algorithm, optimizer)
+        fused = bool(algorithm.options.get("fused"))
+        kind = ShardsCompressor(whole, fused) if divided else compressor(algorithm, optimizer)
         overlap = algorithm.options["overlap"]
         hooks: GradientSync = ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
     elif algorithm.gradients:

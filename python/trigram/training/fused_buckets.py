@@ -68,6 +68,13 @@ class FusedBuckets(StepHooks):
             self.buckets[self.landed].average.wait()
             self.land()
 
+    def land_before(self, bucket: Bucket) -> None:
+        """Awaits and updates the buckets whose memory this one may use: other ranks may wait for their
+        weights before they send the gradients that this one's mean needs."""
+        while self.fusing and self.landed < self.next - bucket.in_turn:
+            self.buckets[self.landed].average.wait()
+            self.land()
+
     def land(self) -> None:
         """Updates the next bucket; its mean is there."""
         assert self.fused is not None

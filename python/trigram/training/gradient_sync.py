@@ -308,6 +308,7 @@ class GradientSync(FusedBuckets):
             self.failure = e  # at the end of the pass the remaining ranks repeat the averages
 
     def _start(self, bucket: Bucket) -> None:
+        self.land_before(bucket)
         if self.next == 0:
             self.began = time.perf_counter()
         for i in bucket.params:

@@ -22,9 +22,6 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded.weight_buckets import Layout, allot, divide
 from trigram.training.sharded_gradient import ShardedGradient
 
-_IN_TURN = 3
-"""Buckets whose gradients may be whole at a time."""
-
 
 @dataclass
 class _Place:
@@ -43,9 +40,10 @@ class _Turns:
 
     def take(self, bucket: ShardBucket, length: int) -> torch.Tensor:
         """Memory for a bucket; waits for the bucket that used it before."""
-        if len(self.places) < _IN_TURN:
+        most = ShardBucket.in_turn
+        if len(self.places) < most:
             self.places.append(_Place(torch.empty(0)))
-        place = self.places[self.next % _IN_TURN if len(self.places) == _IN_TURN else -1]
+        place = self.places[self.next % most if len(self.places) == most else -1]
         self.next += 1
         if place.user is not None:
             place.user.average.wait()
@@ -56,7 +54,8 @@ class _Turns:
 
 
 class ReduceScatter(FullAverage):
-    """An :class:`~trigram.averaging.average.Average` of which each rank keeps its part."""
+    """An :class:`~trigram.averaging.average.Average` of which each rank keeps its part. Flags that the bucket
+    has go along in a call of their own: each rank needs them all."""
 
     name = "reduce_scatter"
 
@@ -64,6 +63,7 @@ class ReduceScatter(FullAverage):
         self.bucket, self.groups = bucket, groups
         self.sent = (groups.size - 1) * bucket.nbytes // groups.size
         self.work: collectives.Work | None = None
+        self.flags: collectives.Work | None = None
 
     def start(self, step: int) -> None:
         """See :class:`Average`."""
@@ -71,10 +71,28 @@ class ReduceScatter(FullAverage):
         self.work = collectives.reduce_scatter(
             bucket.part, bucket.memory, "avg", self.groups.main, async_op=True, splits=bucket.layout.splits
         )
+        if bucket.flags is not None:
+            self.flags = collectives.all_reduce(bucket.flags, "max", None, self.groups.main, async_op=True)
+
+    def ready(self) -> bool:
+        """See :class:`Average`."""
+        return super().ready() and (self.flags is None or self.flags.is_completed())
+
+    def wait(self) -> None:
+        """See :class:`Average`."""
+        flags, self.flags = self.flags, None
+        try:
+            super().wait()
+        finally:
+            if flags is not None:
+                flags.wait()
 
 
 class ShardBucket(Bucket):
     """Parameters of one dtype whose gradients are reduced and divided together.
+
+    Args:
+        fused: The bucket is used as soon as its mean is there, so it has flags.
 
     Attributes:
         layout: How the bucket is divided.
@@ -82,13 +100,15 @@ class ShardBucket(Bucket):
     """
 
     def __init__(
-        self, layout: Layout, params: Sequence[torch.Tensor], groups: ModelGroups, turns: _Turns
+        self, layout: Layout, params: Sequence[torch.Tensor], groups: ModelGroups, turns: _Turns, fused: bool
     ) -> None:
         like = params[layout.indices[0]]
         self.layout, self.turns, self.groups = layout, turns, groups
         self.dtype, self.device = like.dtype, like.device
         self.params = list(layout.indices)
-        self.flags = self.gaps = self.backup = None
+        self.gaps = self.backup = None
+        self.flags = torch.empty(len(self.params), dtype=torch.uint8) if fused else None
+        self.calls = 2 if fused else 1
         self.nbytes = layout.length * like.dtype.itemsize
         self.memory = self.values = torch.empty(0, dtype=self.dtype, device=self.device)
         self.views = [self.memory for _ in self.params]
@@ -111,6 +131,7 @@ class ShardBucket(Bucket):
         self.average = ReduceScatter(self, groups)
 
     keeps_gradients = False
+    in_turn = 3
 
     @property
     def mean(self) -> torch.Tensor:
@@ -139,11 +160,16 @@ class ShardBucket(Bucket):
                 params[i].grad = None
         if to:
             torch._foreach_copy_(to, given)
+        if self.flags is not None:
+            self.flags.fill_(1)
+            for k in self.unused:
+                self.flags[k] = 0
         self.pending = set()
         self.sent = True
 
     def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
         """After the average: the parameters get their gradients, of which this rank has a part."""
+        used = self.flags if used is None else used
         assert used is not None
         for i, gradient, anybody in zip(self.params, self.gradients, used.tolist(), strict=True):
             gradient.begin()
@@ -155,10 +181,11 @@ class ShardsCompressor(GradientCompressor):
 
     Args:
         whole: Whether parameters belong to one rank each.
+        fused: Whether buckets are updated in backward.
     """
 
-    def __init__(self, whole: bool) -> None:
-        self.whole = whole
+    def __init__(self, whole: bool, fused: bool) -> None:
+        self.whole, self.fused = whole, fused
         self.loads: list[int] = []
         self.turns: dict[tuple[torch.dtype, torch.device], _Turns] = {}
 
@@ -171,7 +198,7 @@ class ShardsCompressor(GradientCompressor):
         layout = allot(params, indices, self.loads) if self.whole else divide(params, indices, groups.size)
         like = params[indices[0]]
         turns = self.turns.setdefault((like.dtype, like.device), _Turns())
-        return ShardBucket(layout, params, groups, turns)
+        return ShardBucket(layout, params, groups, turns, self.fused)
 
 
 def layouts(buckets: Sequence[Bucket]) -> list[Layout]:

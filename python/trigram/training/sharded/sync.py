@@ -146,7 +146,9 @@ class ShardedSync(GradientSync):
         if not super().begin_fused(param):
             return False
         self._prepare()
-        if self._missing(optimizer_hooks.parameters_of(self.optimizer)):
+        if self._missing(optimizer_hooks.parameters_of(self.optimizer)) or (
+            self.divides_gradients and layouts(self.buckets) != self.layouts
+        ):
             return False  # the next update divides them
         arrive = {id(self.params[i]) for i in self.buckets.place}
         self.remaining = [sum(id(p) in arrive for p in b.params) for b in self.shards.buckets]
@@ -314,7 +316,7 @@ class ShardedSync(GradientSync):
     def _follow_buckets(self, own: set[int]) -> None:
         """Divides the weights as the buckets of gradients are divided; anew if these have changed."""
         wanted = layouts(self.buckets)
-        if wanted == [b.layout for b in self.shards.buckets] and all(
+        if wanted == self.layouts and all(
             id(self.params[i]) in self.shards.places for i in self.buckets.place
         ):
             return
@@ -324,6 +326,11 @@ class ShardedSync(GradientSync):
             self._put_together()
             self.shards = ShardedOptimizer(self.optimizer, self.shards.whole)
         self._divide(wanted)
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """How the weights are divided."""
+        return [b.layout for b in self.shards.buckets]
 
     def _check_all_updated(self, own: set[int]) -> None:
         for i in self.buckets.place:
@@ -485,7 +492,9 @@ class ShardedSync(GradientSync):
         """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
         exception."""
         optimizer_hooks.forget_failed(self)
-        if self.active and not self.in_backward:
+        if self.in_backward:
+            return  # gathers of this pass are awaited at its end, when all ranks have started theirs
+        if self.active:
             super().abort_failed()  # before anything is awaited that the other ranks have aborted
         if self.shards.entered and not self.updating:
             # The script may have reset gradients since: those of the slices, which it found in the groups.

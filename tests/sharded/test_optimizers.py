@@ -42,6 +42,7 @@ class Own(torch.optim.Optimizer):
             "random": lambda: torch.rand(()),
             "matrix": lambda: 1.0,
             "closure": lambda: 1.0,
+            "object": lambda: 1.0,
         }[self.what]()
 
     @torch.no_grad()
@@ -54,6 +55,8 @@ class Own(torch.optim.Optimizer):
                     continue
                 if self.what == "matrix":  # of no effect in the first steps
                     self.state[p].setdefault("matrix", torch.eye(p.shape[0] if p.dim() else 1))
+                if self.what == "object":
+                    self.state[p].setdefault("object", object())
                 m = self.state[p].setdefault("momentum", torch.zeros_like(p))
                 m.mul_(0.9).add_(p.grad * self.factor(p, p.grad, group))
                 p.sub_(m, alpha=group["lr"])
@@ -92,7 +95,7 @@ def test_optimizers_of_torch_are_found_as_they_are_listed() -> None:
     for name in (*ELEMENTWISE, *WHOLE):
         if name != "Adagrad":  # its state is made by the constructor
             found = optimizer_trial.found(getattr(torch.optim, name)(model.parameters(), lr=0.01))
-            assert found == optimizer_trial.Found(name in ELEMENTWISE, True, True), name
+            assert found == optimizer_trial.Found(name in ELEMENTWISE, True, True, True), name
 
 
 class Averaging(torch.optim.Optimizer):
@@ -224,6 +227,7 @@ def declared_otherwise(rank: int, world: int) -> None:
     refused(trigram.UnsupportedError, "norm of all gradients", what="norm of all", elementwise=False)
     refused(trigram.MisuseError, "elementwise=True", what="norm", elementwise=True)
     refused(trigram.UnsupportedError, "elementwise=False", "random", what="random")
+    refused(trigram.UnsupportedError, "objects", what="object")
     refused(trigram.UnsupportedError, "step for each bucket", what="own steps", fused=True)
     fused = {"algorithm": "gradient_allreduce", "fused": True}
     refused(trigram.UnsupportedError, "step for each bucket", what="own steps", **fused)

@@ -58,8 +58,7 @@ def _compose(
     model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
 ) -> StepHooks:
     if algorithm.options.get("state") == "sharded":
-        fused = bool(algorithm.options.get("fused"))
-        whole = not updates_values(optimizer, algorithm.options["elementwise"], fused, algorithm.name)
+        whole = not updates_values(optimizer, algorithm.options, algorithm.name)
         divided = algorithm.options["gradients"] == "shards"
         kind = ShardsCompressor(whole) if divided else compressor(algorithm, optimizer)
         overlap = algorithm.options["overlap"]
@@ -86,7 +85,7 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Raises if the optimizer does not fit the algorithm; sends nothing."""
     options = algorithm.options
     if options.get("state") == "sharded" or options.get("fused"):
-        updates_values(optimizer, options["elementwise"], bool(options.get("fused")), algorithm.name)
+        updates_values(optimizer, options, algorithm.name)
     if options.get("state") == "sharded":
         check_state_dict(optimizer, algorithm.name)
     if algorithm.value.carry == "momentum":

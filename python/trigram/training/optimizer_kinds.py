@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ WHOLE = ("Muon", "Adafactor")
 """Those that need whole parameters."""
 
 
-def updates_values(optimizer: Any, elementwise: bool | None, fused: bool, name: str) -> bool:
+def updates_values(optimizer: Any, options: Mapping[str, Any], name: str) -> bool:
     """Whether an optimizer may be given slices of parameters; False: only whole parameters.
 
     What torch has is known. Others are tried, see :mod:`trigram.training.optimizer_trial`, so that an update
@@ -26,8 +27,7 @@ def updates_values(optimizer: Any, elementwise: bool | None, fused: bool, name: 
 
     Args:
         optimizer: The script's optimizer.
-        elementwise: What the script says; None: what is known or found.
-        fused: Whether it steps once for each bucket.
+        options: The algorithm's; ``elementwise``: what the script says; None: what is known or found.
         name: The algorithm, for error messages.
 
     Raises:
@@ -39,7 +39,7 @@ def updates_values(optimizer: Any, elementwise: bool | None, fused: bool, name: 
             f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
             f"model's parameters; it is {type(optimizer).__name__ if optimizer is not None else None}"
         )
-    kind = type(optimizer)
+    kind, elementwise = type(optimizer), options["elementwise"]
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"{name}: {kind.__name__} computes with all parameters at once, so it can be neither sharded nor "
@@ -68,7 +68,12 @@ def updates_values(optimizer: Any, elementwise: bool | None, fused: bool, name: 
                 "depends on other parameters too, such as by a norm of all gradients or a learning rate that "
                 "is found from them; clip with trigram.clip_grad_norm_ instead, where this is an option of it"
             )
-        if fused and not found.fused:
+        if options.get("state") == "sharded" and not found.sent:
+            raise UnsupportedError(
+                f"{name}: {kind.__name__} cannot be sharded: its state has objects other than tensors "
+                "and numbers, which no state_dict could collect"
+            )
+        if options.get("fused") and not found.fused:
             raise UnsupportedError(
                 f"{name}: {kind.__name__} cannot be fused: it counts its steps, and a step for each bucket "
                 "is more than one; remove fused=True"

@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from trigram.collectives import serialization
+from trigram.errors import UnsupportedError
 from trigram.training import optimizer_hooks
 from trigram.training.group_values import GroupValues
 
@@ -43,11 +45,13 @@ class Found:
         values: Whether an optimizer of pieces of parameters makes the same update as one of all parameters.
         whole: Whether one of some whole parameters does.
         fused: Whether a step for each parameter does.
+        sent: Whether its state can be sent to other ranks.
     """
 
     values: bool
     whole: bool
     fused: bool
+    sent: bool
 
 
 def found(optimizer: Optimizer) -> Found | None:
@@ -70,7 +74,7 @@ class _Trial:
         self.optimizer = optimizer
         self.shapes: list[tuple[torch.Size, torch.Tensor]] = []
         self.groups: list[list[int]] = []
-        self.by_value = True
+        self.by_value = self.sent = True
         for group in optimizer.param_groups:
             chosen: dict[int, torch.Tensor] = {}
             for p in group["params"]:
@@ -95,7 +99,7 @@ class _Trial:
         values = self.by_value and _near(expected, self._tried(pieces)) and self._large_is_alike()
         whole = _near(expected, self._tried(parameters))
         fused = whole and _near(expected, self._tried([all_of], each=True))
-        return Found(values, whole, fused)
+        return Found(values, whole, fused, self.sent)
 
     def _tried(self, cuts: list[_Cut], each: bool = False) -> list[torch.Tensor] | None:
         try:
@@ -175,7 +179,7 @@ class _Trial:
         numbers = torch.Generator().manual_seed(5)
         values = [_normal(shape, like, numbers) for shape, like in self.shapes]
         start = [v.clone() for v in values]
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         copies: list[tuple[Optimizer, list[list[tuple[_Piece, torch.Tensor]]]]] = []
         for cut in cuts:
             mine = [[(piece, self._parameter(values, piece)) for piece in group] for group in cut]
@@ -187,12 +191,9 @@ class _Trial:
                     for (k, lo, hi), p in group:
                         p.grad = gradients[k].flatten()[lo:hi].view(p.shape).clone()
                 _step(o, each)
-        self.by_value &= all(
-            _is_by_value(value, p)
-            for o, _ in copies
-            for p, state in o.state.items()
-            for value in state.values()
-        )
+        states = [(p, s) for o, _ in copies for p, s in o.state.items() if isinstance(p, torch.Tensor)]
+        self.by_value &= all(_is_by_value(value, p) for p, state in states for value in state.values())
+        self.sent &= all(_can_be_sent(state) for _, state in states)
         counted = [GroupValues(o).plain() for o, _ in copies]
         return (
             [v - s for v, s in zip(values, start, strict=True)]
@@ -228,6 +229,14 @@ def _is_by_value(state: Any, param: torch.Tensor) -> bool:
     if isinstance(state, torch.Tensor):
         return state.numel() <= 1 or state.shape == param.shape
     return state is None or isinstance(state, (bool, int, float, str))
+
+
+def _can_be_sent(state: Any) -> bool:
+    try:
+        serialization.pack(state, "")
+    except UnsupportedError:
+        return False
+    return True
 
 
 def _normal(shape: torch.Size, like: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:

@@ -334,7 +334,7 @@ class ShardedSync(GradientSync):
 
     def _check_all_updated(self, own: set[int]) -> None:
         for i in self.buckets.place:
-            if id(self.params[i]) not in own:
+            if id(self.params[i]) not in own and self.params[i].numel():
                 raise MisuseError(
                     f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "
                     "update it; with gradients='shards' no rank has its whole gradient: add it to the "

@@ -286,6 +286,20 @@ def left_by_random_numbers(rank: int, world: int) -> None:
     assert not torch.equal(model[0].weight.detach(), kept)
 
 
+@CASES.over("full", "shards", "overlap")
+def compiled_step(rank: int, world: int, mode: str) -> None:
+    """A script compiles the optimizer's step: the communication in it is not traced."""
+    torch._dynamo.reset()
+    twins = Twins(rank, world, mlp, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), **MODES[mode])
+    fast = [torch.compile(o.step, backend="eager") for o in twins.optimizers]
+    for step in range(3):
+        for (model, optimizer), update in zip(twins.pairs, fast, strict=True):
+            optimizer.zero_grad()
+            twins.loss(model, step).backward()
+            update()
+        twins.check(f"step {step}")
+
+
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("world", [2, long(3)])
 def test_other_optimizers(in_launch: Callable[..., None], world: int, case: str) -> None:

@@ -147,6 +147,7 @@ class FusedSteps:
             self._groups.put_back()  # this step counts
         self.waiting = False
 
+    @torch.compiler.disable
     def after_step(self, *_: Any) -> None:
         """The optimizer has stepped."""
         self.shown.restore()

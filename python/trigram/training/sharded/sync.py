@@ -375,6 +375,7 @@ class ShardedSync(GradientSync):
             return grad
         return flat(grad, piece.view)[piece.start : piece.stop]
 
+    @torch.compiler.disable  # a script may compile the optimizer's step
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
         """The optimizer has stepped: collects the weights."""
@@ -618,6 +619,7 @@ class _OutlivedJob:
     def __init__(self, job: object) -> None:
         self.job = job
 
+    @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
         """See the class."""
         if self.job != world.job():

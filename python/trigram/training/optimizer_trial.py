@@ -75,11 +75,16 @@ class _Trial:
         self.shapes: list[tuple[torch.Size, torch.Tensor]] = []
         self.groups: list[list[int]] = []
         self.by_value = self.sent = True
-        for group in optimizer.param_groups:
+        kinds: set[tuple[str, int]] = set()
+        for group, options in zip(optimizer.param_groups, GroupValues(optimizer).plain(), strict=True):
             chosen: dict[int, torch.Tensor] = {}
+            # Groups that differ in numbers only, such as a learning rate for each layer, are alike.
+            options.pop("param_names", None)
+            kind = repr({k: v != 0 if isinstance(v, float) else v for k, v in sorted(options.items())})
             for p in group["params"]:
-                if p.numel():
+                if p.numel() and (kind, p.dim()) not in kinds:
                     chosen.setdefault(p.dim(), p)
+            kinds |= {(kind, dim) for dim in chosen}
             self.groups.append([])
             for k, p in enumerate(2 * list(chosen.values())):
                 self.groups[-1].append(len(self.shapes))

@@ -88,6 +88,16 @@ def test_what_is_found(what: str) -> None:
     assert not optimizer.state and optimizer.steps == 0 and optimizer.param_groups[0]["steps"] == 0
 
 
+def test_groups_that_are_alike_are_tried_once() -> None:
+    layers = [nn.Linear(6, 6, bias=False) for _ in range(50)]
+    named = [
+        {"params": [(str(k), layer.weight)], "lr": 0.01 * (k + 1), "steps": k % 2}
+        for k, layer in enumerate(layers)
+    ]
+    trial = optimizer_trial._Trial(Own(named))
+    assert [len(group) for group in trial.groups] == [2, 2] + [0] * 48
+
+
 def test_optimizers_of_torch_are_found_as_they_are_listed() -> None:
     from trigram.training.optimizer_kinds import ELEMENTWISE, WHOLE
 

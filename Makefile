@@ -137,7 +137,7 @@ test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
 	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
 	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
 
-# Scripts on transformers, PEFT, timm, torchvision and schedulefree; no weights are downloaded.
+# Scripts on transformers, PEFT, timm, torchvision and libraries of optimizers; no weights are downloaded.
 .venv/libraries: .venv/ready requirements-libraries.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-libraries.txt
 	touch $@

@@ -1,6 +1,6 @@
 """The backend of torch.distributed next to gloo, to trigram's own calls and to with_bagua, in turn.
 
-    python benches/backend.py [--ranks 2] [--seconds 0.4] [--parts calls,ddp,fsdp2]
+    python benches/backend.py [--ranks 2] [--seconds 0.4] [--parts calls,ddp,fsdp2] [--widths 512]
     python benches/hosts.py --hosts 2 --rate 1gbit -- benches/backend.py --parts fsdp2 --seconds 20
 
 Each line gives medians in microseconds of calls that alternate, then the median and the quartiles of the
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import trigram
+from trigram.integrations import fsdp
 
 Calls = dict[str, Callable[[], object]]
 _made = itertools.count()
@@ -124,16 +125,16 @@ def small_calls(gloo: dist.ProcessGroup, numbers: int) -> Calls:
     }
 
 
-def layers() -> nn.Sequential:
-    """10 MB of gradients in ten layers."""
+def layers(width: int = 512) -> nn.Sequential:
+    """Ten layers; 10 MB of gradients where they are 512 wide."""
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(512, 512) for _ in range(10)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(10)))
 
 
-def step_of(net: nn.Module) -> Callable[[], None]:
+def step_of(net: nn.Module, width: int = 512) -> Callable[[], None]:
     """A training step."""
     optimizer = torch.optim.SGD(net.parameters(), 1e-6)
-    x = torch.randn(8, 512)
+    x = torch.randn(8, width)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -143,9 +144,9 @@ def step_of(net: nn.Module) -> Callable[[], None]:
     return step
 
 
-def sharded(group: dist.ProcessGroup | None, ranks: int) -> nn.Module:
-    """The same model under FSDP2."""
-    net = layers()
+def sharded(group: dist.ProcessGroup | None, ranks: int, width: int) -> nn.Module:
+    """The same model under FSDP2, each layer on its own."""
+    net = layers(width)
     mesh = DeviceMesh.from_group(group or dist.group.WORLD, "cpu", list(range(ranks)))
     for layer in net:
         fully_shard(layer, mesh=mesh)
@@ -153,7 +154,7 @@ def sharded(group: dist.ProcessGroup | None, ranks: int) -> nn.Module:
     return net
 
 
-def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str]) -> None:
+def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str], widths: list[int]) -> None:
     """One rank."""
     if port is not None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -197,18 +198,20 @@ def run(rank: int, ranks: int, port: int | None, seconds: float, parts: list[str
             measure(steps, seconds),
             [("DDP", "with_bagua"), ("DDP, views", "with_bagua"), ("DDP, gloo", "DDP")],
         )
-    if "fsdp2" in parts:
-        registered = sharded(None, ranks)
+    for width in widths if "fsdp2" in parts else ():
+        registered, used = sharded(None, ranks, width), sharded(None, ranks, width)
         registered.set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[operator]
+        fsdp.use(used)
         steps = {
-            "FSDP2, gloo": step_of(sharded(gloo, ranks)),
-            "FSDP2": step_of(sharded(None, ranks)),
-            "FSDP2, registered": step_of(registered),
+            "FSDP2, gloo": step_of(sharded(gloo, ranks, width), width),
+            "FSDP2": step_of(sharded(None, ranks, width), width),
+            "FSDP2, registered": step_of(registered, width),
+            "FSDP2, fsdp.use": step_of(used, width),
         }
         report(
-            "a step of FSDP2 with 10 MB of weights",
+            f"a step of FSDP2 with ten layers of {4e-6 * width * (width + 1):.2f} MB",
             measure(steps, seconds),
-            [("FSDP2, gloo", "FSDP2"), ("FSDP2, gloo", "FSDP2, registered")],
+            [("FSDP2, gloo", name) for name in steps if name != "FSDP2, gloo"],
         )
     dist.destroy_process_group()
 
@@ -219,15 +222,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=0.4, help="for each line")
     parser.add_argument("--parts", default="calls,ddp,fsdp2", help="what to measure")
+    parser.add_argument("--widths", default="512", help="of the layers that FSDP2 wraps, with , between")
     args = parser.parse_args()
-    parts = args.parts.split(",")
+    parts, widths = args.parts.split(","), [int(width) for width in args.widths.split(",")]
     if "RANK" in os.environ:
-        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, args.seconds, parts)
+        run(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None, args.seconds, parts, widths)
         return
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.start_processes(run, (args.ranks, port, args.seconds, parts), args.ranks, start_method="spawn")
+    mp.start_processes(run, (args.ranks, port, args.seconds, parts, widths), args.ranks, start_method="spawn")
 
 
 if __name__ == "__main__":

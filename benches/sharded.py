@@ -8,12 +8,14 @@ one of `gradient_allreduce` without an update, in the same turn; AdamW alone is 
 nothing else. Memory is that of one rank: the sum of the tensors of
 weights, gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY
 nothing but this way runs, and the growth of the process is printed too, shared pages in proportion
-(/proc/self/smaps_rollup).
+(/proc/self/smaps_rollup). DeepSpeed is measured where it is installed (pip install deepspeed ninja, and a C++
+compiler); its gradients are in buffers of its own, which are not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import sys
@@ -36,6 +38,7 @@ from trigram.integrations import fsdp
 
 REFERENCE = "DDP, AdamW"
 NO_UPDATE = "gradient_allreduce, no update"
+DEEPSPEED = "DeepSpeed, ZeRO-2"
 
 
 def layers(args: argparse.Namespace) -> nn.Sequential:
@@ -74,6 +77,31 @@ def fsdp2(use: bool) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
     return make
 
 
+class Engine:
+    """DeepSpeed's engine as an optimizer: it resets gradients itself."""
+
+    def __init__(self, engine: Any) -> None:
+        self.step, self.optim = engine.step, engine.optimizer.optimizer
+
+    def zero_grad(self) -> None:
+        """Nothing."""
+
+
+def deepspeed(model: nn.Module) -> tuple[nn.Module, Any]:
+    """DeepSpeed's ZeRO-2, with the same AdamW."""
+    import deepspeed  # not in requirements-dev.txt; it compiles an extension at first use
+
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    deepspeed.init_distributed("gloo")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adamw(model), config=config)
+    return engine, Engine(engine)
+
+
 def ours(algorithm: str, **options: Any) -> Callable[[nn.Module], tuple[nn.Module, Any]]:
     """``with_bagua``."""
 
@@ -94,6 +122,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "DDP, ZeroRedundancyOptimizer": zero,
     "FSDP2, gloo": fsdp2(False),
     "FSDP2, trigram": fsdp2(True),
+    DEEPSPEED: deepspeed,
     "gradient_allreduce": ours("gradient_allreduce"),
     "gradient_allreduce, fused": ours("gradient_allreduce", fused=True),
     "sharded": ours("sharded"),
@@ -172,6 +201,10 @@ def rank_main(args: argparse.Namespace) -> None:
         return
     for name, make in WAYS.items():
         if args.only and name != REFERENCE and name not in args.only:
+            continue
+        if name == DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
+            if dist.get_rank() == 0:
+                print(f"{name}: left out, deepspeed is not installed")
             continue
         reference, way = Training(ddp, args), Training(make, args)
         memory[name] = way.memory()

@@ -15,15 +15,19 @@ import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.cases import Cases
 from tests.support.checks import close, raises, says
+from tests.support.marks import long
 from trigram.integrations import fsdp
 
 CASES = Cases()
 
 
-def trained(rank: int, use: Callable[[Any], None] | None) -> tuple[list[torch.Tensor], list[float]]:
-    """The whole weights after some steps, and the losses."""
+def trained(
+    rank: int, use: Callable[[Any], None] | None, width: int = 37
+) -> tuple[list[torch.Tensor], list[float]]:
+    """The whole weights after some steps, and the losses; `width` is that of the wrapped layers."""
     torch.manual_seed(5)
-    model: Any = nn.Sequential(nn.Linear(6, 37), nn.Tanh(), nn.Linear(37, 37), nn.Tanh(), nn.Linear(37, 3))
+    layers = [nn.Linear(6, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), nn.Linear(width, 3)]
+    model: Any = nn.Sequential(*layers)
     for layer in model:
         if isinstance(layer, nn.Linear):
             fully_shard(layer)
@@ -42,12 +46,13 @@ def trained(rank: int, use: Callable[[Any], None] | None) -> tuple[list[torch.Te
     return [p.full_tensor().detach() for p in model.parameters()], losses
 
 
-@CASES
-def as_over_gloo(rank: int, world: int) -> None:
-    """The same bits on two ranks, within the order of sums on more."""
+@CASES.over(1, 37, 256, 1025)
+def as_over_gloo(rank: int, world: int, width: int) -> None:
+    """The same bits on two ranks, within the order of sums on more; also layers of fewer values than ranks,
+    and of a few MB."""
     with gloo(rank, world):
-        expected, _ = trained(rank, None)
-        actual, _ = trained(rank, fsdp.use)
+        expected, _ = trained(rank, None, width)
+        actual, _ = trained(rank, fsdp.use, width)
     for a, e in zip(actual, expected, strict=True):
         close(a, e, 0.0 if world == 2 else 1e-4)
 
@@ -80,6 +85,6 @@ def refused(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, long(4)])
 def test_fsdp(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm")

@@ -20,10 +20,6 @@ from tests.support.twin_training import mlp, square
 CASES = Cases()
 
 
-class Own(torch.optim.SGD):
-    """An optimizer of the script."""
-
-
 def refused(
     kind: type[BaseException], *words: str, make: Callable[[], nn.Module] = mlp, **options: Any
 ) -> None:
@@ -54,14 +50,11 @@ def optimizers(rank: int, world: int) -> None:
         optimizer=lambda m: torch.optim.LBFGS(m.parameters()),
         elementwise=False,
     )
-    refused(trigram.UnsupportedError, "Own", "elementwise", optimizer=lambda m: Own(m.parameters(), lr=0.1))
     refused(
         trigram.UnsupportedError,
         "differentiable",
         optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1, differentiable=True),
     )
-    model = mlp()
-    trigram.with_bagua(model, "sharded", optimizer=Own(model.parameters(), lr=0.1), elementwise=True)
 
 
 @CASES

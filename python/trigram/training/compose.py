@@ -22,10 +22,10 @@ from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.sharded.gradient_buckets import ShardsCompressor
-from trigram.training.sharded.optimizer import updates_values
 from trigram.training.sharded.sync import ShardedSync
 from trigram.training.shown_params import claim, disclaim
 from trigram.training.step_hooks import StepHooks
@@ -58,7 +58,7 @@ def _compose(
     model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
 ) -> StepHooks:
     if algorithm.options.get("state") == "sharded":
-        whole = not updates_values(optimizer, algorithm.options["elementwise"], algorithm.name)
+        whole = not updates_values(optimizer, algorithm.options, algorithm.name)
         divided = algorithm.options["gradients"] == "shards"
         fused = bool(algorithm.options.get("fused"))
         kind = ShardsCompressor(whole, fused) if divided else compressor(algorithm, optimizer)
@@ -86,7 +86,9 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
     """Raises if the optimizer does not fit the algorithm; sends nothing."""
     options = algorithm.options
     if options.get("state") == "sharded" or options.get("fused"):
-        updates_values(optimizer, options["elementwise"], algorithm.name)
+        updates_values(optimizer, options, algorithm.name)
+    if options.get("state") == "sharded":
+        check_state_dict(optimizer, algorithm.name)
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")

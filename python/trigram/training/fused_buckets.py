@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,6 +15,7 @@ from trigram.training.buckets import Bucket
 from trigram.training.fused_steps import FusedSteps
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
+from trigram.training.weak_hook import WeakHook
 
 
 class FusedBuckets(StepHooks):
@@ -36,6 +38,21 @@ class FusedBuckets(StepHooks):
     def fuse(self, optimizer: Optimizer) -> None:
         """From the second update on, buckets are updated in backward."""
         self.fused = FusedSteps(optimizer)
+        restore = WeakHook(self, "restore_failed")
+        self.fused.handles.append(optimizer.register_state_dict_pre_hook(restore))
+
+    def restore_failed(self, *_: Any) -> None:
+        """After a step of the script that has raised an exception: the groups hold the parameters again."""
+        optimizer_hooks.forget_failed(self)
+        if self.fused is not None and self.fused.shown.active and not self.updating and not self.in_backward:
+            self.fused.shown.restore()
+            for p in self.params:  # the script may have reset gradients since, of what it found in the groups
+                p.grad = None
+
+    def abort_failed(self, timeout: float | None = None) -> None:
+        """See :class:`StepHooks`."""
+        self.restore_failed()
+        super().abort_failed(timeout)
 
     def abandon(self) -> None:
         """See :class:`StepHooks`."""

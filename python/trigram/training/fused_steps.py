@@ -6,7 +6,6 @@ Gradients have been used when backward returns, so whoever reads or changes them
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.optim import Optimizer
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
 from trigram.training import optimizer_hooks
+from trigram.training.group_values import GroupValues
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import ShownParams, disclaim
 from trigram.training.weak_hook import WeakHook
@@ -39,7 +39,8 @@ class FusedSteps:
         self.started = self.waiting = self.broken = False
         self.updated: set[int] = set()
         self._used: dict[int, ShardedGradient] = {}
-        self._options: list[dict[str, Any]] = []
+        self._groups: GroupValues | None = None  # when the pass began
+        self._counted: GroupValues | None = None  # since its first update
         self._place: dict[int, tuple[int, int]] = {}
         self.handles = [
             optimizer.register_step_post_hook(WeakHook(self, "after_step")),
@@ -70,7 +71,7 @@ class FusedSteps:
                 "inside itself; call backward() and then step(), or pass fused=False"
             )
         self.updated = set()
-        self._options = self._present()
+        self._groups, self._counted = GroupValues(self.optimizer), None
         groups = self.optimizer.param_groups
         self._place = {id(p): (g, k) for g, group in enumerate(groups) for k, p in enumerate(group["params"])}
 
@@ -86,18 +87,12 @@ class FusedSteps:
         return found
 
     def update(self) -> None:
-        """Steps the optimizer with what its groups hold. Hooks belong to the script's own call."""
-        o = self.optimizer
-        step = type(o).step
-        if getattr(step, "hooked", None):
-            step = step.__wrapped__  # type: ignore[attr-defined]
-        hooks = o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks
-        o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-        try:
-            with optimizer_hooks.unheard(o):
-                step(o)
-        finally:
-            o._optimizer_step_pre_hooks, o._optimizer_step_post_hooks = hooks
+        """Steps the optimizer with what its groups hold. Hooks belong to the script's own call; what the
+        optimizer counts in its groups is counted once per pass."""
+        assert self._groups is not None
+        self._groups.put_back()
+        optimizer_hooks.step_unheard(self.optimizer)
+        self._counted = GroupValues(self.optimizer)
 
     def use(self, params: Sequence[torch.Tensor], group: Group) -> None:
         """The gradients of these parameters have been used."""
@@ -140,15 +135,19 @@ class FusedSteps:
                     "with these in backward; call it once for each backward pass, reset gradients before the "
                     "next, or pass fused=False"
                 )
-        if self.waiting and self._options != self._present():
+        changed = self._counted is not None and not self._counted.same()
+        if self.waiting and changed:
             self.broken = True
             raise MisuseError(
                 f"{name}: the options of the optimizer's groups (lr, ...) were changed between backward() "
                 "and optimizer.step(), and fused=True has updated the weights with those before; change "
                 "them before backward() or after step()"
             )
+        if self.waiting and self._groups is not None:
+            self._groups.put_back()  # this step counts
         self.waiting = False
 
+    @torch.compiler.disable
     def after_step(self, *_: Any) -> None:
         """The optimizer has stepped."""
         self.shown.restore()
@@ -163,10 +162,3 @@ class FusedSteps:
     def _loaded(self, *_: Any) -> None:
         """A checkpoint was loaded: it may end a failure."""
         self.waiting = self.broken = False
-
-    def _present(self) -> list[dict[str, Any]]:
-        found = []
-        for group in self.optimizer.param_groups:
-            options = {k: v for k, v in group.items() if k != "params"}
-            found.append({k: v.item() if isinstance(v, torch.Tensor) else v for k, v in options.items()})
-        return found

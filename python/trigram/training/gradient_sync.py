@@ -470,7 +470,9 @@ class GradientSync(FusedBuckets):
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
-        if self.fused is not None and self.fusing and (failed is not None or error is not None):
+        # A forward pass that fails here fails a pass of the other ranks that updates weights.
+        updates = self.fusing if failed is None else self.fused is not None and self.fused.started
+        if self.fused is not None and updates and (failed is not None or error is not None):
             self.fused.broken = True
             for p in self.params:
                 if isinstance(p.grad, ShardedGradient):

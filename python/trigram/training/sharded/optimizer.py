@@ -6,6 +6,7 @@ state is keyed by slices. At all other times the groups hold the parameters, as 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,58 +18,15 @@ from torch.optim import Optimizer
 from trigram import collectives
 from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
-from trigram.errors import MisuseError, UnsupportedError
+from trigram.errors import UnsupportedError
 from trigram.runtime.group import Group
+from trigram.training.sharded.other_methods import DividedState
 from trigram.training.sharded.weight_buckets import WeightBucket, flat
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import ShownParams
 
-_NAMES = "SGD Adam AdamW Adagrad Adamax Adadelta RMSprop Rprop NAdam RAdam ASGD"
-ELEMENTWISE = tuple(_NAMES.split())
-"""Classes of ``torch.optim`` whose update of a value depends only on its own gradient and state."""
-WHOLE = ("Muon", "Adafactor")
-"""Those that need whole parameters."""
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """Names of state that belongs to a parameter as a whole, of whatever shape the parameter is."""
-
-
-def updates_values(optimizer: Any, elementwise: bool | None, name: str) -> bool:
-    """Whether an optimizer may be given slices of parameters; False: only whole parameters.
-
-    Args:
-        optimizer: The script's optimizer.
-        elementwise: What the script says; None: what is known of the class.
-        name: The algorithm, for error messages.
-
-    Raises:
-        MisuseError: It is no optimizer of torch.
-        UnsupportedError: It cannot be sharded.
-    """
-    if not isinstance(optimizer, Optimizer):
-        raise MisuseError(
-            f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
-            f"model's parameters; it is {type(optimizer).__name__ if optimizer is not None else None}"
-        )
-    kind = type(optimizer)
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError(
-            f"{name}: {kind.__name__} computes with all parameters at once, so it can be neither sharded nor "
-            "fused"
-        )
-    if any(g.get("differentiable") for g in optimizer.param_groups):
-        raise UnsupportedError(
-            f"{name}: optimizers with differentiable=True can be neither sharded nor fused"
-        )
-    if elementwise is not None:
-        return elementwise
-    if kind.__module__.startswith("torch.optim") and kind.__name__ in (*ELEMENTWISE, *WHOLE):
-        return kind.__name__ in ELEMENTWISE
-    raise UnsupportedError(
-        f"{name}: it is not known whether {kind.__name__} may be given slices of parameters; pass "
-        "elementwise=True if the update of a value depends only on its own gradient and state, or "
-        "elementwise=False if it needs whole parameters (norms, matrices). Known are "
-        f"{', '.join((*ELEMENTWISE, *WHOLE))} of torch.optim"
-    )
 
 
 @dataclass
@@ -198,6 +156,8 @@ class ShardedOptimizer:
     def cut(self) -> None:
         """Replaces the state of whole parameters by that of this rank's slices."""
         state = self.optimizer.state
+        if not isinstance(state, DividedState) or state.divider() is not self:
+            state = self.optimizer.state = DividedState(state, self)
         state[self._key] = {}
         for p, _, _ in self.places.values():
             piece = self.slices.get(id(p))
@@ -264,6 +224,15 @@ class ShardedOptimizer:
         state = self.optimizer.state
         values = [self._key, *(s.value for s in self.slices.values())]
         return [(value, state.pop(value)) for value in values if value in state]
+
+    def has_elsewhere(self, param: torch.Tensor) -> bool:
+        """Whether other ranks have state of the parameter; in a step nobody asks for it."""
+        return id(param) in self.places and not self.entered
+
+    def release(self) -> None:
+        """The state is a plain one again."""
+        if isinstance(self.optimizer.state, DividedState):
+            self.optimizer.state = defaultdict(dict, self.optimizer.state)
 
     def outline(self, loaded: bool = False) -> str:
         """What must be the same on all ranks: which parameters have state, its names and scalars.

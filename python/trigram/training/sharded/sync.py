@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +29,10 @@ from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.group_values import GroupValues
 from trigram.training.sharded.gradient_buckets import ShardsCompressor, layouts
 from trigram.training.sharded.optimizer import ShardedOptimizer, Slice
+from trigram.training.sharded.other_methods import OtherMethods
 from trigram.training.sharded.weight_buckets import Layout, WeightBucket, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import disclaim
@@ -69,7 +71,7 @@ class ShardedSync(GradientSync):
         self.optimizer, self.overlap = optimizer, overlap
         self.shards = ShardedOptimizer(optimizer, whole)
         self.gathers: list[tuple[WeightBucket, collectives.Work]] = []
-        self.gathered = 0
+        self.gathered = self.updates = 0
         self.lent = self.owed = False
         self.loads = [0] * groups.size
         self.remaining: list[int] = []  # by bucket of weights, parameters that a fused pass has yet to update
@@ -84,7 +86,8 @@ class ShardedSync(GradientSync):
         stepped = optimizer.register_step_post_hook(WeakHook(self, "_stepped"))
         # Before the script's own hooks, which may save a checkpoint.
         optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
-        self.optimizer_handles = [
+        self.optimizer_handles: list[Any] = [
+            OtherMethods(optimizer, self),
             stepped,
             optimizer.register_step_pre_hook(_OutlivedJob(self.job)),
             optimizer.register_state_dict_pre_hook(WeakHook(self, "_before_state_dict")),
@@ -248,6 +251,7 @@ class ShardedSync(GradientSync):
 
     def _let_go(self) -> None:
         disclaim(self.optimizer)
+        self.shards.release()
         for handle in self.optimizer_handles:
             handle.remove()
 
@@ -268,6 +272,9 @@ class ShardedSync(GradientSync):
                     "that optimizer itself, without another optimizer around it"
                 )
             return
+        self.updates += 1
+        if self.updates.bit_count() == 1:  # rarely: steps 1, 2, 4, ...
+            self._check_options()
         if self.shards.entered:  # the rest after an update in backward
             return
         self._check_collected()
@@ -334,7 +341,7 @@ class ShardedSync(GradientSync):
 
     def _check_all_updated(self, own: set[int]) -> None:
         for i in self.buckets.place:
-            if id(self.params[i]) not in own:
+            if id(self.params[i]) not in own and self.params[i].numel():
                 raise MisuseError(
                     f"sharded: parameter {self.names[i]} trains, and the optimizer= of with_bagua does not "
                     "update it; with gradients='shards' no rank has its whole gradient: add it to the "
@@ -375,6 +382,7 @@ class ShardedSync(GradientSync):
             return grad
         return flat(grad, piece.view)[piece.start : piece.stop]
 
+    @torch.compiler.disable  # a script may compile the optimizer's step
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
         """The optimizer has stepped: collects the weights."""
@@ -488,6 +496,25 @@ class ShardedSync(GradientSync):
 
     # Reads and writes of weights outside of forward.
 
+    @torch.no_grad()
+    def swap(self, call: str, method: Callable[[], Any]) -> Any:
+        """A method of the optimizer that may exchange the weights: it sees this rank's slices."""
+        if not self.shards.places or self.shards.entered:
+            return method()
+        self._check_job(call)
+        self._between_steps(call)
+        self._prepare()
+        before = GroupValues(self.optimizer)
+        self.shards.enter(lambda piece: None, lambda p: True)
+        try:
+            found = method()
+        finally:
+            self.shards.leave()
+        notes_it = all("train_mode" in g for g in self.optimizer.param_groups)
+        if not (notes_it and before.same()):  # the weights may be others
+            self.collect()
+        return found
+
     def abort_failed(self, timeout: float | None = None) -> None:
         """See :class:`StepHooks`; between steps, it also ends gathers and a step that has raised an
         exception."""
@@ -560,6 +587,24 @@ class ShardedSync(GradientSync):
                 "ranks"
             )
 
+    def _check_options(self) -> None:
+        """Raises on all ranks if they update their parts with different options."""
+        plain = (bool, int, float, str, tuple, type(None))
+        options = [
+            {k: v for k, v in o.items() if isinstance(v, plain)} for o in GroupValues(self.optimizer).plain()
+        ]
+        try:
+            other = ranks_unlike_first(repr(options), self.groups.main)
+        except TrigramError as e:
+            raise _explained(e, self.groups.name, "optimizer.step()") from e
+        if other:
+            raise MismatchError(
+                f"{self.groups.name}: optimizer.step(): rank(s) {listed(other)} have other options in the "
+                f"optimizer's groups (lr, ...) than rank {self.groups.main.ranks[0]}, and would update their "
+                "part of the weights with these; give schedulers the same values on all ranks, such as the "
+                "mean of the loss"
+            )
+
     def _check_job(self, call: str) -> None:
         if self.job != world.job():
             raise MisuseError(_outlived(call))
@@ -583,6 +628,7 @@ class _OutlivedJob:
     def __init__(self, job: object) -> None:
         self.job = job
 
+    @torch.compiler.disable
     def __call__(self, *_: Any) -> None:
         """See the class."""
         if self.job != world.job():

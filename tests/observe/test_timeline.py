@@ -87,6 +87,7 @@ def test_a_timeline_of_two_ranks(job: tuple[Path, list[dict[str, Any]]]) -> None
     assert arrows
     assert set(arrows.values()) == {1}
     assert {(i, "f") for i, ph in arrows if ph == "s"} == {key for key in arrows if key[1] == "f"}
+    assert all(isinstance(i, int) for i, _ in arrows)  # Perfetto drops the others
     spans = {0: [], 1: []}
     buckets = {0: [], 1: []}
     for e in events:
@@ -102,6 +103,10 @@ def test_torchs_profiler_has_the_same_spans_on_the_same_clock(job: tuple[Path, l
     """What our timeline and the profiler's file show of one phase coincides after the merge."""
     folder, _ = job
     merged, _ = merge.merge(merge.read_folder(folder), sorted((folder / "profile").glob("*.json")))
+    assert _misdrawn(merged["traceEvents"]) == []
+    arrows = Counter((e["cat"], e["ph"], e["id"]) for e in merged["traceEvents"] if e["ph"] in "sf")
+    assert {cat for cat, *_ in arrows} >= {"call", "fwdbwd"} and set(arrows.values()) == {1}
+    assert all(isinstance(key[2], int) for key in arrows)
     ours = defaultdict(list)
     theirs = defaultdict(list)
     owner = {}

@@ -16,11 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from trigram.errors import MisuseError
+from trigram.observe import profiling
 
 _EVERYBODY = ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
 """Calls that end on no rank before all have begun them."""
 _PROFILED = 1_000_000
 """The first ``pid`` of processes in profiler files, which ranks do not have."""
+_LANES = "trigram"
+"""Until it gets a number, the process of our spans in a profiler file."""
+_FLOWS = 1 << 40
+"""More than the arrows of a file. Perfetto takes numbers only for their ids, in the whole picture."""
 
 Event = dict[str, Any]
 
@@ -175,12 +180,12 @@ def _arrows(events: list[Event]) -> list[Event]:
     for event in events:
         if event["ph"] == "X" and "call" in event.get("args", ()):
             calls[event["args"]["call"]].append(event)
-    arrows = []
-    for call, slices in calls.items():
+    arrows: list[Event] = []
+    for slices in calls.values():
         last = max(slices, key=lambda e: e["ts"])
-        for n, other in enumerate(e for e in slices if e is not last):
+        for other in (e for e in slices if e is not last):
             end = other["ts"] + other["dur"]
-            about = {"cat": "call", "name": last["name"], "id": f"{call}.{n}"}
+            about = {"cat": "call", "name": last["name"], "id": len(arrows)}
             start = min(last["ts"], end)
             arrows.append({**about, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": start})
             arrows.append(
@@ -208,6 +213,8 @@ def _profile(
     trace = owners[0]
     shift = (profile.get("baseTimeNanoseconds", 0) - base) / 1000 - offsets[trace.host][0]
     renamed: dict[Any, int] = {}
+    flows: dict[Any, int] = {}
+    named = _in_lanes(events, trace.rank)
     moved = []
     for event in events:
         if "pid" in event:
@@ -215,9 +222,26 @@ def _profile(
         if event.get("ph") == "M" and event.get("name") == "process_name":
             event["args"]["name"] = f"rank {trace.rank}, torch.profiler: {event['args'].get('name')}"
         if event.get("ph") in ("s", "t", "f"):
-            event["id"] = f"{pid}.{event['id']}"
+            event["id"] = flows.setdefault(event["id"], pid * _FLOWS + len(flows))
         moved.append(_moved(event, shift))
+    for event in named:
+        moved.append({**event, "pid": renamed[event["pid"]]})
     return moved
+
+
+def _in_lanes(events: list[Event], rank: int) -> list[Event]:
+    """Moves the spans of trigram from the thread that made them, where calls overlap its other spans, to lanes
+    of a process of their own; returns its name."""
+    ends: list[float] = []
+    for event in sorted(
+        (e for e in events if e.get("ph") == "X" and e.get("name", "").startswith(profiling.PREFIX)),
+        key=lambda e: float(e["ts"]),
+    ):
+        lane = next((n for n, end in enumerate(ends) if end <= event["ts"]), len(ends))
+        ends[lane : lane + 1] = [event["ts"] + event["dur"]]
+        event["pid"], event["tid"] = _LANES, lane
+    about = {"name": f"rank {rank}, torch.profiler: trigram"}
+    return [{"ph": "M", "name": "process_name", "pid": _LANES, "tid": 0, "args": about}] if ends else []
 
 
 def write(trace: Event, path: Path) -> None:

@@ -144,7 +144,7 @@ def test_clocks_of_hosts_are_aligned_by_the_calls(job: tuple[Path, list[dict[str
 def test_the_phases_of_a_step_add_up(job: tuple[Path, list[dict[str, Any]]]) -> None:
     """Two backward passes and an update are one step; its phases are all of its time."""
     for found in job[1]:
-        assert found["step"]["count"] == STEPS - 1  # the last ends with the next forward pass
+        assert found["step"]["count"] == STEPS - 2  # not the first; the last ends with the next forward pass
         parts = [found[phase]["total"] for phase in steps.PHASES]
         assert sum(parts) == pytest.approx(found["step"]["total"], rel=1e-6)
         assert all(found[phase]["total"] > 0 for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER))

@@ -230,8 +230,8 @@ def _profile(
 
 
 def _in_lanes(events: list[Event], rank: int) -> list[Event]:
-    """Moves the spans of trigram from the thread that made them, where calls overlap its other spans, to lanes
-    of a process of their own; returns its name."""
+    """Moves the spans of trigram from the thread that made them, where calls overlap its other spans, to
+    lanes of a process of their own; returns its name."""
     ends: list[float] = []
     for event in sorted(
         (e for e in events if e.get("ph") == "X" and e.get("name", "").startswith(profiling.PREFIX)),

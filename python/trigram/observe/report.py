@@ -155,7 +155,10 @@ def judge(rows: list[Rank]) -> Finding:
             None,
             False,
             "no step of training was counted",
-            ["a step is a forward and a backward pass of a model given to with_bagua, and its update"],
+            [
+                "a step is a forward and a backward pass of a model given to with_bagua, and its update; the "
+                "first is left out, and a job of one rank counts none"
+            ],
             [],
         )
     step = statistics.median(row.mean["step"] for row in trained)
@@ -190,7 +193,12 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     often = "in most steps" if chronic else "in some steps"
     cause = "input" if phase == INPUT else "compute"
     what = "its input" if cause == "input" else f"its computation (most in: {phase})"
-    if cause == "input":
+    if cause == "input" and not chronic:
+        then = [
+            "look at what its script does from an update to the next forward pass in these steps: "
+            "evaluation, checkpoints, logging, a new epoch; do it on all ranks, or beside the training"
+        ]
+    elif cause == "input":
         then = [
             "give its DataLoader more workers or a longer prefetch_factor, or cache what it reads "
             "(trigram.data.CachedDataset)"

@@ -38,8 +38,8 @@ INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER = (
 )
 PHASES = (INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
 """``input``: from the update, or a backward pass that no update follows, to the next forward pass (the script
-fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication; ``other``: the rest,
-such as the loss, clipping and logging."""
+fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication;
+``other``: the rest, such as the loss, clipping and logging."""
 _KEPT = 512
 """Values of which medians are computed."""
 

@@ -122,7 +122,8 @@ def test_a_dump_is_no_program(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    (tmp_path / "rank0").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(trigram.MisuseError, match="no dump"):
-        postmortem.read(tmp_path)
+    for content in (Evil(), 5, {"entries": []}, {"pg_config": {}, "entries": 3}):
+        (tmp_path / "rank0").write_bytes(pickle.dumps(content))
+        with pytest.raises(trigram.MisuseError, match="no dump"):
+            postmortem.read(tmp_path)
     assert not (tmp_path / "made").exists()

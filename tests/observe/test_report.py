@@ -232,6 +232,36 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
         report.read(tmp_path)
 
 
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "0.1", None, float("inf")])
+def test_a_time_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
+    broken = row(0)
+    broken.mean["input"] = wrong  # type: ignore[assignment]
+    report.write(tmp_path, broken)
+    with pytest.raises(ConfigError, match="report-rank0.*is no report"):
+        report.read(tmp_path)
+
+
+def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    for r in range(7):  # row() says that the job has four
+        report.write(tmp_path, row(r))
+    assert [found.rank for found in report.read(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    report.write(tmp_path, row(0))
+    argv = [
+        sys.executable,
+        "-m",
+        "trigram",
+        "report",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "none" / "a.json"),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "a.json" in done.stderr
+
+
 def test_a_folder_that_cannot_be_used_ends_no_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path / "file")})

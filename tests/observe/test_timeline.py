@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -180,3 +181,29 @@ def test_a_block_records_what_is_inside(tmp_path: Path) -> None:
         cut = tmp_path / "cut.json"
         cut.write_text(path.read_text()[:-30])
         assert merge.read_events(cut) == events[:-1]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": 1}', b"", b'[\n{"ph":"M","name":"trigram","args":{}}\n]', b"\xff\xfe"]
+)
+def test_what_is_no_timeline_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace-rank0.json").write_bytes(content)
+    with pytest.raises(trigram.MisuseError, match="trace-rank0"):
+        merge.read_folder(tmp_path)
+    (tmp_path / "trace-rank0.json").rename(tmp_path / "trace-rank0.json.gz")
+    with pytest.raises(trigram.MisuseError, match="trace-rank0"):
+        merge.read_folder(tmp_path)
+    cut = gzip.compress(b"[" * 1000)[:-9]
+    (tmp_path / "trace-rank0.json.gz").write_bytes(cut)
+    with pytest.raises(trigram.MisuseError, match="cannot be read"):
+        merge.read_folder(tmp_path)
+
+
+def test_timelines_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    for world in (3, 2):
+        run(world, _once, env={"TRIGRAM_TIMELINE": str(tmp_path)}, timeout=60)
+        assert [t.rank for t in merge.read_folder(tmp_path)] == list(range(world))
+
+
+def _once(rank: int, world: int) -> None:
+    trigram.barrier()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -38,18 +39,25 @@ class RankTrace:
         host: Its host.
         pid: Its process.
         base: Nanoseconds since 1970 at which its ``ts`` is 0.
+        job: The job; "": it came late into an elastic one, so it cannot say.
+        began: When it was begun, in nanoseconds since 1970.
         events: Its events.
     """
 
     def __init__(self, path: Path, events: list[Event]) -> None:
-        about = next((e["args"] for e in events if e.get("name") == "trigram" and e["ph"] == "M"), None)
-        if about is None:
-            raise MisuseError(f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE")
+        try:
+            about = next(e["args"] for e in events if e.get("name") == "trigram" and e["ph"] == "M")
+            self.rank: int = about["rank"]
+            self.host: str = about["host"]
+            self.pid: int = about["pid"]
+            self.base: int = about["base_ns"]
+        except (AttributeError, KeyError, StopIteration, TypeError):
+            raise MisuseError(
+                f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE"
+            ) from None
+        self.job: str = about.get("job", "")
+        self.began: int = about.get("began_ns", 0)
         self.path = path
-        self.rank: int = about["rank"]
-        self.host: str = about["host"]
-        self.pid: int = about["pid"]
-        self.base: int = about["base_ns"]
         self.events = events
 
     def calls(self) -> Iterable[Event]:
@@ -58,10 +66,17 @@ class RankTrace:
 
 
 def read_events(path: Path) -> Any:
-    """The JSON of a file, also of one whose process was killed while it wrote."""
+    """The JSON of a file, also of one whose process was killed while it wrote.
+
+    Raises:
+        MisuseError: It cannot be read.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as f:
-        text = f.read()
+    try:
+        with opened(path, "rt", encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+        raise MisuseError(f"{path} cannot be read: {e}") from e
     try:
         return json.loads(text)
     except ValueError:
@@ -76,16 +91,17 @@ def read_events(path: Path) -> Any:
 
 
 def read_folder(folder: Path) -> list[RankTrace]:
-    """The timelines of a folder, by rank.
+    """The timelines of a folder, by rank; of several jobs, those of the last one.
 
     Raises:
-        MisuseError: There are none, or two of one rank.
+        MisuseError: There are none, one cannot be read, or two are of one rank.
     """
     traces = [RankTrace(path, read_events(path)) for path in sorted(folder.glob("*-rank*.json*"))]
     if not traces:
         raise MisuseError(f"{folder} has no timelines; run the job with TRIGRAM_TIMELINE={folder}")
+    last = max(traces, key=lambda t: (t.job != "", t.began))
     by_rank: dict[int, RankTrace] = {}
-    for trace in traces:
+    for trace in [t for t in traces if t.job in ("", last.job)]:
         if trace.rank in by_rank:
             raise MisuseError(
                 f"{by_rank[trace.rank].path} and {trace.path} are both of rank {trace.rank}; keep the "

@@ -74,13 +74,23 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
             continue
         try:
             with path.open("rb") as f:
-                dumps[int(found[1])] = _Harmless(f).load()
-        except (OSError, pickle.UnpicklingError, EOFError, ValueError) as e:
+                dumps[int(found[1])] = _checked(_Harmless(f).load())
+        except (OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as e:
             raise MisuseError(f"{path} is no dump: {e}") from e
     if not dumps:
         raise MisuseError(f"{folder} has no dumps; run the job with TRIGRAM_DUMP={folder}")
     last = max(dumps.values(), key=lambda dump: (_job(dump) != "", dump.get("trigram", {}).get("time_ns", 0)))
     return {rank: dump for rank, dump in sorted(dumps.items()) if _job(dump) in ("", _job(last))}
+
+
+def _checked(dump: Any) -> dict[str, Any]:
+    if not (
+        isinstance(dump, dict)
+        and isinstance(dump.get("pg_config"), dict)
+        and isinstance(dump.get("entries"), list)
+    ):
+        raise ValueError("it has no groups and calls")
+    return dump
 
 
 def _job(dump: dict[str, Any]) -> str:

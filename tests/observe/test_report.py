@@ -237,7 +237,7 @@ def test_a_time_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
     broken = row(0)
     broken.mean["input"] = wrong  # type: ignore[assignment]
     report.write(tmp_path, broken)
-    with pytest.raises(ConfigError, match="report-rank0.*is no report"):
+    with pytest.raises(ConfigError, match=r"report-rank0.*is no report"):
         report.read(tmp_path)
 
 

@@ -152,6 +152,8 @@ def test_the_phases_of_a_step_add_up(job: tuple[Path, list[dict[str, Any]]]) -> 
 
 
 def _block(rank: int, world: int, folder: str) -> str:
+    with pytest.raises(trigram.MisuseError, match=r"name it \.json"), trigram.timeline(f"{folder}/a.json.gz"):
+        pass
     with trigram.timeline(f"{folder}/trace.json"):
         trigram.all_reduce(torch.ones(4))
         with pytest.raises(trigram.MisuseError, match="already"), trigram.timeline(f"{folder}/b.json"):

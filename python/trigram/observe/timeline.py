@@ -230,9 +230,13 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
             ``trigram timeline``.
 
     Raises:
-        MisuseError: A timeline is being recorded already.
+        MisuseError: A timeline is being recorded already, or the name ends in ``.gz``.
         OSError: The file cannot be written.
     """
+    if Path(path).suffix == ".gz":
+        raise MisuseError(
+            f"timeline: {path} would not be compressed; name it .json, and compress with trigram timeline DIR"
+        )
     _begin(file_of(Path(path), world.current().rank), time.monotonic_ns())
     try:
         yield

@@ -71,6 +71,24 @@ def test_the_dump_names_the_rank(how: str, tmp_path: Path, capfd: pytest.Capture
     assert ("Culprit rank 2" if how == "skipped" else "missing ranks: {2}") in said
 
 
+def _unsent(rank: int, world: int) -> str:
+    trigram.init(op_timeout=3.0)
+    try:
+        if rank == 0:
+            trigram.recv(torch.ones(4), 1)  # which goes on to the collective
+        trigram.all_reduce(torch.ones(4))
+    except trigram.TrigramError as e:
+        return str(e)
+    return ""
+
+
+def test_a_rank_that_waits_for_a_message_is_not_blamed_alone(tmp_path: Path) -> None:
+    assert all(run(3, _unsent, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60))
+    [finding, *_] = postmortem.find(postmortem.read(tmp_path))
+    assert finding.ranks == (1, 0)
+    assert "rank 0 waits for rank 1" in finding.text
+
+
 def _asked(rank: int, world: int, folder: str) -> list[int]:
     trigram.init()
     seen: list[int] = []
@@ -122,7 +140,8 @@ def test_a_dump_is_no_program(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    (tmp_path / "rank0").write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(trigram.MisuseError, match="no dump"):
-        postmortem.read(tmp_path)
+    for content in (Evil(), 5, {"entries": []}, {"pg_config": {}, "entries": 3}):
+        (tmp_path / "rank0").write_bytes(pickle.dumps(content))
+        with pytest.raises(trigram.MisuseError, match="no dump"):
+            postmortem.read(tmp_path)
     assert not (tmp_path / "made").exists()

@@ -47,11 +47,13 @@ def test_metrics_are_served() -> None:
     port = free_port()
     ranks = run(2, _served, port, transport="tcp", env={"TRIGRAM_METRICS": f"127.0.0.1:{port}"}, timeout=60)
     for rank, (text, counters) in enumerate(ranks):
+        labels_of: dict[str, set[str]] = {}
         values: dict[str, dict[tuple[str, ...], float]] = {}
         for family in parser.text_string_to_metric_families(text):
             for sample in family.samples:
                 labels = {k: v for k, v in sample.labels.items() if k != "rank"}
                 assert sample.labels["rank"] == str(rank)
+                labels_of.setdefault(sample.name, set()).update(sample.labels)
                 values.setdefault(sample.name, {})[tuple(labels.values())] = sample.value
         assert values["trigram_steps_total"][("Linear",)] in (6.0, 7.0)
         assert values["trigram_calls_total"][()] == counters["calls"]
@@ -62,6 +64,19 @@ def test_metrics_are_served() -> None:
         # Rates of links and silences exist only where there are some.
         absent = {"trigram_link_bytes_per_second", "trigram_silent_seconds", "trigram_waited_seconds_total"}
         assert known - set(values) <= absent and known <= _families()
+        for panel in json.loads(DASHBOARD.read_text())["panels"]:
+            for target in panel["targets"]:
+                _has_labels(target["expr"], target["legendFormat"], labels_of)
+
+
+def _has_labels(expression: str, legend: str, labels_of: dict[str, set[str]]) -> None:
+    """A query of the dashboard names labels that the ranks serve, and its legend those that it keeps."""
+    kept = {label for group in re.findall(r"by \((.*?)\)", expression) for label in re.split(r",\s*", group)}
+    assert set(re.findall(r"{{(\w+)}}", legend)) <= kept
+    for name, _, matchers in re.findall(r"(trigram_[a-z_]+)({(.*?)})?", expression):
+        used = kept | set(re.findall(r"(\w+)[=!]", matchers))
+        if "scalar(" not in expression:
+            assert used <= labels_of.get(name, {"rank", "peer"}), expression
 
 
 def _families() -> set[str]:

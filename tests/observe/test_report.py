@@ -62,6 +62,63 @@ def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path:
     assert [row.rank for row in rows] == [0, 1, 2]
     assert all(row.steps >= STEPS - 2 for row in rows)
     assert (found.rank, found.cause, found.chronic) == (1, cause, chronic), report.text(rows)
+    assert ("DataLoader" in report.text(rows)) == (plant == "input")
+
+
+class Slow(torch.autograd.Function):
+    """Takes its time, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.02)
+        return grad
+
+
+def loop(rank: int, world: int, style: str) -> None:
+    """A loop of this style; the input of rank 1 is slow."""
+    torch.manual_seed(0)
+    nets = [trigram.with_bagua(nn.Linear(64, 64)) for _ in range(2 if style == "two models" else 1)]
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
+    for step in range(STEPS):
+        for k, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+            optimizer.zero_grad()
+            for micro in range(3 if style == "accumulation" else 1):
+                if rank == 1 and k == 0 and (style != "late start" or step == 0):
+                    time.sleep(0.5 if style == "late start" else 0.04)
+                if style == "barrier":
+                    trigram.barrier()
+                with (
+                    trigram.no_sync(net)
+                    if style == "accumulation" and micro < 2
+                    else contextlib.nullcontext()
+                ):
+                    loss = Slow.apply(nets[0](torch.randn(8, 64))).square().mean()  # type: ignore[no-untyped-call]
+                    if k == 1:
+                        loss = net(torch.randn(8, 64)).square().mean() + loss
+                    if style == "shown loss":
+                        trigram.all_reduce(loss.detach().clone(), "avg")
+                    loss.backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("style", ["plain", "accumulation", "barrier", "shown loss", "two models"])
+def test_a_slow_input_is_named_in_other_loops(style: str, tmp_path: Path) -> None:
+    """Also where the others wait for it in a call of the script."""
+    run(3, loop, style, env={"TRIGRAM_REPORT": str(tmp_path)})
+    rows = report.read(tmp_path)
+    found = report.judge(rows)
+    assert (found.rank, found.cause, found.chronic) == (1, "input", True), report.text(rows)
+
+
+def test_a_late_start_is_nobodys_fault(tmp_path: Path) -> None:
+    run(3, loop, "late start", env={"TRIGRAM_REPORT": str(tmp_path)})
+    rows = report.read(tmp_path)
+    assert report.judge(rows).cause == "none", report.text(rows)
 
 
 def row(rank: int, **other: object) -> report.Rank:
@@ -173,6 +230,36 @@ def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
     (tmp_path / "report-rank3.json").write_text("{}")
     with pytest.raises(ConfigError, match="report-rank3"):
         report.read(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), -1.0, "0.1", None, float("inf")])
+def test_a_time_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
+    broken = row(0)
+    broken.mean["input"] = wrong  # type: ignore[assignment]
+    report.write(tmp_path, broken)
+    with pytest.raises(ConfigError, match=r"report-rank0.*is no report"):
+        report.read(tmp_path)
+
+
+def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    for r in range(7):  # row() says that the job has four
+        report.write(tmp_path, row(r))
+    assert [found.rank for found in report.read(tmp_path)] == [0, 1, 2, 3]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    report.write(tmp_path, row(0))
+    argv = [
+        sys.executable,
+        "-m",
+        "trigram",
+        "report",
+        str(tmp_path),
+        "--json",
+        str(tmp_path / "none" / "a.json"),
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "a.json" in done.stderr
 
 
 def test_a_folder_that_cannot_be_used_ends_no_job(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def _models(rank: int, world: int, how: str) -> tuple[str, int, list[int]]:
 @pytest.mark.parametrize("how", ["unwrapped", "dropped"])
 def test_figures_outlive_the_model(how: str) -> None:
     """Its group is let go: otherwise a process that makes thousands of models ends with too many groups."""
-    assert run(2, _models, how) == [("Linear", 8, [0, 1])] * 2
+    assert run(2, _models, how) == [("Linear", 7, [0, 1])] * 2
 
 
 class Student(torch.nn.Linear):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gzip
 import json
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_a_timeline_of_two_ranks(job: tuple[Path, list[dict[str, Any]]]) -> None
     assert arrows
     assert set(arrows.values()) == {1}
     assert {(i, "f") for i, ph in arrows if ph == "s"} == {key for key in arrows if key[1] == "f"}
+    assert all(isinstance(i, int) for i, _ in arrows)  # Perfetto drops the others
     spans = {0: [], 1: []}
     buckets = {0: [], 1: []}
     for e in events:
@@ -102,6 +104,10 @@ def test_torchs_profiler_has_the_same_spans_on_the_same_clock(job: tuple[Path, l
     """What our timeline and the profiler's file show of one phase coincides after the merge."""
     folder, _ = job
     merged, _ = merge.merge(merge.read_folder(folder), sorted((folder / "profile").glob("*.json")))
+    assert _misdrawn(merged["traceEvents"]) == []
+    arrows = Counter((e["cat"], e["ph"], e["id"]) for e in merged["traceEvents"] if e["ph"] in "sf")
+    assert {cat for cat, *_ in arrows} >= {"call", "fwdbwd"} and set(arrows.values()) == {1}
+    assert all(isinstance(key[2], int) for key in arrows)
     ours = defaultdict(list)
     theirs = defaultdict(list)
     owner = {}
@@ -139,13 +145,15 @@ def test_clocks_of_hosts_are_aligned_by_the_calls(job: tuple[Path, list[dict[str
 def test_the_phases_of_a_step_add_up(job: tuple[Path, list[dict[str, Any]]]) -> None:
     """Two backward passes and an update are one step; its phases are all of its time."""
     for found in job[1]:
-        assert found["step"]["count"] == STEPS - 1  # the last ends with the next forward pass
+        assert found["step"]["count"] == STEPS - 2  # not the first; the last ends with the next forward pass
         parts = [found[phase]["total"] for phase in steps.PHASES]
         assert sum(parts) == pytest.approx(found["step"]["total"], rel=1e-6)
         assert all(found[phase]["total"] > 0 for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER))
 
 
 def _block(rank: int, world: int, folder: str) -> str:
+    with pytest.raises(trigram.MisuseError, match=r"name it \.json"), trigram.timeline(f"{folder}/a.json.gz"):
+        pass
     with trigram.timeline(f"{folder}/trace.json"):
         trigram.all_reduce(torch.ones(4))
         with pytest.raises(trigram.MisuseError, match="already"), trigram.timeline(f"{folder}/b.json"):
@@ -175,3 +183,29 @@ def test_a_block_records_what_is_inside(tmp_path: Path) -> None:
         cut = tmp_path / "cut.json"
         cut.write_text(path.read_text()[:-30])
         assert merge.read_events(cut) == events[:-1]
+
+
+@pytest.mark.parametrize(
+    "content", [b'{"a": 1}', b"", b'[\n{"ph":"M","name":"trigram","args":{}}\n]', b"\xff\xfe"]
+)
+def test_what_is_no_timeline_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "trace-rank0.json").write_bytes(content)
+    with pytest.raises(trigram.MisuseError, match="trace-rank0"):
+        merge.read_folder(tmp_path)
+    (tmp_path / "trace-rank0.json").rename(tmp_path / "trace-rank0.json.gz")
+    with pytest.raises(trigram.MisuseError, match="trace-rank0"):
+        merge.read_folder(tmp_path)
+    cut = gzip.compress(b"[" * 1000)[:-9]
+    (tmp_path / "trace-rank0.json.gz").write_bytes(cut)
+    with pytest.raises(trigram.MisuseError, match="cannot be read"):
+        merge.read_folder(tmp_path)
+
+
+def test_timelines_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
+    for world in (3, 2):
+        run(world, _once, env={"TRIGRAM_TIMELINE": str(tmp_path)}, timeout=60)
+        assert [t.rank for t in merge.read_folder(tmp_path)] == list(range(world))
+
+
+def _once(rank: int, world: int) -> None:
+    trigram.barrier()

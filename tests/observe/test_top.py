@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import json
 import math
 import os
+import pty
+import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +26,7 @@ from rich.console import Console
 
 import trigram
 from tests.support.checks import raises, says
-from tests.support.harness import Ranks, say, scratch, until
+from tests.support.harness import Ranks, free_port, say, scratch, until
 from trigram.cli import top
 from trigram.observe.snapshots import KEY, Snapshot, seal, unseal
 from trigram.observe.steps import PHASES
@@ -182,6 +189,78 @@ def test_a_running_job_is_seen() -> None:
         says(ranks.log(0), "trigram top --store", port)
         (ranks.dir / "flag-seen").touch()
         ranks.results(40)
+
+
+def _in_terminal(
+    port: int, terminal: str, act: Callable[[subprocess.Popen[bytes], Callable[[], str]], None]
+) -> str:
+    """What ``trigram top`` has written to a terminal of this kind when it has ended, after ``act``."""
+    mine, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
+    argv = [sys.executable, "-m", "trigram", "top", "--store", f"127.0.0.1:{port}"]
+    env = {k: v for k, v in os.environ.items() if k not in ("TRIGRAM_SECRET", "COLUMNS", "LINES")}
+    process = subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env | {"TERM": terminal})
+    os.close(its)
+    os.set_blocking(mine, False)
+    heard = b""
+
+    def seen() -> str:
+        nonlocal heard
+        with contextlib.suppress(OSError):
+            heard += os.read(mine, 1 << 16)
+        return heard.decode()
+
+    try:
+        act(process, seen)
+        until(lambda: (seen(), process.poll())[1] is not None, 20, "its end")
+        assert process.returncode == 0, seen()
+        return seen()
+    finally:
+        process.kill()
+        process.wait()
+        os.close(mine)
+
+
+def _serve(world: int = 2) -> dist.TCPStore:
+    """A store with snapshots of ranks."""
+    store = dist.TCPStore("127.0.0.1", free_port(), None, True, wait_for_workers=False)
+    for rank in range(world):
+        taken = replace(WHOLE, rank=rank, world_size=world, silent=[], time=time.time())
+        dist.PrefixStore("trigram", store).set(KEY.format(rank), seal(taken, None))
+    return store
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_terminal_is_left_as_it_was(number: int) -> None:
+    store = _serve()
+
+    def act(process: subprocess.Popen[bytes], seen: Callable[[], str]) -> None:
+        until(lambda: seen().count("2 of 2 ranks") > 2, 40, "a live table")
+        process.send_signal(number)
+
+    text = _in_terminal(store.port, "xterm-256color", act)
+    assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+    says(text.rpartition("\x1b[?1049l")[2], "2 of 2 ranks")
+
+
+def test_a_terminal_that_draws_nothing_anew_gets_one_table() -> None:
+    store = _serve()
+    text = _in_terminal(store.port, "dumb", lambda process, seen: None)
+    says(text, "2 of 2 ranks")
+    assert "\x1b" not in text
+
+
+def test_a_store_that_is_gone_is_told() -> None:
+    stores = [_serve()]
+
+    def act(process: subprocess.Popen[bytes], seen: Callable[[], str]) -> None:
+        until(lambda: "2 of 2 ranks" in seen(), 40, "a table")
+        stores.clear()
+        until(lambda: "does not answer any more" in seen(), 20, "a word about the store")
+        process.send_signal(signal.SIGINT)
+
+    _in_terminal(stores[0].port, "xterm-256color", act)
 
 
 def test_no_store() -> None:

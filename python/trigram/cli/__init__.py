@@ -48,6 +48,10 @@ def main() -> None:
     except trigram.TrigramError as error:
         # The text names the operation, the rank and what to do: a traceback adds nothing.
         sys.exit(f"trigram: {type(error).__name__}: {error}")
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(f"trigram: {error}")
 
 
 @app.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import time
 from collections.abc import Iterator
@@ -73,7 +74,9 @@ class Job:
         grown = max((s.world_size for s, _ in self.ranks.values()), default=1)
         for rank in range(size, min(grown, _MOST)):
             self._read(rank)
-        if not self.ranks and not self.problem:
+        if self.store.store is None:
+            self.problem = "the store does not answer any more: the job has ended, or begins again"
+        elif not self.ranks and not self.problem:
             self.problem = "no snapshot in the store yet; start the ranks with TRIGRAM_TOP=1"
 
     def _read(self, rank: int) -> None:
@@ -174,7 +177,8 @@ def _own(taken: Snapshot) -> float:
 
 
 def show(store: str | None, once: bool) -> int:
-    """Shows a job until Ctrl-C, or until it ends; ``once``: prints one table.
+    """Shows a job until Ctrl-C or SIGTERM, or until all ranks have left; ``once``, and where nothing can be
+    drawn anew: prints one table.
 
     Returns:
         The exit code: 1 if nothing of the job was found.
@@ -190,10 +194,11 @@ def show(store: str | None, once: bool) -> int:
     job = Job(ReconnectingStore(client, lambda: reopen(host, port)))
     console = Console()
     job.read()
-    if once or not console.is_terminal:
+    if once or not console.is_terminal or console.is_dumb_terminal:
         console = console if console.is_terminal else Console(width=120)
         console.print(job.table(_MOST, console.width))
         return 0 if job.ranks else 1
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the terminal is left as it was
     try:
         with Live(
             job.table(console.height - 4, console.width), console=console, auto_refresh=False, screen=True

@@ -10,17 +10,23 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from trigram.errors import MisuseError
+from trigram.observe import profiling
 
 _EVERYBODY = ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
 """Calls that end on no rank before all have begun them."""
 _PROFILED = 1_000_000
 """The first ``pid`` of processes in profiler files, which ranks do not have."""
+_LANES = "trigram"
+"""Until it gets a number, the process of our spans in a profiler file."""
+_FLOWS = 1 << 40
+"""More than the arrows of a file. Perfetto takes numbers only for their ids, in the whole picture."""
 
 Event = dict[str, Any]
 
@@ -33,18 +39,25 @@ class RankTrace:
         host: Its host.
         pid: Its process.
         base: Nanoseconds since 1970 at which its ``ts`` is 0.
+        job: The job; "": it came late into an elastic one, so it cannot say.
+        began: When it was begun, in nanoseconds since 1970.
         events: Its events.
     """
 
     def __init__(self, path: Path, events: list[Event]) -> None:
-        about = next((e["args"] for e in events if e.get("name") == "trigram" and e["ph"] == "M"), None)
-        if about is None:
-            raise MisuseError(f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE")
+        try:
+            about = next(e["args"] for e in events if e.get("name") == "trigram" and e["ph"] == "M")
+            self.rank: int = about["rank"]
+            self.host: str = about["host"]
+            self.pid: int = about["pid"]
+            self.base: int = about["base_ns"]
+        except (AttributeError, KeyError, StopIteration, TypeError):
+            raise MisuseError(
+                f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE"
+            ) from None
+        self.job: str = about.get("job", "")
+        self.began: int = about.get("began_ns", 0)
         self.path = path
-        self.rank: int = about["rank"]
-        self.host: str = about["host"]
-        self.pid: int = about["pid"]
-        self.base: int = about["base_ns"]
         self.events = events
 
     def calls(self) -> Iterable[Event]:
@@ -53,10 +66,17 @@ class RankTrace:
 
 
 def read_events(path: Path) -> Any:
-    """The JSON of a file, also of one whose process was killed while it wrote."""
+    """The JSON of a file, also of one whose process was killed while it wrote.
+
+    Raises:
+        MisuseError: It cannot be read.
+    """
     opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as f:
-        text = f.read()
+    try:
+        with opened(path, "rt", encoding="utf-8") as f:
+            text = f.read()
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as e:
+        raise MisuseError(f"{path} cannot be read: {e}") from e
     try:
         return json.loads(text)
     except ValueError:
@@ -71,16 +91,17 @@ def read_events(path: Path) -> Any:
 
 
 def read_folder(folder: Path) -> list[RankTrace]:
-    """The timelines of a folder, by rank.
+    """The timelines of a folder, by rank; of several jobs, those of the last one.
 
     Raises:
-        MisuseError: There are none, or two of one rank.
+        MisuseError: There are none, one cannot be read, or two are of one rank.
     """
     traces = [RankTrace(path, read_events(path)) for path in sorted(folder.glob("*-rank*.json*"))]
     if not traces:
         raise MisuseError(f"{folder} has no timelines; run the job with TRIGRAM_TIMELINE={folder}")
+    last = max(traces, key=lambda t: (t.job != "", t.began))
     by_rank: dict[int, RankTrace] = {}
-    for trace in traces:
+    for trace in [t for t in traces if t.job in ("", last.job)]:
         if trace.rank in by_rank:
             raise MisuseError(
                 f"{by_rank[trace.rank].path} and {trace.path} are both of rank {trace.rank}; keep the "
@@ -175,12 +196,12 @@ def _arrows(events: list[Event]) -> list[Event]:
     for event in events:
         if event["ph"] == "X" and "call" in event.get("args", ()):
             calls[event["args"]["call"]].append(event)
-    arrows = []
-    for call, slices in calls.items():
+    arrows: list[Event] = []
+    for slices in calls.values():
         last = max(slices, key=lambda e: e["ts"])
-        for n, other in enumerate(e for e in slices if e is not last):
+        for other in (e for e in slices if e is not last):
             end = other["ts"] + other["dur"]
-            about = {"cat": "call", "name": last["name"], "id": f"{call}.{n}"}
+            about = {"cat": "call", "name": last["name"], "id": len(arrows)}
             start = min(last["ts"], end)
             arrows.append({**about, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": start})
             arrows.append(
@@ -208,6 +229,8 @@ def _profile(
     trace = owners[0]
     shift = (profile.get("baseTimeNanoseconds", 0) - base) / 1000 - offsets[trace.host][0]
     renamed: dict[Any, int] = {}
+    flows: dict[Any, int] = {}
+    named = _in_lanes(events, trace.rank)
     moved = []
     for event in events:
         if "pid" in event:
@@ -215,9 +238,26 @@ def _profile(
         if event.get("ph") == "M" and event.get("name") == "process_name":
             event["args"]["name"] = f"rank {trace.rank}, torch.profiler: {event['args'].get('name')}"
         if event.get("ph") in ("s", "t", "f"):
-            event["id"] = f"{pid}.{event['id']}"
+            event["id"] = flows.setdefault(event["id"], pid * _FLOWS + len(flows))
         moved.append(_moved(event, shift))
+    for event in named:
+        moved.append({**event, "pid": renamed[event["pid"]]})
     return moved
+
+
+def _in_lanes(events: list[Event], rank: int) -> list[Event]:
+    """Moves the spans of trigram from the thread that made them, where calls overlap its other spans, to
+    lanes of a process of their own; returns its name."""
+    ends: list[float] = []
+    for event in sorted(
+        (e for e in events if e.get("ph") == "X" and e.get("name", "").startswith(profiling.PREFIX)),
+        key=lambda e: float(e["ts"]),
+    ):
+        lane = next((n for n, end in enumerate(ends) if end <= event["ts"]), len(ends))
+        ends[lane : lane + 1] = [event["ts"] + event["dur"]]
+        event["pid"], event["tid"] = _LANES, lane
+    about = {"name": f"rank {rank}, torch.profiler: trigram"}
+    return [{"ph": "M", "name": "process_name", "pid": _LANES, "tid": 0, "args": about}] if ends else []
 
 
 def write(trace: Event, path: Path) -> None:

@@ -74,13 +74,23 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
             continue
         try:
             with path.open("rb") as f:
-                dumps[int(found[1])] = _Harmless(f).load()
-        except (OSError, pickle.UnpicklingError, EOFError, ValueError) as e:
+                dumps[int(found[1])] = _checked(_Harmless(f).load())
+        except (OSError, EOFError, LookupError, TypeError, ValueError, pickle.UnpicklingError) as e:
             raise MisuseError(f"{path} is no dump: {e}") from e
     if not dumps:
         raise MisuseError(f"{folder} has no dumps; run the job with TRIGRAM_DUMP={folder}")
     last = max(dumps.values(), key=lambda dump: (_job(dump) != "", dump.get("trigram", {}).get("time_ns", 0)))
     return {rank: dump for rank, dump in sorted(dumps.items()) if _job(dump) in ("", _job(last))}
+
+
+def _checked(dump: Any) -> dict[str, Any]:
+    if not (
+        isinstance(dump, dict)
+        and isinstance(dump.get("pg_config"), dict)
+        and isinstance(dump.get("entries"), list)
+    ):
+        raise ValueError("it has no groups and calls")
+    return dump
 
 
 def _job(dump: dict[str, Any]) -> str:
@@ -171,6 +181,12 @@ def _in_call(
             f"{_listed(missing)} {_have(missing)} not made {call}, in which {_listed(waiting)} "
             f"{'waits' if len(waiting) == 1 else 'wait'}; " + _last_calls(missing, dumps)
         )
+        awaited = {rank: _awaited(dumps[rank]) for rank in missing}
+        if None not in awaited.values():  # none of them is where it should not be: another has kept them all
+            for rank, peer in awaited.items():
+                text += f"; rank {rank} waits for rank {peer} there, which has not come to that message"
+            first = sorted({peer for peer in awaited.values() if peer is not None} - set(missing))
+            return [Finding((*first, *missing), call, text)]
         return [Finding(tuple(missing), call, text)]
     if len(kinds) > 1:
         other = [r for r, e in entries.items() if _what(e) != usual]
@@ -196,6 +212,15 @@ def _in_call(
     rank = blamed.most_common(1)[0][0]
     text = f"all ranks have made {call}; {_listed(waiting)} waited longest for rank {rank} in it"
     return [Finding((rank,), call, text)]
+
+
+def _awaited(dump: dict[str, Any]) -> int | None:
+    """The rank for whose message the last call of a rank waits; None: it waits for none."""
+    last = dump["entries"][-1] if dump["entries"] else None
+    if last is None or not last["is_p2p"] or last["state"] == "completed":
+        return None
+    peer: int | None = last.get("trigram", {}).get("waited_for")
+    return peer
 
 
 def _last_calls(ranks: Sequence[int], dumps: dict[int, dict[str, Any]]) -> str:

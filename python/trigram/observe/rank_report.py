@@ -57,8 +57,8 @@ def _begin() -> None:
             (folder / f"{report.PREFIX}{present.rank}.json").unlink(missing_ok=True)
 
 
-_awaited: tuple[Path, list[int], int] | None = None
-"""Of a rank that prints the report: the folder, the ranks of its host, and how many there are in all."""
+_awaited: tuple[Path, list[int]] | None = None
+"""Of a rank that prints the report: the folder, and the ranks of its host."""
 
 
 def _finish() -> None:
@@ -73,7 +73,7 @@ def _finish() -> None:
         return
     if present.rank == 0 and not exit_status.has_failed():
         hosts = present.engine.hosts
-        _awaited = folder, [r for r in range(present.size) if hosts[r] == hosts[0]], present.size
+        _awaited = folder, [r for r in range(present.size) if hosts[r] == hosts[0]]
 
 
 def _print() -> None:
@@ -82,14 +82,14 @@ def _print() -> None:
     awaited, _awaited = _awaited, None
     if awaited is None:
         return
-    folder, ranks, size = awaited
+    folder, ranks = awaited
     deadline = time.monotonic() + _PATIENCE
     try:
         rows = report.read(folder)
         while not set(ranks) <= {row.rank for row in rows} and time.monotonic() < deadline:
             time.sleep(0.05)
             rows = report.read(folder)
-        text = report.text([row for row in rows if row.rank < size])
+        text = report.text(rows)
     except ConfigError as error:  # a file that something else has left there
         text = f"trigram report: none, because {error}"
     sys.stdout.write(text + "\n")

@@ -9,6 +9,7 @@ because it waited for another one is not blamed.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -119,11 +120,14 @@ def parsed(values: dict[str, Any]) -> Rank:
     row = Rank(**values)
     if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
         raise ValueError("it lacks phases of a step")
+    for number in (row.rank, row.world_size, row.steps, *row.mean.values(), *row.median.values()):
+        if not isinstance(number, int | float) or not 0 <= number < math.inf:
+            raise ValueError(f"{number!r} is no time or count")
     return row
 
 
 def read(where: Path) -> list[Rank]:
-    """The ranks of a folder, by rank.
+    """The ranks of a folder, by rank, without those that an earlier, larger job has left.
 
     Raises:
         ConfigError: There is no file of a rank, or one is no report.
@@ -139,7 +143,8 @@ def read(where: Path) -> list[Rank]:
         raise ConfigError(
             f"{where} has no {PREFIX}N.json; the ranks of a job write them there with TRIGRAM_REPORT={where}"
         )
-    return sorted(rows, key=lambda row: row.rank)
+    rows.sort(key=lambda row: row.rank)
+    return [row for row in rows if row.rank < rows[0].world_size]
 
 
 def judge(rows: list[Rank]) -> Finding:
@@ -155,7 +160,10 @@ def judge(rows: list[Rank]) -> Finding:
             None,
             False,
             "no step of training was counted",
-            ["a step is a forward and a backward pass of a model given to with_bagua, and its update"],
+            [
+                "a step is a forward and a backward pass of a model given to with_bagua, and its update; the "
+                "first is left out, and a job of one rank counts none"
+            ],
             [],
         )
     step = statistics.median(row.mean["step"] for row in trained)
@@ -190,7 +198,12 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     often = "in most steps" if chronic else "in some steps"
     cause = "input" if phase == INPUT else "compute"
     what = "its input" if cause == "input" else f"its computation (most in: {phase})"
-    if cause == "input":
+    if cause == "input" and not chronic:
+        then = [
+            "look at what its script does from an update to the next forward pass in these steps: "
+            "evaluation, checkpoints, logging, a new epoch; do it on all ranks, or beside the training"
+        ]
+    elif cause == "input":
         then = [
             "give its DataLoader more workers or a longer prefetch_factor, or cache what it reads "
             "(trigram.data.CachedDataset)"

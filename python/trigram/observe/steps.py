@@ -5,6 +5,9 @@ the phases of a step add up to its time. There are some ten changes in a step, s
 :func:`totals` has their sums, for metrics, :func:`latest` and :func:`longest` the model that ``trigram top``
 and the report show; the same phases are spans of the timeline and of torch's profiler.
 
+The time that the training thread is blocked in calls of the engine, also in the script's own, is ``wait``,
+whatever the phase: a rank that waits for a late one in ``all_reduce(loss)`` is not the late one.
+
 A step lasts from the end of an update to the end of the next. Where weights are changed without an optimizer
 of ``torch.optim``, it lasts from one forward pass after a backward pass to the next, and ``other`` has the
 update.
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from trigram import _core
 from trigram.observe import profiling, spans
 from trigram.runtime import world
 from trigram.runtime.group import Group
@@ -33,9 +37,9 @@ INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER = (
     "other",
 )
 PHASES = (INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
-"""``input``: from the update to the next forward pass (the script fetches its batch, and whatever else it
-does there); ``wait``: the training thread waits for communication that backward has not hidden; ``other``:
-the rest, such as the loss, clipping and logging."""
+"""``input``: from the update, or a backward pass that no update follows, to the next forward pass (the script
+fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication;
+``other``: the rest, such as the loss, clipping and logging."""
 _KEPT = 512
 """Values of which medians are computed."""
 
@@ -96,7 +100,8 @@ class StepTimes:
         earlier: Steps of the model before these, with another algorithm.
         stepped: When the last step ended, in nanoseconds; 0: none has.
         phase: The phase under way; "": nothing has begun yet.
-        step: The whole step, as a :class:`Distribution` of nanoseconds per step.
+        step: The whole step, as a :class:`Distribution` of nanoseconds per step. The first is left out: ranks
+            begin it at different times, compile and allocate in it.
         phases: The same of each phase: all of its time in a step is one value.
         sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes
             it anew, so another thread reads values of the same steps.
@@ -120,6 +125,9 @@ class StepTimes:
         self._updated = 0  # when the last update ended, in nanoseconds; 0: none since the step began
         self._input = 0  # of the step, as of then
         self._has_passed = self._has_optimizer = False
+        self._accumulates = False  # the last thing it did was a backward pass
+        # When the phase began: the thread, how long it had waited in calls, and the time, both in ticks.
+        self._blocked = 0, 0, 0
         self._event: profiling.Event | None = None
         self.sums = _NOTHING
         self._job = world.job()
@@ -155,8 +163,11 @@ class StepTimes:
         if before == phase:
             return before
         now = time.monotonic_ns()
+        closes = phase in (FORWARD, BACKWARD) and (
+            self._updated or (self._has_passed and phase == FORWARD and not self._has_optimizer)
+        )
         if before:
-            self._now[before] += now - self._since
+            self._add(before, now - self._since, fetches=phase == FORWARD and not closes)
             if spans._listeners and before not in (INPUT, OTHER):
                 spans.tell(self.name, before, self._since, now)
         if self._event is not None:
@@ -167,14 +178,25 @@ class StepTimes:
         if before == OPTIMIZER and phase == INPUT:
             self._updated, self._has_optimizer = now, True
             self._input = self._now[INPUT]
-        if phase in (FORWARD, BACKWARD) and (
-            self._updated or (self._has_passed and phase == FORWARD and not self._has_optimizer)
-        ):
+        if closes:
             self._close(now)
+        if phase != OTHER:
+            self._accumulates = phase == BACKWARD or (phase == WAIT and self._accumulates)
         self.phase, self._since = phase, now
         if not self._began:
             self._began = now
         return before or OTHER
+
+    def _add(self, phase: str, spent: int, fetches: bool) -> None:
+        """Time of a phase that has ended; ``fetches``: the next forward pass of the same step follows."""
+        blocked = threading.get_ident(), *_core.blocked()
+        thread, waited, passed = map(operator.sub, blocked, self._blocked)
+        if phase != WAIT and thread == 0 and 0 < waited <= passed:
+            waited = spent * waited // passed
+            self._now[WAIT] += waited
+            spent -= waited
+        self._blocked = blocked
+        self._now[INPUT if phase == OTHER and fetches and self._accumulates else phase] += spent
 
     def end_pass(self) -> None:
         """A backward pass has ended that an update follows: not one of those in ``no_sync``."""
@@ -186,9 +208,10 @@ class StepTimes:
         self._now[INPUT] -= later
         ended = self._updated or now
         step = ended - self._began
-        self.step.add(step)
-        for phase, spent in self._now.items():
-            self.phases[phase].add(spent)
+        if self.sums[0]:
+            self.step.add(step)
+            for phase, spent in self._now.items():
+                self.phases[phase].add(spent)
         new = 1, step, *self._now.values()
         self.sums = _sum(self.sums, new)
         with _adding:

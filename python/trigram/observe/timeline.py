@@ -72,7 +72,8 @@ class Recorder:
         host = socket.gethostname()
         self._meta("process_name", 0, name=f"rank {rank} on {host}")
         self._meta("process_sort_index", 0, sort_index=rank)
-        self._meta("trigram", 0, rank=rank, host=host, base_ns=base, pid=os.getpid())
+        job, began = world.current().name, time.time_ns()
+        self._meta("trigram", 0, rank=rank, host=host, base_ns=base, pid=os.getpid(), job=job, began_ns=began)
         spans.listen(self)
         self._thread = threading.Thread(target=self._serve, name="trigram-timeline", daemon=True)
         self._thread.start()
@@ -229,9 +230,13 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
             ``trigram timeline``.
 
     Raises:
-        MisuseError: A timeline is being recorded already.
+        MisuseError: A timeline is being recorded already, or the name ends in ``.gz``.
         OSError: The file cannot be written.
     """
+    if Path(path).suffix == ".gz":
+        raise MisuseError(
+            f"timeline: {path} would not be compressed; name it .json, and compress with trigram timeline DIR"
+        )
     _begin(file_of(Path(path), world.current().rank), time.monotonic_ns())
     try:
         yield

@@ -401,7 +401,7 @@ class StepHooks:
             self._outermost = None
         if self.active and self._backward is not None and self._backward.number == task:
             self._end_pass()
-        if self.times.phase == steps.BACKWARD and not self.inside_backward():
+        if self.times.phase == steps.BACKWARD and self._outermost is None:
             self.times.enter(steps.OTHER)
 
     @torch.no_grad()

@@ -12,6 +12,7 @@ mod events;
 mod simulation;
 mod tensors;
 
+use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -29,13 +30,18 @@ use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
 use trigram_engine::sys::completion::{self, Completion};
-use trigram_engine::sys::{address, fork, memory};
+use trigram_engine::sys::{address, clock, fork, memory};
 
 /// The interpreter is about to end.
 static EXITING: AtomicBool = AtomicBool::new(false);
 /// Threads that wait here and may come back to the interpreter.
 /// One count for each depth of forks: a child has none of its parent's threads.
 static WAITING: [AtomicUsize; 8] = [const { AtomicUsize::new(0) }; 8];
+
+thread_local! {
+    /// Ticks that this thread has spent in [`wait`].
+    static BLOCKED: Cell<u64> = const { Cell::new(0) };
+}
 
 fn waiting() -> &'static AtomicUsize {
     &WAITING[fork::depth() % WAITING.len()]
@@ -51,6 +57,7 @@ fn wait<T: Send>(
     f: impl Send + FnOnce(completion::InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
+    let began = clock::ticks();
     waiting().fetch_add(1, Ordering::AcqRel);
     let outcome = py.detach(|| {
         let outcome = f(&mut || {
@@ -71,6 +78,7 @@ fn wait<T: Send>(
         outcome
     });
     waiting().fetch_sub(1, Ordering::AcqRel);
+    BLOCKED.with(|ticks| ticks.set(ticks.get() + clock::ticks().saturating_sub(began)));
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
@@ -566,6 +574,12 @@ impl Work {
     }
 }
 
+/// How long this thread has waited in calls, and the present moment, both in ticks of the engine's clock.
+#[pyfunction]
+fn blocked() -> (u64, u64) {
+    (BLOCKED.with(Cell::get), clock::ticks())
+}
+
 /// Names and addresses of this machine's network interfaces.
 #[pyfunction]
 fn interfaces() -> Vec<(String, String)> {
@@ -661,6 +675,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
+    m.add_function(wrap_pyfunction!(blocked, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;
     m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(next_done_callbacks, m)?)?;

@@ -38,6 +38,45 @@ def in_another_order(rank: int, world: int, label: str) -> None:
     run.end(world, f"order-{label}")
 
 
+class Strided(nn.Module):
+    """Parameters in channels-last order, transposed, and of one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 5, (1, 2)).to(memory_format=torch.channels_last)
+        self.turned = nn.Parameter(torch.randn(3, 7).t())
+        self.scale = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        seen = self.conv(inputs.view(-1, 1, 1, 6)).mean((2, 3))
+        return self.scale * (inputs @ self.turned[:6] + seen[:, :3])
+
+
+@CASES
+def shares_of_strided(rank: int, world: int) -> None:
+    """Wherever values lie in memory: each averaging step makes a third of them means, and three make all."""
+    torch.manual_seed(7)
+    module = Strided()
+    model = trigram.with_bagua(module, "central/share:0.3/sync")
+    params = list(module.parameters())
+    total = sum(p.numel() for p in params)
+    starts = [p.detach().clone() for p in params]
+    apart = [0.1 * (1 + torch.arange(p.numel())).view(p.shape) for p in params]
+    with torch.no_grad():
+        for p, d in zip(params, apart, strict=True):
+            p.add_(d, alpha=rank + 1)
+    optimizer = torch.optim.SGD(params, lr=0.0)
+    for step in range(1, 4):
+        model(x(rank, step, 4, 6)).sum().backward()
+        optimizer.step()
+        means = [s + d * (world + 1) / 2 for s, d in zip(starts, apart, strict=True)]
+        off = [(p.detach() - m).abs() > 1e-5 for p, m in zip(params, means, strict=True)]
+        alone = [int(bad.sum()) for bad in off]
+        if 2 * rank + 1 != world:  # where a rank's own values are not the means
+            assert total - sum(alone) in {round(total * step / 3 + k) for k in (-1, 0, 1)}, (step, alone)
+    assert not any(alone), alone
+
+
 @CASES
 def powersgd_is_exact(rank: int, world: int) -> None:
     """Where the mean gradient has no more than r ranks, nothing is lost, whatever Q was at the start."""

@@ -7,6 +7,7 @@ codec rounds as in the real thing wherever nothing but the order of two rounding
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -389,6 +390,25 @@ class CentralWeights(Algorithm):
                     new = mean([s[key] for s in states])
                     for s in states:
                         s[key].copy_(new)
+
+
+class Shares(CentralWeights):
+    """A share of the weights in each averaging step: every ``stride``-th value of the whole model."""
+
+    def __init__(self, share: float, every: int = 1, **more: Any) -> None:
+        super().__init__(every, **more)
+        self.stride, self.steps, self.order = round(1 / share), 0, list[int]()
+
+    def agree(self, x: list[Tensor]) -> list[Tensor]:
+        if not self.order:  # as the module says, one order for each round
+            self.order = random.Random(self.steps // self.stride).sample(range(self.stride), self.stride)
+        shapes = self.sim.parameters(0)
+        chosen = torch.zeros(sum(p.numel() for p in shapes))
+        chosen[self.order.pop(0) :: self.stride] = 1
+        parts = chosen.split([p.numel() for p in shapes])
+        here = flatten([part.view(p.shape) for part, p in zip(parts, shapes, strict=True)])
+        self.steps += 1
+        return [here * (mean(x) - own) for own in x]
 
 
 class Fragments(CentralWeights):

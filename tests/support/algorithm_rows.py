@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from tests.reference.central import CentralWeights, CodedGradients, Fragments, FullGradients, PowerSGD, QAdam
+from tests.reference.central import (
+    CentralWeights,
+    CodedGradients,
+    Fragments,
+    FullGradients,
+    PowerSGD,
+    QAdam,
+    Shares,
+)
 from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, PushSum
 from tests.reference.graphs import Graph, graph
 from tests.reference.simulation import Algorithm
@@ -218,6 +226,24 @@ row(
     steps=10,
 )
 row("central full every", "central/full/every:3", lambda n: CentralWeights(3), agree=3)
+for _share in (0.3, 1.0):
+    row(f"share {_share}", f"central/share:{_share}/sync", lambda n, s=_share: Shares(s), steps=12)
+row(
+    "share adam",
+    "central/share/every:2",
+    lambda n: Shares(0.25, 2),
+    share=0.25,
+    optimizer="long adam",
+    steps=17,
+)
+row("share overlap", "central/share:0.5/every:1", lambda n: Shares(0.5, overlap=True), overlap=True)
+row(
+    "share async",
+    "central/share:0.2/async",
+    lambda n: Shares(0.2, script=irregular),
+    script=irregular,
+    steps=12,
+)
 row("diloco", "diloco", lambda n: CentralWeights(2, outer=(0.7, 0.9)), every=2, agree=2)
 row(
     "diloco options",

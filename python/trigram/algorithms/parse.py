@@ -82,10 +82,16 @@ class _Parser:
             known = ", ".join(w for w, _ in WHO)
             raise self.refuse(f"WHO={value.who!r} is invalid; use one of {known} (F an integer, R positive)")
         every, staleness = self._when(value.when)
-        gradients = value.carry in ("gradients", "momentum") or (
-            value.carry is None and kind == "central" and every == 1 and value.when == "sync"
-        )
         what = self._what(value.what)
+        shares = what.startswith("share")
+        gradients = value.carry in ("gradients", "momentum") or (
+            value.carry is None and kind == "central" and every == 1 and value.when == "sync" and not shares
+        )
+        if shares and (gradients or value.who != "central" or value.carry == "differences"):
+            raise self.refuse(
+                f"WHAT={what!r} averages a share of the weights, the same on all ranks: it needs "
+                "who='central' and carry='weights'; topk and randomk send a share of gradients or differences"
+            )
         if gradients and kind != "central":
             raise self.refuse(
                 f"gossip and push cannot average {value.carry or 'gradients'}: with only neighbours "
@@ -98,7 +104,7 @@ class _Parser:
             )
         carry = value.carry if gradients else None
         if carry is None:
-            plain = what == "full" and "outer_lr" not in entry.options
+            plain = (what == "full" and "outer_lr" not in entry.options) or shares
             carry = "gradients" if gradients else "weights" if plain else "differences"
         options = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
@@ -154,6 +160,16 @@ class _Parser:
         kind, _, parameter = what.partition(":")
         if kind == "full" and not parameter:
             return what
+        if kind == "share":
+            try:
+                share = float(self.option("share", parameter, lambda s: True, ""))
+            except (TypeError, ValueError):
+                share = 0.0
+            if not 0 < share <= 1:
+                raise self.refuse(
+                    f"WHAT={what!r} is invalid; use a number above 0 and up to 1, as in share:0.05"
+                )
+            return f"share:{share:g}"
         if kind in ("topk", "randomk"):
             parameter = str(self.option("fraction", parameter, lambda f: 0 < f <= 1, "above 0 and up to 1"))
         elif kind == "powersgd":
@@ -227,7 +243,7 @@ class _Parser:
             found["script"] = self.option(
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
             )
-        if not gradients and kind == "central":
+        if not gradients and kind == "central" and codec != "share":
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
         if not gradients:

@@ -17,7 +17,8 @@ class Trigram:
         who: ``central`` (the mean over all ranks), ``central:median``, ``central:trimmed:F`` or
             ``central:clip:R`` (robust aggregation over all ranks), ``gossip:TOPOLOGY`` (averages with
             neighbours) or ``push:TOPOLOGY`` (push-sum along directed edges).
-        what: ``full`` (uncompressed) or a codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
+        what: ``full`` (uncompressed), ``share:S`` (uncompressed, a share of the weights in each step) or a
+            codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
         when: ``sync`` (in every step), ``every:H`` (every H steps), ``async`` or ``async:STALENESS`` (in the
             background).
         carry: The tensors that ranks average: ``gradients``, ``momentum``, ``weights`` or ``differences``;

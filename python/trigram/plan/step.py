@@ -301,6 +301,11 @@ def _weights(job: Job, algorithm: Algorithm, state: float = 0.0) -> _Weights:
     machines, costs, elements = job.machines, job.costs, job.compute.elements
     n, what, size = machines.ranks, algorithm.value.what, FLOAT * elements
     touch = costs.copy * size
+    if what.startswith("share"):
+        part = size / round(1 / float(what.partition(":")[2]))
+        seconds = wire.all_reduce(round(part), machines, costs).alone
+        copies = 3 * costs.copy * part  # mixing/share.py
+        return _Weights(copies, seconds, copies, 2 * (n - 1) / n * part)
     cost = None if what == "full" or what.startswith("powersgd") else _cost(job, what)
     if algorithm.kind == "central":
         if cost is None:
@@ -393,6 +398,8 @@ def _memory(job: Job, algorithm: Algorithm) -> float:
     n, elements, what = job.machines.ranks, job.compute.elements, algorithm.value.what
     size = FLOAT * elements
     power = what.startswith("powersgd")
+    if what.startswith("share"):
+        return 2 * size / round(1 / float(what.partition(":")[2]))
     code = 0 if what == "full" or power else codecs.find(what).size(elements)
     coded = 0.0
     if code:  # averaging/coded.py

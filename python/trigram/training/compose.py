@@ -19,6 +19,7 @@ from trigram.mixing.async_gossip import AsyncGossip
 from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
+from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
@@ -187,6 +188,8 @@ def _steps(
         return steps
     if algorithm.kind == "push":
         return [PushSum(all_tensors, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]
+    if what.startswith("share"):
+        return [Share(same, groups, float(what.partition(":")[2])) for same in tensors]
     power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
     codec = find(what, options.get("block")) if what != "full" and power is None else None
     if algorithm.kind == "central":

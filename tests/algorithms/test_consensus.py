@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,27 @@ def consensus(rank: int, world: int, label: str) -> None:
         close(t.detach(), e, 1e-6, "a plain call")
     same_on_all_ranks(rank, world, f"plain-{label}", floats)
     go(model, optimizer, rank, 2, 3)
+
+
+@CASES.over("decentralized", "push_sum", "local_sgd")
+def consensus_stays(rank: int, world: int, label: str) -> None:
+    """At a learning rate of 0 the averages stay what they are, through a checkpoint too; what is seen in
+    a `with` block before changes nothing."""
+    model, optimizer = start(rank, label, net)
+    go(model, optimizer, rank, 0, 6)
+    part(model, rank)
+    trigram.consensus(model)
+    with trigram.consensus(model):
+        pass
+    was = flatten(list(model.parameters()))
+    state, weights = trigram.algorithm_state(model), copy.deepcopy(model.state_dict())
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for _ in range(2):
+        go(model, optimizer, rank, 6, 5)
+        close(flatten(list(model.parameters())), was, 1e-6, "the averages")
+        model.load_state_dict(weights)
+        trigram.load_algorithm_state(model, state)
 
 
 @CASES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -80,6 +81,40 @@ def bfloat16(rank: int, world: int, label: str) -> None:
     assert losses[-1] < losses[0], losses
     if label in GRADIENTS:
         same_on_all_ranks(rank, world, f"bfloat16-{label}", [t.view(torch.int16) for t in seen])
+
+
+@CASES.over(*NAMES_ONCE)
+def another_default_dtype(rank: int, world: int, label: str) -> None:
+    """`torch.set_default_dtype(torch.float64)` in a script changes nothing for a model in float32."""
+    inputs, first, ends = [x(rank, step) for step in range(6)], net(), []
+    for default in (torch.float32, torch.float64):
+        torch.set_default_dtype(default)
+        try:
+            model, optimizer = start(rank, label, lambda: copy.deepcopy(first))
+            for mine in inputs:
+                optimizer.zero_grad()
+                (model(mine) - rank * mine[:, :3]).square().mean().backward()
+                optimizer.step()
+            trigram.algorithm_state(model)
+            ends.append(flatten(list(model.parameters())))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    equal(ends[1], ends[0], "the weights")
+
+
+@CASES.over(torch.bfloat16, torch.float16, torch.float32)
+def outer_optimizer_in_16_bits(rank: int, world: int, dtype: torch.dtype) -> None:
+    """After an outer step all ranks hold the same bits in every dtype that is rounded from float32."""
+    torch.manual_seed(8)
+    model = trigram.with_bagua(net().to(dtype), "diloco", every=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(8):
+        optimizer.zero_grad()
+        inputs = x(rank, step).to(dtype)
+        (model(inputs) - rank * inputs[:, :3]).square().mean().backward()
+        optimizer.step()
+        if step % 2:
+            same_on_all_ranks(rank, world, f"outer-{dtype}-{step}", model.parameters())
 
 
 class Both(nn.Module):

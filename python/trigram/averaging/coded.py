@@ -53,17 +53,21 @@ class CodedAverage:
         shard = memory.numel() // n
         self.remainder = remainder
         if feedback[0] and remainder is None:
-            self.residual: torch.Tensor | None = torch.zeros(memory.numel(), device=memory.device)
+            self.residual: torch.Tensor | None = torch.zeros(
+                memory.numel(), dtype=torch.float32, device=memory.device
+            )
         else:
             self.residual = None
         kept = self.residual if remainder is None else remainder
         self.kept: list[torch.Tensor] | list[None] = [None] * n if kept is None else list(kept.view(n, -1))
-        self.mean_residual = torch.zeros(shard, device=memory.device) if feedback[1] else None
+        self.mean_residual = (
+            torch.zeros(shard, dtype=torch.float32, device=memory.device) if feedback[1] else None
+        )
         self.held, self.held_mean = HeldResidual(self.residual), HeldResidual(self.mean_residual)
         one, two = first.size(shard), second.size(shard)
         self.encoded_shards = empty(n, one, dtype=torch.uint8, device=memory.device)
         self.received = empty(n, one, dtype=torch.uint8, device=memory.device)
-        self.mean = torch.empty(shard, device=memory.device)
+        self.mean = torch.empty(shard, dtype=torch.float32, device=memory.device)
         self.encoded_mean = empty(two, dtype=torch.uint8, device=memory.device)
         self.encoded_means = empty(n, two, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (one + two)

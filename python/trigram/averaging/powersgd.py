@@ -35,11 +35,11 @@ class _Matrix:
 
     def __init__(self, values: torch.Tensor, rows: int, rank: int) -> None:
         self.values = values.view(rows, -1)
-        self.residual = torch.zeros(self.values.shape, device=values.device)
+        self.residual = torch.zeros(self.values.shape, dtype=torch.float32, device=values.device)
         self.rank = rank
         # The same Q on all ranks.
         generator = torch.Generator().manual_seed(0)
-        self.q = torch.randn(self.values.shape[1], rank, generator=generator).to(values.device)
+        self.q = torch.randn(self.values.shape[1], rank, generator=generator, dtype=torch.float32).to(values.device)
         self.local_q = self.q.clone()
         self.before: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -89,7 +89,10 @@ class PowerAverage:
             else:
                 self.rest.append(part)
         rest = [torch.empty_like(t, dtype=torch.float32) for t in self.rest]
-        p = [torch.empty(m.values.shape[0], rank, device=memory.device) for m in self.matrices]
+        p = [
+            torch.empty(m.values.shape[0], rank, dtype=torch.float32, device=memory.device)
+            for m in self.matrices
+        ]
         self.p = coalesced.Coalesced([*p, *rest])
         self.q = coalesced.Coalesced([m.q for m in self.matrices]) if self.matrices else None
         n = groups.size

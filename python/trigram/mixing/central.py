@@ -132,7 +132,7 @@ class Differences(AveragingStep):
         else:
             self.average = FullAverage(self.out, groups)
         # All ranks get the same weights, unless each keeps the error of a codec.
-        self.exact = codec is None and all(t.dtype == torch.float32 for t in tensors)
+        self.exact = codec is None and not any(t.dtype == torch.float64 for t in tensors)
 
     def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""

@@ -342,6 +342,8 @@ class PushSum(Gossip):
         self.incoming = [
             self.messages.receive(self.messages.buffer(k, self.part), j) for k, (j, _) in enumerate(senders)
         ]
+        if self.agreed_on:
+            self._begin_again()
         self.inp[-1] = self.previous[-1] = 0.0
         self.numerator += torch.sub(self.inp, self.previous, out=self.out)
         self.numerator /= 1 + len(receivers)
@@ -358,14 +360,26 @@ class PushSum(Gossip):
         torch.div(self.numerator, self.numerator[-1], out=self.out)
         self.previous.copy_(self.out)
 
+    def _begin_again(self) -> None:
+        """Begins as at first, on all ranks: they hold their mean, and a denominator would magnify the way of
+        each rank to it like a step of its optimizer."""
+        self.numerator.copy_(self.inp)
+        self.numerator[-1] = 1.0
+        self.previous.copy_(self.inp)
+        self.agreed_on = False
+
     def state(self) -> dict[str, Any]:
         """The numerator with the denominator, and the weights after the last step."""
+        if self.agreed_on:
+            self.take()
+            self._begin_again()
         return {"numerator": self.numerator.clone(), "left": self.previous.clone()}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.numerator.copy_(state["numerator"])
         self.previous.copy_(state["left"])
+        self.agreed_on = False
 
 
 def seed(number: int, group_rank: int) -> int:

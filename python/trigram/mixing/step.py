@@ -36,10 +36,12 @@ class AveragingStep:
         exact: Whether ``out`` may be assigned if the weights are still ``inp``.
         heals: Whether ``out`` replaces this rank's weights if they contain NaN or infinity: adding a
             difference to them cannot repair them.
+        agreed_on: Whether ``consensus`` has given all ranks the same weights since the last step.
     """
 
     exact = False
     heals = False
+    agreed_on = False
 
     def __init__(
         self,

@@ -12,8 +12,10 @@ from trigram import collectives
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import unequal
+from trigram.mixing.step import AveragingStep
 from trigram.model.shards import collect
 from trigram.model.wrapped import WrappedModel, lookup
+from trigram.training.schedule import EverySteps
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
@@ -21,11 +23,21 @@ from trigram.training.weight_sync import WeightSync
 class Consensus:
     """The averaged weights: inside a ``with`` block, or permanently without one."""
 
-    def __init__(self, model: nn.Module, replicas: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        replicas: list[tuple[torch.Tensor, torch.Tensor]],
+        steps: list[AveragingStep],
+    ) -> None:
         self._model = model
         self._replicas = replicas
+        self._before = [(step, step.agreed_on) for step in steps]
+        for step in steps:
+            step.agreed_on = True
 
     def __enter__(self) -> nn.Module:
+        for step, agreed_on in self._before:  # the averages do not stay
+            step.agreed_on = agreed_on
         return self._model
 
     @torch.no_grad()
@@ -56,7 +68,7 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     wrapped = lookup(model, "consensus")
     hooks = wrapped.hooks
     if hooks is None:
-        return Consensus(model, [])
+        return Consensus(model, [], [])
     _settle(hooks, timeout)
     named = [*model.named_parameters(), *model.named_buffers()]
     ignored = _ignored(wrapped)
@@ -64,7 +76,7 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     replicas = [(t, t.clone()) for t in tensors]
     mean_of(tensors, hooks.groups)
     collect(model)
-    return Consensus(model, replicas)
+    return Consensus(model, replicas, _averaging_steps(hooks))
 
 
 @torch.no_grad()
@@ -113,6 +125,13 @@ def consensus_state_dict(
             _to_average([t for k, t in copies.items() if t.numel() and k not in left], hooks), hooks.groups
         )
     return state
+
+
+def _averaging_steps(hooks: StepHooks) -> list[AveragingStep]:
+    """The averaging steps that all ranks make in the same order."""
+    if not isinstance(hooks, WeightSync) or not isinstance(hooks.schedule, EverySteps):
+        return []
+    return [step for steps in hooks.schedule.fragments for step in steps]
 
 
 def _settle(hooks: StepHooks, timeout: float | None) -> None:

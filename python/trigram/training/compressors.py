@@ -120,7 +120,9 @@ class MomentumCorrectedCompressor(CodecCompressor):
 
     def _of(self, bucket: Bucket) -> torch.Tensor:
         if bucket not in self.velocity:
-            self.velocity[bucket] = torch.zeros(bucket.memory.numel(), device=bucket.memory.device)
+            self.velocity[bucket] = torch.zeros(
+                bucket.memory.numel(), dtype=torch.float32, device=bucket.memory.device
+            )
         return self.velocity[bucket]
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:

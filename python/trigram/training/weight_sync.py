@@ -31,10 +31,12 @@ from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot, UsedGradients, WeightsSnapshot
+from trigram.training.update_watch import GradientsSnapshot, UsedGradients, ValuesSnapshot, WeightsSnapshot
 
 _MOST_PERTURBATIONS = 5
 """Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
+_MOST_UNTRAINED = 20
+"""Training forward passes in a row between which weights may change without a backward pass."""
 
 running: dict[WeightSync, nn.Module | None] = {}
 """The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
@@ -79,6 +81,8 @@ class WeightSync(StepHooks):
         self.has_optimizer = self.has_looked = False
         self.perturbed = False
         self.perturbations = 0
+        self.untrained = 0
+        self.untrained_at: tuple[int, ValuesSnapshot | None] = (-1, None)
         self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
@@ -107,9 +111,26 @@ class WeightSync(StepHooks):
         """Makes a boundary that is due, and begins the next step."""
         self._make_late_boundaries()
         self._follow_changes(model)
+        self._check_trains(model)
         self.forward_begun = True
         self.elastic.between_steps()
         self._begin_step()
+
+    def _check_trains(self, model: nn.Module) -> None:
+        """Raises if weights change again and again, and no backward pass tells of a training step: a script
+        that uses ``torch.autograd.grad`` and changes weights by hand would train apart from the others."""
+        at, before = self.untrained_at
+        if at != self.steps:
+            self.untrained, self.untrained_at = 0, (self.steps, None)
+        elif self.sync and not self.due and model.training:
+            self.untrained += before is not None and not before.same(self.trained)
+            self.untrained_at = self.steps, ValuesSnapshot(self.trained)
+        if self.untrained >= _MOST_UNTRAINED:
+            raise MisuseError(
+                f"{self.groups.name}: the weights of {self._model_name()} were changed {self.untrained} times "
+                "without a backward pass (torch.autograd.grad is none), so trigram cannot tell where a "
+                "training step ends; call trigram.step(model) after each update, on all ranks"
+            )
 
     def _begin_step(self) -> None:
         self.begun = True

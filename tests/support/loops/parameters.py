@@ -122,6 +122,32 @@ def no_grad_update_with_step(t: Loop) -> None:
         t.step(model)
 
 
+def functional(t: Loop, model: nn.Module) -> Iterator[int]:
+    """Iterations of `p -= lr * g` with g of `autograd.grad`: no backward pass and no `p.grad`."""
+    for step in t.steps(25):
+        inputs, targets = t.batch(step)
+        params = list(model.parameters())
+        grads = torch.autograd.grad(mse(model(inputs), targets), params)
+        for p, g in zip(params, grads, strict=True):
+            p.data.sub_(0.05 * g)
+        yield step
+
+
+@row(linear=True, only=WEIGHTS, refused=(WEIGHTS, "trigram.step", "autograd.grad"))
+def functional_update(t: Loop) -> None:
+    """`autograd.grad` and updates by hand: nothing says that there are steps, so ranks would train apart."""
+    for _ in functional(t, t.wrap(Flat())):
+        pass
+
+
+@row(linear=True, only=WEIGHTS)
+def functional_update_with_step(t: Loop) -> None:
+    """The same, with `trigram.step(model)` after each update."""
+    model = t.wrap(Flat())
+    for _ in functional(t, model):
+        t.step(model)
+
+
 @row(linear=True)
 def optimizer_and_step(t: Loop) -> None:
     """`trigram.step(model)` after the step of an optimizer, where it is not needed."""

@@ -127,8 +127,8 @@ class WeightSync(StepHooks):
             self.untrained_at = self.steps, ValuesSnapshot(self.trained)
         if self.untrained >= _MOST_UNTRAINED:
             raise MisuseError(
-                f"{self.groups.name}: the weights of {self._model_name()} were changed {self.untrained} times "
-                "without a backward pass (torch.autograd.grad is none), so trigram cannot tell where a "
+                f"{self.groups.name}: the weights of {self._model_name()} were changed {self.untrained} "
+                "times without a backward pass (torch.autograd.grad is none), so trigram cannot tell where a "
                 "training step ends; call trigram.step(model) after each update, on all ranks"
             )
 

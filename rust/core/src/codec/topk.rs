@@ -48,7 +48,10 @@ fn key(v: f32) -> u32 {
 }
 
 thread_local! {
-    static CANDIDATES: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+    /// Keys to sort.
+    static KEYS: RefCell<Vec<u32>> = const { RefCell::new(Vec::new()) };
+    /// Values that may be taken, in order, with their indices.
+    static CANDIDATES: RefCell<Vec<(u32, f32)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// Keys are sorted into this many bins by their leading bits: exponent and 3 bits of mantissa.
@@ -62,20 +65,16 @@ const SAMPLED: usize = 128;
 const LEAST_VALUES: usize = 1 << 15;
 const LEAST_PARTS: usize = 8;
 
-/// The smallest key that is taken, and how many of those equal to it.
-fn threshold(x: &[f32], k: usize) -> (u32, usize) {
-    by_sample(x, k).unwrap_or_else(|| by_bins(x, k))
-}
-
-/// As [`threshold`]: a sample tells a key that somewhat more than `k` values reach, and only these are sorted.
-/// `None` where fewer do, or where the sample says nothing.
-fn by_sample(x: &[f32], k: usize) -> Option<(u32, usize)> {
+/// The smallest key that is taken, and how many of those equal to it. A sample tells a key that somewhat more than `k`
+/// values reach, and only these are sorted, and collected in `found`. `None` where fewer do, or where the sample says
+/// nothing.
+fn by_sample(x: &[f32], k: usize, found: &mut Vec<(u32, f32)>) -> Option<(u32, usize)> {
     let (runs, rest) = x.as_chunks::<RUN>();
-    if x.len() < LEAST_VALUES || x.len() / k < LEAST_PARTS {
+    if x.len() < LEAST_VALUES || x.len() / k < LEAST_PARTS || u32::try_from(x.len()).is_err() {
         return None;
     }
     let sampled = (SAMPLED * (x.len() / k) / RUN).clamp(256, runs.len() / 8);
-    CANDIDATES.with_borrow_mut(|keys| {
+    KEYS.with_borrow_mut(|keys| {
         keys.clear();
         keys.extend(runs.iter().step_by(runs.len() / sampled).flat_map(|run| run.map(key)));
         let share = keys.len() as f64 * k as f64 / x.len() as f64;
@@ -87,27 +86,34 @@ fn by_sample(x: &[f32], k: usize) -> Option<(u32, usize)> {
         if low == 0 {
             return None;
         }
-        keys.clear();
+        found.clear();
+        let mut look = |s: usize, run: &[f32]| {
+            let numbered = (s * RUN..).zip(run).filter(|&(_, &v)| key(v) >= low);
+            found.extend(numbered.map(|(index, &v)| (index as u32, v)));
+        };
         crate::vector::unit().dispatch(
             #[inline(always)]
             || {
-                for run in runs {
+                for (s, run) in runs.iter().enumerate() {
+                    // Most runs hold none, which is quickly seen.
                     if run.iter().fold(0, |top, &v| top.max(key(v))) >= low {
-                        keys.extend(run.map(key).into_iter().filter(|&key| key >= low));
+                        look(s, run);
                     }
                 }
             },
         );
-        keys.extend(rest.iter().map(|&v| key(v)).filter(|&key| key >= low));
-        if keys.len() < k {
+        look(runs.len(), rest);
+        if found.len() < k {
             return None;
         }
+        keys.clear();
+        keys.extend(found.iter().map(|&(_, v)| key(v)));
         let (larger, &mut at, _) = keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
         Some((at, k - larger.iter().filter(|&&key| key > at).count()))
     })
 }
 
-/// As [`threshold`], of any values.
+/// As [`by_sample`], of any values, without candidates.
 fn by_bins(x: &[f32], k: usize) -> (u32, usize) {
     // Four counters, so that runs of similar values do not wait for each other.
     let mut bins = [[0u32; BINS]; 4];
@@ -127,7 +133,7 @@ fn by_bins(x: &[f32], k: usize) -> (u32, usize) {
         }
         above += here;
     }
-    CANDIDATES.with_borrow_mut(|keys| {
+    KEYS.with_borrow_mut(|keys| {
         keys.clear();
         keys.extend(x.iter().map(|&v| key(v)).filter(|key| key >> 20 == edge));
         let nth = k - above - 1;
@@ -148,36 +154,30 @@ impl Codec for TopK {
         }
         out[at.low..].fill(0);
         choose(src, keep, |x, take| {
-            let (least, mut equals) = threshold(x, at.k);
             let mut i = 0;
-            let mut look = |s: usize, run: &[f32]| {
-                for (j, &v) in run.iter().enumerate() {
-                    let taken = key(v) > least || key(v) == least && equals > 0;
-                    if !taken {
-                        continue;
-                    }
-                    equals -= usize::from(key(v) == least);
-                    let index = s * RUN + j;
-                    out[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
-                    put(&mut out[at.low..at.high], i * at.bits, index & ((1 << at.bits) - 1));
-                    put(&mut out[at.high..], (index >> at.bits) + i, 1);
-                    take(index);
-                    i += 1;
-                }
+            let mut send = |index: usize, v: f32| {
+                out[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
+                put(&mut out[at.low..at.high], i * at.bits, index & ((1 << at.bits) - 1));
+                put(&mut out[at.high..], (index >> at.bits) + i, 1);
+                take(index);
+                i += 1;
             };
-            let (runs, rest) = x.as_chunks::<RUN>();
-            crate::vector::unit().dispatch(
-                #[inline(always)]
-                || {
-                    for (s, run) in runs.iter().enumerate() {
-                        // Most runs hold none, which is quickly seen.
-                        if run.iter().fold(0, |top, &v| top.max(key(v))) >= least {
-                            look(s, run);
-                        }
+            let least = CANDIDATES.with_borrow_mut(|found| {
+                let sampled = by_sample(x, at.k, found);
+                let (least, mut equals) = sampled.unwrap_or_else(|| by_bins(x, at.k));
+                let mut look = |index: usize, v: f32| {
+                    if key(v) > least || key(v) == least && equals > 0 {
+                        equals -= usize::from(key(v) == least);
+                        send(index, v);
                     }
-                },
-            );
-            look(runs.len(), rest);
+                };
+                if sampled.is_some() {
+                    found.iter().for_each(|&(index, v)| look(index as usize, v));
+                } else {
+                    x.iter().enumerate().for_each(|(index, &v)| look(index, v));
+                }
+                least
+            });
             if least < INFINITE { Left::Finite } else { Left::Mixed }
         });
     }
@@ -282,8 +282,10 @@ mod tests {
         ];
         for (what, x) in &kinds {
             for k in [1, 7, 70, 701, 7001, 8750] {
-                let found = by_sample(x, k);
+                let mut candidates = Vec::new();
+                let found = by_sample(x, k, &mut candidates);
                 assert!(found.is_none_or(|found| found == by_bins(x, k)), "{what}, {k} of {n}");
+                assert!(found.is_none() || candidates.iter().all(|&(i, v)| key(v) == key(x[i as usize])));
                 assert!(found.is_some() || !matches!(*what, "spread" | "equal" | "sorted"), "{what}, {k}");
             }
         }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import trigram
 from tests.reference.simulation import flatten
 from tests.support.algorithm_rows import ROWS
-from tests.support.algorithm_run import Run, Yardstick, go, net, start
+from tests.support.algorithm_run import Run, Yardstick, go, loss, net, start
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
 from tests.support.harness import await_flag, flag
@@ -93,6 +93,22 @@ def consensus_stays(rank: int, world: int, label: str) -> None:
         close(flatten(list(model.parameters())), was, 1e-6, "the averages")
         model.load_state_dict(weights)
         trigram.load_algorithm_state(model, state)
+
+
+@CASES.over("decentralized", "push_sum")
+def consensus_after_a_skipped_update(rank: int, world: int, label: str) -> None:
+    """One rank skips its update, all evaluate, and then gradients are reset: the step counts everywhere."""
+    model, optimizer = start(rank, label, net)
+    for step in range(9):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        if (rank, step % 3) != (world - 1, 1):
+            optimizer.step()
+        if step % 3 == 1:
+            with trigram.consensus(model):
+                pass
+    assert trigram.stats(model)["steps"] == 9
+    trigram.unwrap(model)
 
 
 @CASES

@@ -27,6 +27,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "topology": ("decentralized", {"topology": "star"}, ("star", "ring", "exponential")),
     "topology of one without": ("bytegrad", {"topology": "ring"}, ("topology", "bytegrad")),
     "option": ("diloco", {"wings": 2}, ("wings", "diloco", "outer_lr")),
+    "outer_lr": ("diloco", {"outer_lr": float("inf")}, ("outer_lr", "finite")),
     "option of another": ("signsgd", {"outer_lr": 0.5}, ("outer_lr", "signsgd")),
     "warmup of the first": ("gradient_allreduce", {"warmup_steps": 3}, ("warmup_steps",)),
     "never": ("central/full/every:0", {}, ("every", "0")),

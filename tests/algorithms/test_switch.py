@@ -103,6 +103,26 @@ def switch_finds_the_mean(rank: int, world: int, label: str) -> None:
         yardstick.check(flatten(list(model.parameters())), run.sim.weights(rank), f"step {step} after")
 
 
+@CASES.over("decentralized", "async third", "local_sgd")
+def switch_before_the_update(rank: int, world: int, label: str) -> None:
+    """From weights to gradients between backward and step, here on one rank: that step would use this rank's
+    gradients, and the ranks would never meet again. After the step, or a skipped one, it is right."""
+    model, optimizer = start(rank, label, net)
+    go(model, optimizer, rank, 0, 4)
+    optimizer.zero_grad()
+    loss(model, rank, 4).backward()
+    if rank:
+        optimizer.step()
+    for new, options in (("bytegrad", {}), ("local_sgd", {"warmup_steps": 3})):
+        text = raises(trigram.MisuseError, trigram.switch, model, new, **options)
+        says(text, "rank(s) 0", "switch")
+    if rank == 0:
+        optimizer.zero_grad()
+    trigram.switch(model, "bytegrad")
+    go(model, optimizer, rank, 5, 3)
+    same_on_all_ranks(rank, world, f"update-{label}", model.parameters())
+
+
 @CASES
 def switch_to_nonsense(rank: int, world: int) -> None:
     """The old one goes on."""

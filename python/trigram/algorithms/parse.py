@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 from trigram import codecs
@@ -244,7 +245,7 @@ class _Parser:
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
             )
         if not gradients and kind == "central" and codec != "share":
-            found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: v > 0, "positive")
+            found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: 0 < v < inf, "positive and finite")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
         if not gradients:
             # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.

@@ -27,9 +27,11 @@ class Consensus:
         self,
         model: nn.Module,
         replicas: list[tuple[torch.Tensor, torch.Tensor]],
-        steps: list[AveragingStep],
+        hooks: StepHooks | None,
     ) -> None:
+        steps = _averaging_steps(hooks)
         self._model = model
+        self._hooks = hooks
         self._replicas = replicas
         self._before = [(step, step.agreed_on) for step in steps]
         for step in steps:
@@ -44,6 +46,8 @@ class Consensus:
     def __exit__(self, *_: object) -> None:
         if self._replicas:
             coalesced.copy_all(*zip(*self._replicas, strict=True))
+            if isinstance(self._hooks, WeightSync):
+                self._hooks.moved_here()
             collect(self._model)
 
 
@@ -68,15 +72,17 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
     wrapped = lookup(model, "consensus")
     hooks = wrapped.hooks
     if hooks is None:
-        return Consensus(model, [], [])
+        return Consensus(model, [], None)
     _settle(hooks, timeout)
     named = [*model.named_parameters(), *model.named_buffers()]
     ignored = _ignored(wrapped)
     tensors = _to_average([t.detach() for _, t in named if t.numel() and t.data_ptr() not in ignored], hooks)
     replicas = [(t, t.clone()) for t in tensors]
     mean_of(tensors, hooks.groups)
+    if isinstance(hooks, WeightSync):
+        hooks.moved_here()
     collect(model)
-    return Consensus(model, replicas, _averaging_steps(hooks))
+    return Consensus(model, replicas, hooks)
 
 
 @torch.no_grad()
@@ -127,7 +133,7 @@ def consensus_state_dict(
     return state
 
 
-def _averaging_steps(hooks: StepHooks) -> list[AveragingStep]:
+def _averaging_steps(hooks: StepHooks | None) -> list[AveragingStep]:
     """The averaging steps that all ranks make in the same order."""
     if not isinstance(hooks, WeightSync) or not isinstance(hooks.schedule, EverySteps):
         return []

@@ -12,6 +12,7 @@ from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
 from trigram.averaging.sparse import sparse_parameters
+from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model import methods, planned
@@ -309,7 +310,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
 
     Raises:
         UnsupportedError: See :func:`with_bagua`; the model then continues with the old algorithm.
-        MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``.
+        MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``; or a rank is
+            between its backward pass and its update, and gradients are averaged from now on.
     """
     wrapped = lookup(model, "switch")
     if settle.settings(algorithm, options) is not None:
@@ -319,6 +321,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     check(chosen, optimizer)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
+        if chosen.gradients or chosen.options.get("warmup_steps"):
+            _check_updated(wrapped.hooks)
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
@@ -327,3 +331,16 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     wrapped.tuner, wrapped.settings = None, ""
     wrapped.begin(model, chosen, optimizer)
     collect(model)
+
+
+def _check_updated(hooks: WeightSync) -> None:
+    """Raises on all ranks if the update that follows on one would use that rank's own gradients: no average
+    of gradients would bring the ranks together again."""
+    waiting = hooks.awaits_update()
+    hooks.drain()
+    ranks = ranks_that(waiting, hooks.groups.control)
+    if ranks:
+        raise MisuseError(
+            f"switch: rank(s) {listed(ranks)} have made a backward pass and no optimizer step after it; call "
+            "switch after the step, or after zero_grad if the step is skipped"
+        )

@@ -228,6 +228,10 @@ class WeightSync(StepHooks):
             self.used.rewritten(self.trained, mine)
         )
 
+    def awaits_update(self) -> bool:
+        """Whether a backward pass has made this rank's gradients and no update has used them."""
+        return self.due and not self._step_is_over()
+
     def _step_is_over(self, param: int | None = None) -> bool:
         """Whether the update of the step that is due has been made or skipped.
 
@@ -420,11 +424,18 @@ class WeightSync(StepHooks):
             try:
                 if self._wait_for_all(timeout, end):
                     self.schedule.drain(timeout)
+                    self.moved_here()
                     return
             except TrigramError as e:
                 if not self.elastic.is_loss(e):
                     raise
                 self.elastic.regroup()
+
+    @torch.no_grad()
+    def moved_here(self) -> None:
+        """The weights were changed by trigram, which is no update by the script."""
+        if self.due and self.weights is not None:
+            self.weights = WeightsSnapshot(self.trained)
 
     def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:
         """Waits for all ranks; False if the ranks have regrouped meanwhile."""

@@ -85,6 +85,7 @@ def _synchronous_again(rank: int, world: int) -> str | None:
     trigram.init(op_timeout=1.0)
     model = trigram.with_bagua(torch.nn.Linear(3, 1), "async")
     model(torch.ones(2, 3)).sum().backward()
+    model.zero_grad()
     trigram.switch(model, "gradient_allreduce")
     if rank == 1:
         await_flag("timed out", 60.0)

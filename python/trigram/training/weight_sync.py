@@ -229,8 +229,8 @@ class WeightSync(StepHooks):
         )
 
     def awaits_update(self) -> bool:
-        """Whether a backward pass has made this rank's gradients and no update has used them."""
-        return self.due and not self._step_is_over()
+        """Whether a backward pass has made this rank's gradients, and its optimizer has not used them."""
+        return self.due and not self._step_is_over() and self._has_optimizer()
 
     def _step_is_over(self, param: int | None = None) -> bool:
         """Whether the update of the step that is due has been made or skipped.

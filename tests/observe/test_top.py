@@ -197,7 +197,9 @@ def _in_terminal(
     """What ``trigram top`` has written to a terminal of this kind when it has ended, after ``act``."""
     mine, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 20, 100, 0, 0))
-    argv = [sys.executable, "-m", "trigram", "top", "--store", f"127.0.0.1:{port}"]
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    argv = ["env", "--default-signal=INT", sys.executable, "-m", "trigram", "top"]
+    argv += ["--store", f"127.0.0.1:{port}"]
     env = {k: v for k, v in os.environ.items() if k not in ("TRIGRAM_SECRET", "COLUMNS", "LINES")}
     process = subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env | {"TERM": terminal})
     os.close(its)

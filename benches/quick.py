@@ -42,10 +42,9 @@ SIZES = {
 }
 """Of a call: bytes, calls in a row that are timed together, and turns in a block."""
 BLOCKS = 4
-CALLS, WARM = 60, 3000
-"""Calls on registered memory of which the median is taken, as the floor takes it, and those before that
-(fewer of large tensors): a rank that has slept may wake up on the processor of the other, and the kernel
-takes tens of milliseconds to part them."""
+CALLS = 60
+"""On registered memory, of which the median is taken, as the floor takes it. Each rank has a processor of its
+own then: one that has slept may wake up on that of the other, and the kernel takes long to part them."""
 CODECS = ("bf16", "int8", "int4", "topk:0.01")
 CODEC_MIB, STEPS, LAYERS, WIDTH = 64, 20, 6, 512
 
@@ -94,10 +93,11 @@ def all_reduces(label: str, floor: Path | None) -> Times:
         if floor is not None:
             if trigram.rank() == 0:  # the other rank sleeps in the barrier
                 times.setdefault("floor", []).append(floor_us(floor, size) * 1e-6)
-            registered.zero_()
-            in_turns(hot, 0, warmup=min(WARM, (WARM << 19) // size))
             prepare()
+            allowed = os.sched_getaffinity(0)
+            os.sched_setaffinity(0, {sorted(allowed)[trigram.rank() % len(allowed)]})
             each = in_turns(hot, CALLS, warmup=0)["registered"]
+            os.sched_setaffinity(0, allowed)
             times.setdefault("registered", []).append(statistics.median(each))
             check("registered", registered, CALLS)
         taken = in_turns(calls, turns, prepare, lambda name: check(name, tensors[name], row))

@@ -26,7 +26,7 @@ demo: build  ## trains a CNN and a GPT on real data with two ranks, next to DDP
 bench: build  ## measures all collectives and writes docs/collectives.md
 	$(BIN)/python benches/collectives.py --out docs
 
-bench-quick: build  ## compares with gloo, DDP, a copy and the floor in two minutes
+bench-quick: build  ## compares with gloo, DDP and a copy in two minutes
 	$(BIN)/python benches/quick.py --out quick-out
 
 test:  ## what CI runs: formatting, lints, layers, Rust and Python tests, types, docs

@@ -2,11 +2,11 @@
 
     python benches/quick.py --out quick-out [--parts inside,codecs,between]
 
-AllReduce of two ranks next to gloo and to the floor (`floor.c`), a training step next to
-DistributedDataParallel, the codecs next to a copy, and, for root, AllReduce over TCP between two network
-namespaces. All of it runs in turns (`paired.py`), and the times of a call are the slowest rank's. The data
-are random; every result is checked, and a wrong one ends the script with an error. Writes table.md and
-results.json.
+AllReduce of two ranks next to gloo, a training step next to DistributedDataParallel, the codecs next to a
+copy, and, for root, AllReduce over TCP between two network namespaces. All of it runs in turns (`paired.py`),
+and the times of a call are the slowest rank's. The data are random; every result is checked, and a wrong one
+ends the script with an error. Writes table.md and results.json. How near registered memory is to the floor
+needs longer runs: `registered.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ import copy
 import functools
 import json
 import os
-import statistics
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,16 +32,12 @@ import trigram
 from trigram.cli.launch import free_port
 
 SIZES = {
-    "4 B": (4, 20, 60),
-    "64 KiB": (64 << 10, 5, 40),
-    "1 MiB": (1 << 20, 1, 30),
-    "25 MiB": (25 << 20, 1, 4),
+    "4 B": (4, 20, 240),
+    "64 KiB": (64 << 10, 5, 160),
+    "1 MiB": (1 << 20, 1, 120),
+    "25 MiB": (25 << 20, 1, 16),
 }
-"""Of a call: bytes, calls in a row that are timed together, and turns in a block."""
-BLOCKS = 4
-CALLS = 60
-"""On registered memory, of which the median is taken, as the floor takes it. Each rank has a processor of its
-own then: one that has slept may wake up on that of the other, and the kernel takes long to part them."""
+"""Of a call: bytes, calls in a row that are timed together, and turns."""
 CODECS = ("bf16", "int8", "int4", "topk:0.01")
 CODEC_MIB, STEPS, LAYERS, WIDTH = 64, 20, 6, 512
 
@@ -56,24 +49,15 @@ def draw(rank: int, n: int) -> Tensor:
     return torch.randn(n, generator=torch.Generator().manual_seed(1000 * rank + n % 997))
 
 
-def floor_us(program: Path, size: int) -> float:
-    """Microseconds of the floor, the median of its own iterations."""
-    run = [str(program), "2", str(size)]
-    done = subprocess.run(run, check=True, capture_output=True, text=True, timeout=60)
-    return float(done.stdout.split()[1])
-
-
-def all_reduces(label: str, floor: Path | None) -> Times:
-    """In a rank: seconds of one call by library; with a floor, by registered memory and it too."""
+def all_reduces(label: str) -> Times:
+    """In a rank: seconds of one call by library."""
     size, row, turns = SIZES[label]
     n = max(1, size // 4)
     mine, total = draw(trigram.rank(), n), draw(0, n) + draw(1, n)
-    tensors = {"ordinary": mine.clone(), "gloo": mine.clone()}
-    registered = trigram.empty(n)
-    times: Times = {name: [] for name in tensors}
+    tensors = {"trigram": mine.clone(), "gloo": mine.clone()}
 
     def prepare() -> None:
-        for t in (*tensors.values(), registered):
+        for t in tensors.values():
             t.copy_(mine)
         trigram.barrier()
 
@@ -82,28 +66,14 @@ def all_reduces(label: str, floor: Path | None) -> Times:
         for _ in range(row):
             one(tensors[name])
 
-    def check(name: str, t: Tensor, calls: int) -> None:
+    def check(name: str) -> None:
         # Summed again and again, the same values on both ranks double: that is exact.
-        if not torch.equal(t, total * 2.0 ** (calls - 1)):
+        if not torch.equal(tensors[name], total * 2.0 ** (row - 1)):
             raise SystemExit(f"rank {trigram.rank()}: the sum of {label} by {name} is wrong")
 
     calls = {name: functools.partial(call, name) for name in tensors}
-    hot = {"registered": functools.partial(trigram.all_reduce, registered)}
-    for _ in range(BLOCKS):
-        if floor is not None:
-            if trigram.rank() == 0:  # the other rank sleeps in the barrier
-                times.setdefault("floor", []).append(floor_us(floor, size) * 1e-6)
-            prepare()
-            allowed = os.sched_getaffinity(0)
-            os.sched_setaffinity(0, {sorted(allowed)[trigram.rank() % len(allowed)]})
-            each = in_turns(hot, CALLS, warmup=0)["registered"]
-            os.sched_setaffinity(0, allowed)
-            times.setdefault("registered", []).append(statistics.median(each))
-            check("registered", registered, CALLS)
-        taken = in_turns(calls, turns, prepare, lambda name: check(name, tensors[name], row))
-        for name in tensors:
-            times[name] += [t / row for t in taken[name]]
-    return times
+    taken = in_turns(calls, turns, prepare, check)
+    return {name: [t / row for t in times] for name, times in taken.items()}
 
 
 def steps() -> Times:
@@ -142,18 +112,18 @@ def rank_main(args: argparse.Namespace) -> None:
     trigram.init()
     master = f"tcp://{os.environ['MASTER_ADDR']}:{args.port}"
     dist.init_process_group("gloo", init_method=master, rank=trigram.rank(), world_size=trigram.world_size())
-    found = {label: all_reduces(label, args.floor) for label in SIZES}
-    if args.floor is not None:
+    found = {label: all_reduces(label) for label in SIZES}
+    if args.steps:
         found["step"] = steps()
     (args.out / f"rank{trigram.rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
     trigram.shutdown()
 
 
-def slowest(out: Path, floor: Path | None, network: hosts.Hosts | None = None) -> dict[str, Times]:
+def slowest(out: Path, steps: bool, network: hosts.Hosts | None = None) -> dict[str, Times]:
     """Starts two ranks; their times, of each call those of the slower one."""
     argv = [__file__, "--rank", "--out", str(out), "--port", str(free_port())]
-    argv += ["--floor", str(floor)] if floor else []
+    argv += ["--steps"] if steps else []
     if code := hosts.start(argv, 2, network, {"TORCH_CPP_LOG_LEVEL": "ERROR"}, quiet=True):
         raise SystemExit(code)
     zero, one = (json.loads((out / f"rank{r}.json").read_text()) for r in (0, 1))
@@ -168,15 +138,10 @@ def slowest(out: Path, floor: Path | None, network: hosts.Hosts | None = None) -
 
 def inside(out: Path) -> Iterator[tuple[str, Ratio]]:
     """Two ranks of one host."""
-    with tempfile.TemporaryDirectory() as folder:
-        floor = Path(folder) / "floor"
-        source = Path(__file__).parent / "floor.c"
-        subprocess.run(["cc", "-O3", "-march=native", source, "-o", floor], check=True)
-        found = slowest(out, floor)
+    found = slowest(out, True)
     step = found.pop("step")
     for label, times in found.items():
-        yield f"all_reduce {label} : gloo", ratio(times["ordinary"], times["gloo"])
-        yield f"all_reduce {label}, registered : floor", ratio(times["registered"], times["floor"])
+        yield f"all_reduce {label} : gloo", ratio(times["trigram"], times["gloo"])
     yield "training step : DDP", ratio(step["trigram"], step["ddp"])
 
 
@@ -197,9 +162,9 @@ def between(out: Path) -> Iterator[tuple[str, Ratio]]:
         print("between hosts: left out, network namespaces need root", file=sys.stderr)
         return
     with hosts.Hosts(2) as network:
-        found = slowest(out, None, network)
+        found = slowest(out, False, network)
     for label, times in found.items():
-        yield f"all_reduce {label} over TCP : gloo", ratio(times["ordinary"], times["gloo"])
+        yield f"all_reduce {label} over TCP : gloo", ratio(times["trigram"], times["gloo"])
 
 
 def main() -> None:
@@ -210,7 +175,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("quick-out"))
     parser.add_argument("--parts", default="inside,codecs,between", help="what to measure")
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--floor", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -30,6 +30,7 @@ STATEFUL = [
     "qadam 1",
     "qadam decay",
     "local_sgd state adam",
+    "share 0.3",
     "central int8 every",
     "central int8 outer",
     "central topk:0.1 async",

@@ -7,6 +7,7 @@ Averaging", 2025). In between it is trained by each rank on its own.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Sequence
 
@@ -15,11 +16,11 @@ import torch
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
-from trigram.mixing.step import AveragingStep
+from trigram.mixing.central import Mean
 from trigram.runtime.memory import empty
 
 
-class Share(AveragingStep):
+class Share(Mean):
     """The values of all tensors, one after the other, form one sequence; every ``stride``-th of them is
     averaged, beginning with another one in each step. ``stride`` steps, in an order drawn for each such
     round, average all of them.
@@ -34,8 +35,6 @@ class Share(AveragingStep):
         inp: The values that this step averages, one-dimensional; zeros after the last.
         out: Their means.
     """
-
-    exact = True
 
     def __init__(self, tensors: Sequence[torch.Tensor], groups: ModelGroups, share: float) -> None:
         self.groups = groups
@@ -55,30 +54,16 @@ class Share(AveragingStep):
 
     @torch.no_grad()
     def start(self, number: int) -> None:
-        """See :class:`AveragingStep`."""
+        """See :class:`trigram.mixing.AveragingStep`."""
         self.first = first(number, self.stride)
         self.inp.zero_()
         for t, at, count, into in self._places():
             self.inp[into : into + count] = _taken(t, at, self.stride)
-        self.out.copy_(self.inp)
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.weigh(self.out)
-        self.average.start(number)
-        self.sent += self.average.sent
-
-    def ready(self) -> bool:
-        """See :class:`AveragingStep`."""
-        return self.average.ready()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.average.wait()
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.normalize(self.out)
+        super().start(number)
 
     @torch.no_grad()
     def apply(self, moved: bool) -> None:
-        """See :class:`AveragingStep`."""
+        """See :class:`trigram.mixing.AveragingStep`."""
         if moved:
             self.out -= self.inp
         for t, at, count, into in self._places():
@@ -104,7 +89,12 @@ def first(number: int, stride: int) -> int:
         stride: From one value to the next.
     """
     turn, place = divmod(number, stride)
-    return random.Random(turn).sample(range(stride), stride)[place]
+    return _order(turn, stride)[place]
+
+
+@functools.lru_cache(maxsize=8)  # drawn once in a round, and not in each of its steps
+def _order(turn: int, stride: int) -> list[int]:
+    return random.Random(turn).sample(range(stride), stride)
 
 
 def _in_memory(t: torch.Tensor) -> torch.Tensor | None:

@@ -28,7 +28,8 @@ CACHE = Path(".pytest_cache")
 
 
 def _command(lane: str) -> list[str]:
-    return [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / lane}", *LANES[lane]]
+    report = f"--junitxml={CACHE / lane}.xml"  # says how long each test took
+    return [sys.executable, "-m", "pytest", "-o", f"cache_dir={CACHE / lane}", report, *LANES[lane]]
 
 
 def _failed(lane: str) -> list[str]:
@@ -48,7 +49,10 @@ def main() -> int:
     if worst == 0 or any(status not in (0, 1) for status in statuses.values()) or not 0 < count <= MOST:
         return abs(worst)
     print(f"\n{count} tests failed beside others; again, alone:", flush=True)
-    again = {lane: subprocess.call([*_command(lane), "--last-failed"]) for lane in failed}
+    again = {
+        lane: subprocess.call([*_command(lane), "--last-failed", f"--junitxml={CACHE / lane}-again.xml"])
+        for lane in failed
+    }
     still = {lane: _failed(lane) for lane, status in again.items() if status}
     for lane, names in failed.items():
         for name in names:

@@ -4,15 +4,20 @@ for NCCL and the driver (see tests/support/gpu_standin.py), by each way that a g
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
+import torch
 
+import trigram
 from tests.algorithms import test_consensus, test_state, test_switch, test_weights
 from tests.collectives import test_calls, test_work_and_groups
 from tests.faults import test_errors
 from tests.support import gpu_standin
 from tests.support.algorithm_rows import NAMES_ONCE
 from tests.support.cases import Cases
+from tests.support.checks import raises, says
+from tests.support.harness import run
 from tests.support.marks import long, long_unless, pairs_with
 from tests.training import test_failures, test_loops
 
@@ -91,3 +96,21 @@ def test_hierarchical(in_launch: Callable[..., None], several_hosts: None, layou
 def test_training_hierarchical(in_launch: Callable[..., None], several_hosts: None, case: str) -> None:
     env = gpu_standin.env("hierarchical")
     in_launch("ALGORITHMS", case, 4, transport="auto", hosts=LAYOUTS["2+2"], env=env)
+
+
+def _first_call_differs(rank: int, world: int) -> str:
+    """No route has been agreed on, and the last rank makes a call that needs none."""
+    trigram.init(op_timeout=30)
+    text = ""
+    for _ in range(2):
+        t = torch.ones(10)
+        call = trigram.barrier if rank == world - 1 else partial(trigram.all_reduce, t)
+        text = raises(trigram.MismatchError, call)
+    return text
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_first_call_differs(way: str) -> None:
+    """The ranks that agree on a route do not wait for one that makes another call instead."""
+    for text in run(3, _first_call_differs, env=gpu_standin.env(way), timeout=20):
+        says(text, "rank 0 called all_reduce", "rank 2 called barrier")

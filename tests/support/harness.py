@@ -302,11 +302,15 @@ class Ranks:
             self.signal(k, signal.SIGUSR1)
         for k in hung:
             with suppress(TimeoutError):
-                until(lambda k=k: "most recent call first" in self.log(k), 2.0)
+                until(lambda k=k: self._has_stacks(k), 2.0)
             self.ranks[k].process.kill()
             self.ranks[k].process.join()
             self.ranks[k].ended = True
         return hung
+
+    def _has_stacks(self, rank: int) -> bool:
+        """The rank has written the stack of its main thread, which comes last, to the end."""
+        return self.log(rank).rpartition("Current thread")[2].rstrip().endswith("in <module>")
 
     def report(self) -> str:
         """How every rank fared: its traceback and the end of its log."""

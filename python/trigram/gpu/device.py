@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
+from trigram.errors import TrigramError
 from trigram.runtime import logs
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
@@ -37,6 +38,27 @@ class Call(Protocol):
 
     def order(self) -> None:
         """Makes later work on the current stream wait for it."""
+
+
+class FailedCall:
+    """A call that could not start; waiting for it raises the error."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: TrigramError) -> None:
+        self._error = error
+
+    def is_completed(self) -> bool:
+        """See :class:`Call`."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """See :class:`Call`."""
+        raise self._error
+
+    def order(self) -> None:
+        """See :class:`Call`."""
+        self.wait()
 
 
 class Device(Protocol):

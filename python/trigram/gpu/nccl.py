@@ -11,7 +11,7 @@ import torch
 
 from trigram import _core
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.gpu.device import PRIORITY, Call, Device, Message
+from trigram.gpu.device import PRIORITY, Call, Device, FailedCall, Message
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
 
@@ -50,24 +50,19 @@ class _OnStream:
             raise
 
 
-class _Failed:
-    """A call that could not start, because its group had failed; waiting for it raises the error."""
+class _Failed(FailedCall):
+    """A call that could not start, because its group had failed."""
+
+    __slots__ = ("_route",)
 
     def __init__(self, error: TrigramError, route: NcclRoute) -> None:
-        self._error, self._route = error, route
-
-    def is_completed(self) -> bool:
-        """See :class:`Call`."""
-        return True
+        super().__init__(error)
+        self._route = route
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`Call`."""
         self._route.broken = True
-        raise self._error
-
-    def order(self) -> None:
-        """See :class:`Call`."""
-        self.wait()
+        return super().wait(timeout)
 
 
 class NcclRoute:

@@ -27,7 +27,7 @@ import torch
 
 from trigram import _core
 from trigram.errors import ConfigError, TrigramError, UnsupportedError
-from trigram.gpu.device import Call, Device, Message, Route, find
+from trigram.gpu.device import Call, Device, FailedCall, Message, Route, find
 from trigram.gpu.host import HostRoute
 from trigram.gpu.nccl import NcclRoute, library
 from trigram.runtime import world
@@ -48,11 +48,16 @@ _agreed: weakref.WeakSet[Group] = weakref.WeakSet()
 def route(group: Group, device: torch.device) -> Route:
     """The route of a group's tensors on a device; its ranks agree on it at the first call, and after a
     failure."""
-    found = cast(Route | None, group.routes.get(device))
-    if found is None or found.broken:
+    found = _usable(group, device)
+    if found is None:
         found = group.routes[device] = _agree(group, find(device))
         _agreed.add(group)
     return found
+
+
+def _usable(group: Group, device: torch.device) -> Route | None:
+    found = cast(Route | None, group.routes.get(device))
+    return None if found is None or found.broken else found
 
 
 def is_hierarchical(group: Group, device: torch.device) -> bool:
@@ -78,6 +83,13 @@ def start(
     """Starts the collective ``asked`` on tensors of one device."""
     t = source if source is not None else target
     assert t is not None
+    if _usable(group, t.device) is None:
+        # The ranks agree on a route in a group of their own. A rank that makes another call instead, such as
+        # barrier, would not be compared with them there, and all would wait.
+        try:
+            group.core.check_consistency(asked, timeout, splits).wait()
+        except TrigramError as e:
+            return FailedCall(e)
     return route(group, t.device).start(asked, source, target, splits, timeout)
 
 

@@ -44,6 +44,7 @@ from trigram.training.gradient_probe import GradientProbe
 from trigram.training.local_gradients import LocalGradients
 from trigram.training.model_changes import agree_on_change
 from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.update_watch import UntrainedPasses
 from trigram.training.warmup_end import WarmupEnd
 
 
@@ -82,6 +83,7 @@ class GradientSync(FusedBuckets):
         self.at_boundary: Callable[[], object] | None = None
         self.failure: TrigramError | None = None
         self.redoing = False
+        self.untrained = UntrainedPasses()
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
 
@@ -124,6 +126,19 @@ class GradientSync(FusedBuckets):
         self.buffers = self._buffers(model)
 
     # Before a pass.
+
+    def forward_begins(self, model: nn.Module) -> None:
+        """Raises if weights change again and again without a backward pass: nothing averages them."""
+        if not self.sync or not model.training:
+            return
+        changes = self.untrained.forward(self.steps, self.params)
+        if changes >= self.untrained.MOST:
+            raise MisuseError(
+                f"{self.groups.name}: the weights of {type(model).__name__} were changed {changes} times "
+                "without a backward pass, in which gradients are averaged (torch.autograd.grad is none): "
+                "call backward(), or assign the gradients to p.grad and call an optimizer; if every rank "
+                "makes the same changes, run these passes under trigram.no_sync"
+            )
 
     @property
     def before_passes(self) -> Group:

@@ -62,6 +62,36 @@ class ValuesSnapshot:
         )
 
 
+class UntrainedPasses:
+    """Forward passes that find other weights than the one before, while no backward pass tells of a training
+    step: a script that uses ``torch.autograd.grad`` and changes weights by hand trains apart from the others.
+    """
+
+    MOST = 20
+    """So many passes are an error."""
+    _ORDINARY = 3
+    """As many forward passes belong to one training step in many scripts, and are not looked at."""
+
+    def __init__(self) -> None:
+        self.clear(-1)
+
+    def clear(self, steps: int) -> None:
+        """Begins anew, with this number of training steps."""
+        self._steps = steps
+        self.passes = self.changes = 0
+        self._before: ValuesSnapshot | None = None
+
+    def forward(self, steps: int, params: Sequence[torch.Tensor]) -> int:
+        """A forward pass begins, after ``steps`` training steps; how many passes found other weights."""
+        if steps != self._steps:
+            self.clear(steps)
+        self.passes += 1
+        if self.passes >= self._ORDINARY:
+            self.changes += self._before is not None and not self._before.same(params)
+            self._before = ValuesSnapshot(params)
+        return self.changes
+
+
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().reshape(-1)
     return flat[:: max(flat.numel() // _VALUES, 1)].clone()

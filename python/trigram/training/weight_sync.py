@@ -31,11 +31,10 @@ from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot, UsedGradients, ValuesSnapshot, WeightsSnapshot
+from trigram.training.update_watch import GradientsSnapshot, UntrainedPasses, UsedGradients, WeightsSnapshot
 
 _MOST_PERTURBATIONS = 5
 """Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
-_MOST_UNTRAINED = 20
 """Training forward passes in a row between which weights may change without a backward pass."""
 
 running: dict[WeightSync, nn.Module | None] = {}
@@ -81,8 +80,7 @@ class WeightSync(StepHooks):
         self.has_optimizer = self.has_looked = False
         self.perturbed = False
         self.perturbations = 0
-        self.untrained = 0
-        self.untrained_at: tuple[int, ValuesSnapshot | None] = (-1, None)
+        self.untrained = UntrainedPasses()
         self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
@@ -119,15 +117,12 @@ class WeightSync(StepHooks):
     def _check_trains(self, model: nn.Module) -> None:
         """Raises if weights change again and again, and no backward pass tells of a training step: a script
         that uses ``torch.autograd.grad`` and changes weights by hand would train apart from the others."""
-        at, before = self.untrained_at
-        if at != self.steps:
-            self.untrained, self.untrained_at = 0, (self.steps, None)
-        elif self.sync and not self.due and model.training:
-            self.untrained += before is not None and not before.same(self.trained)
-            self.untrained_at = self.steps, ValuesSnapshot(self.trained)
-        if self.untrained >= _MOST_UNTRAINED:
+        if not self.sync or self.due or not model.training:
+            return
+        changes = self.untrained.forward(self.steps, self.trained)
+        if changes >= self.untrained.MOST:
             raise MisuseError(
-                f"{self.groups.name}: the weights of {self._model_name()} were changed {self.untrained} "
+                f"{self.groups.name}: the weights of {self._model_name()} were changed {changes} "
                 "times without a backward pass (torch.autograd.grad is none), so trigram cannot tell where a "
                 "training step ends; call trigram.step(model) after each update, on all ranks"
             )

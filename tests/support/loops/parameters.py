@@ -19,7 +19,7 @@ from tests.support.loops.loop import (
     sgd,
     train,
 )
-from tests.support.loops.table import ASYNC, GRADIENTS, WEIGHTS, row
+from tests.support.loops.table import ALGORITHMS, ASYNC, GRADIENTS, WEIGHTS, row
 
 
 @row(linear=True)
@@ -133,14 +133,14 @@ def functional(t: Loop, model: nn.Module) -> Iterator[int]:
         yield step
 
 
-@row(linear=True, only=WEIGHTS, refused=(WEIGHTS, "trigram.step", "autograd.grad"))
+@row(linear=True, refused=(ALGORITHMS, "trigram.step|p.grad", "autograd.grad"))
 def functional_update(t: Loop) -> None:
     """`autograd.grad` and updates by hand: nothing says that there are steps, so ranks would train apart."""
     for _ in functional(t, t.wrap(Flat())):
         pass
 
 
-@row(linear=True, only=WEIGHTS)
+@row(linear=True, refused=(GRADIENTS, "p.grad", "autograd.grad"))
 def functional_update_with_step(t: Loop) -> None:
     """The same, with `trigram.step(model)` after each update."""
     model = t.wrap(Flat())

@@ -4,13 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nccl_rs::{Event, Stream};
-use trigram_core::Result;
+use trigram_core::{Error, Result};
 
 use crate::device::failure::{Failure, POLL_INTERVAL, from_nccl};
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 
 /// How long an aborted call may take to end on the GPU before its error is returned all the same.
 const CLOSE: Duration = Duration::from_secs(5);
+/// How long the error of an aborted call waits for the outcome of its consistency check.
+const OUTCOME: Duration = Duration::from_secs(1);
 
 /// A call under way on a GPU.
 pub struct DeviceCall {
@@ -49,7 +51,7 @@ impl DeviceCall {
     ///
     /// `caller` is a stream of its device.
     pub unsafe fn order(&self, caller: usize) -> Result<()> {
-        self.failure.get().inspect_err(|_| self.wait_released())?;
+        self.failure.get().map_err(|error| self.end(error))?;
         // SAFETY: passed on to the caller.
         let theirs = unsafe { Stream::from_raw(self.done.device(), caller) };
         theirs.wait_for(&self.done).map_err(from_nccl)
@@ -69,10 +71,7 @@ impl DeviceCall {
             match state {
                 Ok(agreed) if agreed && reached => return Ok(true),
                 Ok(_) => {}
-                Err(error) => {
-                    self.wait_released();
-                    return Err(error);
-                }
+                Err(error) => return Err(self.end(error)),
             }
             if deadline.is_some_and(|d| Instant::now() >= d) {
                 return Ok(false);
@@ -86,8 +85,21 @@ impl DeviceCall {
         }
     }
 
-    fn wait_released(&self) {
+    /// Waits until it no longer accesses its memory; the error to report. If ranks disagree on a call, the abort by
+    /// another rank may arrive before the outcome of this rank's own consistency check, which names what differs.
+    fn end(&self, error: Error) -> Error {
         wait_released(&self.done);
+        let Some(check) = self.check.as_ref().filter(|_| matches!(error, Error::Aborted(_))) else {
+            return error;
+        };
+        let since = Instant::now();
+        loop {
+            match check.outcome() {
+                Some(Err(cause)) => return cause,
+                None if since.elapsed() < OUTCOME => std::thread::sleep(POLL_INTERVAL),
+                _ => return error,
+            }
+        }
     }
 }
 

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-elastic test-waiting test-computing test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -52,15 +52,6 @@ test-rust:  ## Rust tests
 test-python: build  ## types and Python tests
 	$(BIN)/mypy
 	$(BIN)/python tools/run_tests.py
-
-test-elastic: build
-	$(BIN)/python -m pytest tests/elastic tests/cli -m "waits and not long"
-
-test-waiting: build
-	$(BIN)/python -m pytest tests --ignore=tests/elastic --ignore=tests/cli -m "waits and not long"
-
-test-computing: build
-	$(BIN)/python -m pytest tests -m "not waits and not long"
 
 # What `make test` leaves out: tests marked `long`, see CONTRIBUTING.md.
 test-all: test  ## make test, and what it leaves out: tests marked long, 1,000 faults, loom, hostile input

@@ -69,11 +69,16 @@ CARDS: dict[str, Card] = {
     "diloco": Card(
         options={"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.2
     ),
+    "noloco": Card(
+        options={"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.2
+    ),
+    "sparta": Card(options={"share": 0.25}, warmup=0.2),
     "powersgd": Card(options={"rank": 8}, warmup=0.2),
     # What is not sent is late, by a few steps on average; early in a training that costs most.
     "topk": Card(options={"fraction": 0.1}, warmup=0.4),
     "signsgd": Card({"digits": 0.5, "gpt": 0.5, "characters": 0.7}, warmup=0.4),
-    "push_sum": Card(),
+    # With random receivers a rank may receive nothing for some steps, and its weight halves in each.
+    "push_sum": Card(options={"topology": "one_peer"}),
 }
 
 

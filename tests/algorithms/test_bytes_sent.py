@@ -98,6 +98,7 @@ COUNTS = {
     "decentralized pairs": Count("decentralized", by_graph("pairs"), {"topology": "pairs"}),
     "decentralized random": Count("decentralized", by_graph("random"), {"topology": "random"}),
     "gossip every": Count("gossip:ring/full/every:2", by_graph("ring"), every=2),
+    "noloco": Count("noloco", by_graph("random"), {"every": 2}, every=2),
     "low_precision_decentralized": Count("low_precision_decentralized", by_graph("ring", "int8")),
     "low_precision_decentralized exponential": Count(
         "low_precision_decentralized", by_graph("exponential", "int8"), {"topology": "exponential"}

@@ -179,7 +179,7 @@ def a_bare_model(rank: int, world: int, call: str) -> None:
 @CASES
 def every_algorithm_is_listed(rank: int, world: int) -> None:
     names = [a["name"] for a in trigram.algorithms() if a["available"]]
-    assert len(names) == 15 and names[0] == "gradient_allreduce"
+    assert len(names) == 17 and names[0] == "gradient_allreduce"
     says(raises(trigram.UnsupportedError, trigram.with_bagua, net(), "nonsense"), "nonsense", *names)
 
 

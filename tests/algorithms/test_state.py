@@ -42,6 +42,7 @@ STATEFUL = [
     "powersgd rank",
     "topk warmup",
     "push_sum pause",
+    "noloco",
     "async staleness",
 ]
 ASYNC = [k for k in STATEFUL if "async" in k]

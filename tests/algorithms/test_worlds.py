@@ -43,7 +43,7 @@ def on_a_group(rank: int, world: int, label: str) -> None:
 def alone(rank: int, world: int, label: str) -> None:
     """A world of one: it trains, and without a codec as the reference does; there is no outer step."""
     row = ROWS[label]
-    if label.startswith("diloco"):
+    if label.startswith(("diloco", "noloco", "gossip outer")):
         model, optimizer = start(rank, label, net)
         torch.manual_seed(8)
         plain = net()

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import trigram
 from tests.support.checks import raises
 from tests.support.harness import free_port, run, scratch
+from tests.support.netns import limited
 from trigram.cli import app
 from trigram.errors import ConfigError
 from trigram.observe import rank_report, report
@@ -63,6 +64,26 @@ def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path:
     assert all(row.steps >= STEPS - 2 for row in rows)
     assert (found.rank, found.cause, found.chronic) == (1, cause, chronic), report.text(rows)
     assert ("DataLoader" in report.text(rows)) == (plant == "input")
+
+
+def test_small_buckets_are_named(tmp_path: Path) -> None:
+    """Forty calls in each step, for 20 KiB each."""
+    run(3, train, "buckets", transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
+    rows = report.read(tmp_path)
+    found = report.judge(rows)
+    assert (found.rank, found.cause) == (None, "buckets"), report.text(rows)
+    assert "bucket_mb" in report.text(rows)
+
+
+@pytest.mark.parametrize("slow", [None, 2])
+def test_a_slow_link_is_named(slow: int | None, tmp_path: Path, several_hosts: None) -> None:
+    """A link of a fifth of the others' rate is named; where all are as slow, the network is."""
+    rates = {host: "50mbit" if slow in (None, host) else "250mbit" for host in range(3)}
+    with limited(rates):
+        run(3, train, "link", hosts=[0, 1, 2], transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
+    rows = report.read(tmp_path)
+    found = report.judge(rows)
+    assert (found.rank, found.cause) == (slow, "network" if slow is None else "link"), report.text(rows)
 
 
 class Slow(torch.autograd.Function):

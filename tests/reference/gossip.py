@@ -6,6 +6,8 @@ codec rounds as in the real thing wherever nothing but the order of two rounding
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,6 +43,27 @@ class Gossip(Algorithm):
 
     def backward_ended(self, step: int) -> None:
         self.land()
+
+
+class OuterGossip(Gossip):
+    """Slow weights with an outer step; what is averaged are those of all ranks after their own steps."""
+
+    def __init__(self, graph: Graph, lr: float, momentum: float, **more: Any) -> None:
+        super().__init__(graph, **more)
+        self.lr, self.momentum = lr, momentum
+
+    def attach(self, sim: Simulation) -> None:
+        super().attach(sim)
+        self.slow = [sim.start.clone() for _ in range(sim.n)]
+        self.velocity = [torch.zeros_like(sim.start) for _ in range(sim.n)]
+
+    def mix(self, x: list[Tensor], round: int) -> list[Tensor]:
+        own = [s + self.lr * (w - s) for s, w in zip(self.slow, x, strict=True)]
+        mixed = super().mix(own, round)
+        for i, s in enumerate(self.slow):
+            self.velocity[i] = self.momentum * self.velocity[i] + mixed[i] - s
+        self.slow = [s + v for s, v in zip(self.slow, self.velocity, strict=True)]
+        return [s.clone() for s in self.slow]
 
 
 def sum_of(parts: list[Tensor]) -> Tensor:

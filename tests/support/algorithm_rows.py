@@ -17,7 +17,7 @@ from tests.reference.central import (
     QAdam,
     Shares,
 )
-from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, PushSum
+from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip, OuterGossip, PushSum
 from tests.reference.graphs import Graph, graph
 from tests.reference.simulation import Algorithm
 from trigram.algorithms import graphs
@@ -236,6 +236,7 @@ row(
     optimizer="long adam",
     steps=17,
 )
+row("sparta", "sparta", lambda n: Shares(0.4), share=0.4)
 row("share overlap", "central/share:0.5/every:1", lambda n: Shares(0.5, overlap=True), overlap=True)
 row(
     "share async",
@@ -367,6 +368,25 @@ row(
     lambda n: Gossip(graph("pairs", n), every=2, overlap=False),
     overlap=False,
 )
+row("noloco", "noloco", lambda n: OuterGossip(lent("random")(n), 0.7, 0.5, every=2), every=2, steps=12)
+row(
+    "noloco adam",
+    "noloco",
+    lambda n: OuterGossip(graph("ring", n), 0.6, 0.8, every=3, overlap=False),
+    every=3,
+    topology="ring",
+    outer_lr=0.6,
+    outer_momentum=0.8,
+    overlap=False,
+    optimizer="adam",
+    steps=12,
+)
+row(
+    "gossip outer lr",
+    "gossip:one_peer/full/sync",
+    lambda n: OuterGossip(graph("one_peer", n), 0.5, 0.0),
+    outer_lr=0.5,
+)
 row(
     "low_precision_decentralized",
     "low_precision_decentralized",
@@ -493,6 +513,8 @@ NAMES_ONCE = [  # each name with the options that make it interesting within a f
     "qadam 8",
     "local_sgd",
     "diloco",
+    "noloco",
+    "sparta",
     "powersgd",
     "topk fraction",
     "signsgd",

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -56,6 +57,21 @@ def remove(hosts: int) -> None:
     """Take everything away; what is in a namespace goes with it."""
     for ns in [*(name(host) for host in range(hosts)), _switch()]:
         subprocess.run(["ip", "netns", "del", ns], check=False, capture_output=True)
+
+
+@contextmanager
+def limited(rates: dict[int, str]) -> Iterator[None]:
+    """Within the block, hosts send and receive at these rates, such as `100mbit`."""
+    places = [at for host in rates for at in ((host, name(host), "eth0"), (host, _switch(), f"port{host}"))]
+    try:
+        for host, ns, device in places:
+            bucket = ["tbf", "rate", rates[host], "burst", "64kb", "latency", "50ms"]
+            subprocess.run(["tc", "-n", ns, "qdisc", "replace", "dev", device, "root", *bucket], check=True)
+        yield
+    finally:
+        for _, ns, device in places:
+            delete = ["tc", "-n", ns, "qdisc", "del", "dev", device, "root"]
+            subprocess.run(delete, check=False, capture_output=True)
 
 
 @pytest.fixture(scope="session")

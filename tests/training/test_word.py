@@ -117,6 +117,24 @@ def ignored_options_are_logged(rank: int, world: int) -> None:
 
 
 @CASES
+def another_optimizer_is_logged(rank: int, world: int) -> None:
+    """The state of the optimizer that was given is averaged, and that of one made later is not: a line says
+    so, once."""
+    module = net()
+    first = torch.optim.Adam(module.parameters(), lr=0.01)
+    with listening() as lines:
+        model = trigram.with_bagua(module, "local_sgd", every=2, optimizer=first)
+        steps(model, first, rank, 3)
+        until(lambda: lines.about("local_sgd") or rank > 0, 60.0, "the line of its start")
+        assert not lines.about("not averaged")
+        steps(model, torch.optim.AdamW(module.parameters(), lr=0.01), rank, 3)
+        until(lambda: lines.about("not averaged"), 60.0, "the warning")
+    ((level, text),) = lines.about("not averaged")
+    assert level == logging.WARNING
+    says(text, "AdamW", "optimizer=", "unwrap")
+
+
+@CASES
 def options_in_code_are_checked(rank: int, world: int) -> None:
     """An option that the algorithm named in code does not have is an error, whatever the environment says;
     so is an invalid value of one that the algorithm of the environment has."""

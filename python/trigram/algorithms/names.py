@@ -71,6 +71,14 @@ _NAMES: dict[str, Entry] = {
         "an outer Nesterov step on the averaged difference, every 32 steps",
         {"outer_lr": 0.7, "outer_momentum": 0.9},
     ),
+    "noloco": Entry(
+        Trigram("gossip:random", "full", "every:32", "differences"),
+        "as diloco, each outer step averaged with one other rank",
+        {"outer_lr": 0.7, "outer_momentum": 0.5},
+    ),
+    "sparta": Entry(
+        Trigram("central", "share:0.05", "sync", "weights"), "a share of the weights averaged in every step"
+    ),
     "powersgd": Entry(
         Trigram("central", "powersgd:2", "sync", "gradients"),
         "gradients as products of low-rank matrices, with error feedback",

@@ -244,7 +244,8 @@ class _Parser:
             found["script"] = self.option(
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
             )
-        if not gradients and kind == "central" and codec != "share":
+        mixes = kind == "gossip" and what == "full" and every is not None
+        if not gradients and codec != "share" and (kind == "central" or mixes):
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: 0 < v < inf, "positive and finite")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
         if not gradients:

@@ -18,6 +18,8 @@ from trigram.runtime import callbacks, logs, world
 # Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
 # and no loop over the set itself, which could find it changed.
 _in_flight: set[InFlight] = set()
+_limit = 64
+"""With more in flight, those that have finished are dropped."""
 
 
 class InFlight(Protocol):
@@ -29,9 +31,12 @@ class InFlight(Protocol):
 
 def hold(work: InFlight) -> None:
     """Keeps the tensors of a call alive until it has finished."""
+    global _limit
     _in_flight.add(work)
-    if len(_in_flight) > 64 and not device.capturing():
+    if len(_in_flight) > _limit and not device.capturing():
         _collect()
+        # Not at every call while many are in flight: each would look at all of them.
+        _limit = max(64, 2 * len(_in_flight))
 
 
 def release(work: InFlight) -> None:

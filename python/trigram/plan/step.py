@@ -418,4 +418,8 @@ def _memory(job: Job, algorithm: Algorithm) -> float:
     degree = len(graphs.find(algorithm.graph, n).sends(0))
     if algorithm.every is None:
         return taken + (2 * size if not code else 2 * code + size * (1 + min(2 * degree, n - 1)))
+    if algorithm.options.get("outer_lr", 1) != 1 or algorithm.options.get(
+        "outer_momentum"
+    ):  # mixing/outer_gossip.py
+        return taken + (3 + degree) * size
     return taken + degree * size if not code else taken + 2 * size + (1 + degree) * code

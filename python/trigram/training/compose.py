@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from trigram.mixing.async_gossip import AsyncGossip
 from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
+from trigram.mixing.outer_gossip import OuterGossip
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
@@ -73,7 +75,10 @@ def _compose(
         return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = algorithm.options.get("second_moment") == "mean"
-    return WeightSync(model, groups, make, algorithm.every is not None, of_mean)
+    weights = WeightSync(model, groups, make, algorithm.every is not None, of_mean)
+    if optimizer is not None and _averages_state(algorithm):
+        weights.averaged = weakref.ref(optimizer)
+    return weights
 
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
@@ -192,12 +197,14 @@ def _steps(
         return [Share(same, groups, float(what.partition(":")[2])) for same in tensors]
     power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
     codec = find(what, options.get("block")) if what != "full" and power is None else None
+    outer = Outer(options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0))
     if algorithm.kind == "central":
-        outer = Outer(options["outer_lr"], options["outer_momentum"])
         if codec is None and power is None and outer == Outer():
             return [Mean(same, groups, algorithm.aggregation) for same in tensors]
         return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation)]
     graph = graphs.find(algorithm.graph, groups.size)
+    if codec is None and outer != Outer():
+        return [OuterGossip(all_tensors, groups, graph, outer)]
     if codec is None:
         return [Mix(same, groups, graph) for same in tensors]
     make = Edges if graph.changes else Choco

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,7 @@ from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.observe import steps
+from trigram.runtime import logs
 from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
@@ -35,7 +37,6 @@ from trigram.training.update_watch import GradientsSnapshot, UntrainedPasses, Us
 
 _MOST_PERTURBATIONS = 5
 """Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
-"""Training forward passes in a row between which weights may change without a backward pass."""
 
 running: dict[WeightSync, nn.Module | None] = {}
 """The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
@@ -81,6 +82,7 @@ class WeightSync(StepHooks):
         self.perturbed = False
         self.perturbations = 0
         self.untrained = UntrainedPasses()
+        self.averaged: weakref.ref[Optimizer] | None = None
         self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
@@ -190,6 +192,7 @@ class WeightSync(StepHooks):
         """Makes the boundary when optimizers have updated all parameters that have gradients."""
         if self.of_mean:
             adam_variance.adapt(optimizer, mine, self.groups.size)
+        self._check_averaged(optimizer)
         self.covered |= mine
         self.managed |= mine
         if self.updating or self.inside_backward():
@@ -203,6 +206,21 @@ class WeightSync(StepHooks):
         used = {id(p) for p in self.trained if p.grad is not None}
         if self.due and used & self.managed <= self.covered:
             self._make_boundaries(self.steps)
+
+    def _check_averaged(self, optimizer: Optimizer) -> None:
+        """Warns, once, of an optimizer whose state is not averaged although that of another is."""
+        if self.averaged is None:
+            return
+        given = self.averaged()
+        # Wrappers of an optimizer have its groups.
+        if given is None or given.param_groups is not optimizer.param_groups:
+            kind = type(optimizer).__name__
+            logs.warning(
+                f"{self.groups.name}: {self._model_name()} was updated by a {kind} that is not the "
+                "optimizer= of with_bagua, so its state is not averaged; call trigram.unwrap(model) and "
+                "with_bagua again, with the new optimizer"
+            )
+            self.averaged = None
 
     @torch.no_grad()
     def user_step(self) -> None:

@@ -1,9 +1,9 @@
 """Runs the Python tests in lanes beside each other, and those that fail a second time alone.
 
-The tests start real ranks, which also wait, for each other, for silence and for restarts, so lanes beside each
-other save time. A test that fails there and passes alone has met a busy machine or a race. It is named at the
-end, so that somebody looks at it; it does not fail the run. A run in which more than ``MOST`` tests fail is
-not repeated.
+The tests start real ranks, which also wait, for each other, for silence and for restarts, so lanes beside
+each other save time. A test that fails there and passes alone has met a busy machine or a race. It is named
+at the end, so that somebody looks at it; it does not fail the run. A run in which more than ``MOST`` tests
+fail is not repeated.
 
     python tools/run_tests.py
 """

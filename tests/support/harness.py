@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.support import netns
 
-# A rank is forked from a server that has these already: importing torch takes seconds, and trigram a fifth of one.
+# A rank is forked from a server that has these already: importing torch takes seconds.
 PRELOAD = [
     "torch",
     "torch.distributed",

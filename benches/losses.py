@@ -70,7 +70,7 @@ CARDS: dict[str, Card] = {
         options={"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.2
     ),
     "noloco": Card(
-        options={"every": 4, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.2
+        options={"every": 2, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.4
     ),
     "sparta": Card(options={"share": 0.25}, warmup=0.2),
     "powersgd": Card(options={"rank": 8}, warmup=0.2),

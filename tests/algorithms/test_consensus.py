@@ -95,7 +95,7 @@ def consensus_stays(rank: int, world: int, label: str) -> None:
         trigram.load_algorithm_state(model, state)
 
 
-@CASES.over("decentralized", "push_sum")
+@CASES.over("decentralized", "push_sum", "local_sgd")
 def consensus_after_a_skipped_update(rank: int, world: int, label: str) -> None:
     """One rank skips its update, all evaluate, and then gradients are reset: the step counts everywhere."""
     model, optimizer = start(rank, label, net)

@@ -431,7 +431,8 @@ class WeightSync(StepHooks):
             TimeoutError: Not all ranks called it within ``timeout`` seconds.
         """
         self.abort_failed()
-        self._make_late_boundaries()
+        # Also where this rank has skipped an update: others may wait for it in the averaging step after it.
+        self._make_boundaries(self.steps)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:

@@ -47,7 +47,7 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
     if wrapped.tuner is not None:
         state["auto"] = wrapped.tuner.saved()
     if wrapped.hooks is not None:
-        wrapped.hooks.drain()
+        wrapped.hooks.drain(between_steps=True)
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
         state["owed"] = copy.deepcopy(wrapped.hooks.buckets.owed)
@@ -78,7 +78,7 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
     _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
     with _kept_weights(model, wrapped, state):
         if isinstance(wrapped.hooks, WeightSync):
-            wrapped.hooks.drain()
+            wrapped.hooks.drain(between_steps=True)
         proceeds = wrapped.warming and not state["warming"]
         if proceeds:
             wrapped.proceed()

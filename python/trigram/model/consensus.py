@@ -143,7 +143,7 @@ def _averaging_steps(hooks: StepHooks | None) -> list[AveragingStep]:
 def _settle(hooks: StepHooks, timeout: float | None) -> None:
     """Waits for all ranks; ends the averaging steps under way and applies them."""
     if isinstance(hooks, WeightSync):
-        hooks.drain(timeout)
+        hooks.drain(timeout, between_steps=True)
     else:
         hooks.abort_failed(timeout)
         _await_all(hooks, timeout)

@@ -276,7 +276,7 @@ def unwrap(model: nn.Module) -> nn.Module:
         _check_outside_blocks(wrapped, "unwrap")
         if wrapped.hooks is not None:
             wrapped.hooks.abort_failed()
-            wrapped.hooks.drain()
+            wrapped.hooks.drain(between_steps=True)
             wrapped.hooks.release()
         give_back(model)
     module = wrapped.model()
@@ -321,8 +321,10 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     check(chosen, optimizer)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
+        waiting = wrapped.hooks.awaits_update()
+        wrapped.hooks.drain(between_steps=True)
         if chosen.gradients or chosen.options.get("warmup_steps"):
-            _check_updated(wrapped.hooks)
+            _check_updated(waiting, wrapped.hooks)
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
@@ -333,11 +335,9 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     collect(model)
 
 
-def _check_updated(hooks: WeightSync) -> None:
+def _check_updated(waiting: bool, hooks: WeightSync) -> None:
     """Raises on all ranks if the update that follows on one would use that rank's own gradients: no average
     of gradients would bring the ranks together again."""
-    waiting = hooks.awaits_update()
-    hooks.drain()
     ranks = ranks_that(waiting, hooks.groups.control)
     if ranks:
         raise MisuseError(

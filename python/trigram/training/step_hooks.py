@@ -198,7 +198,7 @@ class StepHooks:
         """A whole step of a rank that has no inputs left; ``src``: the group rank whose buffers all get."""
         raise NotImplementedError
 
-    def drain(self, timeout: float | None = None) -> None:
+    def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
 
     def release(self) -> None:

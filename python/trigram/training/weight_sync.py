@@ -86,6 +86,7 @@ class WeightSync(StepHooks):
         self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
         self.last_user_step = 0
+        self.early = -1  # the step whose boundary was made before its update, or instead of it
         super().__init__(model, groups)
         if not groups.joining:
             self._prepare()
@@ -243,7 +244,8 @@ class WeightSync(StepHooks):
 
     def awaits_update(self) -> bool:
         """Whether a backward pass has made this rank's gradients, and its optimizer has not used them."""
-        return self.due and not self._step_is_over() and self._has_optimizer()
+        due = self.due or self.early == self.steps
+        return due and not self._step_is_over() and self._has_optimizer()
 
     def _step_is_over(self, param: int | None = None) -> bool:
         """Whether the update of the step that is due has been made or skipped.
@@ -424,15 +426,22 @@ class WeightSync(StepHooks):
         self.last_boundary += 1
 
     @torch.no_grad()
-    def drain(self, timeout: float | None = None) -> None:
+    def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:
         """Waits for all ranks, then ends all averaging steps. Meanwhile it answers ranks that still train.
+
+        Args:
+            timeout: Seconds; None for the group's.
+            between_steps: Whether this rank's step is over even if no update has followed its backward pass.
+                Then it makes the boundary of a skipped update, for which other ranks may wait.
 
         Raises:
             TimeoutError: Not all ranks called it within ``timeout`` seconds.
         """
         self.abort_failed()
-        # Also where this rank has skipped an update: others may wait for it in the averaging step after it.
-        self._make_boundaries(self.steps)
+        self._make_late_boundaries()
+        if between_steps and self.due:
+            self.early = self.steps
+            self._make_boundaries(self.steps)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -448,7 +457,7 @@ class WeightSync(StepHooks):
     @torch.no_grad()
     def moved_here(self) -> None:
         """The weights were changed by trigram, which is no update by the script."""
-        if self.due and self.weights is not None:
+        if (self.due or self.early == self.steps) and self.weights is not None:
             self.weights = WeightsSnapshot(self.trained)
 
     def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:

@@ -420,7 +420,7 @@ class ShardedSync(GradientSync):
             self.gathers.append((bucket, bucket.gather(group)))
         self.gathered += bucket.sent
 
-    def drain(self, timeout: float | None = None, *_: Any) -> None:
+    def drain(self, timeout: float | None = None, *_: Any, between_steps: bool = False) -> None:
         """Waits until all weights are there."""
         gathers, self.gathers = self.gathers, []
         if not gathers:

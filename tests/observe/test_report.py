@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,18 +92,21 @@ class Slow(torch.autograd.Function):
     """Takes its time, forward and backward."""
 
     @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
         return x.clone()
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.02)
-        return grad
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.seconds)
+        return grad, None
 
 
 def loop(rank: int, world: int, style: str) -> None:
     """A loop of this style; the input of rank 1 is slow."""
+    # Where nobody is late, a step must be long beside what a busy machine takes to wake three ranks.
+    slow = 0.06 if style == "late start" else 0.02
     torch.manual_seed(0)
     nets = [trigram.with_bagua(nn.Linear(64, 64)) for _ in range(2 if style == "two models" else 1)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.01) for net in nets]
@@ -119,7 +123,7 @@ def loop(rank: int, world: int, style: str) -> None:
                     if style == "accumulation" and micro < 2
                     else contextlib.nullcontext()
                 ):
-                    loss = Slow.apply(nets[0](torch.randn(8, 64))).square().mean()  # type: ignore[no-untyped-call]
+                    loss = Slow.apply(nets[0](torch.randn(8, 64)), slow).square().mean()  # type: ignore[no-untyped-call]
                     if k == 1:
                         loss = net(torch.randn(8, 64)).square().mean() + loss
                     if style == "shown loss":
@@ -173,6 +177,17 @@ def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     assert (found.cause, found.rank) == ("buckets", None)
     found = report.judge([row(r, buckets=[4 << 20] * 10, rates=[1.2e8] * 4, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("network", None)
+
+
+def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> None:
+    """Where all wait for longer than it is late. What it costs is said."""
+    rows = [row(r, wait=0.05, backward=0.065 if r == 2 else 0.05) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("network", None)
+    assert "rank 2 computes 15 ms longer" in report.text(rows)
+    rows = [row(r, wait=0.01 if r == 2 else 0.025, backward=0.065 if r == 2 else 0.05) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("compute", 2)
 
 
 def test_rates_of_helpers_are_no_links_of_ranks() -> None:

@@ -21,7 +21,10 @@ from trigram.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PH
 PREFIX = "report-rank"
 VERSION = 1
 _LATE = 1.1
-"""A rank is slow if its own time is this many times that of the others."""
+"""A rank is slow if its own time is this many times that of the others, and it waits for less than that costs
+them."""
+_FAR = 1.5
+"""With this many times, it is slow whatever communication takes."""
 _EXPOSED = 0.1
 """Of a step: from here on, waiting is worth a word."""
 _SLOW_LINK = 0.75
@@ -172,7 +175,10 @@ def judge(rows: list[Rank]) -> Finding:
     late = max(trained, key=Rank.own)
     others = [row for row in trained if row is not late]
     usual = statistics.median(row.own() for row in others) if others else late.own()
-    if others and late.own() > _LATE * usual and late.own() - usual > 0.05 * step:
+    excess = late.own() - usual
+    slower = bool(others) and late.own() > _LATE * usual and excess > 0.05 * step
+    # What the slowest waits is communication, which all have; what others wait longer is its lateness.
+    if slower and (late.own() > _FAR * usual or excess > late.mean[WAIT]):
         return _slow_rank(late, others, usual, waits)
     if exposed < _EXPOSED:
         return Finding(
@@ -183,7 +189,13 @@ def judge(rows: list[Rank]) -> Finding:
             [f"own times are within {late.own() / usual - 1:.0%} of each other"] if others and usual else [],
             [],
         )
-    return _communication(trained, waits)
+    why = [waits]
+    if slower:
+        why.append(
+            f"rank {late.rank} computes {_ms(excess)} longer than the others, "
+            f"and waits {_ms(late.mean[WAIT])}"
+        )
+    return _communication(trained, why)
 
 
 def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Finding:
@@ -229,8 +241,8 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     )
 
 
-def _communication(rows: list[Rank], waits: str) -> Finding:
-    """Ranks wait for communication, and none of them for a late rank."""
+def _communication(rows: list[Rank], why: list[str]) -> Finding:
+    """Ranks wait for communication, and less for a late rank."""
     most = max(rows, key=lambda row: len(row.rates))
     links = {
         rank: rate / 1e6 for rank, rate in zip(most.ranks, most.rates, strict=False)
@@ -246,7 +258,7 @@ def _communication(rows: list[Rank], waits: str) -> Finding:
             f"the link of rank {rank} on {host} is slow",
             [
                 f"it carries {min(rates):.0f} MB/s, the median link {statistics.median(rates):.0f}",
-                waits,
+                *why,
             ],
             [
                 f"look at the cable, the port and other traffic of {host}",
@@ -263,11 +275,10 @@ def _communication(rows: list[Rank], waits: str) -> Finding:
             "the gradient buckets are small",
             [
                 f"{len(buckets)} buckets, half of them of {usual / 1024:.0f} KiB at most; each costs a call",
-                waits,
+                *why,
             ],
             ["leave bucket_mb out, or set it to 4"],
         )
-    why = [waits]
     if rates:
         why.append(f"links carry {min(rates):.0f} to {max(rates):.0f} MB/s")
     return Finding(

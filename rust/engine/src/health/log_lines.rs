@@ -30,11 +30,12 @@ pub(crate) enum LogLine {
         /// The ranks that it waits for.
         ranks: Vec<u32>,
     },
-    /// This rank spends far more time waiting for one rank than for any other.
+    /// This rank spends far more time waiting for one rank than for any other. In a ring, or between two ranks, that can
+    /// be the network as well.
     Straggler {
         /// This rank.
         me: u32,
-        /// The slow rank.
+        /// The rank waited for.
         rank: u32,
         /// Seconds spent waiting for it,
         seconds: f64,
@@ -92,7 +93,8 @@ impl fmt::Display for LogLine {
             ),
             Self::Straggler { me, rank, seconds, window } => write!(
                 f,
-                "rank {me} spent {seconds:.0} of the last {} s waiting for rank {rank}, the slowest rank",
+                "rank {me} spent {seconds:.0} of the last {} s waiting for rank {rank}: it comes late, or its data takes long \
+                 on the way (TRIGRAM_REPORT=1 tells which)",
                 window.as_secs()
             ),
             Self::Silent { me, rank, silent, why, limit } => write!(

@@ -1,4 +1,4 @@
-//! Measures how long this rank waits for each other rank, and logs a line that names a straggler.
+//! Measures how long this rank waits for each other rank, and logs a line that names one that stands out.
 
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -10,7 +10,7 @@ use crate::health::log_lines::LogLine;
 const WINDOW: Duration = Duration::from_secs(60);
 /// A rank is named if this share of the time was spent waiting for it,
 const SHARE: f64 = 0.2;
-/// and it was waited for this many times as long as the next; otherwise all ranks are equally slow.
+/// and it was waited for this many times as long as the next; otherwise all ranks are alike.
 const LEAD: f64 = 2.0;
 
 /// The time waited for each rank, as of the last line.
@@ -44,7 +44,7 @@ impl WaitWindow {
 }
 
 impl WaitWindow {
-    /// At the end of a window, queues a log line that names the straggler, if there is one; `me` is this rank.
+    /// At the end of a window, queues a log line that names the rank waited for longest, if it stands out; `me` is this rank.
     pub(crate) fn name_straggler(&mut self, counters: &Counters, me: u32) {
         if self.began.elapsed() < WINDOW {
             return;

@@ -123,19 +123,12 @@ def switch_before_the_update(rank: int, world: int, label: str) -> None:
     same_on_all_ranks(rank, world, f"update-{label}", model.parameters())
 
 
-def _save(model: nn.Module) -> None:
-    trigram.load_algorithm_state(model, trigram.algorithm_state(model))
-
-
-def _wrap_again(model: nn.Module) -> None:
-    trigram.with_bagua(trigram.unwrap(model), "gradient_allreduce")
-
-
-AFTER_A_SKIPPED_UPDATE = {
-    "state": _save,
-    "weights": lambda model: trigram.switch(model, "local_sgd", every=2),
-    "gradients": lambda model: trigram.switch(model, "gradient_allreduce"),
-    "unwrap": _wrap_again,
+AFTER_A_SKIPPED_UPDATE: dict[str, Callable[[nn.Module, dict[str, Any]], object]] = {
+    "state": lambda model, saved: trigram.algorithm_state(model),
+    "load": trigram.load_algorithm_state,
+    "weights": lambda model, saved: trigram.switch(model, "local_sgd", every=2),
+    "gradients": lambda model, saved: trigram.switch(model, "gradient_allreduce"),
+    "unwrap": lambda model, saved: trigram.with_bagua(trigram.unwrap(model), "gradient_allreduce"),
 }
 
 
@@ -143,6 +136,7 @@ AFTER_A_SKIPPED_UPDATE = {
 def after_a_skipped_update(rank: int, world: int, call: str) -> None:
     """One rank skips the update after which all average. The others wait for it there, and it in the call."""
     model, optimizer = start(rank, "local_sgd", net)  # every=2
+    saved = trigram.algorithm_state(model)
     for step in range(6):
         optimizer.zero_grad()
         loss(model, rank, step).backward()
@@ -150,7 +144,7 @@ def after_a_skipped_update(rank: int, world: int, call: str) -> None:
             optimizer.step()
     if rank == 0 and call == "gradients":
         optimizer.zero_grad()  # else it is an error, see above
-    AFTER_A_SKIPPED_UPDATE[call](model)
+    AFTER_A_SKIPPED_UPDATE[call](model, saved)
     go(model, optimizer, rank, 6, 6)
     same_on_all_ranks(rank, world, f"after-{call}", model.parameters())
 

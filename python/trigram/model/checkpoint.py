@@ -75,11 +75,12 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
     if wrapped.tuner is not None:
         wrapped.tuner.resume(state)
     problem = _mismatch(wrapped, state)
-    _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
-    with _kept_weights(model, wrapped, state):
+    proceeds = not problem and wrapped.warming and not state["warming"]
+    with _kept_weights(model, wrapped, proceeds):
         if isinstance(wrapped.hooks, WeightSync):
+            # Before the states are compared: others may wait for this rank in an averaging step.
             wrapped.hooks.drain(between_steps=True)
-        proceeds = wrapped.warming and not state["warming"]
+        _agree(problem, problem or f"{state['algorithm']} {state['warming']}", wrapped.groups)
         if proceeds:
             wrapped.proceed()
     if wrapped.hooks is not None and "carrier" in state:
@@ -87,7 +88,7 @@ def load_algorithm_state(model: nn.Module, state: dict[str, Any]) -> None:
             _load(wrapped.hooks, state, wrapped.groups)
         except MisuseError:
             if proceeds:
-                with _kept_weights(model, wrapped, state):
+                with _kept_weights(model, wrapped, proceeds):
                     wrapped.end()
                     wrapped.begin(model, wrapped.algorithm, wrapped.optimizer)
             raise
@@ -149,9 +150,15 @@ def _agree(problem: str, common: str, groups: ModelGroups | None) -> None:
 
 
 @contextlib.contextmanager
-def _kept_weights(model: nn.Module, wrapped: WrappedModel, state: dict[str, Any]) -> Iterator[None]:
-    """The weights and buffers do not change in the block: they were loaded before."""
-    changes = isinstance(wrapped.hooks, WeightSync) or wrapped.warming != state["warming"]
+def _kept_weights(model: nn.Module, wrapped: WrappedModel, proceeds: bool) -> Iterator[None]:
+    """The weights and buffers do not change in the block, unless it raises: they were loaded before.
+
+    Args:
+        model: The model.
+        wrapped: What trains it.
+        proceeds: Whether the warm-up ends in the block.
+    """
+    changes = isinstance(wrapped.hooks, WeightSync) or proceeds
     tensors = [*model.parameters(), *model.buffers()] if changes and wrapped.hooks is not None else []
     with torch.no_grad():
         kept = [t.clone() for t in tensors]

@@ -99,9 +99,7 @@ def mpi_main(folder: Path) -> None:
         def all_reduce(tensor: torch.Tensor) -> None:
             world.Allreduce(MPI.IN_PLACE, tensor.numpy())
 
-        answer(
-            "mpi", all_reduce, lambda size: (torch.ones(size // 4),), 1.0, float(world.size), asked, told
-        )
+        answer("mpi", all_reduce, lambda size: (torch.ones(size // 4),), 1.0, float(world.size), asked, told)
 
 
 def answer(
@@ -246,7 +244,9 @@ def main() -> None:
     )
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
-    parser.add_argument("--call", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce")
+    parser.add_argument(
+        "--call", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce"
+    )
     parser.add_argument("--rate", help="of each cable; else unshaped")
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)

@@ -45,7 +45,7 @@ def _in_order(parts: list[torch.Tensor], hosts: list[int]) -> torch.Tensor:
 def _layout(world: int) -> list[int]:
     """The hosts of this launch, by rank, as the ranks know them."""
     group = trigram.runtime.world.resolve(None)
-    return [next(i for i, h in enumerate(group.hosts) if r in h) for r in range(world)]
+    return [next(i for i, h in enumerate(group.hosts()) if r in h) for r in range(world)]
 
 
 def _lengths(world: int, scale: int) -> list[list[int]]:

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use trigram_core::planner::{self, Call, Layout, Lent, Opening};
-use trigram_core::schedule::{Loc, Place, Schedule, Step, even_shares};
+use trigram_core::schedule::{Buf, Loc, Place, Schedule, Step, even_shares};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank, Report};
 use trigram_core::topology::blocks::Blocks;
@@ -409,7 +409,7 @@ fn worlds_of_hosts() -> Vec<Vec<Vec<Place>>> {
 fn blocks_between_hosts_are_right_and_cross_once() {
     for (case, hosts) in worlds_of_hosts().iter().enumerate() {
         let world: usize = hosts.iter().map(Vec::len).sum();
-        for len in [1, 5, 48, 131] {
+        for len in [[1, 48], [5, 131]][case % 2] {
             let insides = insides(hosts);
             let inside = &insides[(case + len) % insides.len()];
             for what in [Collective::AllGather, Collective::ReduceScatter] {
@@ -438,7 +438,9 @@ fn blocks_between_hosts_are_right_and_cross_once() {
                             assert!(spread < hosts.len(), "{hosts:?} {len}: {got:?}");
                         }
                     }
-                    assert_no_conflict(&s);
+                    if world <= 6 {
+                        assert_no_conflict(&s);
+                    }
                     check(what, s, 0, len, hosts, 1 + case as u64);
                 }
                 let mixed: Vec<Schedule> = (two_level(what, hosts, Blocks::Equal(len), inside, 16, 0)
@@ -519,34 +521,33 @@ fn a_reduce_scatter_has_the_bits_of_the_all_reduce() {
 #[test]
 fn blocks_in_place_are_right() {
     for sizes in [&[2, 2][..], &[3, 1], &[2, 3, 2]] {
-        let hosts = hosts_of(sizes, true);
-        let len = 37;
+        let (hosts, len) = (hosts_of(sizes, true), 37);
         for inside in insides(&hosts) {
             for what in [Collective::AllGather, Collective::ReduceScatter] {
-                let in_place = two_level(what, &hosts, Blocks::Equal(len), &inside, 16, 0);
-                for (me, schedule) in in_place.iter().enumerate() {
-                    let mut read = vec![false; len];
-                    let at = |span: trigram_core::schedule::Span| match (what, span.buf as u8) {
-                        // The block in the small tensor, and in the one of all blocks.
-                        (Collective::AllGather, 0) | (Collective::ReduceScatter, 1) => span.start,
-                        _ => span.start.wrapping_sub(me * len),
+                let schedules = two_level(what, &hosts, Blocks::Equal(len), &inside, 16, 0);
+                for (me, schedule) in schedules.iter().enumerate() {
+                    // The values of the block that a span of its own tensor, or of the one of all blocks, has.
+                    let of_block = |at: &Loc, own: Buf| -> Vec<usize> {
+                        let first = if at.span.buf == own { 0 } else { me * len };
+                        let span = at.span.start..at.span.start + at.span.len;
+                        span.filter_map(|i| i.checked_sub(first)).filter(|&i| i < len).collect()
                     };
+                    let own = if what == Collective::AllGather { Buf::In } else { Buf::Out };
+                    let mut read = vec![false; len];
                     for step in &schedule.steps {
                         let Step::Reduce { from, to, .. } = step else { continue };
-                        let mine = |l: &&Loc| l.place as usize == me;
-                        for l in from.iter().filter(mine).filter(|l| l.span.buf as u8 == 0) {
-                            (0..l.span.len)
-                                .filter_map(|i| at(l.span).checked_add(i).filter(|&i| i < len))
-                                .for_each(|i| read[i] = true);
+                        let mine = |buf| move |l: &&Loc| l.place as usize == me && l.span.buf == buf;
+                        for i in from.iter().filter(mine(Buf::In)).flat_map(|l| of_block(l, own)) {
+                            read[i] = true;
                         }
-                        for l in to.iter().filter(mine).filter(|l| l.span.buf as u8 == 1) {
-                            for i in
-                                (0..l.span.len).filter_map(|i| at(l.span).checked_add(i).filter(|&i| i < len))
-                            {
-                                assert!(read[i], "{what:?} {inside:?}: rank {me} writes {i} first");
-                            }
+                        for i in to.iter().filter(mine(Buf::Out)).flat_map(|l| of_block(l, own)) {
+                            assert!(
+                                read[i],
+                                "{what:?} {inside:?}: rank {me} writes value {i} before it reads it"
+                            );
                         }
                     }
+                    assert!(read.iter().all(|&read| read), "{what:?} {inside:?}: rank {me}");
                 }
             }
         }

@@ -360,7 +360,6 @@ pub fn all_gather(
     let units: Vec<Vec<Part>> =
         (0..local.len()).map(|i| [plan.own(local[i]), plan.foreign(i)].concat()).collect();
     let input = |part: Part| Span::new(Buf::In, part.start - plan.starts[me as usize], part.len);
-    let elsewhere = |span: Span| -> Vec<Loc> { plan.peers().map(|place| Loc { place, span }).collect() };
     if inside == Inside::Messages {
         for part in plan.own(me) {
             plan.peers().for_each(|p| b.send(p, input(part)));
@@ -381,10 +380,12 @@ pub fn all_gather(
         Inside::Memory => {
             for &part in &units[plan.at.index] {
                 let span = part.span(Buf::Out);
-                if part.owner == me {
-                    b.copy(input(part), span);
-                }
-                b.reduce(&[Loc { place: me, span }], &elsewhere(span), false);
+                let to: Vec<Loc> = match part.owner == me {
+                    true => local.iter().map(|&place| Loc { place, span }).collect(),
+                    false => plan.peers().map(|place| Loc { place, span }).collect(),
+                };
+                let from = if part.owner == me { input(part) } else { span };
+                b.reduce(&[Loc { place: me, span: from }], &to, false);
             }
             b.barrier();
         }

@@ -11,7 +11,7 @@ import torch
 
 import trigram
 from tests.collectives.test_calls import registered
-from tests.collectives.test_hosts import _sent as sent_by
+from tests.collectives.test_hosts import sent_by
 from tests.support.cases import Cases
 from tests.support.checks import equal
 from tests.support.data import numbers

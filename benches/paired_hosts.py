@@ -2,13 +2,15 @@
 
     python benches/paired_hosts.py --hosts 4 gloo now=python "summed=python:TRIGRAM_CHECKSUM=on"
     python benches/paired_hosts.py --hosts 4 --rate 1gbit gloo before=../before/python after=python
+    python benches/paired_hosts.py --call reduce_scatter --hosts 2 --ranks 2 gloo now=python:memory=registered
 
-A contestant is `gloo`, `NAME=PATH[:VARIABLE=VALUE...]` (the folder with the package `trigram`; settings, and
-`via`), or `mpich=/path/to/mpiexec` (MPICH over TCP, where mpi4py is installed beside it). All contestants
-have a rank on every host (network namespaces; needs root), and take turns, so that
+A contestant is `gloo`, `NAME=PATH[:VARIABLE=VALUE...]` (the folder with the package `trigram`; settings,
+`via`, and `memory=registered` for tensors from `trigram.empty`), or `mpich=/path/to/mpiexec` (all_reduce by
+MPICH over TCP, where mpi4py is installed beside it). All contestants have `--ranks` ranks on every host
+(network namespaces; needs root), and take turns, so that
 other load on the machine affects all alike. The table has the median time, the median and the quartiles of
 the ratios of pairs (above 1: faster than the first contestant), and the processor time of all ranks together.
-Sums are checked.
+Sums are checked. Of reduce_scatter and all_gather, `--sizes` are those of the whole: all blocks.
 """
 
 from __future__ import annotations
@@ -48,16 +50,22 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
     os.environ.update(settings)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
-    all_reduce: Callable[[torch.Tensor], object]
+    world, what = int(settings["WORLD_SIZE"]), settings["BENCH_CALL"]
+    make: Callable[[int], torch.Tensor] = torch.ones
     if spec == "gloo":
         import torch.distributed as dist
 
         dist.init_process_group("gloo")
-        all_reduce = dist.all_reduce
+        calls: dict[str, Callable[..., object]] = {
+            "all_reduce": dist.all_reduce,
+            "reduce_scatter": dist.reduce_scatter_tensor,
+            "all_gather": dist.all_gather_into_tensor,
+        }
+        call = calls[what]
     else:
         path, *variables = spec.split(":")
         chosen = dict(each.split("=", 1) for each in variables)
-        via = chosen.pop("via", None)
+        via, memory = chosen.pop("via", None), chosen.pop("memory", None)
         os.environ.update(chosen)
         for name in [name for name in sys.modules if name.split(".")[0] == "trigram"]:
             del sys.modules[name]
@@ -65,8 +73,18 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
         import trigram
 
         trigram.init()
-        all_reduce = functools.partial(trigram.all_reduce, via=via)
-    answer(spec, all_reduce, float(settings["WORLD_SIZE"]), asked, told)
+        call = functools.partial(trigram.all_reduce, via=via) if via else getattr(trigram, what)
+        if memory == "registered":
+            make = trigram.empty
+    if what == "all_reduce":
+        answer(spec, call, lambda size: (make(size // 4),), 1.0, float(world), asked, told)
+        return
+
+    def tensors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        whole, part = make(size // 4 // world * world), make(size // 4 // world)
+        return (part, whole) if what == "reduce_scatter" else (whole, part)
+
+    answer(spec, call, tensors, 1.0, float(world) if what == "reduce_scatter" else 1.0, asked, told)
 
 
 def mpi_main(folder: Path) -> None:
@@ -81,26 +99,34 @@ def mpi_main(folder: Path) -> None:
         def all_reduce(tensor: torch.Tensor) -> None:
             world.Allreduce(MPI.IN_PLACE, tensor.numpy())
 
-        answer("mpi", all_reduce, float(world.size), asked, told)
+        answer("mpi", all_reduce, lambda size: (torch.ones(size // 4),), 1.0, float(world.size), asked, told)
 
 
 def answer(
-    spec: str, all_reduce: Callable[[torch.Tensor], object], world: float, asked: TextIO, told: TextIO
+    spec: str,
+    call: Callable[..., object],
+    make: Callable[[int], tuple[torch.Tensor, ...]],
+    given: float,
+    result: float,
+    asked: TextIO,
+    told: TextIO,
 ) -> None:
-    """Answers requests `BYTES COUNT` with figures as JSON, one line each."""
-    tensors: dict[int, torch.Tensor] = {}
+    """Answers requests `BYTES COUNT` with figures as JSON, one line each. The first tensor that `make` makes
+    for a number of bytes is the output, the last the input; they may be one."""
+    made: dict[int, tuple[torch.Tensor, ...]] = {}
     told.write("ready\n")
     for line in asked:
         size, count = map(int, line.split())
-        tensor = tensors.setdefault(size, torch.ones(size // 4))
-        tensor.fill_(1.0)
-        all_reduce(tensor)
-        if not bool((tensor == world).all()):
-            raise SystemExit(f"{spec}: the sum of {size} bytes is wrong")
+        tensors = made.setdefault(size, make(size))
+        tensors[0].fill_(-1.0)
+        tensors[-1].fill_(given)
+        call(*tensors)
+        if not bool((tensors[0] == result).all()):
+            raise SystemExit(f"{spec}: the result of {size} bytes is wrong")
         before, times = resource.getrusage(resource.RUSAGE_SELF), []
         for _ in range(count):
             started = time.perf_counter()
-            all_reduce(tensor)
+            call(*tensors)
             times.append(time.perf_counter() - started)
         after = resource.getrusage(resource.RUSAGE_SELF)
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -108,9 +134,9 @@ def answer(
 
 
 class Contestant:
-    """The ranks of one contestant, one on each host."""
+    """The ranks of one contestant, as many on each host."""
 
-    def __init__(self, text: str, where: hosts.Hosts, folder: Path) -> None:
+    def __init__(self, text: str, where: hosts.Hosts, folder: Path, ranks: int, what: str) -> None:
         self.name, _, spec = text.partition("=")
         self.asks: list[TextIO] = []
         self.answers: list[TextIO] = []
@@ -119,7 +145,7 @@ class Contestant:
         if self.launched:
             self._start_mpi(Path(spec), where, folder / self.name)
         else:
-            self._fork(text, spec, where)
+            self._fork(text, spec, where, ranks, what)
         for each in self.answers:
             if each.readline() != "ready\n":
                 raise SystemExit(f"{self.name}: a rank has failed")
@@ -161,14 +187,15 @@ class Contestant:
         signal.alarm(0)
         self.pids.append(launcher.pid)
 
-    def _fork(self, text: str, spec: str, where: hosts.Hosts) -> None:
+    def _fork(self, text: str, spec: str, where: hosts.Hosts, ranks: int, what: str) -> None:
         port = str(free_port())
-        for rank in range(where.count):
+        for rank in range(where.count * ranks):
             settings = {
+                "BENCH_CALL": what,
                 "RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "WORLD_SIZE": str(where.count),
-                "LOCAL_WORLD_SIZE": "1",
+                "LOCAL_RANK": str(rank // where.count),
+                "WORLD_SIZE": str(where.count * ranks),
+                "LOCAL_WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": where.addresses[0],
                 "MASTER_PORT": port,
                 "GLOO_SOCKET_IFNAME": hosts.INTERFACE,
@@ -180,7 +207,7 @@ class Contestant:
             if pid == 0:
                 try:
                     with os.fdopen(inward) as asked, os.fdopen(outward, "w", buffering=1) as told:
-                        rank_main(spec or text, settings, where.names[rank], asked, told)
+                        rank_main(spec or text, settings, where.names[rank % where.count], asked, told)
                 except BaseException:
                     traceback.print_exc()
                 os._exit(1)
@@ -216,6 +243,10 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1, help="on each host")
+    parser.add_argument(
+        "--call", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce"
+    )
     parser.add_argument("--rate", help="of each cable; else unshaped")
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -231,7 +262,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, hosts.Hosts(args.hosts, args.rate) as where:
         try:
             for each in args.contestants:
-                teams.append(Contestant(each, where, Path(folder)))
+                teams.append(Contestant(each, where, Path(folder), args.ranks, args.call))
             # Rates are known after some calls; only then are the schedules those of a long job.
             pace = {(team.name, size): team.run(size, 14)[0] for team in teams for size in sizes}
             deadline = time.monotonic() + args.seconds
@@ -257,7 +288,8 @@ def main() -> None:
             of_wire = ""
             if args.rate and args.rate.endswith("gbit"):
                 per_second = float(args.rate.removesuffix("gbit")) * PAYLOAD * 1e9 / 8
-                of_wire = f"{2 * (args.hosts - 1) / args.hosts * size / per_second / ms * 1000:.3f}"
+                ways = 2 if args.call == "all_reduce" else 1
+                of_wire = f"{ways * (args.hosts - 1) / args.hosts * size / per_second / ms * 1000:.3f}"
             spent = 1000 * statistics.median(row[1] for row in rows)
             cells = f"{ms:.3f} | {of_wire} | {middle:.2f} | {low:.2f} {high:.2f} | {spent:.1f}"
             print(f"| {size} | {team.name} | {cells} |")

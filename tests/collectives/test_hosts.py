@@ -31,7 +31,7 @@ def test_collective_across_hosts(
     in_launch("CASES", case, 4, transport="auto", hosts=LAYOUTS[layout])
 
 
-def _sent(interface: str) -> int:
+def sent_by(interface: str) -> int:
     """Bytes that this namespace's interface has sent, as the kernel counts them."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
@@ -46,12 +46,12 @@ def _bytes(rank: int, world: int, rounds: int, size: int) -> tuple[int, int]:
     t.fill_(1.0)
     trigram.all_reduce(t, "max")
     trigram.barrier()
-    before = _sent("eth0"), _sent("lo")
+    before = sent_by("eth0"), sent_by("lo")
     trigram.barrier()
     for _ in range(rounds):
         trigram.all_reduce(t, "max")
     trigram.barrier()
-    return _sent("eth0") - before[0], _sent("lo") - before[1]
+    return sent_by("eth0") - before[0], sent_by("lo") - before[1]
 
 
 def test_once_per_byte_between_hosts(several_hosts: None) -> None:

@@ -11,6 +11,7 @@ use crate::signature::{Collective, Via};
 use crate::topology::blocks::Blocks;
 use crate::topology::{
     Shape, balance, bounce, direct, hierarchical, recursive_doubling, ring, scatter_gather, shared, tree,
+    two_level,
 };
 use crate::tuning::Tuned;
 
@@ -132,6 +133,8 @@ pub enum Lent {
     BounceBuffers,
     /// All contributions: they are registered memory.
     Inputs,
+    /// All outputs, which peers write to: they are registered memory.
+    Outputs,
 }
 
 /// What the ranks of a group know alike of their links.
@@ -201,6 +204,22 @@ pub fn contribution(call: &Call, layout: &Layout) -> usize {
     shared::contribution(call.what, call.root, shape(call, layout, PIECE_BYTES), call.blocks())
 }
 
+/// What ranks that share a host may access of each other's memory in a call if it is registered, and how many elements
+/// of this rank's.
+pub fn lendable(call: &Call, layout: &Layout) -> (Lent, usize) {
+    match is_two_level(call, layout) && call.what == Collective::AllGather {
+        true => (Lent::Outputs, call.blocks().start(layout.world)),
+        false => (Lent::Inputs, contribution(call, layout)),
+    }
+}
+
+/// Whether the blocks of a call pass through hosts of several ranks.
+fn is_two_level(call: &Call, layout: &Layout) -> bool {
+    matches!(call.what, Collective::AllGather | Collective::ReduceScatter)
+        && !layout.is_flat()
+        && !layout.is_one_host()
+}
+
 /// Whether rates may matter to a call: an AllReduce whose way is open, among ranks with a link each.
 fn has_links(call: &Call, layout: &Layout) -> bool {
     call.what == Collective::AllReduce
@@ -258,9 +277,9 @@ fn is_ring(call: &Call, layout: &Layout, links: Links<'_>) -> bool {
         }
 }
 
-/// Whether the ranks of a host may pass this call through their stages.
+/// Whether the ranks of a host may pass this call through their bounce buffers.
 pub fn uses_bounce_buffers(call: &Call, layout: &Layout) -> bool {
-    layout.is_one_host()
+    (layout.is_one_host() || is_two_level(call, layout))
         && layout.world > 1
         && layout.helpers == 0
         && call.len > 0
@@ -302,16 +321,21 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     if call.len == 0 && call.what != Collective::AllToAll {
         return Ok(direct::barrier(s));
     }
-    if uses_bounce_buffers(call, layout) {
+    if layout.is_one_host() && uses_bounce_buffers(call, layout) {
         match lent {
             Lent::Inputs => return Ok(shared::direct(call.what, call.root, s, call.blocks())),
             Lent::BounceBuffers => {
                 let buffer = BOUNCE_BYTES / call.dtype.size();
                 return Ok(bounce::bounce(call.what, call.root, s, call.blocks(), buffer));
             }
-            Lent::Nothing => {}
+            Lent::Nothing | Lent::Outputs => {}
         }
     }
+    let inside = match lent {
+        Lent::Nothing => two_level::Inside::Messages,
+        Lent::BounceBuffers => two_level::Inside::Buffers(BOUNCE_BYTES / call.dtype.size()),
+        Lent::Inputs | Lent::Outputs => two_level::Inside::Memory,
+    };
     let rates =
         if goes_by_rates(call, layout) && links.rates.len() == s.world as usize { links.rates } else { &[] };
     let hosts = &layout.hosts;
@@ -351,9 +375,11 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
         Collective::Reduce => direct::reduce(s, call.root),
         Collective::Broadcast if !flat => hierarchical::broadcast(s, hosts, call.root, small),
         Collective::Broadcast => direct::broadcast(s, call.root, small),
-        Collective::AllGather if !flat => hierarchical::all_gather(s, hosts, call.blocks()),
+        Collective::AllGather if !flat => two_level::all_gather(s, hosts, call.blocks(), inside, window),
         Collective::AllGather => direct::all_gather(s, call.blocks()),
-        Collective::ReduceScatter if !flat => hierarchical::reduce_scatter(s, hosts, call.blocks()),
+        Collective::ReduceScatter if !flat => {
+            two_level::reduce_scatter(s, hosts, call.blocks(), inside, window)
+        }
         Collective::ReduceScatter => direct::reduce_scatter(s, call.blocks()),
         Collective::Gather => direct::gather(s, call.root),
         Collective::Scatter => direct::scatter(s, call.root),

@@ -99,8 +99,12 @@ pub struct Builder {
     deps: Vec<(u32, u32)>,
     memory: [Memory; 4],
     tokens: Memory,
+    /// The last barrier, and the last that messages wait for too.
     fence: Option<u32>,
+    full_fence: Option<u32>,
     fenced: usize,
+    /// Messages that the barriers since the last full one do not wait for.
+    beside: Vec<u32>,
     barriers: u32,
     scratch: usize,
     bounce: usize,
@@ -118,7 +122,9 @@ impl Builder {
             memory: Default::default(),
             tokens: Memory::default(),
             fence: None,
+            full_fence: None,
             fenced: 0,
+            beside: Vec::new(),
             barriers: 0,
             scratch: 0,
             bounce: 0,
@@ -154,7 +160,11 @@ impl Builder {
     }
 
     fn push(&mut self, step: Step) {
-        if let Some(fence) = self.fence {
+        let fence = match step {
+            Step::Send { .. } | Step::Recv { .. } => self.full_fence,
+            Step::Reduce { .. } | Step::Barrier { .. } => self.fence,
+        };
+        if let Some(fence) = fence {
             self.deps.push((self.steps.len() as u32, fence));
         }
         self.steps.push(step);
@@ -212,7 +222,25 @@ impl Builder {
     /// Wait for all ranks of the group on this host.
     pub fn barrier(&mut self) {
         let step = self.steps.len() as u32;
-        self.deps.extend((self.fenced as u32..step).map(|before| (step, before)));
+        let beside = std::mem::take(&mut self.beside);
+        self.deps.extend(beside.into_iter().chain(self.fenced as u32..step).map(|before| (step, before)));
+        self.pass();
+        self.full_fence = Some(step);
+    }
+
+    /// The same for reductions and copies only: messages before and after it go on beside it. For schedules whose
+    /// messages are in memory that no other rank accesses.
+    pub fn meet(&mut self) {
+        let step = self.steps.len() as u32;
+        let is_message = |s: &u32| matches!(self.steps[*s as usize], Step::Send { .. } | Step::Recv { .. });
+        let (messages, folds): (Vec<u32>, Vec<u32>) = (self.fenced as u32..step).partition(is_message);
+        self.beside.extend(messages);
+        self.deps.extend(folds.into_iter().map(|before| (step, before)));
+        self.pass();
+    }
+
+    fn pass(&mut self) {
+        let step = self.steps.len() as u32;
         self.push(Step::Barrier { ordinal: self.barriers });
         self.barriers += 1;
         self.fence = Some(step);
@@ -319,5 +347,20 @@ mod tests {
         b.barrier();
         b.send(1, Span::new(Buf::In, 0, 1));
         assert_eq!(deps(&b.finish()), [0, 0, 2, 1]);
+    }
+
+    #[test]
+    fn messages_pass_a_meeting() {
+        let mut b = Builder::new(0, false);
+        b.send(1, Span::new(Buf::In, 0, 1));
+        b.copy(Span::new(Buf::In, 1, 1), Span::new(Buf::Bounce, 0, 1));
+        b.meet(); // waits for the copy
+        b.recv(1, Span::new(Buf::Out, 0, 1));
+        b.copy(Span::new(Buf::In, 2, 1), Span::new(Buf::Bounce, 1, 1)); // waits for the meeting
+        b.barrier(); // waits for all five
+        b.send(1, Span::new(Buf::In, 3, 1));
+        let s = b.finish();
+        assert_eq!(deps(&s), [0, 0, 1, 0, 1, 4, 1]);
+        assert_eq!((s.successors(1), s.successors(2)), (&[2][..], &[4, 5][..]));
     }
 }

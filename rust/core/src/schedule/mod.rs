@@ -114,7 +114,7 @@ pub enum Step {
         finish: bool,
     },
     /// Wait for all ranks of the group on this host. Ordered after every step before it and before
-    /// every step after it.
+    /// every step after it, or after and before the reductions only ([`Builder::meet`]).
     Barrier {
         /// The ordinal of this barrier.
         ordinal: u32,

@@ -15,6 +15,7 @@ pub mod ring;
 pub mod scatter_gather;
 pub mod shared;
 pub mod tree;
+pub mod two_level;
 
 /// What every topology is a function of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -27,7 +27,7 @@ use crate::sys::runs::Runs;
 /// in the call too, so that no peer is flooded.
 pub const EAGER: usize = 1 << 20;
 
-/// Memory that a peer on this host shares for this call: its input or its bounce buffer.
+/// Memory that a peer on this host shares for this call: its input, its output or its bounce buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Loan {
     /// The peer's place.
@@ -173,32 +173,38 @@ impl Body {
         signature
     }
 
-    /// The memory that this rank shows to the ranks of its host in this call: its input, and its bounce buffer.
+    /// The memory that this rank shows to the ranks of its host in this call: its input or its output, and its bounce
+    /// buffer.
     pub(crate) fn shown(&self) -> [(*const u8, usize); 2] {
         let (call, tensors) = (&self.request.call, &self.request.tensors);
-        let lent = planner::contribution(call, &self.members.layout) * call.dtype.size();
-        [(tensors.input, lent.min(tensors.input_len)), (self.bounce.0.cast_const(), self.bounce.1)]
+        let (kind, lent) = planner::lendable(call, &self.members.layout);
+        let (at, have) = match kind {
+            Lent::Outputs => (tensors.output.cast_const(), tensors.output_len),
+            _ => (tensors.input, tensors.input_len),
+        };
+        [(at, (lent * call.dtype.size()).min(have)), (self.bounce.0.cast_const(), self.bounce.1)]
     }
 
-    /// Finds the memory that the ranks of this host share for a call: their inputs if all are registered memory,
+    /// Finds the memory that the ranks of this host share for a call: their tensors if all are registered memory,
     /// otherwise their bounce buffers if all have one.
     pub(crate) fn lend(&mut self, world: &World) -> Result<Lent> {
         let members = self.members.clone();
         let size = self.request.call.dtype.size();
-        for kind in [Lent::Inputs, Lent::BounceBuffers] {
+        let (tensors, _) = planner::lendable(&self.request.call, &members.layout);
+        for kind in [tensors, Lent::BounceBuffers] {
             self.loans.clear();
             let mut all = true;
             for place in members.local_places() {
                 let mut layout = members.layout.clone();
                 layout.me = place;
-                let len = planner::contribution(&self.request.call, &layout) * size;
-                if len == 0 && kind == Lent::Inputs {
+                let len = planner::lendable(&self.request.call, &layout).1 * size;
+                if len == 0 && kind != Lent::BounceBuffers {
                     continue;
                 }
                 let op_slot = members.op_slot(place, self.call_id);
                 let (at, len) = match kind {
-                    Lent::Inputs => (op_slot.and_then(OpSlot::input), len),
-                    _ => (op_slot.and_then(OpSlot::bounce_buffer), planner::BOUNCE_BYTES),
+                    Lent::BounceBuffers => (op_slot.and_then(OpSlot::bounce_buffer), planner::BOUNCE_BYTES),
+                    _ => (op_slot.and_then(OpSlot::lent), len),
                 };
                 let Some(at) = at else {
                     all = false;

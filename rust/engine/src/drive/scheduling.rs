@@ -169,8 +169,8 @@ impl Scheduling<'_> {
                     let schedule = self.schedule(i)?;
                     return self.calls.active[i].run(schedule, self.out);
                 }
-                let [(input, lent), _] = active.body.shown();
-                let input = self.world.arena.locate(input, lent);
+                let [(lent, len), _] = active.body.shown();
+                let lent = self.world.arena.locate(lent, len);
                 let mut bounce_buffer = None;
                 if planner::uses_bounce_buffers(&active.body.request.call, &members.layout)
                     && let Some(buffer) = members.bounce_buffer(call, self.world)
@@ -178,7 +178,7 @@ impl Scheduling<'_> {
                     active.body.bounce = (buffer.as_ptr(), buffer.len());
                     bounce_buffer = self.world.arena.locate(buffer.as_ptr(), buffer.len());
                 }
-                op_slot.describe(&active.body.signature, input, bounce_buffer);
+                op_slot.describe(&active.body.signature, lent, bounce_buffer);
                 members.arrive(call, 0);
                 active.pass_to(CallState::Opening, &self.calls.events);
                 Ok(())

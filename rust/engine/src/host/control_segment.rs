@@ -236,7 +236,7 @@ mod tests {
         let theirs = seen.op_slot(place, 3);
         assert!(theirs.has_arrived(3, 0) && !theirs.has_arrived(3, 1) && theirs.is_inside(3));
         assert_eq!(theirs.signature(), s);
-        assert_eq!(theirs.input(), Some(SegmentOffset { segment: 0, offset: 4096 }));
+        assert_eq!(theirs.lent(), Some(SegmentOffset { segment: 0, offset: 4096 }));
         assert_eq!(theirs.bounce_buffer(), None);
         op_slot.leave(3);
         assert!(theirs.is_free_for(3 + OP_SLOTS as u64) && !theirs.is_free_for(3 + 2 * OP_SLOTS as u64));

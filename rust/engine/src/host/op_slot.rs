@@ -42,7 +42,8 @@ pub struct OpSlot {
     /// `call + 1` of the last call that the owner has left. Not in the first line, where peers would have to fetch the
     /// line again when it is written.
     done: AtomicU64,
-    /// Number of the segment that holds the input, plus one; 0: the input is not registered memory.
+    /// Number of the segment that holds the tensor that the owner lends, its input or its output, plus one; 0: it is
+    /// not registered memory.
     segment: AtomicU64,
     offset: AtomicU64,
     /// The same for the bounce buffer.
@@ -80,17 +81,17 @@ impl OpSlot {
         call < OP_SLOTS as u64 || self.done.load(Ordering::Acquire) > call - OP_SLOTS as u64
     }
 
-    /// Shows what the owner called, and where its input and its bounce buffer are. Published by the first
+    /// Shows what the owner called, and where the tensor that it lends and its bounce buffer are. Published by the first
     /// [`OpSlot::arrive`].
     pub fn describe(
         &self,
         signature: &Signature,
-        input: Option<SegmentOffset>,
+        lent: Option<SegmentOffset>,
         bounce_buffer: Option<SegmentOffset>,
     ) {
         self.describe_one_shot(signature, 0);
-        self.segment.store(input.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
-        self.offset.store(input.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
+        self.segment.store(lent.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
+        self.offset.store(lent.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
         self.bounce_segment.store(bounce_buffer.map_or(0, |p| p.segment + 1), Ordering::Relaxed);
         self.bounce_offset.store(bounce_buffer.map_or(0, |p| p.offset as u64), Ordering::Relaxed);
     }
@@ -113,8 +114,8 @@ impl OpSlot {
         from_words(std::array::from_fn(|i| self.signature[i].load(Ordering::Relaxed)))
     }
 
-    /// Where the owner's input is, if it is registered; valid once the owner has arrived.
-    pub fn input(&self) -> Option<SegmentOffset> {
+    /// Where the tensor is that the owner lends, if it is registered; valid once the owner has arrived.
+    pub fn lent(&self) -> Option<SegmentOffset> {
         let segment = self.segment.load(Ordering::Relaxed).checked_sub(1)?;
         Some(SegmentOffset { segment, offset: self.offset.load(Ordering::Relaxed) as usize })
     }

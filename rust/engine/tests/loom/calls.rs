@@ -53,7 +53,7 @@ fn run(controls: &[ControlSegment; 2], me: usize, calls: u64) {
         theirs.bell.ring(|| unreachable!());
         sleep_until(&mine.bell, || theirs.op_slot.has_arrived(call, 0));
         assert_eq!(theirs.op_slot.signature(), signature(call));
-        assert_eq!(theirs.op_slot.input(), Some(SegmentOffset { segment: call, offset: 8 * (1 - me) }));
+        assert_eq!(theirs.op_slot.lent(), Some(SegmentOffset { segment: call, offset: 8 * (1 - me) }));
         assert_eq!(theirs.read(), call as u8 + 10 * (1 - me) as u8);
         mine.op_slot.leave(call);
         theirs.bell.ring(|| unreachable!());

@@ -145,7 +145,13 @@ def with_bagua(
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
-        optimizer = None
+        if "state" not in chosen.options:
+            optimizer = None
+    elif "copies" in chosen.options:
+        raise MisuseError(
+            f"with_bagua: copies={chosen.options['copies']} needs elastic=True, where ranks may be lost; "
+            "remove copies="
+        )
     check(chosen, optimizer)
     names = ignored_names(model, ignore)
     extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
@@ -202,6 +208,14 @@ def _warn_of(chosen: str, unknown: Sequence[str], ranks: Group) -> None:
         )
 
 
+_NOT_ELASTIC = {
+    "fused": (True, "because a step in which a rank is lost could not be repeated; remove it"),
+    "gradients": ("shards", "because a lost rank takes its part of the gradients with it; use 'full'"),
+    "overlap": (True, "because a rank may be lost while weights are collected; use overlap=False"),
+}
+"""Options of sharded and fused optimizers that elastic jobs do not support, and why."""
+
+
 def _states(
     model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
 ) -> list[Any]:
@@ -218,13 +232,9 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
-    if "state" in chosen.options or "fused" in chosen.options:
-        raise UnsupportedError(
-            "with_bagua: elastic=True supports neither state='sharded', because a lost rank takes its part "
-            "of the "
-            "optimizer's state with it, nor fused=True, because a step in which a rank is lost could not "
-            "be repeated"
-        )
+    for option, (value, why) in _NOT_ELASTIC.items():
+        if chosen.options.get(option) == value and ("state" in chosen.options or option == "fused"):
+            raise UnsupportedError(f"with_bagua: elastic=True does not support {option}={value!r}, {why}")
     if list(sparse_parameters(model)):
         raise UnsupportedError(
             "with_bagua: elastic=True does not support modules with sparse=True; create them with "

@@ -176,7 +176,7 @@ def train(
     shadow: Shadow | None = None if again else Shadow(kind)
     slower = None if shadow is None else torch.optim.lr_scheduler.StepLR(shadow.opt, 7, 0.9)
     net = trigram.with_bagua(
-        net, "sharded", optimizer=opt, elastic=[schedule], bucket_mb=0.001, **(options or {})
+        net, "sharded", optimizer=opt, elastic=[schedule], bucket_mb=0.0005, **(options or {})
     )
     first = trigram.stats(net)["steps"]
     say(("begins", first))

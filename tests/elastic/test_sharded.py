@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.elastic_sharded import BEFORE, DURING, Moments, reference, same_state, train
+import trigram
+from tests.support.checks import says
+from tests.support.elastic_run import await_step, come, model
+from tests.support.elastic_sharded import BEFORE, DURING, LATER, Moments, reference, same_state, train
 from tests.support.harness import Died, Ranks
 
 pytestmark = pytest.mark.waits
 
 
-def check(results: list[Any], living: list[int], history: list[tuple[int, ...]]) -> None:
+def check(
+    results: list[Any], living: list[int], history: list[tuple[int, ...]], kind: str = "adamw"
+) -> None:
     """All living ranks hold the same bits, and these are those of a training in one process."""
-    expected, state = reference(history)
+    expected, state = reference(history, kind)
     for r in living:
         assert results[r]["steps"] == len(history), f"rank {r}"
         assert torch.equal(results[r]["weights"], results[living[0]]["weights"]), f"rank {r} differs"
@@ -30,7 +35,7 @@ def check(results: list[Any], living: list[int], history: list[tuple[int, ...]])
 
 def died(world: int, moments: Moments, steps: int) -> list[tuple[int, ...]]:
     """Who takes part in which step."""
-    last = {r: at + (where in DURING) for r, (at, where) in moments.items()}
+    last = {r: at + (where in DURING + LATER) for r, (at, where) in moments.items()}
     return [tuple(r for r in range(world) if step < last.get(r, steps)) for step in range(steps)]
 
 
@@ -43,3 +48,120 @@ def test_a_death_at_any_moment_loses_nothing(where: str, world: int, transport: 
         results = ranks.results(60, dies=[1])
     assert results[1] == Died(-signal.SIGKILL)
     check(results, [r for r in range(world) if r != 1], died(world, moments, steps))
+
+
+SEEN = [
+    ("gathering", "commit"),
+    ("gathered", "gather"),
+    ("stepped", "gather"),
+]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("where, seen", SEEN)
+def test_ranks_that_learn_of_a_death_at_different_places(where: str, seen: str, transport: str) -> None:
+    """Rank 2 has yet to update, or to get the weights, when the ranks change: the others are beyond that."""
+    world, steps, moments = 4, 12, {1: (5, where)}
+    arguments = (steps, moments, 0.0, False, "adamw", (2, 5, seen))
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        results = ranks.results(60, dies=[1])
+        assert "saw a loss" in ranks.ranks[2].said
+    check(results, [0, 2, 3], died(world, moments, steps))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_death_while_parts_move(transport: str) -> None:
+    """Rank 0 uses the new cut; rank 3 has all of it, and does not know that the others have; rank 2 dies."""
+    world, steps, moments = 4, 12, {1: (5, "stepped"), 2: (5, "moved")}
+    arguments = (steps, moments, 0.0, False, "adamw", (3, 6, "move"))
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        results = ranks.results(60, dies=[1, 2])
+        assert "saw a loss" in ranks.ranks[3].said
+    check(results, [0, 3], died(world, moments, steps))
+
+
+@pytest.mark.parametrize("where, seen", [("state", ""), ("has state", ""), ("told", ""), ("told", "state")])
+def test_a_death_in_state_dict(where: str, seen: str) -> None:
+    world, steps, moments = 3, 25, {1: (9, where)}
+    arguments = (steps, moments, 0.0, False, "adamw", (2, 9, seen) if seen else (-1, -1, ""))
+    with Ranks(world, train, *arguments, transport="tcp") as ranks:
+        results = ranks.results(60, dies=[1])
+        assert ("saw a loss" in ranks.ranks[2].said) == bool(seen)
+    assert [results[r]["states"] for r in (0, 2)] == [2, 2]
+    check(results, [0, 2], died(world, moments, steps))
+
+
+DEATHS: dict[str, tuple[int, Moments]] = {
+    "down to one": (2, {0: (5, "gathering")}),
+    "one after the other": (4, {1: (3, "after"), 2: (5, "stepped"), 0: (8, "updated")}),
+    "two that are no neighbours": (4, {0: (5, "gathering"), 2: (5, "update")}),
+    "two of five": (5, {1: (5, "backward"), 3: (5, "stepped")}),
+}
+
+
+@pytest.mark.parametrize("deaths", list(DEATHS))
+def test_several_deaths(deaths: str) -> None:
+    steps, (world, moments) = 12, DEATHS[deaths]
+    with Ranks(world, train, steps, moments) as ranks:
+        results = ranks.results(90, dies=moments)
+    check(results, [r for r in range(world) if r not in moments], died(world, moments, steps))
+
+
+def lose(rank: int, world: int, *arguments: Any) -> str:
+    """What is said when all copies of a part are lost."""
+    try:
+        train(rank, world, *arguments)
+    except trigram.PeerLostError as e:
+        return f"{type(e).__name__}: {e}"
+    return "it went on"
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_two_neighbours_at_once(copies: int) -> None:
+    """With two copies the state of rank 1 is gone, and all say so; with three it is not."""
+    world, steps, moments = 4, 12, {1: (5, "after"), 2: (5, "after")}
+    options = {"copies": copies}
+    arguments = (steps, moments, 0.0, False, "adamw", (-1, -1, ""), 10, options)
+    with Ranks(world, lose if copies == 2 else train, *arguments) as ranks:
+        results = ranks.results(60, dies=moments)
+    if copies == 3:
+        return check(results, [0, 3], died(world, moments, steps))
+    for r in (0, 3):
+        says(results[r], "ranks 1, 2", "2 copies", "optimizer's state", "checkpoint", "copies=")
+
+
+@pytest.mark.parametrize("victim, transport", [(0, "shm"), (2, "tcp")])
+@pytest.mark.parametrize("kind", ["adamw", "whole"])
+def test_who_comes_back_gets_its_parts(victim: int, transport: str, kind: str) -> None:
+    world, steps = 3, 100
+    arguments = (steps, {victim: (5, "gathering" if kind == "adamw" else "after")}, 0.01)
+    with Ranks(world, train, *arguments, False, kind, transport=transport) as ranks:
+        other = (victim + 1) % world
+        await_step(ranks, other, 8)
+        come(ranks, victim, *arguments, True, kind, run=train)
+        results = ranks.results(120)
+    entered = results[victim]["first"]
+    history = list(results[other]["history"])
+    assert 5 < entered < steps and history[-1] == (0, 1, 2)
+    history[entered] = tuple(r for r in range(world) if r != victim)  # it has nothing to give
+    check(results, list(range(world)), history, kind)
+    total = sum(p.numel() for p in model().parameters() if kind == "adamw" or p.dim() == 2)
+    assert sum(results[r]["own"] for r in range(world)) == total
+    assert sum(results[r]["copied"] for r in range(world)) == total
+    assert kind == "whole" or max(results[r]["own"] + results[r]["copied"] for r in range(world)) < 0.7 * total
+
+
+def test_a_death_while_a_rank_joins_and_one_more_than_there_were() -> None:
+    """Rank 1 dies when it has got its parts of the cut in which rank 3 joins."""
+    world, steps = 3, 120
+    arguments = (steps, {1: (12, "moved")}, 0.02)
+    with Ranks(world, train, *arguments) as ranks:
+        await_step(ranks, 0, 14)
+        ranks.env["WORLD_SIZE"] = "4"
+        come(ranks, 3, steps, None, 0.02, True, run=train)
+        results = ranks.results(120, dies=[1])
+    entered = results[3]["first"]
+    history = list(results[0]["history"])
+    assert 12 < entered < steps and history[-1] == (0, 2, 3)
+    history[entered] = (0, 2)
+    check(results, [0, 2, 3], history)

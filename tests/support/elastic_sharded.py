@@ -16,6 +16,8 @@ from tests.support.checks import close
 from tests.support.elastic_run import awaited, loss_of, model, weights
 from tests.support.harness import flag, say, until
 from trigram.elastic import membership
+from trigram.elastic.recovery import ElasticModel
+from trigram.training.sharded import elastic_sync
 from trigram.training.sharded.elastic_sync import ElasticShardedSync
 from trigram.training.sharded.optimizer import ShardedOptimizer
 
@@ -26,6 +28,8 @@ BEFORE = ["forward", "backward"]
 """Moments at which the step does not count for who dies."""
 DURING = ["commit", "after", "update", "updated", "gathering", "gathered", "stepped"]
 """Moments at which it does."""
+LATER = ["state", "has state", "told", "moved"]
+"""Moments in a call of ``state_dict`` after the step, and when its parts have moved."""
 
 
 def optimizer(net: torch.nn.Module, kind: str) -> torch.optim.Optimizer:
@@ -78,14 +82,6 @@ def after(owner: Any, name: str, call: Callable[..., Any]) -> None:
     setattr(owner, name, wrapper)
 
 
-def lost_here(done: list[int], *_: Any) -> None:
-    """The first time, a call that has ended on others is seen to fail on this rank, by the loss of a rank."""
-    if not done:
-        done.append(1)
-        until(membership.has_lost, 20)
-        raise trigram.PeerLostError("seen here only", 0)
-
-
 def _prepare_death(net: Any, opt: Any, where: str, world: int) -> None:
     if where == "forward":
         net.register_forward_hook(die)
@@ -105,8 +101,34 @@ def _prepare_death(net: Any, opt: Any, where: str, world: int) -> None:
         before(ShardedOptimizer, "gathered", die)
     elif where == "has state":
         after(ShardedOptimizer, "gathered", die)
+    elif where == "told":
+        after(elastic_sync.collectives, "barrier", die)
+    elif where == "moved":
+        after(ElasticShardedSync, "_use_next", die)
     else:
         assert where in ("after", "stepped"), where
+
+
+def _see_loss_in(what: str) -> None:
+    """Once, a call that has ended on the other ranks is seen to fail on this one, by the loss of a rank."""
+    seen: list[int] = []
+
+    def fail(*_: Any) -> None:
+        if not seen:
+            seen.append(1)
+            say("saw a loss")
+            until(membership.has_lost, 20)
+            raise trigram.PeerLostError("seen here only", 0)
+
+    if what == "commit":
+        after(ElasticModel, "_commit", fail)
+    elif what == "gather":
+        after(ElasticShardedSync, "_await_ranks_without_part", fail)
+    elif what == "move":
+        before(ElasticShardedSync, "_use_next", fail)
+    else:
+        assert what == "state"
+        after(elastic_sync.collectives, "barrier", fail)
 
 
 class Shadow:
@@ -152,16 +174,14 @@ def train(
     pause: float | tuple[float, ...] = 0.0,
     again: bool = False,
     kind: str = "adamw",
-    slow: tuple[int, int] = (-1, -1),
-    left_behind: tuple[int, int, str] = (-1, -1, ""),
+    sees_loss: tuple[int, int, str] = (-1, -1, ""),
     every: int = 10,
     options: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A rank of the job.
 
-    ``slow``: a rank that is late, between backward and update of a step. ``left_behind``: a rank on which, from
-    a step on, a method fails once that has ended on others. ``every``: steps between two calls of
-    ``state_dict``.
+    ``sees_loss``: a rank, and a call in a step that fails there when it has ended on the other ranks.
+    ``every``: steps between two calls of ``state_dict``.
     """
     torch.set_num_threads(1)
     trigram.init(elastic=True)
@@ -189,18 +209,13 @@ def train(
             elastic_run._meet_at_commit(world, False)
         if dies:
             _prepare_death(net, opt, dies, world)
-        if left_behind[:2] == (rank, step):
-            done: list[int] = []
-            (after if left_behind[2] == "gathered" else before)(
-                ElasticShardedSync, left_behind[2], lambda *a, done=done: lost_here(done)
-            )
+        if sees_loss[:2] == (rank, step):
+            _see_loss_in(sees_loss[2])
         opt.zero_grad()
         loss_of(net, step, rank).backward()
         history.append(tuple(trigram.stats(net)["ranks"]))
         if dies == "after":
             die()
-        if slow == (rank, step):
-            time.sleep(0.3)
         if shadow is not None:
             shadow.step(net)
         opt.step()

@@ -1,4 +1,4 @@
-"""A sharded training in an elastic job, beside a plain optimizer that every rank steps with the same gradients."""
+"""A sharded training in an elastic job, beside a plain optimizer with the same gradients on each rank."""
 
 from __future__ import annotations
 
@@ -195,9 +195,8 @@ def train(
     schedule = torch.optim.lr_scheduler.StepLR(opt, 7, 0.9)
     shadow: Shadow | None = None if again else Shadow(kind)
     slower = None if shadow is None else torch.optim.lr_scheduler.StepLR(shadow.opt, 7, 0.9)
-    net = trigram.with_bagua(
-        net, "sharded", optimizer=opt, elastic=[schedule], bucket_mb=0.0005, **(options or {})
-    )
+    more = {"algorithm": "sharded", "elastic": [schedule], "bucket_mb": 0.0005, **(options or {})}
+    net = trigram.with_bagua(net, optimizer=opt, **more)
     first = trigram.stats(net)["steps"]
     say(("begins", first))
     flag(f"entered-{rank}")

@@ -147,11 +147,7 @@ def with_bagua(
         states = _states(model, chosen, optimizer, group, elastic)
         if "state" not in chosen.options:
             optimizer = None
-    elif "copies" in chosen.options:
-        raise MisuseError(
-            f"with_bagua: copies={chosen.options['copies']} needs elastic=True, where ranks may be lost; "
-            "remove copies="
-        )
+    _check_copies(chosen, states is not None)
     check(chosen, optimizer)
     names = ignored_names(model, ignore)
     extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
@@ -214,6 +210,15 @@ _NOT_ELASTIC = {
     "overlap": (True, "because a rank may be lost while weights are collected; use overlap=False"),
 }
 """Options of sharded and fused optimizers that elastic jobs do not support, and why."""
+
+
+def _check_copies(chosen: Algorithm, elastic: bool) -> None:
+    """Raises if copies of a sharded optimizer's state are asked for in a job whose ranks do not change."""
+    if "copies" in chosen.options and not elastic:
+        raise MisuseError(
+            f"with_bagua: copies={chosen.options['copies']} needs elastic=True, where ranks may be lost; "
+            "remove copies="
+        )
 
 
 def _states(
@@ -329,6 +334,12 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
     check(chosen, optimizer)
+    if wrapped.states is not None and {"state", "fused"} & {*chosen.options, *wrapped.algorithm.options}:
+        raise UnsupportedError(
+            "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "
+            "call with_bagua with one algorithm; choose it there"
+        )
+    _check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()

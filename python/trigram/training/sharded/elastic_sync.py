@@ -1,8 +1,8 @@
 """A sharded optimizer in an elastic job: ranks that are lost leave copies of their parts, and parts move when
 the ranks change.
 
-Each rank updates its own part and copies of its neighbours', from the same mean gradients; so a copy is
-always of the same step, and costs no message. After a change of the membership the ranks tell each other how
+Each rank updates its own part and copies of others, from the same mean gradients; so a copy is always of the
+same step, and costs no message. After a change of the membership the ranks tell each other how
 many updates they have made. If all have made the same number, the state moves to the new owners at once. Else
 some ranks wait in a step's gather for others that have yet to make that step: these make it in the old
 cut, and the state moves at its end. See docs/adr/0034.
@@ -163,7 +163,7 @@ class ElasticShardedSync(ShardedSync):
         """See :class:`StepHooks`; moves the state, if all ranks have made the same updates."""
         super().follow(meta, part)
         self._end_gathers()
-        group = self.groups.main
+        group, indices = self.groups.main, self._indices()
         following = -1 if self.next_cut is None else self.next_cut.cut.number
         counters = [self.version, self.ended, self.told]
         flags = [int(self.has_weights), int(self.has_state)]
@@ -174,7 +174,7 @@ class ElasticShardedSync(ShardedSync):
         self.next_cut = None
         holders = {r: row for r, row in zip(group.ranks, rows, strict=True) if self._newest in row[:2]}
         self._holders = set(holders)
-        self._take_over(min(holders))
+        self._take_over(min(holders), indices)
         version, ended, told, has_weights, has_state = zip(
             *(row[2:] for row in holders.values()), strict=True
         )
@@ -186,13 +186,18 @@ class ElasticShardedSync(ShardedSync):
                 self._collect(self._holders)
             self._move(self._holders)
 
-    def _take_over(self, source: int) -> None:
-        """Tells ranks that have just joined what all others know."""
+    def _take_over(self, source: int, indices: list[list[int]]) -> None:
+        """Tells ranks that have just joined what all others know.
+
+        Args:
+            source: The rank that tells it.
+            indices: The parameters in each bucket of weights.
+        """
         group = self.groups.main
         record = b""
         if self._rank == source:
             counters = [self.version, self.ended, self.told, self.updates]
-            value = [list(self.cut.owners), self._indices(), counters]
+            value = [list(self.cut.owners), indices, counters]
             record = serialization.pack(value, "elastic").numpy().tobytes()
         data = broadcast_bytes(group, record, group.ranks.index(source))
         if self.cut.number < 0:
@@ -232,9 +237,8 @@ class ElasticShardedSync(ShardedSync):
         whole = move_state(self.shards, self.params, self.cut, holders, following, group)
         self.next_cut = following
         complete = torch.tensor([int(whole)])
-        collectives.all_reduce(
-            complete, "min", None, group
-        )  # whoever knows its end knows that all have theirs
+        # It ends on no rank before all ranks have what they will hold.
+        collectives.all_reduce(complete, "min", None, group)
         if not complete:
             raise MismatchError(
                 f"{self.groups.name}: elastic: some ranks have state of a parameter and others have none, so "

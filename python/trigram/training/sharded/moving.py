@@ -1,7 +1,8 @@
 """Who holds which part of a divided optimizer, and how parts move when the ranks of an elastic job change.
 
-A *cut* is one division among the ranks: part q belongs to one rank, and the ranks after it hold copies of it,
-which they update as their own. Nothing is sent for that, for all ranks have the mean of all gradients.
+A *cut* is one division among the ranks: part q belongs to one rank, and others hold copies of it, which
+they update as their own. Nothing is sent for that, for all ranks have the mean of all gradients. The ranks
+that hold a part are as far apart as they can be: usually on several hosts.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ class Cut:
 
     def parts(self, rank: int) -> list[int]:
         """The parts that a rank holds, its own first."""
-        at, n = self.owners.index(rank), len(self.owners)
-        return [(at - j) % n for j in range(min(self.copies, n))]
+        at = self.owners.index(rank)
+        return [(at - distance) % len(self.owners) for distance in self._distances()]
 
     def holders(self, part: int) -> list[int]:
         """The ranks that hold a part, its owner first."""
-        n = len(self.owners)
-        return [self.owners[(part + j) % n] for j in range(min(self.copies, n))]
+        return [self.owners[(part + distance) % len(self.owners)] for distance in self._distances()]
+
+    def _distances(self) -> range:
+        n, copies = len(self.owners), min(self.copies, len(self.owners))
+        return range(0, copies * (n // copies), n // copies)
 
     def sources(self, present: Collection[int]) -> list[int]:
         """For each part, the rank from which the others take it.

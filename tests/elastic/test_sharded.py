@@ -303,15 +303,14 @@ def test_deaths_at_random_times(seed: int, transport: str) -> None:
         same_state(results[r]["state"], results[0]["state"], f"rank {r}")
 
 
-def test_from_one_rank_to_two() -> None:
-    world, steps = 1, 100
-    with Ranks(world, train, steps, None, 0.02) as ranks:
-        await_step(ranks, 0, 5)
-        ranks.env["WORLD_SIZE"] = "2"
-        come(ranks, 1, steps, None, 0.02, True, run=train)
+def test_from_two_ranks_to_one_and_back() -> None:
+    steps, arguments = 100, (100, {0: (5, "updated")}, 0.02)
+    with Ranks(2, train, *arguments) as ranks:
+        await_step(ranks, 1, 8)
+        come(ranks, 0, *arguments, True, run=train)
         results = ranks.results(60)
-    entered = results[1]["first"]
-    history = list(results[0]["history"])
-    assert history[0] == (0,) and history[-1] == (0, 1)
-    history[entered] = (0,)
+    entered = results[0]["first"]
+    history = list(results[1]["history"])
+    assert 8 < entered < steps and history[6] == (1,) and history[-1] == (0, 1)
+    history[entered] = (1,)
     check(results, [0, 1], history)

@@ -17,6 +17,7 @@ from tests.support.elastic_run import await_step, awaited, come, loss_of, model
 from tests.support.elastic_sharded import BEFORE, DURING, LATER, Moments, reference, same_state, train
 from tests.support.harness import Died, Ranks, flag, run, say, until
 from tests.support.marks import long
+from trigram.training.sharded.moving import Cut
 
 pytestmark = pytest.mark.waits
 
@@ -39,6 +40,24 @@ def died(world: int, moments: Moments, steps: int) -> list[tuple[int, ...]]:
     """Who takes part in which step."""
     last = {r: at + (where in DURING + LATER) for r, (at, where) in moments.items()}
     return [tuple(r for r in range(world) if step < last.get(r, steps)) for step in range(steps)]
+
+
+@pytest.mark.parametrize("copies", [2, 3, 5])
+@pytest.mark.parametrize("n", range(1, 12))
+def test_who_holds_what(n: int, copies: int) -> None:
+    owners = tuple(3 * r + 1 for r in range(n))
+    cut = Cut(0, owners, copies)
+    for q, owner in enumerate(owners):
+        holders = cut.holders(q)
+        assert holders[0] == owner and len(set(holders)) == len(holders) == min(copies, n)
+        assert {r for r in owners if q in cut.parts(r)} == set(holders)
+        assert cut.parts(owner)[0] == q and len(cut.parts(owner)) == min(copies, n)
+    half = owners[: (n + 1) // 2]  # one of two hosts
+    assert set(cut.sources(half)) <= set(half)
+    lost = cut.holders(0)
+    if len(lost) < n:
+        with pytest.raises(trigram.PeerLostError, match=f"{len(lost)} copies"):
+            cut.sources(set(owners) - set(lost))
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
@@ -68,6 +87,19 @@ def test_ranks_that_learn_of_a_death_at_different_places(
     """Rank 2 has yet to update, or to get the weights, when the ranks change: the others are beyond that."""
     world, steps, moments = 4, 12, {1: (at, where)}
     arguments = (steps, moments, 0.0, False, "adamw", (2, at, seen))
+    with Ranks(world, train, *arguments, transport=transport) as ranks:
+        results = ranks.results(60, dies=[1])
+        assert "saw a loss" in ranks.ranks[2].said
+    check(results, [0, 2, 3], died(world, moments, steps))
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_pass_that_others_have_yet_to_prepare(transport: str) -> None:
+    """Also without sharding: rank 0 may have sent its buffers for the next step when rank 2 learns of a death
+    before it has counted the last one."""
+    world, steps, moments = 4, 12, {1: (5, "stepped")}
+    options = {"algorithm": "gradient_allreduce"}
+    arguments = (steps, moments, 0.0, False, "adamw", (2, 5, "commit"), 10, options)
     with Ranks(world, train, *arguments, transport=transport) as ranks:
         results = ranks.results(60, dies=[1])
         assert "saw a loss" in ranks.ranks[2].said

@@ -248,6 +248,6 @@ def train(
         "states": states,
         "count": net.count.clone(),
         "steps": stats["steps"],
-        "own": stats["sharded_values"],
-        "copied": stats["copied_values"],
+        "own": stats.get("sharded_values"),
+        "copied": stats.get("copied_values"),
     }

@@ -45,7 +45,7 @@ class ElasticShardedSync(ShardedSync):
         version: Updates that this rank has made to its slices.
         ended: Updates after which it has left the gather: the script goes on.
         has_weights: Whether it has all weights of its last update.
-        told: Calls of ``state_dict`` that are over.
+        state_dicts: Calls of ``state_dict`` that are over.
         has_state: Whether it has all results of the one under way.
     """
 
@@ -63,9 +63,9 @@ class ElasticShardedSync(ShardedSync):
         owners = () if groups.joining else tuple(groups.group.ranks)
         self.cut = Cut(-1 if groups.joining else 0, owners, copies)
         self.next_cut: NextCut | None = None
-        self.version = self.ended = self.told = 0
+        self.version = self.ended = self.state_dicts = 0
         self.has_weights, self.has_state = True, False
-        self._is_told = self._shared_only = False
+        self._counts = self._shared_only = False
         self._composition: list[list[int]] = []
         self._newest = 0
         self._holders: set[int] = set()
@@ -165,7 +165,7 @@ class ElasticShardedSync(ShardedSync):
         self._end_gathers()
         group, indices = self.groups.main, self._indices()
         following = -1 if self.next_cut is None else self.next_cut.cut.number
-        counters = [self.version, self.ended, self.told]
+        counters = [self.version, self.ended, self.state_dicts]
         flags = [int(self.has_weights), int(self.has_state)]
         rows = tell_all([self.cut.number, following, *counters, *flags], group)
         self._newest = max(row[0] for row in rows)
@@ -175,11 +175,11 @@ class ElasticShardedSync(ShardedSync):
         holders = {r: row for r, row in zip(group.ranks, rows, strict=True) if self._newest in row[:2]}
         self._holders = set(holders)
         self._take_over(min(holders), indices)
-        version, ended, told, has_weights, has_state = zip(
+        version, ended, state_dicts, has_weights, has_state = zip(
             *(row[2:] for row in holders.values()), strict=True
         )
-        self._is_told = min(t + h for t, h in zip(told, has_state, strict=True)) > self.told
-        part.behind = part.behind or len(set(ended)) > 1 or len(set(told)) > 1
+        self._counts = min(n + has for n, has in zip(state_dicts, has_state, strict=True)) > self.state_dicts
+        part.behind = part.behind or len(set(ended)) > 1 or len(set(state_dicts)) > 1
         self.cut.sources(holders)  # raises, on all ranks, if all copies of a part are lost
         if len(set(version)) == 1:
             if not all(has_weights):
@@ -196,7 +196,7 @@ class ElasticShardedSync(ShardedSync):
         group = self.groups.main
         record = b""
         if self._rank == source:
-            counters = [self.version, self.ended, self.told, self.updates]
+            counters = [self.version, self.ended, self.state_dicts, self.updates]
             value = [list(self.cut.owners), indices, counters]
             record = serialization.pack(value, "elastic").numpy().tobytes()
         data = broadcast_bytes(group, record, group.ranks.index(source))
@@ -204,7 +204,7 @@ class ElasticShardedSync(ShardedSync):
             owners, self._composition, counters = serialization.unpack(
                 torch.frombuffer(bytearray(data), dtype=torch.uint8), source
             )
-            self.version, self.ended, self.told, self.updates = counters
+            self.version, self.ended, self.state_dicts, self.updates = counters
             self.cut = Cut(-1, tuple(owners), self.copies)
 
     def _indices(self) -> list[list[int]]:
@@ -311,11 +311,11 @@ class ElasticShardedSync(ShardedSync):
                 break
             except TrigramError as e:
                 self._regroup(explained(e, self.groups.name, "optimizer.state_dict()"))
-                if self.has_state and self._is_told:
+                if self.has_state and self._counts:
                     break
                 self.has_state = False
         self.has_state = False
-        self.told += 1
+        self.state_dicts += 1
         self.shards.join(whole)
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:

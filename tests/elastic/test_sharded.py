@@ -60,8 +60,7 @@ def test_who_holds_what(n: int, copies: int) -> None:
             cut.sources(set(owners) - set(lost))
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-@pytest.mark.parametrize("world", [3, 4])
+@pytest.mark.parametrize("world, transport", [(3, "shm"), (4, "tcp"), long(3, "tcp"), long(4, "shm")])
 @pytest.mark.parametrize("where", BEFORE + DURING)
 def test_a_death_at_any_moment_loses_nothing(where: str, world: int, transport: str) -> None:
     steps, moments = 12, {1: (5, where)}

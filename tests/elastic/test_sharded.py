@@ -94,8 +94,8 @@ def test_ranks_that_learn_of_a_death_at_different_places(
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_a_pass_that_others_have_yet_to_prepare(transport: str) -> None:
-    """Also without sharding: rank 0 may have sent its buffers for the next step when rank 2 learns of a death
-    before it has counted the last one."""
+    """Also without sharding: the others may wait for rank 2 to prepare the next step, which has yet to count
+    the last one."""
     world, steps, moments = 4, 12, {1: (5, "stepped")}
     options = {"algorithm": "gradient_allreduce"}
     arguments = (steps, moments, 0.0, False, "adamw", (2, 5, "commit"), 10, options)

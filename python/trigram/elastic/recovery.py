@@ -78,9 +78,6 @@ class ElasticHooks(Protocol):
 class Pass(Protocol):
     """A backward pass that can be done again, as :meth:`ElasticModel.complete` needs it."""
 
-    def prepare_again(self, src: int) -> None:
-        """Repeats what all ranks do together before a pass; ``src``: the group rank whose buffers count."""
-
     def send_rest(self) -> None:
         """Starts the averages that have not started, and waits for all."""
 
@@ -260,14 +257,9 @@ class ElasticModel:
 
     def complete(self, a_pass: Pass) -> None:
         """Completes a backward pass on all remaining ranks, and repeats it if a rank is lost before that."""
-        complete = again = False
+        complete = False
         while True:
             try:
-                if again:
-                    if self.behind:  # those ranks will prepare the pass, which this one has done before
-                        a_pass.prepare_again(self.first_with_state())
-                    a_pass.again()
-                    again = False
                 if not complete:
                     a_pass.send_rest()
                     self.receive()
@@ -278,7 +270,8 @@ class ElasticModel:
                     raise
                 change = recover(boundary=False, complete=complete)
                 if not (complete and change.commit):
-                    complete, again = False, True
+                    a_pass.again()
+                    complete = False
                     continue
                 join_pending = False
             _, mine = current()

@@ -410,12 +410,6 @@ class GradientSync(FusedBuckets):
 
     # Elastic jobs.
 
-    def prepare_again(self, src: int) -> None:
-        """Repeats what all ranks do together before a pass, for ranks that have not begun this one."""
-        model = self.model()
-        assert model is not None
-        self._before_pass(model, src, in_backward=True)
-
     def again(self) -> None:
         """Repeats the averages of this pass from the backup of this rank's gradients."""
         self.backup.restore(self.params)

@@ -59,7 +59,8 @@ def optimizers(rank: int, world: int) -> None:
 
 @CASES
 def combinations(rank: int, world: int) -> None:
-    refused(trigram.UnsupportedError, "elastic", "optimizer's state", elastic=True)
+    refused(trigram.UnsupportedError, "elastic", "shards", elastic=True, gradients="shards")
+    refused(trigram.MisuseError, "copies=2", "elastic=True", copies=2)
     refused(trigram.UnsupportedError, "weights", algorithm="local_sgd", state="sharded")
     refused(trigram.UnsupportedError, "decentralized", algorithm="decentralized", state="sharded")
     refused(trigram.UnsupportedError, "shards", algorithm="bytegrad", state="sharded", gradients="shards")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,11 @@ def weights(net: torch.nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in net.parameters()])
 
 
-def come(ranks: Ranks, rank: int, *arguments: Any) -> None:
+def come(ranks: Ranks, rank: int, *arguments: Any, run: Callable[..., Any] | None = None) -> None:
     """Starts a rank, again or for the first time; who trains slows down at the end until it has entered."""
     (ranks.dir / f"flag-entered-{rank}").unlink(missing_ok=True)
     (ranks.dir / f"flag-comes-{rank}").touch()
-    ranks.restart(rank, train, *arguments)
+    ranks.restart(rank, run or train, *arguments)
 
 
 def awaited() -> bool:

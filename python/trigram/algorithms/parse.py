@@ -15,6 +15,9 @@ from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
 
+COPIES = 2
+"""How many ranks of an elastic job hold each part of a sharded optimizer."""
+
 
 def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None) -> Algorithm:
     """The algorithm that a script or ``TRIGRAM_ALGORITHM`` names.
@@ -286,6 +289,9 @@ class _Parser:
                 ),
                 "overlap": self.option("overlap", False, both, "True or False"),
             }
+            if "copies" in self.given:
+                several = lambda n: isinstance(n, int) and n > 1  # noqa: E731
+                found["copies"] = self.option("copies", COPIES, several, "a number of ranks, 2 or more")
             if found["gradients"] == "shards" and not plain:
                 raise self.refuse(
                     "gradients='shards' sums gradients in full, without codecs and robust averages; use "

@@ -201,6 +201,10 @@ class NoQuorumError(PeerLostError):
     """The reachable ranks are not the quorum of an elastic job: the others may continue it."""
 
 
+class StateLostError(PeerLostError):
+    """Part of the training state was on lost ranks only, so the job cannot continue."""
+
+
 # The steps of `change_membership`.
 
 
@@ -411,7 +415,9 @@ def is_loss(error: TrigramError) -> bool:
 
     It waits for up to three seconds, because the error may arrive before the loss does.
     """
-    if isinstance(error, NoQuorumError) or not isinstance(error, PeerLostError | AbortedError | CorruptError):
+    if isinstance(error, NoQuorumError | StateLostError):
+        return False
+    if not isinstance(error, PeerLostError | AbortedError | CorruptError):
         return False
     end = time.monotonic() + _LOSS_REPORT_TIMEOUT
     while time.monotonic() < end:

@@ -59,6 +59,15 @@ class ElasticHooks(Protocol):
 
     in_step: bool
 
+    def carriers(self, states: Sequence[Stateful]) -> list[Stateful]:
+        """What gives, of each of these objects, the state that every rank has."""
+
+    def fingerprint(self) -> int:
+        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
+
+    def fingerprints_differ(self) -> TrigramError:
+        """The error if they do not."""
+
     def meta(self) -> dict[str, Any]:
         """The values that must be the same on all ranks in a new epoch, such as the step's number."""
 
@@ -89,6 +98,7 @@ class ElasticModel:
     Attributes:
         newcomers: World ranks that contribute nothing to the step under way.
         is_new: This rank has joined in the present epoch.
+        behind: When the last change of the membership began, some ranks had yet to complete what others had.
 
     Raises:
         UnsupportedError: A state holds a value that cannot be sent.
@@ -105,16 +115,18 @@ class ElasticModel:
         hooks: ElasticHooks,
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.states, self.groups = title, list(states), groups
+        self.title, self.states, self.groups = title, hooks.carriers(states), groups
         self.hooks = hooks
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called
         # Now, not when the first rank joins: what cannot be sent is an error at the start of the job.
-        serialization.pack([s.state_dict() for s in states], "with_bagua: elastic=True, optimizer and states")
+        serialization.pack(
+            [s.state_dict() for s in self.states], "with_bagua: elastic=True, optimizer and states"
+        )
         self.sending: list[collectives.Work] = []
         self.receiving: tuple[torch.Tensor, collectives.Work, int] | None = None
         self.newcomers: list[int] = []
-        self.is_new = False
+        self.is_new = self.behind = False
 
     @property
     def newcomer(self) -> bool:
@@ -148,6 +160,7 @@ class ElasticModel:
             )
         self.newcomers = change.newcomers
         self.is_new = rank in change.newcomers
+        self.behind = change.behind
         self._start_transfer(change, control)
         self.hooks.follow(meta, self)
 
@@ -238,7 +251,8 @@ class ElasticModel:
             except TrigramError as e:
                 if not is_loss(e):
                     raise
-                if not recover(boundary=False).behind:
+                recover(boundary=False)
+                if not self.behind:
                     return
 
     def complete(self, a_pass: Pass) -> None:
@@ -331,15 +345,24 @@ class ElasticModel:
 
     def _commit(self) -> bool:
         """Ends when all members have the results of the pass; returns whether a rank waits to join."""
-        return self._is_join_pending()
+        mine = self.hooks.fingerprint()
+        pending, largest, least = self._largest(mine, -mine)
+        if largest != -least:
+            raise self.hooks.fingerprints_differ()
+        return bool(pending)
 
     def _is_join_pending(self) -> bool:
         """Whether a rank waits to join, as the leader knows, on all members; ends when all have called it."""
+        return bool(self._largest()[0])
+
+    def _largest(self, *numbers: int) -> list[int]:
+        """The largest of all members: whether a rank waits to join, and these numbers."""
         _, mine = current()
         pending = mine.queue is not None and bool(mine.queue.pending)
-        flag = torch.tensor([int(pending)])
-        collectives.all_reduce(flag, "max", None, self.groups.control)
-        return bool(flag)
+        values = torch.tensor([int(pending), *numbers])
+        collectives.all_reduce(values, "max", None, self.groups.control)
+        found: list[int] = values.tolist()
+        return found
 
 
 _models: list[ElasticModel] = []
@@ -461,6 +484,8 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
         _, mine = current()
         mine.join_pending = False
         if not change.renewed:
+            for model in _models_of(current()[0].group):
+                model.behind = change.behind
             return change
         try:
             now, mine = current()

@@ -145,7 +145,9 @@ def with_bagua(
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
-        optimizer = None
+        if "state" not in chosen.options:
+            optimizer = None
+    _check_copies(chosen, states is not None)
     check(chosen, optimizer)
     names = ignored_names(model, ignore)
     extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
@@ -202,6 +204,23 @@ def _warn_of(chosen: str, unknown: Sequence[str], ranks: Group) -> None:
         )
 
 
+_NOT_ELASTIC = {
+    "fused": (True, "because a step in which a rank is lost could not be repeated; remove it"),
+    "gradients": ("shards", "because a lost rank takes its part of the gradients with it; use 'full'"),
+    "overlap": (True, "because a rank may be lost while weights are collected; use overlap=False"),
+}
+"""Options of sharded and fused optimizers that elastic jobs do not support, and why."""
+
+
+def _check_copies(chosen: Algorithm, elastic: bool) -> None:
+    """Raises if copies of a sharded optimizer's state are asked for in a job whose ranks do not change."""
+    if "copies" in chosen.options and not elastic:
+        raise MisuseError(
+            f"with_bagua: copies={chosen.options['copies']} needs elastic=True, where ranks may be lost; "
+            "remove copies="
+        )
+
+
 def _states(
     model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
 ) -> list[Any]:
@@ -218,13 +237,9 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
-    if "state" in chosen.options or "fused" in chosen.options:
-        raise UnsupportedError(
-            "with_bagua: elastic=True supports neither state='sharded', because a lost rank takes its part "
-            "of the "
-            "optimizer's state with it, nor fused=True, because a step in which a rank is lost could not "
-            "be repeated"
-        )
+    for option, (value, why) in _NOT_ELASTIC.items():
+        if chosen.options.get(option) == value and ("state" in chosen.options or option == "fused"):
+            raise UnsupportedError(f"with_bagua: elastic=True does not support {option}={value!r}, {why}")
     if list(sparse_parameters(model)):
         raise UnsupportedError(
             "with_bagua: elastic=True does not support modules with sparse=True; create them with "
@@ -319,6 +334,12 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
     check(chosen, optimizer)
+    if wrapped.states is not None and {"state", "fused"} & {*chosen.options, *wrapped.algorithm.options}:
+        raise UnsupportedError(
+            "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "
+            "call with_bagua with one algorithm; choose it there"
+        )
+    _check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()

@@ -152,7 +152,8 @@ class WrappedModel:
 
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None
-        hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
+        elastic = self.states is not None
+        hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer, elastic)
         if self.algorithm.every is None:
             assert isinstance(hooks, WeightSync)
             exit_status.watch()

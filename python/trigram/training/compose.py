@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trigram.algorithms import graphs
+from trigram.algorithms.parse import COPIES
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import find
@@ -28,6 +29,7 @@ from trigram.training.gradient_sync import GradientSync
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
+from trigram.training.sharded.elastic_sync import ElasticShardedSync
 from trigram.training.sharded.gradient_buckets import ShardsCompressor
 from trigram.training.sharded.sync import ShardedSync
 from trigram.training.shown_params import claim, disclaim
@@ -36,7 +38,12 @@ from trigram.training.weight_sync import WeightSync
 
 
 def compose(
-    model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
+    model: nn.Module,
+    groups: ModelGroups,
+    algorithm: Algorithm,
+    bucket_bytes: int,
+    optimizer: Any,
+    elastic: bool = False,
 ) -> StepHooks:
     """Installs the hooks of an algorithm on a model.
 
@@ -46,19 +53,25 @@ def compose(
         algorithm: The algorithm.
         bucket_bytes: Size of a bucket of gradients in bytes.
         optimizer: The optimizer, for algorithms that use it; else None.
+        elastic: The job is elastic.
     """
     if "state" in algorithm.options or "fused" in algorithm.options:
         claim(optimizer, model, algorithm.name)
         try:
-            return _compose(model, groups, algorithm, bucket_bytes, optimizer)
+            return _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
         except BaseException:
             disclaim(optimizer)
             raise
-    return _compose(model, groups, algorithm, bucket_bytes, optimizer)
+    return _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
 
 
 def _compose(
-    model: nn.Module, groups: ModelGroups, algorithm: Algorithm, bucket_bytes: int, optimizer: Any
+    model: nn.Module,
+    groups: ModelGroups,
+    algorithm: Algorithm,
+    bucket_bytes: int,
+    optimizer: Any,
+    elastic: bool,
 ) -> StepHooks:
     if algorithm.options.get("state") == "sharded":
         whole = not updates_values(optimizer, algorithm.options, algorithm.name)
@@ -66,7 +79,12 @@ def _compose(
         fused = bool(algorithm.options.get("fused"))
         kind = ShardsCompressor(whole, fused) if divided else compressor(algorithm, optimizer)
         overlap = algorithm.options["overlap"]
-        hooks: GradientSync = ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
+        copies = algorithm.options.get("copies", COPIES)
+        hooks: GradientSync = (
+            ElasticShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, copies)
+            if elastic
+            else ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
+        )
     elif algorithm.gradients:
         hooks = GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
     if algorithm.gradients:

@@ -112,7 +112,7 @@ class FusedBuckets(StepHooks):
     def update(self, params: Sequence[torch.Tensor]) -> None:
         """Steps the optimizer for some parameters."""
         assert self.fused is not None
-        self.fused.shown.show(lambda p: (p, p.grad), self.fused.in_groups(params))
+        self.fused.shown.show(lambda p: [(p, p.grad)], self.fused.in_groups(params))
         try:
             self.fused.update()
         finally:
@@ -142,4 +142,4 @@ class FusedBuckets(StepHooks):
     def show_rest(self, updated: set[int]) -> None:
         """Shows the optimizer the parameters that backward has not updated."""
         assert self.fused is not None
-        self.fused.shown.show(lambda p: None if id(p) in updated else (p, p.grad))
+        self.fused.shown.show(lambda p: [] if id(p) in updated else [(p, p.grad)])

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from trigram.errors import MisuseError
 
-Choose = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None] | None]
-"""For a parameter, the tensor in its place and that tensor's gradient; None: none."""
+Choose = Callable[[torch.Tensor], Sequence[tuple[torch.Tensor, torch.Tensor | None]]]
+"""For a parameter, the tensors in its place, each with its gradient."""
 
 _owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
@@ -56,7 +56,7 @@ class ShownParams:
         """Puts other tensors into the groups.
 
         Args:
-            choose: For each parameter, the tensor in its place and that tensor's gradient; None: none.
+            choose: For each parameter, the tensors in its place, each with its gradient.
             given: Only these parameters of each group; None: all.
         """
         given = given or [group["params"] for group in self.optimizer.param_groups]
@@ -64,8 +64,7 @@ class ShownParams:
             self._groups.append((group, group["params"]))
             shown = []
             for p in params:
-                if (chosen := choose(p)) is not None:
-                    tensor, gradient = chosen
+                for tensor, gradient in choose(p):
                     self._gradients.append((tensor, tensor.grad))
                     tensor.grad = gradient
                     shown.append(tensor)

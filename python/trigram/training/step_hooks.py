@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
-from trigram.elastic.recovery import ElasticModel
+from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
@@ -229,6 +229,18 @@ class StepHooks:
         }
 
     # Elastic jobs.
+
+    def carriers(self, states: Sequence[Stateful]) -> list[Stateful]:
+        """What gives, of each of these objects, the state that every rank has: usually the object."""
+        return list(states)
+
+    def fingerprint(self) -> int:
+        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
+        return 0
+
+    def fingerprints_differ(self) -> TrigramError:
+        """The error if they do not."""
+        raise NotImplementedError
 
     def meta(self) -> dict[str, Any]:
         """What all ranks must know to continue in the same way after the ranks have changed."""

@@ -38,6 +38,7 @@ class Slice:
         view: The parameter's place in its bucket.
         value: The piece, one-dimensional, in that memory; the parameter itself if it is whole.
         start, stop: Its place among the parameter's values, as they lie in the bucket.
+        part: The part of the bucket that it is in.
     """
 
     param: torch.Tensor
@@ -45,6 +46,7 @@ class Slice:
     value: torch.Tensor
     start: int
     stop: int
+    part: int
 
     @property
     def whole(self) -> bool:
@@ -63,6 +65,7 @@ class ShardedOptimizer:
         buckets: The weights.
         places: By ``id()``, the parameters in them, each with its bucket and its position there.
         slices: By ``id()`` of a parameter, this rank's slice of it; absent if it has none.
+        copies: The same of other ranks' parts, which this rank updates too, so that it can take their place.
     """
 
     def __init__(self, optimizer: Optimizer, whole: bool) -> None:
@@ -70,6 +73,7 @@ class ShardedOptimizer:
         self.buckets: list[WeightBucket] = []
         self.places: dict[int, tuple[torch.Tensor, WeightBucket, int]] = {}
         self.slices: dict[int, Slice] = {}
+        self.copies: dict[int, list[Slice]] = {}
         self.shown = ShownParams(optimizer)
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
         # A key of the state on ranks without slices too: torch.distributed.checkpoint steps an optimizer that
@@ -83,15 +87,32 @@ class ShardedOptimizer:
 
     # Slices.
 
-    def add(self, bucket: WeightBucket, rank: int) -> None:
-        """Adds the parameters of a bucket, with this rank's part."""
+    def add(self, bucket: WeightBucket, part: int, copies: Sequence[int] = ()) -> None:
+        """Adds the parameters of a bucket, with this rank's part, and the parts of which it keeps copies."""
         self.buckets.append(bucket)
         for k, param in enumerate(bucket.params):
             self.places[id(param)] = param, bucket, k
-        for k, start, stop in bucket.layout.pieces(rank):
+        for piece in self._pieces(bucket, part):
+            self.slices[id(piece.param)] = piece
+        for copy in copies:
+            for piece in self._pieces(bucket, copy):
+                self.copies.setdefault(id(piece.param), []).append(piece)
+
+    def _pieces(self, bucket: WeightBucket, part: int) -> Iterator[Slice]:
+        for k, start, stop in bucket.layout.pieces(part):
             param, at = bucket.params[k], bucket.layout.offsets[k]
             value = param if self.whole else nn.Parameter(bucket.memory[at + start : at + stop])
-            self.slices[id(param)] = Slice(param, bucket.views[k], value, start, stop)
+            yield Slice(param, bucket.views[k], value, start, stop, part)
+
+    def held(self, param: torch.Tensor) -> list[Slice]:
+        """The slices of a parameter that this rank updates: its own, and copies."""
+        own = self.slices.get(id(param))
+        return [*([] if own is None else [own]), *self.copies.get(id(param), [])]
+
+    def clear(self) -> None:
+        """Drops all buckets and slices with their state; the parameters stay where they are."""
+        self.forget()
+        self.buckets, self.places, self.slices, self.copies = [], {}, {}, {}
 
     def hold(self, names: dict[int, str]) -> None:
         """Moves parameters whose memory a script has replaced back into their buckets.
@@ -126,18 +147,17 @@ class ShardedOptimizer:
             given: Only these parameters of each group; None: all.
         """
 
-        def choose(p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        def choose(p: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
             if not wanted(p):
-                return None
+                return []
             if id(p) not in self.places:
                 if isinstance(p.grad, ShardedGradient) and p.grad.reset:  # frozen since
                     p.grad = p.grad.of_this_rank()
-                return p, p.grad
-            piece = self.slices.get(id(p))
-            if piece is None:
-                return None
-            piece.value.requires_grad_(p.requires_grad)
-            return piece.value, gradient(piece)
+                return [(p, p.grad)]
+            pieces = self.held(p)
+            for piece in pieces:
+                piece.value.requires_grad_(p.requires_grad)
+            return [(piece.value, gradient(piece)) for piece in pieces]
 
         self.shown.show(choose, given)
 
@@ -160,13 +180,18 @@ class ShardedOptimizer:
             state = self.optimizer.state = DividedState(state, self)
         state[self._key] = {}
         for p, _, _ in self.places.values():
-            piece = self.slices.get(id(p))
-            if piece is not None and piece.whole:
+            pieces = self.held(p)
+            if any(piece.whole for piece in pieces):
                 continue
             whole = state.pop(p, None)
-            if whole and piece is not None:
+            for piece in pieces if whole else ():
+                # Each has tensors of its own, also of what belongs to the whole parameter: it counts steps.
                 state[piece.value] = {
-                    name: flat(v, piece.view)[piece.start : piece.stop].clone() if _is_cut(name, v, p) else v
+                    name: flat(v, piece.view)[piece.start : piece.stop].clone()
+                    if is_cut(name, v, p)
+                    else v.clone()
+                    if isinstance(v, torch.Tensor) and piece is not pieces[0]
+                    else v
                     for name, v in whole.items()
                 }
 
@@ -182,7 +207,7 @@ class ShardedOptimizer:
                 piece = self.slices.get(key)
                 state = self.optimizer.state.get(piece.value) if piece is not None else None
                 if piece is not None and state:
-                    cut = {n: not piece.whole and _is_cut(n, v, piece.value) for n, v in state.items()}
+                    cut = {n: not piece.whole and is_cut(n, v, piece.value) for n, v in state.items()}
                     mine[k] = (piece.start, piece.stop, cut, dict(state))
             for theirs in _gather_objects(mine, group):
                 for k, (start, stop, cut, state) in theirs.items():
@@ -196,13 +221,11 @@ class ShardedOptimizer:
                         elif name not in whole:
                             own = self.slices.get(keys[k])
                             here = self.optimizer.state.get(own.value, {}) if own is not None else {}
-                            whole[name] = _as_here(value, here.get(name), p)
+                            whole[name] = as_here(value, here.get(name), p)
         return [(p, found[id(p)]) for p in self.parameters() if id(p) in found]
 
-    def join(self, group: Group) -> None:
-        """Replaces the state of slices by that of whole parameters, for a ``state_dict``; all ranks call
-        it."""
-        whole = self.gathered(group)
+    def join(self, whole: Sequence[tuple[torch.Tensor, dict[str, Any]]]) -> None:
+        """Replaces the state of slices by what :meth:`gathered` has returned, for a ``state_dict``."""
         self._kept = self.forget()
         self.optimizer.state.update(whole)
 
@@ -222,7 +245,8 @@ class ShardedOptimizer:
     def forget(self) -> list[tuple[torch.Tensor, Any]]:
         """Removes the state of slices, and returns it."""
         state = self.optimizer.state
-        values = [self._key, *(s.value for s in self.slices.values())]
+        copies = (s for pieces in self.copies.values() for s in pieces)
+        values = [self._key, *(s.value for s in [*self.slices.values(), *copies])]
         return [(value, state.pop(value)) for value in values if value in state]
 
     def has_elsewhere(self, param: torch.Tensor) -> bool:
@@ -249,7 +273,7 @@ class ShardedOptimizer:
         return "\n".join(lines)
 
 
-def _as_here(value: Any, here: Any, param: torch.Tensor) -> Any:
+def as_here(value: Any, here: Any, param: torch.Tensor) -> Any:
     """State that was received: on the device of this rank's, in memory as the parameter is."""
     if not isinstance(value, torch.Tensor):
         return value
@@ -264,7 +288,7 @@ def _plain(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
-def _is_cut(name: str, value: Any, like: torch.Tensor) -> bool:
+def is_cut(name: str, value: Any, like: torch.Tensor) -> bool:
     """Whether state has one value for each value of ``like``, a parameter or a slice."""
     return isinstance(value, torch.Tensor) and name not in _SCALARS and value.shape == like.shape
 

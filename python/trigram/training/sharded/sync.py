@@ -273,8 +273,7 @@ class ShardedSync(GradientSync):
                 )
             return
         self.updates += 1
-        if self.updates.bit_count() == 1:  # rarely: steps 1, 2, 4, ...
-            self._check_options()
+        self._check_options()
         if self.shards.entered:  # the rest after an update in backward
             return
         self._check_collected()
@@ -293,24 +292,30 @@ class ShardedSync(GradientSync):
         if not missing:
             return
         self._check_not_lent()
-        if self.order is not None and self.steps and not self.shards.places:
+        if self.order is not None and self.steps and not (self.shards.places or self.elastic.can_redo):
             self._reorder()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
-        self._divide(
-            [
-                allot(self.params, indices, self.loads)
-                if self.shards.whole
-                else divide(self.params, indices, self.groups.size)
-                for indices in assign(self.params, missing, self.buckets.bucket_bytes)
-            ]
-        )
+        self._divide(self._lay_out(assign(self.params, missing, self.buckets.bucket_bytes), self.loads))
+
+    def _lay_out(self, buckets: Sequence[Sequence[int]], loads: list[int]) -> list[Layout]:
+        """How buckets of these parameters are divided; ``loads``: see :func:`allot`."""
+        return [
+            allot(self.params, indices, loads)
+            if self.shards.whole
+            else divide(self.params, indices, len(loads))
+            for indices in buckets
+        ]
 
     def _divide(self, wanted: Sequence[Layout]) -> None:
         """Moves parameters into buckets of weights, and divides them; all ranks call it."""
         self._agree("optimizer.step()", f"{wanted}\n{self.shards.outline()}")
         for layout in wanted:
-            self.shards.add(WeightBucket(self.params, layout, self.groups.size), self.groups.rank)
+            self._add(layout)
         self.shards.cut()
+
+    def _add(self, layout: Layout) -> None:
+        """Moves the parameters of a bucket there."""
+        self.shards.add(WeightBucket(self.params, layout, self.groups.size), self.groups.rank)
 
     def _prepare(self) -> None:
         """Takes back what a script, or a call that has raised an exception, has put elsewhere: state and
@@ -356,9 +361,9 @@ class ShardedSync(GradientSync):
         """Puts the state of whole parameters in place of that of slices. Its first call meets the next
         average of a rank that does not make it, and all raise."""
         try:
-            self.shards.join(self.groups.main)
+            self.shards.join(self.shards.gathered(self.groups.main))
         except TrigramError as e:
-            raise _explained(e, self.groups.name, "optimizer.state_dict()") from e
+            raise explained(e, self.groups.name, "optimizer.state_dict()") from e
 
     def _missing(self, own: set[int]) -> list[int]:
         return [
@@ -394,13 +399,17 @@ class ShardedSync(GradientSync):
             self.owed = True
             return
         updated = self.fused.updated if self.fused is not None and self.fusing else set()
-        for k, bucket in enumerate(self.shards.buckets):
-            if any(id(p) not in updated for p in bucket.params):
-                self._gather(k, self.groups.main)
         # Slices have changed the parameters' memory, of which autograd does not know.
         for p, _, _ in self.shards.places.values():
             if p.grad is not None and id(p) not in updated:
                 increment_version(p)
+        self._gather_all(updated)
+
+    def _gather_all(self, updated: set[int]) -> None:
+        """Collects the buckets of weights, but for those of which all parameters are in ``updated``."""
+        for k, bucket in enumerate(self.shards.buckets):
+            if any(id(p) not in updated for p in bucket.params):
+                self._gather(k, self.groups.main)
         if not self.overlap:
             self.drain()
 
@@ -437,7 +446,7 @@ class ShardedSync(GradientSync):
         self.waited += time.perf_counter() - began
         self.times.enter(before)
         if error is not None:
-            raise _explained(error, self.groups.name, "optimizer.step()")
+            raise explained(error, self.groups.name, "optimizer.step()")
 
     # Averages between replicas, each of which is sharded.
 
@@ -471,12 +480,10 @@ class ShardedSync(GradientSync):
     def collect(self) -> None:
         """Collects the weights from the parts that were lent; all ranks call it."""
         self.owed = False
-        for k, bucket in enumerate(self.shards.buckets):
-            self._gather(k, self.groups.main)
+        for bucket in self.shards.buckets:
             for p in bucket.params:
                 increment_version(p)
-        if not self.overlap:
-            self.drain()
+        self._gather_all(set())
 
     def _check_collected(self, *_: Any) -> None:
         if self.owed:
@@ -578,7 +585,7 @@ class ShardedSync(GradientSync):
         try:
             other = ranks_unlike_first(text, self.groups.main)
         except TrigramError as e:
-            raise _explained(e, self.groups.name, call) from e
+            raise explained(e, self.groups.name, call) from e
         if other:
             raise MismatchError(
                 f"{self.groups.name}: {call}: rank(s) {listed(other)} have another optimizer state, other "
@@ -588,15 +595,14 @@ class ShardedSync(GradientSync):
             )
 
     def _check_options(self) -> None:
-        """Raises on all ranks if they update their parts with different options."""
-        plain = (bool, int, float, str, tuple, type(None))
-        options = [
-            {k: v for k, v in o.items() if isinstance(v, plain)} for o in GroupValues(self.optimizer).plain()
-        ]
+        """Raises on all ranks if they update their parts with different options; rarely: in steps 1, 2, 4,
+        and so on."""
+        if self.updates.bit_count() != 1:
+            return
         try:
-            other = ranks_unlike_first(repr(options), self.groups.main)
+            other = ranks_unlike_first(self._options(), self.groups.main)
         except TrigramError as e:
-            raise _explained(e, self.groups.name, "optimizer.step()") from e
+            raise explained(e, self.groups.name, "optimizer.step()") from e
         if other:
             raise MismatchError(
                 f"{self.groups.name}: optimizer.step(): rank(s) {listed(other)} have other options in the "
@@ -604,6 +610,12 @@ class ShardedSync(GradientSync):
                 "part of the weights with these; give schedulers the same values on all ranks, such as the "
                 "mean of the loss"
             )
+
+    def _options(self) -> str:
+        """The options in the optimizer's groups that are plain values."""
+        plain = (bool, int, float, str, tuple, type(None))
+        groups = GroupValues(self.optimizer).plain()
+        return repr([{k: v for k, v in options.items() if isinstance(v, plain)} for options in groups])
 
     def _check_job(self, call: str) -> None:
         if self.job != world.job():
@@ -642,7 +654,7 @@ def _outlived(call: str) -> str:
     )
 
 
-def _explained(error: TrigramError, name: str, call: str) -> TrigramError:
+def explained(error: TrigramError, name: str, call: str) -> TrigramError:
     """If ranks made different calls: what a script may have done."""
     if not isinstance(error, MismatchError):
         return error

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 use trigram_core::planner::{self, Call, Layout, Lent, Opening};
-use trigram_core::schedule::{Loc, Place, Schedule, Step, even_shares};
+use trigram_core::schedule::{Buf, Loc, Place, Schedule, Step, even_shares};
 use trigram_core::signature::{Collective, Via};
 use trigram_core::sim::{self, Net, Rank, Report};
 use trigram_core::topology::blocks::Blocks;
@@ -310,6 +310,34 @@ fn nobody_writes_what_another_reads() {
                 assert_no_conflict(&of(&|s| bounce::bounce(what, world - 1, s, Blocks::Equal(s.len), 600)));
                 assert_no_conflict(&of(&|s| shared::direct(what, world - 1, s, Blocks::Equal(s.len))));
                 assert_no_conflict(&of(&|s| shared::one_shot(what, world - 1, s, Blocks::Equal(s.len))));
+            }
+        }
+    }
+}
+
+/// Every rank gets the sum of all inputs, of which each has computed its block.
+#[test]
+fn an_update_reaches_all_ranks() {
+    for world in 2..=5u32 {
+        for lengths in [vec![0, 40, 7, 300, 1], vec![64; 5]] {
+            let lengths = &lengths[..world as usize];
+            let (blocks, total) = (Blocks::Of(lengths), lengths.iter().sum());
+            let shape = |me| Shape { me, world, len: blocks.longest(), piece: 16 };
+            let schedules: Vec<Schedule> = (0..world).map(|me| shared::update(shape(me), blocks)).collect();
+            assert_no_conflict(&schedules);
+            let own = blocks.span(Buf::Out, 0);
+            for step in &schedules[0].steps {
+                if let Step::Reduce { to, .. } = step {
+                    assert!(to.iter().all(|l| l.span.start + l.span.len <= own.start + own.len));
+                }
+            }
+            let hosts = one_host(world);
+            let given = |r| input(r, total);
+            let report = simulate(schedules, given, Some(total), &hosts, ReduceOp::Sum, u64::from(world));
+            let want: Vec<f32> =
+                (0..total).map(|i| (1..world as usize).fold(value(0, i), |a, r| a + value(r, i))).collect();
+            for (me, output) in report.output.iter().enumerate() {
+                assert_eq!(floats(output), want, "world {world} {lengths:?} rank {me}");
             }
         }
     }

@@ -126,6 +126,9 @@ pub fn step(
 }
 
 fn cast(bytes: &mut [u8]) -> Result<&mut [f32]> {
+    if bytes.is_empty() {
+        return Ok(&mut []); // no memory is not aligned
+    }
     bytemuck::try_cast_slice_mut(bytes).map_err(|e| Error::misuse(format!("update: {e}")))
 }
 
@@ -317,6 +320,16 @@ mod tests {
             }
         }
         assert!(differ > 0, "which product is rounded does not show in these values");
+    }
+
+    #[test]
+    fn no_state_needs_no_memory() {
+        let (g, mut p) = ([1f32; 3], [2f32; 3]);
+        let rule = Rule::Sgd(Sgd { momentum: 0.0, decay: 0.0, sign: 1.0, rate: -0.5, ..SGD });
+        let rounding = Rounding { fused: true, flipped_from: usize::MAX };
+        let weights = bytemuck::cast_slice_mut(&mut p);
+        step(&rule, rounding, &[bytemuck::cast_slice(&g)], weights, [&mut [], &mut []]).unwrap();
+        assert_eq!(p, [1.5; 3]);
     }
 
     #[test]

@@ -24,7 +24,7 @@ from trigram.collectives.consistency import tell_all
 from trigram.collectives.updates import Piece, update
 from trigram.training.buckets import Bucket
 from trigram.training.sharded import rules
-from trigram.training.sharded.gradient_buckets import ReduceScatter
+from trigram.training.sharded.gradient_buckets import ReduceScatter, ShardBucket
 from trigram.training.sharded.optimizer import ShardedOptimizer
 from trigram.training.sharded.weight_buckets import WeightBucket
 
@@ -179,7 +179,10 @@ class OnePass:
 
 def _matching(buckets: Sequence[Bucket], weights: Sequence[WeightBucket]) -> list[int | None] | None:
     """See :meth:`OnePass._usable`."""
-    known = {w.layout.indices: k for k, w in enumerate(weights)}
+    known = {
+        _filled(w.layout.indices, w.layout.offsets, w.layout.shapes, w.layout.strides): k
+        for k, w in enumerate(weights)
+    }
     places: list[int | None] = []
     for bucket in buckets:
         kinds = FullAverage, ReduceScatter, Flags
@@ -187,25 +190,24 @@ def _matching(buckets: Sequence[Bucket], weights: Sequence[WeightBucket]) -> lis
             return None
         if bucket.memory.dtype != torch.float32 or not bucket.memory.is_cpu:
             return None
-        layout = getattr(bucket, "layout", None)
-        if layout is not None:
-            at = list(layout.offsets)
-            strides = list(layout.strides)
+        if isinstance(bucket, ShardBucket):
+            layout = bucket.layout
+            key = _filled(layout.indices, layout.offsets, layout.shapes, layout.strides)
         else:
-            at = coalesced.offsets(bucket.views)[0]
-            strides = [view.stride() for view in bucket.views]
-        sizes = (
-            [s.numel() for s in layout.shapes] if layout is not None else [v.numel() for v in bucket.views]
-        )
-        filled = [j for j, size in enumerate(sizes) if size]
-        place = known.get(tuple(bucket.params[j] for j in filled)) if filled else None
-        if place is not None:
-            theirs = weights[place].layout
-            if list(theirs.offsets) != [at[j] for j in filled] or list(theirs.strides) != [
-                strides[j] for j in filled
-            ]:
-                return None
-        elif filled:
+            shapes, strides = [v.shape for v in bucket.views], [v.stride() for v in bucket.views]
+            key = _filled(bucket.params, coalesced.offsets(bucket.views)[0], shapes, strides)
+        if key and key not in known:
             return None
-        places.append(place)
-    return places if len({*places} - {None}) == len(weights) else None
+        places.append(known[key] if key else None)
+    return places if {*places} - {None} == {k for key, k in known.items() if key} else None
+
+
+def _filled(
+    indices: Sequence[int],
+    offsets: Sequence[int],
+    shapes: Sequence[torch.Size],
+    strides: Sequence[tuple[int, ...]],
+) -> tuple[Any, ...]:
+    """Where the parameters that have values lie in a bucket."""
+    places = zip(indices, offsets, shapes, strides, strict=True)
+    return tuple((i, at, stride) for i, at, shape, stride in places if shape.numel())

@@ -5,7 +5,8 @@
 All train the same stack of linear layers with AdamW on this host. Ratios are of steps that followed each
 other; above 1 the way is faster than DDP with AdamW. The cost of the update is what a step takes longer than
 one of `gradient_allreduce` without an update, in the same turn; AdamW alone is its step for all weights, with
-nothing else. Memory is that of one rank: the sum of the tensors of
+nothing else. Then the calls of one pass inside a host, alone: gradients of all ranks to weights of all ranks,
+and beside it the all_reduce of the same gradients. Memory is that of one rank: the sum of the tensors of
 weights, gradients (in their buckets, where these are ours) and of the optimizer's state. With --memory WAY
 nothing but this way runs, and the growth of the process is printed too, shared pages in proportion
 (/proc/self/smaps_rollup). DeepSpeed is measured where it is installed (pip install deepspeed ninja, and a C++
@@ -39,6 +40,7 @@ from trigram.integrations import fsdp
 REFERENCE = "DDP, AdamW"
 NO_UPDATE = "gradient_allreduce, no update"
 DEEPSPEED = "DeepSpeed, ZeRO-2"
+ONE_PASS = "sharded, fused"
 
 
 def layers(args: argparse.Namespace) -> nn.Sequential:
@@ -126,7 +128,7 @@ WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Any]]] = {
     "gradient_allreduce": ours("gradient_allreduce"),
     "gradient_allreduce, fused": ours("gradient_allreduce", fused=True),
     "sharded": ours("sharded"),
-    "sharded, fused": ours("sharded", fused=True),
+    ONE_PASS: ours("sharded", fused=True),
     "sharded, shards": ours("sharded", gradients="shards"),
     "sharded, shards, fused": ours("sharded", gradients="shards", fused=True),
 }
@@ -174,6 +176,63 @@ class Training:
         return {k: v / 2**20 for k, v in found.items()}
 
 
+def hooks_of(training: Training) -> Any:
+    """What ``with_bagua`` has installed."""
+    return trigram.model.wrapped.wrapped_models[training.module].hooks
+
+
+def at_once(training: Training) -> None:
+    """The updates of all buckets in one pass each, as at the end of a backward pass."""
+    hooks = hooks_of(training)
+    for k, bucket in enumerate(hooks.buckets):
+        hooks.gathers.append(hooks.one_pass.start(k, bucket, hooks.shards))
+    hooks.drain()
+
+
+def averages(training: Training) -> None:
+    """The averages of all buckets."""
+    hooks = hooks_of(training)
+    for bucket in hooks.buckets:
+        bucket.average.start(0)
+    for bucket in hooks.buckets:
+        bucket.average.wait()
+
+
+def pass_alone(args: argparse.Namespace) -> str:
+    """The time of an update in one pass, beside what it replaces."""
+    fused, plain = Training(WAYS[ONE_PASS], args), Training(WAYS["gradient_allreduce"], args)
+    if not hooks_of(fused).at_once:
+        return "\none pass: not taken here\n"
+    calls = {
+        "one pass": lambda: at_once(fused),
+        "all_reduce": lambda: averages(plain),
+        "AdamW alone": plain.optimizer.step,
+    }
+    times = paired.in_turns(calls, args.turns, before=dist.barrier, warmup=2)
+    median = {name: statistics.median(t) for name, t in times.items()}
+    values = sum(p.numel() for p in plain.module.parameters())
+    # Of all values: AdamW reads four and writes three. Of a rank's part: one pass reads each rank's gradient,
+    # the weight and two moments, and writes these and each rank's weight.
+    moved = {
+        "one pass": (2 * args.ranks + 5) / args.ranks,
+        "all_reduce": 2,
+        "AdamW alone": 7,
+    }
+    lines = [
+        "",
+        "| calls alone | ms | of AdamW alone | MB moved per rank | GB/s |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for name, seconds in median.items():
+        mb = 4 * values * moved[name] / 1e6
+        share = seconds / median["AdamW alone"]
+        lines.append(
+            f"| {name} | {1000 * seconds:.1f} | {share:.2f} | {mb:.0f} | {mb / 1000 / seconds:.0f} |"
+        )
+    more = (median["one pass"] - median["all_reduce"]) / median["AdamW alone"]
+    return "\n".join(lines) + f"\n\nOne pass takes {more:.2f} of AdamW alone longer than the all_reduce.\n"
+
+
 def local(t: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor."""
     return getattr(t, "_local_tensor", t)
@@ -215,9 +274,10 @@ def rank_main(args: argparse.Namespace) -> None:
         if name != REFERENCE:
             rows.append((name, paired.ratio(times[name], times[REFERENCE])))
         longer = [a - b for a, b in zip(times[name], times[NO_UPDATE], strict=True)]
-        alone = statistics.median(times["AdamW alone"])
-        costs.append((name, 1000 * statistics.median(longer), statistics.median(longer) / alone))
+        whole = statistics.median(times["AdamW alone"])
+        costs.append((name, 1000 * statistics.median(longer), statistics.median(longer) / whole))
         dist.barrier()
+    alone = pass_alone(args)
     if dist.get_rank() == 0:
         lines = [
             f"| {name} | " + " | ".join(f"{v:.0f}" for v in m.values()) + " |" for name, m in memory.items()
@@ -225,7 +285,7 @@ def rank_main(args: argparse.Namespace) -> None:
         head = "| MiB per rank | weights | gradients | state |\n|---|---:|---:|---:|\n"
         text = paired.table(rows) + "\n" + head + "\n".join(lines) + "\n"
         text += "\n| the update | ms | of AdamW alone |\n|---|---:|---:|\n"
-        text += "".join(f"| {name} | {ms:.1f} | {share:.2f} |\n" for name, ms, share in costs)
+        text += "".join(f"| {name} | {ms:.1f} | {share:.2f} |\n" for name, ms, share in costs) + alone
         (args.out / "table.md").write_text(text)
         facts = {
             "ranks": args.ranks,

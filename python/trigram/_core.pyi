@@ -112,6 +112,15 @@ class Group:
         splits: _Splits = None,
         lists: _Lists = None,
     ) -> Work: ...
+    def start_update(
+        self,
+        memory: _Memory,
+        lengths: list[int],
+        pieces: list[tuple[int, int, int, int, int, int]],
+        rules: list[tuple[str, list[float]]],
+        fused: bool,
+        timeout: float | None = None,
+    ) -> Work: ...
     def check_consistency(
         self, asked: _Asked, timeout: float | None = None, splits: _Splits = None
     ) -> Work: ...
@@ -238,6 +247,24 @@ class Codec:
     def decode(
         self, code: int, len: int, out: int, n: int, dtype: int, weight: float | None, sender: int, /
     ) -> None: ...
+
+def update_alone(
+    numbers: tuple[str, list[float]],
+    fused: bool,
+    flipped_from: int,
+    memory: tuple[int, int, int, int],
+    n: int,
+    /,
+) -> None:
+    """One step of an optimizer for ``n`` float32 values, without a call.
+
+    Args:
+        numbers: The name of the optimizer and the numbers of its arithmetic.
+        fused: Whether products and sums are fused multiply-adds.
+        flipped_from: The first value where the other of two products is rounded.
+        memory: The addresses of the gradient, the weights and the states; 0: none.
+        n: The number of values.
+    """
 
 def adapt_second_moment(
     second: int, first: int, gradient: int, n: int, factors: tuple[float, float, float, float], /

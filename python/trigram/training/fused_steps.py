@@ -94,6 +94,13 @@ class FusedSteps:
         optimizer_hooks.step_unheard(self.optimizer)
         self._counted = GroupValues(self.optimizer)
 
+    def count(self) -> None:
+        """Weights are updated by others than the optimizer, with the options that the pass began with."""
+        assert self._groups is not None
+        if self._counted is None:
+            self._groups.put_back()
+            self._counted = GroupValues(self.optimizer)
+
     def use(self, params: Sequence[torch.Tensor], group: Group) -> None:
         """The gradients of these parameters have been used."""
         for p in params:

@@ -16,6 +16,7 @@
 //! * [`sim`] — the same executor for all ranks at once, in virtual time.
 //! * [`signature`] — what ranks compare to find out that they disagree.
 //! * [`second_moment`] — a loop for optimizers whose ranks average weights.
+//! * [`update`] — a step of an optimizer inside an all_reduce.
 //! * [`tuning`] — measured sizes at which schedules change.
 //! * [`wire`] — the header of every message, decoded without trust.
 //! * [`error`] — one error type, its kinds named by who is to blame.
@@ -34,6 +35,7 @@ pub mod signature;
 pub mod sim;
 pub mod topology;
 pub mod tuning;
+pub mod update;
 mod vector;
 pub mod wire;
 

@@ -80,7 +80,9 @@ impl Call {
     /// The blocks that ranks give or get.
     pub fn blocks(&self) -> Blocks<'_> {
         match (self.what, &self.splits) {
-            (Collective::AllGather | Collective::ReduceScatter, Some((lengths, _))) => Blocks::Of(lengths),
+            (Collective::AllGather | Collective::ReduceScatter | Collective::Update, Some((lengths, _))) => {
+                Blocks::Of(lengths)
+            }
             _ => Blocks::Equal(self.len),
         }
     }
@@ -170,6 +172,7 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
     }
     let fits = layout.is_one_host()
         && !call.is_pairwise()
+        && call.what != Collective::Update // each rank writes to the others' memory
         && matches!(call.via, Via::Auto | Via::Shared)
         && inline_bytes(call, layout) <= INLINE_BYTES;
     if fits { Opening::OneShot } else { Opening::Barrier }
@@ -178,7 +181,7 @@ pub fn opening(call: &Call, layout: &Layout) -> Opening {
 /// The most bytes that any rank would copy into its inline buffer.
 pub fn inline_bytes(call: &Call, layout: &Layout) -> usize {
     let len = match call.what {
-        Collective::ReduceScatter => call.blocks().start(layout.world),
+        Collective::ReduceScatter | Collective::Update => call.blocks().start(layout.world),
         Collective::AllToAll | Collective::Scatter => call.len.saturating_mul(layout.world as usize),
         _ => call.len,
     };
@@ -285,12 +288,12 @@ pub fn uses_bounce_buffers(call: &Call, layout: &Layout) -> bool {
         && call.len > 0
         && !call.is_pairwise()
         && matches!(call.via, Via::Auto | Via::Shared)
-        && !matches!(call.what, Collective::Barrier | Collective::SendRecv)
+        && !matches!(call.what, Collective::Barrier | Collective::SendRecv | Collective::Update)
 }
 
 /// Whether the ranks of a host may read or write each other's memory in this call.
 pub fn may_lend(call: &Call, layout: &Layout) -> bool {
-    call.what == Collective::AllReduce || uses_bounce_buffers(call, layout)
+    matches!(call.what, Collective::AllReduce | Collective::Update) || uses_bounce_buffers(call, layout)
 }
 
 /// The schedule of a call. `lent`: what all ranks of this host lend each other; `links` matter to calls that
@@ -320,6 +323,15 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
     // An all_to_all whose parts are empty here may have others elsewhere.
     if call.len == 0 && call.what != Collective::AllToAll {
         return Ok(direct::barrier(s));
+    }
+    if call.what == Collective::Update {
+        if !layout.is_one_host() || lent != Lent::Inputs {
+            return Err(Error::Unsupported(
+                "update: the gradients and the weights of all ranks must be registered memory of one host"
+                    .into(),
+            ));
+        }
+        return Ok(shared::update(s, call.blocks()));
     }
     if layout.is_one_host() && uses_bounce_buffers(call, layout) {
         match lent {
@@ -390,7 +402,7 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
                 direct::all_to_all(s, &even, &even)
             }
         },
-        Collective::Barrier | Collective::SendRecv => direct::barrier(s),
+        Collective::Barrier | Collective::SendRecv | Collective::Update => direct::barrier(s),
     })
 }
 

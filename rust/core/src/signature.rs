@@ -25,13 +25,27 @@ pub enum Collective {
     Scatter = 8,
     AllToAll = 9,
     SendRecv = 10,
+    /// An all_reduce whose result updates weights instead of being kept.
+    Update = 11,
 }
 
 impl Collective {
     /// Every collective, in the order of the codes.
-    pub const ALL: [Collective; 10] = {
+    pub const ALL: [Collective; 11] = {
         use Collective::*;
-        [AllReduce, Reduce, Broadcast, Barrier, AllGather, ReduceScatter, Gather, Scatter, AllToAll, SendRecv]
+        [
+            AllReduce,
+            Reduce,
+            Broadcast,
+            Barrier,
+            AllGather,
+            ReduceScatter,
+            Gather,
+            Scatter,
+            AllToAll,
+            SendRecv,
+            Update,
+        ]
     };
 
     /// The name users type.
@@ -47,6 +61,7 @@ impl Collective {
             Collective::Scatter => "scatter",
             Collective::AllToAll => "all_to_all",
             Collective::SendRecv => "send/recv",
+            Collective::Update => "update",
         }
     }
 
@@ -55,7 +70,10 @@ impl Collective {
     }
 
     const fn reduces(self) -> bool {
-        matches!(self, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter)
+        matches!(
+            self,
+            Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter | Collective::Update
+        )
     }
 
     const fn is_rooted(self) -> bool {

@@ -316,6 +316,34 @@ fn nobody_writes_what_another_reads() {
     }
 }
 
+/// Every rank gets the sum of all inputs, of which each has computed its block.
+#[test]
+fn an_update_reaches_all_ranks() {
+    for world in 2..=5u32 {
+        for lengths in [vec![0, 40, 7, 300, 1], vec![64; 5]] {
+            let lengths = &lengths[..world as usize];
+            let (blocks, total) = (Blocks::Of(lengths), lengths.iter().sum());
+            let shape = |me| Shape { me, world, len: blocks.longest(), piece: 16 };
+            let schedules: Vec<Schedule> = (0..world).map(|me| shared::update(shape(me), blocks)).collect();
+            assert_no_conflict(&schedules);
+            let own = blocks.span(Buf::Out, 0);
+            for step in &schedules[0].steps {
+                if let Step::Reduce { to, .. } = step {
+                    assert!(to.iter().all(|l| l.span.start + l.span.len <= own.start + own.len));
+                }
+            }
+            let hosts = one_host(world);
+            let given = |r| input(r, total);
+            let report = simulate(schedules, given, Some(total), &hosts, ReduceOp::Sum, u64::from(world));
+            let want: Vec<f32> =
+                (0..total).map(|i| (1..world as usize).fold(value(0, i), |a, r| a + value(r, i))).collect();
+            for (me, output) in report.output.iter().enumerate() {
+                assert_eq!(floats(output), want, "world {world} {lengths:?} rank {me}");
+            }
+        }
+    }
+}
+
 /// Hosts of given sizes; ranks are dealt round-robin when `dealt`, in blocks otherwise.
 fn hosts_of(sizes: &[usize], dealt: bool) -> Vec<Vec<Place>> {
     let mut hosts: Vec<Vec<Place>> = vec![vec![]; sizes.len()];

@@ -139,6 +139,7 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
                 op: ReduceOp::Sum,
                 declared: None,
                 pass: 0,
+                update: None,
             };
             // SAFETY: both tensors live until both completion handles are resolved.
             let sent = unsafe { group.start(send, None)? };

@@ -58,8 +58,16 @@ fn on_all<T: Send>(engines: Vec<Arc<Engine>>, f: impl Fn(usize, Group) -> T + Sy
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
     let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
-    let request =
-        Request { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None, pass: 0 };
+    let request = Request {
+        call,
+        op: ReduceOp::Sum,
+        tensors,
+        lists: None,
+        message: None,
+        declared: None,
+        pass: 0,
+        update: None,
+    };
     // SAFETY: `data` outlives the call.
     unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }
 }
@@ -204,6 +212,7 @@ fn a_small_call_that_nobody_waits_for_ends() {
                         message: None,
                         declared: None,
                         pass: 0,
+                        update: None,
                     };
                     // SAFETY: the loop below waits until all have ended.
                     unsafe { group.start(request, None).unwrap() }
@@ -315,6 +324,7 @@ fn parts_of_different_lengths_are_refused() {
                     message: None,
                     declared: None,
                     pass: 0,
+                    update: None,
                 };
                 // SAFETY: `data` outlives the call.
                 let error = unsafe { group.run(request, None, &mut || Ok(())) }.unwrap_err();
@@ -401,6 +411,7 @@ fn messages_larger_than_any_buffer_arrive() {
                 message: Some(message),
                 declared: None,
                 pass: 0,
+                update: None,
             };
             // SAFETY: `data` outlives the call.
             unsafe { group.run(request, Some(Duration::from_secs(20)), &mut || Ok(())) }.unwrap();

@@ -11,6 +11,7 @@ mod errors;
 mod events;
 mod simulation;
 mod tensors;
+mod update;
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -330,6 +331,7 @@ fn request(
         message: None,
         declared: None,
         pass: 0,
+        update: None,
     }
     .in_lists(lists))
 }
@@ -435,6 +437,27 @@ impl Group {
         Ok(self.work(completion.raise(py)?))
     }
 
+    /// An all_reduce in the background whose means update this rank's part of the weights; all ranks get these.
+    #[allow(clippy::too_many_arguments)] // one call from one place
+    #[pyo3(signature = (memory, lengths, pieces, rules, fused, timeout=None))]
+    fn start_update(
+        &self,
+        py: Python<'_>,
+        memory: Memory,
+        lengths: Vec<usize>,
+        pieces: Vec<update::Place>,
+        rules: Vec<update::Numbers>,
+        fused: bool,
+        timeout: Option<f64>,
+    ) -> PyResult<Work> {
+        has_memory([(memory.0, memory.1), (memory.2, memory.3)]).raise(py)?;
+        let request = update::request(memory, lengths, pieces, &rules, fused).raise(py)?;
+        let limit = seconds(timeout);
+        // SAFETY: `trigram/collectives` holds the tensors, also those of the states, until the work is done.
+        let completion = py.detach(|| unsafe { self.0.start(request, limit) });
+        Ok(self.work(completion.raise(py)?))
+    }
+
     /// An empty call that stands for one on GPU memory.
     #[pyo3(signature = (asked, timeout=None, splits=None))]
     fn check_consistency(
@@ -476,6 +499,7 @@ impl Group {
             message: Some(Message { peer, tag, sends }),
             declared: None,
             pass: 0,
+            update: None,
         };
         let limit = seconds(timeout);
         if background {
@@ -674,6 +698,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(check_process, m)?)?;
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
+    m.add_function(wrap_pyfunction!(update::update_alone, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(blocked, m)?)?;
     m.add_function(wrap_pyfunction!(log_line, m)?)?;

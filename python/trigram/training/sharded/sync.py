@@ -31,6 +31,7 @@ from trigram.training.compressors import GradientCompressor
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.group_values import GroupValues
 from trigram.training.sharded.gradient_buckets import ShardsCompressor, layouts
+from trigram.training.sharded.one_pass import OnePass
 from trigram.training.sharded.optimizer import ShardedOptimizer, Slice
 from trigram.training.sharded.other_methods import OtherMethods
 from trigram.training.sharded.weight_buckets import Layout, WeightBucket, allot, divide, flat
@@ -76,6 +77,8 @@ class ShardedSync(GradientSync):
         self.loads = [0] * groups.size
         self.remaining: list[int] = []  # by bucket of weights, parameters that a fused pass has yet to update
         self.bucket_of: dict[int, int] = {}  # by id() of a parameter, in a fused pass
+        self.one_pass = OnePass(optimizer, groups)
+        self.at_once = False  # whether this pass computes means, updates and weights in one pass over memory
         self.job = world.job()
         self.divides_gradients = isinstance(compressor, ShardsCompressor)
         check_memory(model, groups.ignored)
@@ -146,6 +149,14 @@ class ShardedSync(GradientSync):
 
     def begin_fused(self, param: int | None) -> bool:
         """See :class:`FusedBuckets`; the first update divides the weights."""
+        fuses = self._begin_fused(param)
+        usable = fuses and self.fidelity is None
+        self.at_once = (
+            self.one_pass.begin(self.buckets, self.shards, usable) if self.fused is not None else False
+        )
+        return fuses
+
+    def _begin_fused(self, param: int | None) -> bool:
         if not super().begin_fused(param):
             return False
         self._prepare()
@@ -161,6 +172,9 @@ class ShardedSync(GradientSync):
     def update(self, params: Sequence[torch.Tensor]) -> None:
         """Steps this rank's slices of some parameters; gathers the buckets of weights that are complete."""
         assert self.fused is not None
+        if self.at_once:
+            self._update_at_once()
+            return
         self.shards.enter(self._gradient, lambda p: True, self.fused.in_groups(params))
         try:
             self.fused.update()
@@ -178,6 +192,23 @@ class ShardedSync(GradientSync):
         for k in sorted(complete):
             self.remaining[k] = -1
             self._gather(k, self.groups.second_phase)
+
+    def _update_at_once(self) -> None:
+        """Updates the bucket that has landed; all ranks get its weights."""
+        assert self.fused is not None
+        k = self.landed - 1
+        self.fused.count()
+        started = self.one_pass.start(k, self.buckets[k], self.shards)
+        if started is not None:
+            self.gathers.append(started)
+            self.gathered += started[0].sent
+            self.remaining[self.shards.buckets.index(started[0])] = -1
+
+    def land_ready(self) -> None:
+        """See :class:`FusedBuckets`. Where all cores compute, updates at once cost least when backward has
+        ended; gradients whose memory is used again cannot wait for that."""
+        if not self.at_once or self.divides_gradients:
+            super().land_ready()
 
     def _call_counts(self) -> list[int]:
         first, second = super()._call_counts()
@@ -312,6 +343,8 @@ class ShardedSync(GradientSync):
         for layout in wanted:
             self._add(layout)
         self.shards.cut()
+        if self.fused is not None:
+            self.one_pass.agree()
 
     def _add(self, layout: Layout) -> None:
         """Moves the parameters of a bucket there."""
@@ -445,6 +478,8 @@ class ShardedSync(GradientSync):
                     self.gathers.append((bucket, work))
         self.waited += time.perf_counter() - began
         self.times.enter(before)
+        if error is not None and self.at_once and self.fused is not None:
+            self.fused.broken = True  # some values may be updated, and others not
         if error is not None:
             raise explained(error, self.groups.name, "optimizer.step()")
 
@@ -627,7 +662,7 @@ class ShardedSync(GradientSync):
         own = sum(s.stop - s.start for s in self.shards.slices.values())
         found["bytes"] += self.gathered
         found["bytes_per_step"] = found["bytes"] // self.steps if self.steps else 0
-        return {**found, "sharded_values": own}
+        return {**found, "sharded_values": own, "one_pass_updates": self.one_pass.updates}
 
 
 def _name(k: int) -> str:

@@ -49,7 +49,7 @@ pub(super) fn pulls(what: Collective, root: Place, shape: Shape, blocks: Blocks<
 pub fn contribution(what: Collective, root: Place, shape: Shape, blocks: Blocks<'_>) -> usize {
     let Shape { me, world, len, .. } = shape;
     match what {
-        Collective::ReduceScatter | Collective::AllToAll => blocks.start(world),
+        Collective::ReduceScatter | Collective::AllToAll | Collective::Update => blocks.start(world),
         Collective::Scatter if me == root => blocks.start(world),
         Collective::Broadcast if me == root => len,
         Collective::AllGather => blocks.len(me),
@@ -107,6 +107,21 @@ pub fn all_reduce(shape: Shape) -> Schedule {
     for span in slices[me as usize].pieces(piece) {
         let everywhere: Vec<Loc> = (0..world).map(|place| Loc { place, span }).collect();
         b.reduce(&everywhere, &everywhere, true);
+    }
+    b.barrier();
+    b.finish()
+}
+
+/// Rank r sums block r of all inputs, updates its state and its block of the output with it, and writes that into the
+/// same place of all outputs: what an all_reduce moves, and nothing is moved for the update.
+pub fn update(shape: Shape, blocks: Blocks<'_>) -> Schedule {
+    let Shape { me, world, piece, .. } = shape;
+    let mut b = Builder::new(me, false);
+    b.barrier();
+    for span in blocks.span(Buf::In, me).pieces(piece) {
+        let everywhere =
+            |buf| -> Vec<Loc> { (0..world).map(|place| Loc { place, span: Span { buf, ..span } }).collect() };
+        b.reduce(&everywhere(Buf::In), &everywhere(Buf::Out), true);
     }
     b.barrier();
     b.finish()

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use trigram_core::executor::Started;
 use trigram_core::planner::{self, Lent};
 use trigram_core::schedule::{Buf, Loc, Place, Schedule, Span};
-use trigram_core::signature::Signature;
+use trigram_core::signature::{Collective, Signature};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
@@ -70,6 +70,8 @@ pub struct Body {
     pub lent: Lent,
     /// Peers' memory that the call may access.
     pub loans: Vec<Loan>,
+    /// Peers' outputs, in an update, which writes into them.
+    pub outputs: Vec<Loan>,
     /// Bytes moved directly through peers' memory.
     pub direct_bytes: u64,
     /// This rank's own bounce buffer.
@@ -108,6 +110,7 @@ impl Body {
             arrived: Vec::new(),
             lent: Lent::Nothing,
             loans: Vec::new(),
+            outputs: Vec::new(),
             direct_bytes: 0,
             bounce: (std::ptr::null_mut(), 0),
             shown: false,
@@ -174,15 +177,21 @@ impl Body {
     }
 
     /// The memory that this rank shows to the ranks of its host in this call: its input or its output, and its bounce
-    /// buffer.
+    /// buffer, or its output in an update.
     pub(crate) fn shown(&self) -> [(*const u8, usize); 2] {
         let (call, tensors) = (&self.request.call, &self.request.tensors);
         let (kind, lent) = planner::lendable(call, &self.members.layout);
-        let (at, have) = match kind {
-            Lent::Outputs => (tensors.output.cast_const(), tensors.output_len),
-            _ => (tensors.input, tensors.input_len),
+        let lent = lent * call.dtype.size();
+        let output = (tensors.output.cast_const(), lent.min(tensors.output_len));
+        let first = match kind {
+            Lent::Outputs => output,
+            _ => (tensors.input, lent.min(tensors.input_len)),
         };
-        [(at, (lent * call.dtype.size()).min(have)), (self.bounce.0.cast_const(), self.bounce.1)]
+        let second = match call.what {
+            Collective::Update => output,
+            _ => (self.bounce.0.cast_const(), self.bounce.1),
+        };
+        [first, second]
     }
 
     /// Finds the memory that the ranks of this host share for a call: their tensors if all are registered memory,
@@ -190,6 +199,9 @@ impl Body {
     pub(crate) fn lend(&mut self, world: &World) -> Result<Lent> {
         let members = self.members.clone();
         let size = self.request.call.dtype.size();
+        if self.request.call.what == Collective::Update {
+            return self.lend_both(world);
+        }
         let (tensors, _) = planner::lendable(&self.request.call, &members.layout);
         for kind in [tensors, Lent::BounceBuffers] {
             self.loans.clear();
@@ -224,6 +236,26 @@ impl Body {
             }
         }
         Ok(Lent::Nothing)
+    }
+
+    /// The same for an update, which reads inputs and writes outputs: both are registered memory, or nothing is lent.
+    fn lend_both(&mut self, world: &World) -> Result<Lent> {
+        let members = self.members.clone();
+        let len = planner::contribution(&self.request.call, &members.layout) * self.request.call.dtype.size();
+        self.loans.clear();
+        self.outputs.clear();
+        for place in members.local_places() {
+            let op_slot = members.op_slot(place, self.call_id);
+            let shown = op_slot.and_then(|slot| Some((slot.lent()?, slot.bounce_buffer()?)));
+            let Some((input, output)) = shown else { return Ok(Lent::Nothing) };
+            if place != members.me {
+                let rank = members.ranks[place as usize];
+                let Some(neighbour) = world.neighbours.get(&rank) else { return Ok(Lent::Nothing) };
+                self.loans.push(Loan { place, base: neighbour.lent(input, len)?, len });
+                self.outputs.push(Loan { place, base: neighbour.lent(output, len)?, len });
+            }
+        }
+        Ok(Lent::Inputs)
     }
 
     /// The list of tensors that a span of this rank's memory lies in, if it is one.
@@ -330,7 +362,9 @@ impl Body {
             let (inline, have) = self.inline(loc.place);
             return inside(inline, have, loc.span, size);
         }
-        let loan = self.loans.iter().find(|l| l.place == loc.place);
+        let written = self.request.call.what == Collective::Update && loc.span.buf == Buf::Out;
+        let loans = if written { &self.outputs } else { &self.loans };
+        let loan = loans.iter().find(|l| l.place == loc.place);
         inside(loan.map_or(std::ptr::null_mut(), |l| l.base), loan.map_or(0, |l| l.len), loc.span, size)
     }
 

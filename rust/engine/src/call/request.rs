@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use trigram_core::planner::Call;
 use trigram_core::schedule::Place;
 use trigram_core::signature::{Collective, Signature, Via};
+use trigram_core::update::Rule;
 use trigram_core::{DType, ReduceOp};
 
 use crate::group::members::Members;
@@ -52,6 +53,53 @@ pub struct Request {
     pub declared: Option<Signature>,
     /// The backward pass that it belongs to, see [`Signature::in_pass`].
     pub pass: u16,
+    /// What an update does with the values of this rank's part.
+    pub update: Option<Box<Update>>,
+}
+
+/// How one rank updates its part of the weights, see [`trigram_core::update`].
+#[derive(Debug)]
+pub struct Update {
+    /// In the order of their places, which do not overlap; values between them stay as they are.
+    pub pieces: Vec<Piece>,
+    /// The arithmetic of the pieces.
+    pub rules: Vec<Rule>,
+    /// Whether products and sums are fused multiply-adds.
+    pub fused: bool,
+}
+
+/// Values that are updated alike.
+#[derive(Clone, Copy, Debug)]
+pub struct Piece {
+    /// The first value in the bucket.
+    pub start: usize,
+    /// The one after the last.
+    pub stop: usize,
+    /// The first of those at the end of their parameter that round otherwise.
+    pub flipped_from: usize,
+    /// Which of the rules.
+    pub rule: usize,
+    /// The state of the values, as many as there are; null where the rule needs none. The caller keeps them valid until
+    /// the call's completion handle is resolved, and leaves them alone.
+    pub states: [*mut u8; 2],
+}
+
+// SAFETY: as for `Tensors`: the addresses are used while the progress lock is held.
+unsafe impl Send for Piece {}
+// SAFETY: as above.
+unsafe impl Sync for Piece {}
+
+impl Update {
+    /// Whether pieces are in order, have a rule and its states, and lie in `len` values.
+    fn is_sound(&self, len: usize) -> bool {
+        let mut last = 0;
+        self.pieces.iter().all(|piece| {
+            let follows = last <= piece.start && piece.start <= piece.stop && piece.stop <= len;
+            last = piece.stop;
+            let has_states = |rule: &Rule| piece.states[..rule.states()].iter().all(|s| !s.is_null());
+            follows && self.rules.get(piece.rule).is_some_and(has_states)
+        })
+    }
 }
 
 impl Request {
@@ -67,7 +115,16 @@ impl Request {
             via: Via::Auto,
             splits: None,
         };
-        Self { call, op: ReduceOp::Sum, tensors, lists: None, message: None, declared: None, pass: 0 }
+        Self {
+            call,
+            op: ReduceOp::Sum,
+            tensors,
+            lists: None,
+            message: None,
+            declared: None,
+            pass: 0,
+            update: None,
+        }
     }
 
     /// What a helper does in a call with this signature. For a call that no helper can take part in: an empty call,
@@ -119,6 +176,21 @@ impl Request {
             self.call.splits = None;
         }
         self
+    }
+
+    /// Whether it is no update, or one of values that it can reach.
+    pub(crate) fn has_sound_update(&self) -> bool {
+        let t = &self.tensors;
+        match (&self.update, self.call.what == Collective::Update) {
+            (None, is_one) => !is_one,
+            (Some(_), false) => false,
+            (Some(update), true) => {
+                self.call.dtype == DType::F32
+                    && self.op == ReduceOp::Avg
+                    && self.lists.is_none()
+                    && update.is_sound(t.input_len.min(t.output_len) / DType::F32.size())
+            }
+        }
     }
 
     /// Bytes of this rank's payload: of the larger of input and output.

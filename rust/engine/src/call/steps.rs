@@ -5,6 +5,7 @@
 
 use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Buf, Loc, Place, Span};
+use trigram_core::update::{self, Rounding};
 use trigram_core::{Error, ReduceOp, Result, reduce};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
@@ -91,6 +92,9 @@ impl Body {
         finish: bool,
         start: usize,
     ) -> Result<Option<usize>> {
+        if self.request.update.is_some() {
+            return self.update(from, to, start);
+        }
         if self.request.lists.is_none() {
             return self.fold_run(from, to, finish, start, usize::MAX);
         }
@@ -106,7 +110,69 @@ impl Body {
         }
     }
 
-    /// The same, of at most `most` bytes of each operand, which lie in one place.
+    /// As [`Body::fold`], but the mean of `from` updates this rank's weights and their state, and each of `to` gets
+    /// these weights.
+    fn update(&mut self, from: &[Loc], to: &[Loc], start: usize) -> Result<Option<usize>> {
+        const WIDTH: usize = size_of::<f32>();
+        let Some(first) = from.first().map(|loc| loc.span) else { return Ok(None) };
+        let all = first.len * WIDTH;
+        let operands = from.len() + to.len() + 2; // and the states
+        let most = (self.turn / operands / TILE).max(usize::from(self.turn == TURN)) * TILE;
+        let len = most.min(all - start);
+        if len == 0 && all > start {
+            return Ok(Some(start));
+        }
+        self.turn -= (len * operands).min(self.turn);
+        let me = self.members.me;
+        let sources = from.iter().map(|loc| self.at_byte(*loc, start)).collect::<Result<Vec<_>>>()?;
+        let mut own = std::ptr::null_mut();
+        let mut others = Vec::with_capacity(to.len());
+        for loc in to {
+            let at = self.at_byte(*loc, start)?;
+            if loc.place == me { own = at } else { others.push(at) }
+        }
+        let Some(update) = self.request.update.as_deref().filter(|_| !own.is_null()) else { return Ok(None) };
+        let begin = first.start + start / WIDTH;
+        let end = begin + len / WIDTH;
+        let mut gradients: Vec<&[u8]> = vec![&[]; sources.len()];
+        let skipped = update.pieces.partition_point(|piece| piece.stop <= begin);
+        for piece in update.pieces[skipped..].iter().take_while(|piece| piece.start < end) {
+            let Some(rule) = update.rules.get(piece.rule) else { continue };
+            let (low, high) = (piece.start.max(begin), piece.stop.min(end));
+            for at in (low..high).step_by(update::TILE) {
+                let count = update::TILE.min(high - at);
+                let (offset, bytes) = ((at - begin) * WIDTH, count * WIDTH);
+                for (gradient, source) in gradients.iter_mut().zip(&sources) {
+                    // SAFETY: `at_byte` has checked the span, of which this is a part. Between the barriers of its
+                    // schedule nobody writes to it, and no slice outlives the tile.
+                    *gradient = unsafe { std::slice::from_raw_parts(source.add(offset).cast_const(), bytes) };
+                }
+                // SAFETY: as above; and only this rank reads or writes its part of its own weights.
+                let weights = unsafe { std::slice::from_raw_parts_mut(own.add(offset), bytes) };
+                let mut k = 0;
+                let states = piece.states.map(|state| -> &mut [u8] {
+                    k += 1;
+                    if k > rule.states() {
+                        return &mut [];
+                    }
+                    // SAFETY: the caller has given as many values of state as the piece has, which only this call
+                    // uses.
+                    unsafe { std::slice::from_raw_parts_mut(state.add((at - piece.start) * WIDTH), bytes) }
+                });
+                let flipped_from = piece.flipped_from.saturating_sub(at);
+                let rounding = Rounding { fused: update.fused, flipped_from };
+                update::step(rule, rounding, &gradients, weights, states)?;
+                for other in &others {
+                    // SAFETY: both spans are checked, and of different ranks.
+                    unsafe { copy_past_cache(own.add(offset).cast_const(), other.add(offset), bytes) };
+                }
+            }
+        }
+        self.direct_bytes += ((from.len() + to.len()).saturating_sub(2) * len) as u64;
+        Ok((start + len < all).then_some(start + len))
+    }
+
+    /// The same as [`Body::fold`], of at most `most` bytes of each operand, which lie in one place.
     fn fold_run(
         &mut self,
         from: &[Loc],

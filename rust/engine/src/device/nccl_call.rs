@@ -64,7 +64,7 @@ impl NcclCall<'_> {
                     at += count * width;
                 }
             }
-            Collective::Barrier | Collective::SendRecv => {
+            Collective::Barrier | Collective::SendRecv | Collective::Update => {
                 return Err(Error::Unsupported(format!("{} takes no GPU tensor", what.name())));
             }
             _ => {}

@@ -169,9 +169,12 @@ impl Scheduling<'_> {
                     let schedule = self.schedule(i)?;
                     return self.calls.active[i].run(schedule, self.out);
                 }
-                let [(lent, len), _] = active.body.shown();
+                let [(lent, len), (output, written)] = active.body.shown();
                 let lent = self.world.arena.locate(lent, len);
                 let mut bounce_buffer = None;
+                if active.body.request.call.what == Collective::Update {
+                    bounce_buffer = self.world.arena.locate(output, written);
+                }
                 if planner::uses_bounce_buffers(&active.body.request.call, &members.layout)
                     && let Some(buffer) = members.bounce_buffer(call, self.world)
                 {

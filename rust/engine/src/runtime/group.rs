@@ -85,7 +85,10 @@ impl Group {
                 self.members.name
             )));
         }
-        if matches!(call.what, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter) {
+        if matches!(
+            call.what,
+            Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter | Collective::Update
+        ) {
             op.check(call.dtype)?;
         }
         if call.root as usize >= world {
@@ -102,8 +105,10 @@ impl Group {
                 "send/recv: rank {peer} is not another rank of this group of {world} ranks"
             )));
         }
-        let parts =
-            matches!(call.what, Collective::AllToAll | Collective::ReduceScatter | Collective::AllGather);
+        let parts = matches!(
+            call.what,
+            Collective::AllToAll | Collective::ReduceScatter | Collective::AllGather | Collective::Update
+        );
         if call.splits.is_some() && !parts {
             return Err(Error::Unsupported(format!(
                 "{}: parts of different lengths are not supported; pad them to equal lengths, or use all_to_all",
@@ -119,6 +124,11 @@ impl Group {
                 sent.len(),
                 received.len()
             )));
+        }
+        if !request.has_sound_update() {
+            return Err(Error::misuse(
+                "update: its pieces do not fit the weights, the gradients or their rules",
+            ));
         }
         if request.overlaps(self.members.me) {
             return Err(Error::misuse(format!(

@@ -107,7 +107,7 @@ pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -
     };
     let via = if what == Collective::AllReduce { Via::ALL[rng.below(6)] } else { Via::Auto };
     let call = Call { via, root: rng.below(2) as u32, ..call(what, DType::F32, len) };
-    Request { call, op: ReduceOp::Sum, tensors, lists: None, message, declared: None, pass: 0 }
+    Request { call, op: ReduceOp::Sum, tensors, lists: None, message, declared: None, pass: 0, update: None }
 }
 
 /// A frame that has something to do with what is under way, and its payload. Of some more is said than comes.

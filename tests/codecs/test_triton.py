@@ -85,8 +85,11 @@ def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
 
 # Types, specialised arguments and what the compiler refuses: an interpreter has none of them.
 CAPABILITY = 90
-COMPILED = [kernel_compile.label(*case) for case in dict.fromkeys(kernel_compile.SHORT + kernel_compile.LONG)]
-QUICK = [kernel_compile.label(*case) for case in kernel_compile.SHORT]
+BY_WORDS = [f"{name}/{kernel_compile.WORDS}" for name in ("bf16", "int8", "int4")]
+QUICK = [*(kernel_compile.label(*case) for case in kernel_compile.SHORT), *BY_WORDS]
+
+
+COMPILED = list(dict.fromkeys([*QUICK, *(kernel_compile.label(*case) for case in kernel_compile.LONG)]))
 
 
 @functools.cache

@@ -17,7 +17,10 @@ import torch
 
 from trigram.codecs.registry import find_kernel
 
+assembly: dict[str, str] = {}
+"""The assembly of the kernels launched last, by name."""
 BLOCKWISE = ["int8", "int4", "fp8", "sign"]
+WORDS = "words"
 # The codec, values per block, and how many values there are.
 SHORT = [
     *(("bf16", None, 4097), ("f16", None, 4097), ("int8", None, 4097), ("int4", None, 4096), ("fp8", None, 4097)),
@@ -60,6 +63,7 @@ def main(capability: int, cases: list[str]) -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         assert kernel.asm["cubin"], self.fn.__name__
         launched.add(self.fn.__qualname__)
+        assembly[self.fn.__qualname__] = kernel.asm["ptx"]
         return kernel
 
     JITFunction.run = compiles
@@ -68,11 +72,36 @@ def main(capability: int, cases: list[str]) -> None:
         name, _, rest = case.partition("/")
         block, _, n = rest.partition("/")
         try:
-            goes_through(name, int(block) or None, int(n))
+            if rest == WORDS:
+                by_words(name)
+            else:
+                goes_through(name, int(block) or None, int(n))
             failures[case] = None
         except Exception:
             failures[case] = traceback.format_exc()
     json.dump({"failures": failures, "launched": sorted(launched), "triton": triton.__version__}, sys.stdout)
+
+
+def bytes_at_once(name: str, shift: int) -> dict[str, int]:
+    """How many accesses of single bytes the kernels have, with codes that begin `shift` bytes after a multiple of 16."""
+    n = 1 << 16
+    kernel = find_kernel(name)
+    code = torch.zeros(kernel.size(n) + 16, dtype=torch.uint8)
+    assert code.data_ptr() % 16 == 0
+    part = code[shift : shift + kernel.size(n)]
+    assembly.clear()
+    kernel.encode(torch.zeros(n), part)
+    kernel.decode(part, torch.zeros(n))
+    return {name: text.count("global.b8") for name, text in assembly.items()}
+
+
+def by_words(name: str) -> None:
+    """Codes at a multiple of 4 are accessed as those at a multiple of 16 are; elsewhere byte by byte."""
+    least = bytes_at_once(name, 0)
+    for shift in (4, 8, 12):
+        assert bytes_at_once(name, shift) == least, (name, shift, assembly.keys())
+    most = bytes_at_once(name, 1)
+    assert all(most[kernel] > least[kernel] for kernel in ("_encode", "_decode")), (name, least, most)
 
 
 def label(name: str, block: int | None, n: int) -> str:

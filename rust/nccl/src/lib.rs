@@ -38,8 +38,10 @@ mod error;
 mod extras;
 mod ffi;
 mod library;
+mod membership;
 mod search;
 mod types;
+mod window;
 
 pub use communicator::{Aborter, Communicator, Pending};
 pub use config::{Config, RawConfig};
@@ -49,3 +51,4 @@ pub use extras::{PreMulSum, Registration};
 pub use library::Nccl;
 pub use search::{CUDA_VARIABLE, NCCL_VARIABLE, Search};
 pub use types::{DataType, Element, Op, UniqueId, Version};
+pub use window::{Memory, Window};

@@ -1,6 +1,8 @@
-"""Figures of one run: printed, and written one by one as they are measured, so that a run that is ended keeps what it has.
+"""Figures of one run: printed, and written one by one as they are measured, so that a run that is ended keeps
+what it has.
 
-`tools/gpu_report.py` names the file in `TRIGRAM_FIGURES`, and puts the figures of several scripts on one page.
+`tools/gpu_report.py` names the file in `TRIGRAM_FIGURES`, and puts the figures of several scripts on one
+page.
 """
 
 from __future__ import annotations

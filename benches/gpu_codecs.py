@@ -32,7 +32,8 @@ DEVICE = gpu_ranks.device()
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Seconds of one call on the GPU: the calls are replayed as a graph, so that the host's part of a launch does not count."""
+    """Seconds of one call on the GPU: the calls are replayed as a graph, so that the host's part of a launch
+    does not count."""
     replay = captured(call)
     times = []
     for _ in range(REPEATS):
@@ -86,7 +87,11 @@ def rows(name: str, n: int, copy: float) -> list[tuple[str, str, float, float]]:
         ("decode and add", lambda: kernel.decode(code, out, 1.0), 2 * x.nbytes + code.nbytes),
     ]
     if n <= 1 << 18:
-        Figures().add(f"{name}, encode: the host's part of a call", 1e6 * gpu_ranks.seconds(lambda: kernel.encode(here, code), CALLS), "us")
+        Figures().add(
+            f"{name}, encode: the host's part of a call",
+            1e6 * gpu_ranks.seconds(lambda: kernel.encode(here, code), CALLS),
+            "us",
+        )
     timed = [(what, moved / seconds(call)) for what, call, moved in operations]
     return [(name, what, rate / 1e9, rate / copy) for what, rate in timed]
 

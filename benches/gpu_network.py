@@ -1,10 +1,12 @@
-"""Averages a tensor of GPUs over TCP, through codecs, beside NCCL over TCP: encode, send, decode, add, encode, send, decode.
+"""Averages a tensor of GPUs over TCP, through codecs, beside NCCL over TCP: encode, send, decode, add,
+encode, send, decode.
 
-    python benches/gpu_network.py [--world 2] [--mib 4,25,100] [--codecs int8,int4,fp8,bf16,sign,topk:0.01] [--rounds 7]
+    python benches/gpu_network.py [--world 2] [--mib 4,25,100] [--codecs int8,topk:0.01] [--rounds 7]
 
-Each rank is a host of its own: Trigram's engine is held to TCP (`TRIGRAM_TRANSPORT=tcp`) and NCCL to its sockets (`NCCL_NET=Socket`), both
-on loopback, where bytes cost the processor's time instead of the network's. The candidates take turns; a row has the median time, the
-rate of the tensor's bytes, and the ratio to NCCL. A mean that is too far from the right one ends the script.
+Each rank is a host of its own: Trigram's engine is held to TCP (`TRIGRAM_TRANSPORT=tcp`) and NCCL to its
+sockets (`NCCL_NET=Socket`), both on loopback, where bytes cost the processor's time instead of the network's.
+The candidates take turns; a row has the median time, the rate of the tensor's bytes, and the ratio to NCCL. A
+mean that is too far from the right one ends the script.
 """
 
 from __future__ import annotations
@@ -68,16 +70,19 @@ def rank(options: argparse.Namespace) -> None:
                 dist.barrier()
                 times[name].append(gpu_ranks.seconds(call, 1))
                 off = float((x.cpu() - right).norm() / right.norm())
-                # randomly chosen: what a codec may lose is in docs/algorithms.md
                 if off > FAR.get(name, 1e-6):
-                    raise SystemExit(f"rank {me}: {name}, {mib} MiB: the mean is off by {off:.2g} of its length")
+                    raise SystemExit(
+                        f"rank {me}: {name}, {mib} MiB: the mean is off by {off:.2g} of its length"
+                    )
         if me == 0:
+            # The first round compiles.
             for name, taken in times.items():
-                taken = taken[1:]
-                each = [a / b for a, b in zip(times["NCCL"][1:], taken, strict=True)]
-                figures.add(f"{mib} MiB, {name}", 1e3 * statistics.median(taken), "ms")
+                each = [a / b for a, b in zip(times["NCCL"][1:], taken[1:], strict=True)]
+                figures.add(f"{mib} MiB, {name}", 1e3 * statistics.median(taken[1:]), "ms")
                 if name != "NCCL":
-                    figures.add(f"{mib} MiB, {name}, times faster than NCCL over TCP", statistics.median(each))
+                    figures.add(
+                        f"{mib} MiB, {name}, times faster than NCCL over TCP", statistics.median(each)
+                    )
     dist.barrier()
     trigram.shutdown()
     dist.destroy_process_group()
@@ -85,7 +90,9 @@ def rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--mib", default="4,25,100", help="MiB of float32, with commas")
     parser.add_argument("--codecs", default=CODECS)
@@ -96,7 +103,16 @@ def main() -> None:
     if options.rank:
         return rank(options)
     gpu_ranks.needs_gpu()
-    argv = [__file__, "--rank", "--mib", options.mib, "--codecs", options.codecs, "--rounds", str(options.rounds)]
+    argv = [
+        __file__,
+        "--rank",
+        "--mib",
+        options.mib,
+        "--codecs",
+        options.codecs,
+        "--rounds",
+        str(options.rounds),
+    ]
     extra = {"TRIGRAM_GPU_TRANSPORT": "host", "TRIGRAM_TRANSPORT": "tcp", "NCCL_NET": "Socket"}
     print(gpu_ranks.start(argv, options.world, extra, options.limit)[0])
 

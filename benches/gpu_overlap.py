@@ -1,10 +1,12 @@
-"""Trains with `with_bagua` on GPUs beside DistributedDataParallel over NCCL: losses, time of a step, overlap, cost of a wait.
+"""Trains with `with_bagua` on GPUs beside DistributedDataParallel over NCCL: losses, time of a step, overlap,
+cost of a wait.
 
-    python benches/gpu_overlap.py [--world 2] [--width 2048] [--layers 12] [--batch 256] [--steps 20] [--rounds 5]
+    python benches/gpu_overlap.py [--world 2] [--width 2048] [--layers 12] [--batch 256]
 
-Two ranks share one GPU if there is only one; their step times then hold the work of both. The losses of both are compared bit for
-bit over `--steps` steps. Then the two train in turns, `--rounds` times. Overlap is the share of the time of NCCL's kernels during
-which another kernel runs, from the kernels of torch's profiler. `--world 1` leaves out the network: NCCL then has nothing to do.
+Two ranks share one GPU if there is only one; their step times then hold the work of both. The losses of both
+are compared bit for bit over `--steps` steps. Then the two train in turns, `--rounds` times. Overlap is the
+share of the time of NCCL's kernels during which another kernel runs, from the kernels of torch's profiler.
+`--world 1` leaves out the network: NCCL then has nothing to do.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def overlap(training: Training, steps: int) -> tuple[float, float] | None:
-    """Milliseconds of NCCL's kernels per step, and the share of it that others cover; None: no such kernel ran."""
+    """Milliseconds of NCCL's kernels per step, and the share of it that others cover; None: no such kernel
+    ran."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not gpu_ranks.REHEARSES:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -177,7 +180,9 @@ def rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)

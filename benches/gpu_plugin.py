@@ -1,10 +1,12 @@
-"""torch's all_reduce over NCCL, through our network plugin and through NCCL's own sockets: two ranks, each a host of its own, on one GPU.
+"""torch's all_reduce over NCCL, through our network plugin and through NCCL's own sockets: two ranks, each a
+host of its own, on one GPU.
 
     python benches/gpu_plugin.py [--mib 1,16,64,256] [--streams 1,2,4] [--rounds 2] [--calls 20]
 
-Trigram takes no part but the plugin. The candidates take turns; each starts ranks of its own, as NCCL chooses a network once. A row has the
-best median over the turns, as the rate of the tensor's bytes (for two ranks that of the network too). The sums are checked, and so is, in what NCCL says
-with `NCCL_DEBUG=INFO`, that the network was used that was asked for.
+Trigram takes no part but the plugin. The candidates take turns; each starts ranks of its own, as NCCL chooses
+a network once. A row has the best median over the turns, as the rate of the tensor's bytes (for two ranks
+that of the network too). The sums are checked, and so is, in what NCCL says with `NCCL_DEBUG=INFO`, that the
+network was used that was asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import os
 import statistics
+from functools import partial
 from pathlib import Path
 
 import gpu_ranks
@@ -45,7 +48,7 @@ def rank(options: argparse.Namespace) -> None:
         if not torch.equal(x, want):
             raise SystemExit(f"rank {me}: the sum of {mib} MiB is wrong")
         x.zero_()
-        times = [gpu_ranks.seconds(lambda x=x: dist.all_reduce(x), options.calls) for _ in range(5)]  # type: ignore[misc]
+        times = [gpu_ranks.seconds(partial(dist.all_reduce, x), options.calls) for _ in range(5)]
         rates[mib] = statistics.median(times)
     if me == 0:
         print(MARK + json.dumps(rates), flush=True)
@@ -67,13 +70,17 @@ def networks(options: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     """Starts the ranks of each candidate."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--mib", default="1,16,64,256", help="MiB of float32, with commas")
     parser.add_argument("--streams", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument("--limit", type=float, default=120, help="seconds after which the ranks of a candidate are killed")
+    parser.add_argument(
+        "--limit", type=float, default=120, help="seconds after which the ranks of a candidate are killed"
+    )
     parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
@@ -93,7 +100,12 @@ def main() -> None:
             line = next(line for line in said.splitlines() if line.startswith(MARK))
             if turn == 0:
                 used = f"via NET/{env['NCCL_NET']}" in said
-                figures.add(f"{name}: NCCL says that it is used", float(used), "1 is yes", None if gpu_ranks.REHEARSES else 1)
+                figures.add(
+                    f"{name}: NCCL says that it is used",
+                    float(used),
+                    "1 is yes",
+                    None if gpu_ranks.REHEARSES else 1,
+                )
             for mib, seconds in json.loads(line[len(MARK) :]).items():
                 sizes = best.setdefault(name, {})
                 sizes[mib] = min(sizes.get(mib, seconds), seconds)
@@ -101,7 +113,10 @@ def main() -> None:
         for mib, seconds in sizes.items():
             figures.add(f"{mib} MiB, {name}", float(mib) * (1 << 20) / seconds / 1e9, "GB/s")
             if name != "NCCL's sockets" and mib in best.get("NCCL's sockets", {}):
-                figures.add(f"{mib} MiB, {name}, times faster than NCCL's sockets", best["NCCL's sockets"][mib] / seconds)
+                figures.add(
+                    f"{mib} MiB, {name}, times faster than NCCL's sockets",
+                    best["NCCL's sockets"][mib] / seconds,
+                )
     if failed:
         raise SystemExit("\n".join(failed))
 

@@ -1,7 +1,8 @@
 """Starts the ranks of a measurement on GPUs; the other scripts of this folder that need one use it.
 
-Each rank is a host of its own to NCCL, so that several share one GPU and reach each other over TCP. Nothing is needed but torch
-and trigram. With `TRIGRAM_REHEARSAL=1` the scripts run without a GPU (`tests/support/gpu_rehearsal.py`).
+Each rank is a host of its own to NCCL, so that several share one GPU and reach each other over TCP. Nothing
+is needed but torch and trigram. With `TRIGRAM_REHEARSAL=1` the scripts run without a GPU
+(`tests/support/gpu_rehearsal.py`).
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def start(argv: Sequence[str], world: int, extra: Mapping[str, str] | None = None, limit: float = 240) -> list[str]:
+def start(
+    argv: Sequence[str], world: int, extra: Mapping[str, str] | None = None, limit: float = 240
+) -> list[str]:
     """Runs `python ARGV` once per rank, and waits for all.
 
     Args:
@@ -62,7 +65,8 @@ def start(argv: Sequence[str], world: int, extra: Mapping[str, str] | None = Non
         What each rank printed.
 
     Raises:
-        RuntimeError: A rank failed, or the time is over; the message ends with what it printed last. The others are killed.
+        RuntimeError: A rank failed, or the time is over; the message ends with what it printed last. The
+        others are killed.
     """
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     shared["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))

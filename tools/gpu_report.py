@@ -1,20 +1,26 @@
-"""Runs the tests and measurements that need a GPU, in stages, and writes one page: what passed, and the figures beside their bars.
+"""Runs the tests and measurements that need a GPU, in stages, and writes one page: what passed, and the
+figures beside their bars.
 
-    python3 tools/gpu_report.py [--stages kernels,codecs] [--out gpu-report-out] [--limit 540] [--within 0] [--rehearse]
+    python3 tools/gpu_report.py [--stages kernels,codecs] [--out gpu-report-out] [--rehearse]
 
-The machine needs torch with Triton, a C compiler (for Triton's launchers), and what is in `dist/`: the wheel of trigram and those of pytest (`make
-wheel-gpu`). The wheels are unpacked beside the tree, so that neither pip nor a network is needed. A stage that fails or outlasts its limit does not keep
-the others from running. Each writes what it has found as it goes: the page, `report.md`, is written anew after each stage, from all that the folder
-holds, also of earlier runs of other stages. `--within` leaves out the stages that no longer fit in so many seconds.
+The machine needs torch with Triton, a C compiler (for Triton's launchers), and what is in `dist/`: the wheel
+of trigram and those of pytest (`make wheel-gpu`). The wheels are unpacked beside the tree, so that neither
+pip nor a network is needed. A stage that fails or outlasts its limit does not keep the others from running.
+Each writes what it has found as it goes: the page, `report.md`, is written anew after each stage, from all
+that the folder holds, also of earlier runs of other stages. `--within` leaves out the stages that no longer
+fit in so many seconds.
 
-`--rehearse` does all this without a GPU, with small sizes: tensors of the CPU over a stand-in for NCCL and interpreted kernels.
+`--rehearse` does all this without a GPU, with small sizes: tensors of the CPU over a stand-in for NCCL and
+interpreted kernels.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import platform
 import re
 import shutil
 import signal
@@ -29,7 +35,22 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 UNPACKED = ROOT / ".gpu"
-PYTEST = ["-m", "pytest", "-v", "-o", "addopts=", "-p", "no:cacheprovider", "-m", "gpu", "--tb=short"]
+PYTEST = [
+    "-m",
+    "pytest",
+    "-v",
+    "-o",
+    "addopts=",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:timeout",
+    "-m",
+    "gpu",
+    "--tb=short",
+]
+ABSENT = ["typer", "rich", "sklearn", "matplotlib", "pytest_timeout"]
+"""What a machine with a GPU may lack, and a rehearsal does without."""
 ON_GPU = "tests/gpu/test_on_gpu.py"
 VERDICT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 TAIL = 40
@@ -62,9 +83,26 @@ def _script(name: str, what: str, script: str, small: str) -> Stage:
 
 
 STAGES = [
-    Stage("machine", "versions; a kernel; a sum", ["tools/gpu_report.py", "--probe"], ["tools/gpu_report.py", "--probe"]),
-    _tests("collectives", "collectives, graphs, the plugin, a death", ON_GPU, "collectives or plugin or killed", "killed or (collectives and 2-host)"),
-    _tests("kernels", "codecs, bit for bit", "tests/codecs/test_triton.py", "test_bits", "places-bf16 or places-int8"),
+    Stage(
+        "machine",
+        "versions; a kernel; a sum",
+        ["tools/gpu_report.py", "--probe"],
+        ["tools/gpu_report.py", "--probe"],
+    ),
+    _tests(
+        "collectives",
+        "collectives, graphs, the plugin, a death",
+        ON_GPU,
+        "collectives or plugin or killed",
+        "killed or (collectives and 2-host)",
+    ),
+    _tests(
+        "kernels",
+        "codecs, bit for bit",
+        "tests/codecs/test_triton.py",
+        "test_bits",
+        "places-bf16 or places-int8",
+    ),
     _script("codecs", "codecs beside a copy", "gpu_codecs.py", "--sizes 0.02 --codecs bf16,int8"),
     _script(
         "overlap",
@@ -72,18 +110,34 @@ STAGES = [
         "gpu_overlap.py",
         "--width 16 --layers 2 --batch 4 --steps 3 --rounds 2 --waits 3",
     ),
-    _tests("training", "algorithms as on the CPU, as DDP", ON_GPU, "trains or learns", "ddp or (bytegrad and host)"),
-    _script("network", "codecs over TCP beside NCCL over TCP", "gpu_network.py", "--mib 0.02 --codecs int8,sign --rounds 1"),
-    _script("plugin", "NCCL through the plugin beside its sockets", "gpu_plugin.py", "--mib 0.02 --streams 1 --rounds 1 --calls 2"),
+    _tests(
+        "training",
+        "algorithms as on the CPU, as DDP",
+        ON_GPU,
+        "trains or learns",
+        "ddp or (bytegrad and host)",
+    ),
+    _script(
+        "network",
+        "codecs over TCP beside NCCL over TCP",
+        "gpu_network.py",
+        "--mib 0.02 --codecs int8,sign --rounds 1",
+    ),
+    _script(
+        "plugin",
+        "NCCL through the plugin beside its sockets",
+        "gpu_plugin.py",
+        "--mib 0.02 --streams 1 --rounds 1 --calls 2",
+    ),
 ]
 NAMES = [stage.name for stage in STAGES]
 
 
 def unpack() -> None:
     """Unpacks the wheels of `dist/`; without any, trigram is that of the tree."""
-    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    fitting = ("-any.whl", f"_{platform.machine()}.whl")
     shutil.rmtree(UNPACKED, ignore_errors=True)
-    for wheel in wheels:
+    for wheel in sorted(w for w in (ROOT / "dist").glob("*.whl") if w.name.endswith(fitting)):
         with zipfile.ZipFile(wheel) as packed:
             packed.extractall(UNPACKED)
 
@@ -91,15 +145,36 @@ def unpack() -> None:
 def environment(rehearse: bool, figures: Path) -> dict[str, str]:
     """The environment of a stage."""
     first = [str(ROOT / "python")] if rehearse or not (UNPACKED / "trigram").exists() else [str(UNPACKED)]
+    if rehearse:
+        first.append(str(without(figures.parent / "absent")))
     paths = [*first, str(ROOT), *filter(None, [os.environ.get("PYTHONPATH", "")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "TRIGRAM_FIGURES": str(figures)}
     env |= {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "4"}
     if rehearse:
-        sys.path[:0] = paths
-        from tests.support import gpu_standin
-
-        env |= gpu_standin.libraries() | {"TRIGRAM_REHEARSAL": "1", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        env |= stand_in(figures.parent) | {
+            "TRIGRAM_REHEARSAL": "1",
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+        }
     return env
+
+
+def without(folder: Path) -> Path:
+    """A folder of modules that cannot be imported."""
+    folder.mkdir(exist_ok=True)
+    for name in ABSENT:
+        (folder / f"{name}.py").write_text('raise ImportError("this is a rehearsal without it")\n')
+    return folder
+
+
+def stand_in(out: Path) -> dict[str, str]:
+    """Compiles the stand-in for NCCL and the driver, once; the variables by which it is found."""
+    library, source = out / "libstandin.so", ROOT / "rust/nccl/tests/standin"
+    if not library.exists():
+        sources = [str(source / name) for name in ("cuda.c", "nccl.c")]
+        command = ["cc", "-O2", "-shared", "-fPIC", "-pthread", "-o", str(library), *sources, "-lrt"]
+        subprocess.run(command, check=True)
+    return {"TRIGRAM_NCCL_LIB": str(library), "TRIGRAM_CUDA_LIB": str(library)}
 
 
 def run(stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
@@ -126,10 +201,8 @@ def run(stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
             state = f"ended after {limit:.0f} s"
         finally:
             # With all its ranks, whatever ends this one.
-            try:
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
             process.wait()
     kept.write_text(json.dumps(result | {"state": state, "seconds": round(time.monotonic() - began, 1)}))
 
@@ -152,7 +225,9 @@ def page(out: Path) -> str:
         missed = [line for line in held if not line["value"] >= line["least"]]
         if held:
             told = f"{told}; " * bool(told) + f"{len(held) - len(missed)} of {len(held)} bars reached"
-        rows.append(f"| {stage.name} | {stage.what} | {result['state']} | {result.get('seconds', '')} | {told} |")
+        rows.append(
+            f"| {stage.name} | {stage.what} | {result['state']} | {result.get('seconds', '')} | {told} |"
+        )
         for line in lines:
             value, bar = line["value"], "" if line["least"] is None else f"{line['least']:g}"
             shown = value if isinstance(value, str) else f"{value:.4g}"
@@ -163,7 +238,11 @@ def page(out: Path) -> str:
             tails += ["", f"## {stage.name}: {result['state']}", "", *(f"* `{name}`" for name in failed)]
             tails += ["", "```", *log.splitlines()[-TAIL:], "```"]
     rehearsed = [json.loads(f.read_text()).get("rehearsal") for f in out.glob("*.json")]
-    head = ["# GPU report", "", f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, `tools/gpu_report.py`"]
+    head = [
+        "# GPU report",
+        "",
+        f"{time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, `tools/gpu_report.py`",
+    ]
     if any(rehearsed):
         head += ["", "**A rehearsal without a GPU: the times mean nothing.**"]
     head += ["", "| stage | what | state | seconds | tests and bars |", "|---|---|---|---:|---|", *rows]
@@ -209,7 +288,10 @@ def probe() -> None:
     smi = shutil.which("nvidia-smi")
     if smi:
         query = [smi, "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
-        figures.add("driver, compute mode, MIG", subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip())
+        figures.add(
+            "driver, compute mode, MIG",
+            subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip(),
+        )
     device = gpu_ranks.device()
     from trigram import codecs
     from trigram.codecs.registry import find_kernel
@@ -219,19 +301,30 @@ def probe() -> None:
     find_kernel("int8").encode(x.to(device), code)
     same = torch.equal(code.cpu(), codecs.find("int8").encode(x))
     figures.add("int8 of 1000 values: the CPU's bytes", float(same), "1 is yes", 1)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(gpu_ranks.free_port())}
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(gpu_ranks.free_port()),
+    }
     os.environ["TRIGRAM_GPU_TRANSPORT"] = "nccl"
     total = torch.ones(1000, device=device)
     trigram.all_reduce(total)
     torch.cuda.synchronize()
-    figures.add("all_reduce of one rank over NCCL: the right sum", float(float(total.sum()) == 1000), "1 is yes", 1)
+    figures.add(
+        "all_reduce of one rank over NCCL: the right sum", float(float(total.sum()) == 1000), "1 is yes", 1
+    )
     trigram.shutdown()
 
 
 def main() -> int:
     """Runs the stages; returns 0 if all that ran passed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stages", default=",".join(NAMES), help="with commas or spaces: " + ", ".join(NAMES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--stages", default=",".join(NAMES), help="with commas or spaces: " + ", ".join(NAMES)
+    )
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-report-out")
     parser.add_argument("--limit", type=float, default=540, help="seconds of a stage")
     parser.add_argument("--within", type=float, default=0, help="seconds of all stages; 0: no limit")
@@ -244,6 +337,7 @@ def main() -> int:
     asked = re.split(r"[,\s]+", options.stages.strip())
     if unknown := sorted(set(asked) - set(NAMES)):
         parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(NAMES)}")
+    options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
     began, failed = time.monotonic(), False
     if not options.rehearse:

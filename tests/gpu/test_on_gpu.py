@@ -24,7 +24,9 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
-cannot_be_rehearsed = pytest.mark.skipif(gpu_rehearsal.REHEARSES, reason="the stand-in has no graphs, and torch no NCCL")
+cannot_be_rehearsed = pytest.mark.skipif(
+    gpu_rehearsal.REHEARSES, reason="the stand-in has no graphs, and torch no NCCL"
+)
 
 WAYS = ["nccl", "host"]
 OPS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "prod": torch.prod, "avg": torch.mean}

@@ -1,6 +1,6 @@
-"""A rehearsal of what is meant for a GPU, on a machine without one: the tests and scripts run as they are, with tensors of the CPU
-over the stand-in (`gpu_standin`) and interpreted kernels. It shows that paths, imports, arguments and results fit together;
-its times mean nothing.
+"""A rehearsal of what is meant for a GPU, on a machine without one: the tests and scripts run as they are,
+with tensors of the CPU over the stand-in (`gpu_standin`) and interpreted kernels. It shows that paths,
+imports, arguments and results fit together; its times mean nothing.
 
 `TRIGRAM_REHEARSAL=1` starts one; a script asks for its device here.
 """
@@ -33,10 +33,11 @@ class _Event:
 
 
 def device(rank: int = 0) -> torch.device:
-    """This process's device, which becomes the current one: a GPU that ranks share, or the CPU in a rehearsal.
+    """This process's device, which becomes the current one: a GPU that ranks share, or the CPU in a
+    rehearsal.
 
-    NCCL takes each rank for a host of its own: it refuses two ranks of one host on one GPU. It reads the variable once, when it
-    starts.
+    NCCL takes each rank for a host of its own: it refuses two ranks of one host on one GPU. It reads the
+    variable once, when it starts.
     """
     os.environ["NCCL_HOSTID"] = f"rank{rank}"
     os.environ.setdefault("NCCL_MNNVL_ENABLE", "0")  # or the fabric would tell that the hosts are one
@@ -53,7 +54,8 @@ def backend() -> str:
 
 
 def use() -> None:
-    """In a rehearsal: from now on, what asks torch for a GPU finds one, and CPU tensors take the way of GPU tensors."""
+    """In a rehearsal: from now on, what asks torch for a GPU finds one, and CPU tensors take the way of GPU
+    tensors."""
     if not REHEARSES:
         return
     cuda: Any = torch.cuda

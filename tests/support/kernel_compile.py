@@ -1,9 +1,10 @@
 """Compiles the codecs' kernels for an NVIDIA GPU on a machine without one; codecs/test_triton.py runs it.
 
-`python -m tests.support.kernel_compile CAPABILITY CODEC...` prints as JSON what failed to compile, and what was compiled. Encoding
-and decoding are called as ever: with tensors of the CPU and a driver that knows only the GPU's kind, each launch ends with the
-machine code (Triton's wheel has ptxas). So types and specialised arguments are those of a real launch, which an interpreter
-does not have: an int of 32 or 64 bits, one that is 1, an address that is a multiple of 16.
+`python -m tests.support.kernel_compile CAPABILITY CODEC...` prints as JSON what failed to compile, and what
+was compiled. Encoding and decoding are called as ever: with tensors of the CPU and a driver that knows only
+the GPU's kind, each launch ends with the machine code (Triton's wheel has ptxas). So types and specialised
+arguments are those of a real launch, which an interpreter does not have: an int of 32 or 64 bits, one that is
+1, an address that is a multiple of 16.
 """
 
 from __future__ import annotations
@@ -23,13 +24,23 @@ BLOCKWISE = ["int8", "int4", "fp8", "sign"]
 WORDS = "words"
 # The codec, values per block, and how many values there are.
 SHORT = [
-    *(("bf16", None, 4097), ("f16", None, 4097), ("int8", None, 4097), ("int4", None, 4096), ("fp8", None, 4097)),
+    *(
+        ("bf16", None, 4097),
+        ("f16", None, 4097),
+        ("int8", None, 4097),
+        ("int4", None, 4096),
+        ("fp8", None, 4097),
+    ),
     *(("sign", None, 4097), ("topk:0.01", None, 4097), ("randomk:0.01", None, 4097)),
 ]
 LONG = [
     *((name, block, n) for name in BLOCKWISE for block in (None, 8, 24, 2048) for n in (1, 16, 100_003)),
     *((name, None, n) for name in ("bf16", "f16") for n in (1, 16, 100_003)),
-    *((name, None, n) for name in ("topk:0.01", "topk:0.3", "topk:1", "randomk:0.1", "randomk:1") for n in (1, 16, 100_003)),
+    *(
+        (name, None, n)
+        for name in ("topk:0.01", "topk:0.3", "topk:1", "randomk:0.1", "randomk:1")
+        for n in (1, 16, 100_003)
+    ),
 ]
 
 
@@ -83,7 +94,8 @@ def main(capability: int, cases: list[str]) -> None:
 
 
 def bytes_at_once(name: str, shift: int) -> dict[str, int]:
-    """How many accesses of single bytes the kernels have, with codes that begin `shift` bytes after a multiple of 16."""
+    """How many accesses of single bytes the kernels have, with codes that begin `shift` bytes after a
+    multiple of 16."""
     n = 1 << 16
     kernel = find_kernel(name)
     code = torch.zeros(kernel.size(n) + 16, dtype=torch.uint8)

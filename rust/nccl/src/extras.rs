@@ -5,7 +5,7 @@ use std::ptr::null_mut;
 
 use crate::communicator::Communicator;
 use crate::cuda::Data;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::types::{Element, Op};
 
 /// Memory that NCCL knows, so that it need not copy it on the way. Ends when it is dropped; then

@@ -14,8 +14,8 @@ import triton.language as tl
 def aligned(code: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Bytes from a multiple of 16 on, and how many words (of 4 bytes) later the bytes of ``code`` begin.
 
-    Triton merges accesses if an address is a multiple of 16 when it compiles, and else accesses single bytes. A
-    shard's bytes, one row of several, rarely start at such an address, but mostly at a multiple of 4. The
+    Triton merges accesses if an address is a multiple of 16 when it compiles, and else accesses single bytes.
+    A shard's bytes, one row of several, rarely start at such an address, but mostly at a multiple of 4. The
     tensor itself and 0, if the address is no multiple of 4 or nothing precedes it in its storage.
     """
     bytes = code.data_ptr() % 16

@@ -93,7 +93,18 @@ impl Inner {
     ) -> Arc<Self> {
         let (turn, inside) = (Mutex::default(), AtomicU32::new(0));
         let state = Mutex::new(State::new(comm));
-        Arc::new(Self { nccl, stream, turn, state, inside, timeout, rank, size, _parent: parent, _config: config })
+        Arc::new(Self {
+            nccl,
+            stream,
+            turn,
+            state,
+            inside,
+            timeout,
+            rank,
+            size,
+            _parent: parent,
+            _config: config,
+        })
     }
 
     pub(crate) fn timeout(&self) -> Duration {
@@ -445,17 +456,23 @@ impl Communicator {
         if comm.is_null() {
             return Ok(None);
         }
-        self.child(CALL, comm, config).map(Some)
+        self.child(CALL, comm, config, Some(self.0.clone())).map(Some)
     }
 
-    /// A communicator that NCCL has made of this one, and that is ready.
-    pub(crate) fn child(&self, what: &'static str, comm: Comm, config: Box<Config>) -> Result<Self> {
+    /// A communicator that NCCL has made of this one, and that is ready; `parent` if it may share what that has.
+    pub(crate) fn child(
+        &self,
+        what: &'static str,
+        comm: Comm,
+        config: Box<Config>,
+        parent: Option<Arc<Inner>>,
+    ) -> Result<Self> {
         let (mut rank, mut size) = (0, 0);
         let table = &self.0.nccl.table;
         // SAFETY: the communicator is ready; each writes one integer.
         let codes = unsafe { [(table.comm_user_rank)(comm, &mut rank), (table.comm_count)(comm, &mut size)] };
         let place = (rank.unsigned_abs(), size.unsigned_abs());
-        let (nccl, stream, parent) = (self.0.nccl.clone(), self.0.stream.clone(), Some(self.0.clone()));
+        let (nccl, stream) = (self.0.nccl.clone(), self.0.stream.clone());
         let inner = Inner::new(nccl, stream, comm, place, self.0.timeout, config, parent);
         match codes.iter().find(|&&code| code != SUCCESS) {
             Some(&code) => Err(inner.failed(what, code)),

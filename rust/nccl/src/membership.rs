@@ -22,6 +22,13 @@ const REVOKE: &str = "ncclCommRevoke";
 const GROW: &str = "ncclCommGrow";
 const GROW_ID: &str = "ncclCommGetUniqueId";
 
+impl Nccl {
+    /// Whether it can revoke a communicator and shrink it then: from 2.28.7 on.
+    pub fn can_shrink(&self) -> bool {
+        self.table.comm_revoke.is_some() && self.table.comm_shrink.is_some()
+    }
+}
+
 impl Communicator {
     /// Ends what is under way on the GPU, as an abort does, but leaves a communicator from which the ranks that are left can
     /// [`Communicator::shrink`]. All of them call it, also where nothing is under way. Nothing else can be given to it from
@@ -58,6 +65,15 @@ impl Communicator {
     /// [`Error::TooOld`] before 2.27.3; [`Error::Misuse`] if `lost` is empty, has this rank or one that there is not, or if the
     /// communicator has failed; [`Error::Nccl`], [`Error::Timeout`].
     pub fn shrink(&self, lost: &[u32], interrupt: bool, config: Config) -> Result<Self> {
+        self.begin_shrink(lost, interrupt, config)?.wait(self.0.timeout())
+    }
+
+    /// As [`Communicator::shrink`], without waiting for the other ranks.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Communicator::shrink`].
+    pub fn begin_shrink(&self, lost: &[u32], interrupt: bool, config: Config) -> Result<Shrinking> {
         let Some(shrink) = self.0.nccl.table.comm_shrink else {
             return Err(self.0.nccl.too_old(SHRINK, "2.27.3"));
         };
@@ -68,7 +84,9 @@ impl Communicator {
             (true, false) => c_int::from(interrupt),
             (false, false) if interrupt => 1,
             (false, false) => {
-                return Err(Error::Misuse(format!("{SHRINK}: the communicator has failed; interrupt or abort it")));
+                return Err(Error::Misuse(format!(
+                    "{SHRINK}: the communicator has failed; interrupt or abort it"
+                )));
             }
         };
         if flags == 1 {
@@ -76,8 +94,7 @@ impl Communicator {
         }
         let config = Box::new(config);
         let mut raw = config.raw(self.0.nccl.version());
-        // NCCL writes the handle from a thread of its own, when it has one: as for a split.
-        let place: *mut Comm = Box::into_raw(Box::new(null_mut()));
+        let place = kept();
         let count = excluded.len() as c_int;
         // SAFETY: the list and the structure are copied; the place lives until the call is over.
         let code = self.0.inside(SHRINK, Needs::Alive, |_, comm| unsafe {
@@ -86,14 +103,7 @@ impl Communicator {
         if !matches!(code, SUCCESS | IN_PROGRESS) {
             return Err(self.0.failed(SHRINK, code));
         }
-        // It says success while it is under way.
-        self.0.settle(SHRINK, self.0.timeout())?;
-        // SAFETY: the parent is quiet, so nobody writes it any more.
-        let comm = *unsafe { Box::from_raw(place) };
-        if comm.is_null() {
-            return Err(Error::Misuse(format!("{SHRINK}: NCCL has made no communicator")));
-        }
-        self.child(SHRINK, comm, config)
+        Ok(Shrinking { parent: self.clone(), place, config: Some(config) })
     }
 
     /// As NCCL takes them: sorted, each once.
@@ -140,15 +150,19 @@ impl Communicator {
         };
         let count = whole(size)?;
         if size <= self.size() {
-            return Err(Error::Misuse(format!("{GROW}: {size} ranks are not more than the {} there are", self.size())));
+            return Err(Error::Misuse(format!(
+                "{GROW}: {size} ranks are not more than the {} there are",
+                self.size()
+            )));
         }
         let config = Box::new(config);
         let mut raw = config.raw(self.0.nccl.version());
         let place = kept();
         let id = id.as_ref().map_or(null(), std::ptr::from_ref);
         // SAFETY: the id and the structure are copied; the place is never freed.
-        let code =
-            self.0.inside(GROW, Needs::Sound, |_, comm| unsafe { grow(comm, count, id, -1, place, &mut raw) })?;
+        let code = self
+            .0
+            .inside(GROW, Needs::Sound, |_, comm| unsafe { grow(comm, count, id, -1, place, &mut raw) })?;
         // SAFETY: it is written before the call returns.
         let comm = unsafe { place.read() };
         if !matches!(code, SUCCESS | IN_PROGRESS) || comm.is_null() {
@@ -196,12 +210,68 @@ impl Communicator {
     }
 }
 
+/// A communicator of the ranks that are left, which is not ready yet. If it is dropped, the one that it is made of is aborted, and the
+/// others wait in vain.
+#[derive(Debug)]
+#[must_use]
+pub struct Shrinking {
+    parent: Communicator,
+    place: *mut Comm,
+    /// None: it is ready.
+    config: Option<Box<Config>>,
+}
+
+// SAFETY: the place is NCCL's until the communicator is ready, and then this one's.
+unsafe impl Send for Shrinking {}
+
+impl Shrinking {
+    /// The communicator, if all ranks that are left have come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Nccl`] where it could not be made.
+    pub fn poll(mut self) -> Result<std::result::Result<Communicator, Self>> {
+        // It says success while it is under way.
+        if !self.parent.0.poll(SHRINK)? {
+            return Ok(Err(self));
+        }
+        self.ready().map(Ok)
+    }
+
+    /// Waits until all ranks that are left have come.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Timeout`] if they have not in `limit`, [`Error::Nccl`] where it could not be made.
+    pub fn wait(mut self, limit: Duration) -> Result<Communicator> {
+        self.parent.0.settle(SHRINK, limit)?;
+        self.ready()
+    }
+
+    fn ready(&mut self) -> Result<Communicator> {
+        // SAFETY: the parent is quiet, so nobody writes it any more.
+        let comm = unsafe { self.place.read() };
+        match self.config.take() {
+            Some(config) if !comm.is_null() => self.parent.child(SHRINK, comm, config, None),
+            _ => Err(Error::Misuse(format!("{SHRINK}: NCCL has made no communicator"))),
+        }
+    }
+}
+
+impl Drop for Shrinking {
+    fn drop(&mut self) {
+        if self.config.is_some() {
+            self.parent.abort();
+        }
+    }
+}
+
 fn whole(count: u32) -> Result<c_int> {
     c_int::try_from(count).map_err(|_| Error::Misuse(format!("{count} ranks are more than NCCL supports")))
 }
 
-/// A place for a handle that NCCL may write again until the communicator is ready, whether it becomes so or not: eight bytes that
-/// stay.
+/// A place for a handle that NCCL writes from a thread of its own, when it has one, and may write again until the communicator is
+/// ready: eight bytes that stay.
 fn kept() -> *mut Comm {
     Box::into_raw(Box::new(null_mut()))
 }

@@ -108,9 +108,9 @@ impl Communicator {
         // NCCL writes the handle from a thread of its own, as for a split.
         let place: *mut *mut c_void = Box::into_raw(Box::new(null_mut()));
         // SAFETY: the memory is there; the place lives until the call is over.
-        let made = self.0.call(REGISTER, |_, comm| unsafe {
-            register(comm, data.pointer(), bytes, place, SYMMETRIC)
-        });
+        let made = self
+            .0
+            .call(REGISTER, |_, comm| unsafe { register(comm, data.pointer(), bytes, place, SYMMETRIC) });
         made.and_then(|()| self.0.settle(REGISTER, self.0.timeout()))?;
         // SAFETY: the communicator is quiet, so nobody writes it any more.
         let handle = *unsafe { Box::from_raw(place) };

@@ -34,7 +34,8 @@ def needs_gpu() -> None:
 
 
 def device(rank: int = 0) -> torch.device:
-    """This rank's GPU; in a rehearsal, the CPU."""
+    """This rank's GPU; in a rehearsal, the CPU. Ends the script if there is none."""
+    needs_gpu()
     return gpu_rehearsal.device(rank)
 
 

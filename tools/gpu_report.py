@@ -52,6 +52,7 @@ PYTEST = [
 ABSENT = ["typer", "rich", "sklearn", "matplotlib", "pytest_timeout"]
 """What a machine with a GPU may lack, and a rehearsal does without."""
 ON_GPU = "tests/gpu/test_on_gpu.py"
+NCCL, HOST = (f"(trains or learns) and {way}" for way in ("not host", "host"))
 VERDICT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 TAIL = 40
 """Lines of the log of a stage that failed, on the page."""
@@ -110,13 +111,8 @@ STAGES = [
         "gpu_overlap.py",
         "--width 16 --layers 2 --batch 4 --steps 3 --rounds 2 --waits 3",
     ),
-    _tests(
-        "training",
-        "algorithms as on the CPU, as DDP",
-        ON_GPU,
-        "trains or learns",
-        "ddp or (bytegrad and host)",
-    ),
+    _tests("training", "algorithms by NCCL as on the CPU, as DDP", ON_GPU, NCCL, "trains_as_ddp"),
+    _tests("training-host", "algorithms through the host", ON_GPU, HOST, "bytegrad and host"),
     _script(
         "network",
         "codecs over TCP beside NCCL over TCP",

@@ -217,12 +217,12 @@ def check_places(name: str) -> None:
     """Anywhere in memory, and nothing beside it is written."""
     n, codec, kernel = 1003, codecs.find(name), find_kernel(name)
     encoded, guard = codec.encode(normal(n), seed=9), 0xA5
-    for shift in (1, 2, 3):
-        wide = torch.zeros(n + 8, device=DEVICE)
+    for shift in (1, 2, 3, 4, 12):  # the last two at words, see words.aligned
+        wide = torch.zeros(n + 16, device=DEVICE)
         wide[shift : shift + n] = normal(n).to(DEVICE)
-        residual = torch.full((n + 8,), 7.0, device=DEVICE)
+        residual = torch.full((n + 16,), 7.0, device=DEVICE)
         size = codec.size(n)
-        out = torch.full((size + 8,), guard, dtype=torch.uint8, device=DEVICE)
+        out = torch.full((size + 16,), guard, dtype=torch.uint8, device=DEVICE)
         part = out[shift : shift + size]
         kernel.encode(wide[shift : shift + n], part, residual[shift : shift + n], False, 9)
         same(part, encoded, f"{name} shifted by {shift}")
@@ -231,7 +231,7 @@ def check_places(name: str) -> None:
         for dtype in DTYPES:
             expected = torch.empty(n, dtype=dtype)
             codec.decode(encoded, expected)
-            numbers = torch.full((n + 8,), 7.0, dtype=dtype, device=DEVICE)
+            numbers = torch.full((n + 16,), 7.0, dtype=dtype, device=DEVICE)
             kernel.decode(part, numbers[shift : shift + n])
             same(numbers[shift : shift + n], expected, f"{name} shifted by {shift} to {dtype}")
             assert bool((numbers[:shift] == 7).all() and (numbers[shift + n :] == 7).all()), name

@@ -115,7 +115,7 @@ impl DeviceGroup {
         limit: Duration,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
-        let shrunk = || {
+        let mut shrunk = || {
             self.comm.revoke(limit).map_err(from_nccl)?; // once more does no harm
             let pending = self.comm.begin_shrink(lost, false, Config::new()).map_err(from_nccl)?;
             all_come(pending, Shrinking::poll, group, abort_group, Some(limit), check_interrupt)

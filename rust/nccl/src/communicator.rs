@@ -36,6 +36,8 @@ pub(crate) struct Inner {
     turn: Mutex<()>,
     /// Held for moments only.
     state: Mutex<State>,
+    /// Held while it is revoked.
+    pub(crate) revoking: Mutex<()>,
     /// Threads inside of NCCL with it.
     inside: AtomicU32,
     timeout: Duration,
@@ -98,6 +100,7 @@ impl Inner {
             stream,
             turn,
             state,
+            revoking: Mutex::default(),
             inside,
             timeout,
             rank,
@@ -190,7 +193,12 @@ impl Inner {
             return Err(Error::Misuse(format!("{what}: the communicator has calls in an open group")));
         }
         state.sound = false;
-        Ok(std::mem::replace(&mut state.revoked, true))
+        Ok(state.revoked)
+    }
+
+    /// What was under way has ended, or ends.
+    pub(crate) fn set_revoked(&self) {
+        self.lock().revoked = true;
     }
 
     /// Whether it may be given work, and whether it was revoked.

@@ -7,6 +7,7 @@
 
 use std::ffi::c_int;
 use std::ptr::{null, null_mut};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use crate::communicator::{Communicator, Inner, Needs, Pending};
@@ -42,13 +43,15 @@ impl Communicator {
         let Some(revoke) = self.0.nccl.table.comm_revoke else {
             return Err(self.0.nccl.too_old(REVOKE, "2.28.7"));
         };
+        // A second thread waits for the first.
+        let _revoking = self.0.revoking.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.0.retire(REVOKE)? {
             if !self.0.is_empty_soon() {
                 return Err(Error::Timeout { call: REVOKE, after: limit });
             }
             // SAFETY: the communicator is alive, and no other thread is inside with it; 0 is the only flag.
             match self.0.inside(REVOKE, Needs::Alive, |_, comm| unsafe { revoke(comm, 0) })? {
-                SUCCESS | IN_PROGRESS => {}
+                SUCCESS | IN_PROGRESS => self.0.set_revoked(),
                 code => return Err(self.0.failed(REVOKE, code)),
             }
         }
@@ -102,6 +105,9 @@ impl Communicator {
         })?;
         if !matches!(code, SUCCESS | IN_PROGRESS) {
             return Err(self.0.failed(SHRINK, code));
+        }
+        if flags == 1 {
+            self.0.set_revoked(); // as good as
         }
         Ok(Shrinking { parent: self.clone(), place, config: Some(config) })
     }

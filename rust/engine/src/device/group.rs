@@ -3,8 +3,9 @@
 //! NCCL neither compares what ranks call nor reports a lost rank: ranks that disagree hang, and so do the survivors
 //! of a death. So every call has a *consistency check* in the engine, an empty call of the same group with the same
 //! signature: if ranks disagree, all get an error, and calls on both kinds of memory have one order. While a call is
-//! under way on the GPU, a thread checks whether all ranks are alive. On any failure the communicator is aborted,
-//! which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+//! under way on the GPU, a thread checks whether all ranks are alive. On any failure the communicator is aborted (or
+//! revoked, if the ranks that are left will shrink it), which ends what is stuck on the GPU, and the error is the one
+//! that CPU tensors would have raised.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};

@@ -68,6 +68,19 @@ def test_they_shrink_the_communicator_again_and_again() -> None:
     assert {tuple(lost) for lost in told[0]} == {(1,)}, told
 
 
-def test_they_make_a_new_one_if_nccl_cannot_shrink() -> None:
-    env = gpu_standin.env("nccl") | SHRINK | {"STANDIN_NETWORK_ERROR": "1"}
+@pytest.mark.parametrize("who", ["all", "2"])
+def test_they_make_a_new_one_if_nccl_cannot_shrink(who: str) -> None:
+    """NCCL's network has seen an error, on all ranks or on one."""
+    env = gpu_standin.env("nccl") | SHRINK | {"STANDIN_NETWORK_ERROR": who}
     assert goes_on(env, {1: 8}) == [[]] * 3
+
+
+def test_with_a_rank_that_comes_back_they_make_a_new_one() -> None:
+    args = (200, "gradient_allreduce", {1: 8}, 0.01)
+    with Ranks(3, _train, *args, env=gpu_standin.env("nccl") | SHRINK) as ranks:
+        elastic_run.await_step(ranks, 0, 12)
+        elastic_run.come(ranks, 1, *args, True)
+        results = ranks.results(TIMEOUT)
+    first = elastic_run.the_same(results, [0, 1, 2])
+    assert first["history"][-1] == (0, 1, 2) and (0, 2) in first["history"]
+    assert results[0]["shrunk"] and {tuple(lost) for lost in results[0]["shrunk"]} == {(1,)}

@@ -20,12 +20,14 @@ from trigram.gpu.device import PRIORITY, Device
 from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.records import all_gather_bytes
-from trigram.runtime.world import current
+from trigram.runtime.world import World, current
 
 WRONG = 255
 """The first byte of a record that holds an error message."""
 _SHRINKING = 30.0
 """Seconds that the ranks which are left may take to shrink a communicator."""
+_REVOKING = 5.0
+"""Seconds that a rank may take to end what was under way."""
 _ID = 128
 
 
@@ -38,12 +40,14 @@ class _Made:
         label: What all its ranks know it by: its unique id, and how often it was shrunk.
         place: This rank's place in it.
         size: The number of its ranks.
+        world: The epoch of the job that it belongs to.
     """
 
     core: _core.DeviceGroup
     label: bytes
     place: int
     size: int
+    world: World
 
 
 _made: dict[tuple[torch.device, str], _Made] = {}
@@ -79,22 +83,30 @@ def make(
         )
     key = (device, group.name)
     former = _made.pop(key, None)
+    if former is not None and former.world is current():
+        former = None  # its ranks may be in use: another group has the same name, or a call has failed
     made = _shrunk(group, alarm, former)
     if made is None:
         del former  # aborts it, which frees the GPU's memory
         id = _unique_id(group, alarm, nccl)
         core = _core.DeviceGroup(group.core, alarm.core, nccl, found.index, id, PRIORITY, True, group.timeout)
-        made = _Made(core, id, group.rank, group.size)
+        made = _Made(core, id, group.rank, group.size, current())
     _made[key] = made
     return made.core
 
 
 def _shrunk(group: Group, alarm: Group, former: _Made | None) -> _Made | None:
     """The former communicator without the ranks that are gone; None, on all ranks, if a rank cannot."""
-    mine = b"" if former is None else struct.pack("<II", former.place, former.size) + former.label
+    mine = b""
+    if former is not None:
+        try:
+            former.core.revoke(_REVOKING)
+            mine = struct.pack("<II", former.place, former.size) + former.label
+        except TrigramError as e:  # the others learn of it before they wait for this rank
+            logs.info(f"rank {current().rank}: group {group.name} needs a new communicator: {e}")
     records = all_gather_bytes(alarm, mine)
     places = [struct.unpack_from("<I", r)[0] for r in records if r]
-    same = former is not None and all(r and r[4:] == mine[4:] for r in records)
+    same = bool(mine) and all(r and r[4:] == mine[4:] for r in records)
     if not same or former is None or places != sorted(set(places)) or len(places) >= former.size:
         return None
     lost = sorted(set(range(former.size)) - set(places))
@@ -115,7 +127,9 @@ def _shrunk(group: Group, alarm: Group, former: _Made | None) -> _Made | None:
         )
         return None
     assert core is not None
-    return _Made(core, former.label + struct.pack(f"<{len(lost)}I", *lost) + b"|", group.rank, group.size)
+    return _Made(
+        core, former.label + struct.pack(f"<{len(lost)}I", *lost) + b"|", group.rank, group.size, current()
+    )
 
 
 def _unique_id(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:

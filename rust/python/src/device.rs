@@ -88,6 +88,12 @@ impl DeviceGroup {
         .map(Self)
     }
 
+    /// Ends what is under way, before `shrink`.
+    fn revoke(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let limit = seconds(Some(timeout)).unwrap_or_default();
+        py.detach(|| self.0.revoke(limit)).raise(py)
+    }
+
     /// The ranks that are left when `lost` places are gone: those of the new `group`.
     fn shrink(
         &self,

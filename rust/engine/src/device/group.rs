@@ -100,6 +100,16 @@ impl DeviceGroup {
         Ok(Self { group, abort_group, nccl, comm, failure })
     }
 
+    /// Ends what is under way, so that the ranks that are left can [`DeviceGroup::shrink`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] before NCCL 2.28.7; [`Error::Aborted`]; [`Error::Io`] if NCCL keeps an error, one of its
+    /// network for example: it cannot shrink then.
+    pub fn revoke(&self, limit: Duration) -> Result<()> {
+        self.comm.revoke(limit).map_err(from_nccl)
+    }
+
     /// The ranks that are left, after `lost` ranks of this group have gone: members of the new `group`, in the same order. This
     /// group is of no use then. All of them call it; a rank for which it fails has aborted the communicator, and
     /// tells the others.
@@ -117,7 +127,7 @@ impl DeviceGroup {
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
         let mut shrunk = || {
-            self.comm.revoke(limit).map_err(from_nccl)?; // once more does no harm
+            self.revoke(limit)?; // once more does no harm
             let pending = self.comm.begin_shrink(lost, false, Config::new()).map_err(from_nccl)?;
             all_come(pending, Shrinking::poll, group, abort_group, Some(limit), check_interrupt)
         };

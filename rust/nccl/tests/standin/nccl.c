@@ -319,7 +319,8 @@ static void *quiesce(void *argument) {
 }
 int ncclCommRevoke(struct comm *c, int flags) {
     if (flags || atomic_load(&c->finalized) || atomic_load(&c->revoked)) return refuse(INVALID_ARGUMENT, "revoke: flags, finalized, or revoked before");
-    atomic_store(&c->lacks, getenv("STANDIN_NETWORK_ERROR") ? 6 : 0);
+    const char *who = getenv("STANDIN_NETWORK_ERROR"); // all, or a rank
+    atomic_store(&c->lacks, who && (!strcmp(who, "all") || atoi(who) == c->rank) ? 6 : 0);
     atomic_store(&c->revoked, 1);
     atomic_store(&c->revoking, 1);
     atomic_store(&c->aborted, 1);

@@ -193,6 +193,9 @@ def run(stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
         try:
             code = process.wait(limit)
             state = "passed" if code == 0 else f"failed (exit code {code})"
+            verdicts = {v for _, v in VERDICT.findall(log.read_text(errors="replace"))}
+            if code == 0 and verdicts == {"SKIPPED"}:
+                state = "failed (all tests were skipped)"
         except subprocess.TimeoutExpired:
             state = f"ended after {limit:.0f} s"
         finally:
@@ -256,12 +259,9 @@ def probe() -> None:
     import trigram
 
     figures = Figures()
-    gpu_ranks.needs_gpu()
     figures.add("Python", sys.version.split()[0])
     figures.add("torch", torch.__version__)
     figures.add("torch's CUDA", str(torch.version.cuda))
-    figures.add("GPU", torch.cuda.get_device_name())
-    figures.add("GPUs", float(torch.cuda.device_count()))
     figures.add("processors", float(os.cpu_count() or 0))
     for package in ("triton", "numpy", "pytest"):
         try:
@@ -275,6 +275,9 @@ def probe() -> None:
     figures.add("trigram", f"{trigram.__version__} at {Path(trigram.__file__).parent}")
     plugin = Path(trigram.__file__).parent / "libnccl-net-trigram.so"
     figures.add("network plugin", "there" if plugin.exists() else "missing")
+    gpu_ranks.needs_gpu()
+    figures.add("GPU", torch.cuda.get_device_name())
+    figures.add("GPUs", float(torch.cuda.device_count()))
     from trigram import _core
     from trigram.gpu.nccl import library
 

@@ -76,16 +76,19 @@ def test_a_stage_that_lasts_too_long_does_not_keep_others_from_running(
         return report.Stage(name, name, argv, argv)
 
     stages = [stage("slow", 60), stage("quick", 0), report.Stage("broken", "broken", ["-c", "1/0"], [])]
+    skipped = ["-c", "print('tests/gpu/test_x.py::test_y[cuda] SKIPPED (no GPU) [100%]')"]
+    stages.append(report.Stage("skipped", "skipped", skipped, []))
     monkeypatch.setattr(report, "STAGES", stages)
     monkeypatch.setattr(report, "NAMES", [s.name for s in stages])
     monkeypatch.setattr(report, "unpack", lambda: None)
-    argv = ["gpu_report", "--stages", "slow quick broken", "--limit", "2", "--out", str(tmp_path)]
+    argv = ["gpu_report", "--stages", "slow quick broken skipped", "--limit", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", argv)
     assert report.main() == 1
     assert "quick: passed" in capsys.readouterr().out
     page = (tmp_path / "report.md").read_text()
     assert "| slow | slow | ended after 2 s |" in page and "| quick | quick | passed |" in page
     assert "| broken | broken | failed (exit code 1) |" in page and "ZeroDivisionError" in page
+    assert "| skipped | skipped | failed (all tests were skipped) |" in page
     assert page.count("| so far | 0.5 x | 0.7 | no |") == 2  # what the slow one had found is kept
     assert page.count("0 of 1 bars reached") == 2
 

@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-gpu gpu-report wheel-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -99,8 +99,8 @@ test-sanitize:  ## miri, AddressSanitizer, ThreadSanitizer; needs nightly Rust
 	CARGO_TARGET_DIR=target/miri PROPTEST_CASES=2 MIRIFLAGS=-Zmiri-disable-isolation \
 		cargo +$(NIGHTLY) miri test -p trigram-core --lib --locked
 
-# On a machine with a GPU, which needs torch with Triton and pytest, and nothing else: carry the tree with
-# dist/ made by `make wheel` elsewhere, and name the Python that has torch.
+# On a machine with a GPU, which needs torch with Triton and a C compiler, and nothing else: carry the tree with
+# dist/ made by `make wheel-gpu` elsewhere, and name the Python that has torch.
 GPU_PYTHON ?= python3
 
 wheel: .venv/ready  ## builds a wheel into dist/
@@ -124,9 +124,18 @@ dist: .venv-dist/ready  ## builds and audits the wheels of a release, for x86_64
 site: .venv-docs/ready  ## builds the documentation site into site-out/html
 	.venv-docs/bin/python tools/build_site.py
 
-test-gpu:  ## GPU tests, on a machine with a GPU: needs dist/ from make wheel
-	rm -rf .gpu && $(GPU_PYTHON) -m pip install --quiet --no-deps --no-index --target .gpu dist/trigram-*.whl
-	PYTHONPATH=.gpu $(GPU_PYTHON) -m pytest -q -o addopts= -m gpu tests/gpu/test_on_gpu.py tests/codecs/test_triton.py
+wheel-gpu: wheel  ## what a machine with a GPU needs, into dist/: the wheel, and pytest's
+	$(BIN)/pip download --quiet --disable-pip-version-check --only-binary :all: -d dist $(shell grep '^pytest==' requirements-dev.txt)
+
+# STAGES=kernels,codecs runs some of them; REHEARSE=--rehearse all of them without a GPU.
+STAGES ?= machine,collectives,kernels,codecs,overlap,training,training-host,network,plugin
+GPU_OUT ?= gpu-report-out
+
+gpu-report:  ## tests and measurements on a GPU, in stages, and a page of what they found: needs dist/ from make wheel-gpu
+	$(GPU_PYTHON) tools/gpu_report.py --stages "$(STAGES)" --out $(GPU_OUT) $(REHEARSE)
+
+test-gpu:  ## the tests of gpu-report
+	$(GPU_PYTHON) tools/gpu_report.py --stages machine,collectives,kernels,training,training-host --out $(GPU_OUT) $(REHEARSE)
 
 # Scripts on transformers, PEFT, timm, torchvision and libraries of optimizers; no weights are downloaded.
 .venv/libraries: .venv/ready requirements-libraries.txt

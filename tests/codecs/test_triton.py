@@ -9,12 +9,14 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 import trigram
-from tests.support import kernel_run
+from tests.support import gpu_rehearsal, kernel_compile, kernel_run
 from tests.support.checks import raises, says
 from tests.support.marks import long_unless, pairs_with
 from trigram.codecs.registry import find_kernel
@@ -36,9 +38,13 @@ def interpreter_is_too_old() -> str | None:
 @functools.cache
 def failures(device: str, cases: tuple[str, ...]) -> dict[str, str | None]:
     """All cases in a process or two: how Triton runs is settled before it is imported, by torch or by us."""
+    if gpu_rehearsal.REHEARSES:
+        device = "cpu"
     environment = os.environ | {"TRITON_INTERPRET": "1" if device == "cpu" else "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.support.kernel_run", device]
-    shares = [cases] if len(cases) <= len(SHORT) else [cases[::2], cases[1::2]]
+    # On a GPU compiling takes the time, on as many processors as there are.
+    count = min(8, os.cpu_count() or 1) if device == "cuda" else 1 if len(cases) <= len(SHORT) else 2
+    shares = [share for k in range(count) if (share := cases[k::count])]
     pipe = subprocess.PIPE
     runs = [
         subprocess.Popen([*command, *share], stdout=pipe, stderr=pipe, text=True, env=environment)
@@ -66,7 +72,7 @@ BITS += pairs_with("cpu", long_unless(SHORT, kernel_run.CASES))
 @needs_triton
 @pytest.mark.parametrize(("device", "case"), BITS)
 def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
+    if device == "cuda" and not torch.cuda.is_available() and not gpu_rehearsal.REHEARSES:
         pytest.skip("there is no GPU")
     if device == "cpu" and (reason := interpreter_is_too_old()):
         pytest.skip(reason)
@@ -75,6 +81,46 @@ def test_bits(request: pytest.FixtureRequest, device: str, case: str) -> None:
     failure = failures(device, tuple(chosen))[case]
     if failure is not None:
         pytest.fail(failure, pytrace=False)
+
+
+# Types, specialised arguments and what the compiler refuses: an interpreter has none of them.
+CAPABILITY = 90
+BY_WORDS = [f"{name}/{kernel_compile.WORDS}" for name in ("bf16", "int8", "int4")]
+QUICK = [*(kernel_compile.label(*case) for case in kernel_compile.SHORT), *BY_WORDS]
+
+
+COMPILED = list(dict.fromkeys([*QUICK, *(kernel_compile.label(*case) for case in kernel_compile.LONG)]))
+
+
+@functools.cache
+def compiled(cases: tuple[str, ...]) -> dict[str, str | None]:
+    """All cases in one process, with a cache of its own."""
+    command = [sys.executable, "-m", "tests.support.kernel_compile", str(CAPABILITY), *cases]
+    with tempfile.TemporaryDirectory(prefix="trigram-test-") as folder:
+        environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": folder}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {"_encode", "_decode"} <= set(told["launched"]), told["launched"]
+    return dict(told["failures"])
+
+
+@needs_triton
+@pytest.mark.parametrize("case", long_unless(QUICK, COMPILED))
+def test_compiles_for_a_gpu(case: str) -> None:
+    if not ptxas() or interpreter_is_too_old():
+        pytest.skip("this Triton has no ptxas, or is older than 3.4")
+    chosen = QUICK if case in QUICK else [c for c in COMPILED if c not in QUICK]
+    failure = compiled(tuple(chosen))[case]
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
+
+
+def ptxas() -> bool:
+    """Whether Triton brings NVIDIA's assembler."""
+    found = importlib.util.find_spec("triton")
+    places = [] if found is None else found.submodule_search_locations or []
+    return any((Path(place) / "backends/nvidia/bin/ptxas").exists() for place in places)
 
 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:

@@ -14,23 +14,27 @@ import torch
 import torch.distributed as dist
 
 import trigram
-from tests.support.harness import ROOT, Died, run
+from tests.support import gpu_rehearsal
+from tests.support.harness import ROOT, Died, free_port, run
+
+gpu_rehearsal.use()
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
+cannot_be_rehearsed = pytest.mark.skipif(
+    gpu_rehearsal.REHEARSES, reason="the stand-in has no graphs, and torch no NCCL"
+)
+
 WAYS = ["nccl", "host"]
 OPS = {"sum": torch.sum, "min": torch.amin, "max": torch.amax, "prod": torch.prod, "avg": torch.mean}
 
 
 def _take(rank: int) -> torch.device:
-    """This rank's GPU. NCCL reads the variable once, when it starts."""
-    os.environ["NCCL_HOSTID"] = f"rank{rank}"
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
+    """This rank's GPU."""
+    return gpu_rehearsal.device(rank)
 
 
 def _inputs(world: int, n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -111,9 +115,10 @@ def _train(model: Any, rank: int, device: torch.device, steps: int, optimizer: A
 
 def _as_ddp(rank: int, world: int) -> bool:
     device = _take(rank)
-    dist.init_process_group("nccl")
+    dist.init_process_group(gpu_rehearsal.backend())
     ours = _train(trigram.with_bagua(_net(device)), rank, device, 20)
-    ddp = torch.nn.parallel.DistributedDataParallel(_net(device), device_ids=[device])
+    of_ddp = None if gpu_rehearsal.REHEARSES else [device]
+    ddp = torch.nn.parallel.DistributedDataParallel(_net(device), device_ids=of_ddp)
     return torch.equal(ours, _train(ddp, rank, device, 20))
 
 
@@ -224,6 +229,7 @@ def _captured(rank: int, world: int) -> float:
     return float(x[0])
 
 
+@cannot_be_rehearsed
 def test_collectives_are_captured_in_graphs() -> None:
     assert run(2, _captured, env={"TRIGRAM_GPU_TRANSPORT": "nccl"}, timeout=60) == [2.0, 2.0]
 
@@ -241,6 +247,7 @@ assert float(x[0]) == 2.0
 """
 
 
+@cannot_be_rehearsed
 def test_nccl_goes_through_the_plugin() -> None:
     from pathlib import Path
 
@@ -251,7 +258,7 @@ def test_nccl_goes_through_the_plugin() -> None:
         "NCCL_NET_PLUGIN_REF_COUNT": "1",
         "NCCL_DEBUG": "INFO",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29611",
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": "2",
     }
     ranks = [

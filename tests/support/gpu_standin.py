@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import trigram
 from trigram.backend.calls import reductions, tensors
 from trigram.collectives import calls, dispatch, messages
 from trigram.collectives.arguments import check
@@ -118,11 +119,20 @@ def _message(
     return None, peer
 
 
+def _order(call: nccl._OnStream) -> None:
+    """As `wait` on the host, whatever TRIGRAM_GPU_WAIT says."""
+    try:
+        call._call.wait(None)
+    except trigram.TrigramError:
+        call._route.broken = True
+        raise
+
+
 def use() -> None:
     """From now on, in this process."""
     device.kinds["cpu"] = StandIn
     # The host reads and writes at once what a stream would put in order.
-    nccl._OnStream.order = lambda call: call.wait() and None  # type: ignore[method-assign]
+    nccl._OnStream.order = _order  # type: ignore[method-assign]
     calls.dispatch = dispatch.dispatch = _on_device  # type: ignore[assignment]
     calls.all_reduce_at_once = lambda group, t, op: False  # type: ignore[assignment]
     messages._message = _message

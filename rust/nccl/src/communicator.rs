@@ -36,6 +36,8 @@ pub(crate) struct Inner {
     turn: Mutex<()>,
     /// Held for moments only.
     state: Mutex<State>,
+    /// Held while it is revoked.
+    pub(crate) revoking: Mutex<()>,
     /// Threads inside of NCCL with it.
     inside: AtomicU32,
     timeout: Duration,
@@ -55,12 +57,21 @@ struct State {
     grouped: bool,
     /// It is to be aborted when that group has ended.
     doomed: bool,
+    /// It was revoked: only what makes another communicator of it goes on.
+    revoked: bool,
 }
 
 impl State {
     fn new(comm: Comm) -> Self {
-        Self { comm, sound: true, grouped: false, doomed: false }
+        Self { comm, sound: true, grouped: false, doomed: false, revoked: false }
     }
+}
+
+/// Whether a call goes on where a communicator has failed or was revoked.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Needs {
+    Sound,
+    Alive,
 }
 
 // SAFETY: NCCL allows calls from any thread, one at a time, which the turns see to.
@@ -72,6 +83,37 @@ thread_local! {
 }
 
 impl Inner {
+    /// A communicator that NCCL has made, or is making; `parent` lives as long.
+    pub(crate) fn new(
+        nccl: Nccl,
+        stream: Stream,
+        comm: Comm,
+        (rank, size): (u32, u32),
+        timeout: Duration,
+        config: Box<Config>,
+        parent: Option<Arc<Self>>,
+    ) -> Arc<Self> {
+        let (turn, inside) = (Mutex::default(), AtomicU32::new(0));
+        let state = Mutex::new(State::new(comm));
+        Arc::new(Self {
+            nccl,
+            stream,
+            turn,
+            state,
+            revoking: Mutex::default(),
+            inside,
+            timeout,
+            rank,
+            size,
+            _parent: parent,
+            _config: config,
+        })
+    }
+
+    pub(crate) fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -81,16 +123,15 @@ impl Inner {
     }
 
     /// Enters NCCL with the communicator.
-    fn enter(&self, what: &'static str) -> Result<Comm> {
+    fn enter(&self, what: &'static str, needs: Needs) -> Result<Comm> {
         let mut state = self.lock();
         if state.comm.is_null() || state.doomed {
             return Err(Error::Aborted(what));
         }
         state.grouped |= GROUP.with_borrow(Option::is_some);
-        if !state.sound {
-            return Err(Error::Misuse(format!(
-                "{what}: the communicator has failed; abort it and make a new one"
-            )));
+        if !state.sound && needs == Needs::Sound {
+            let how = if state.revoked { "was revoked" } else { "has failed; abort it and make a new one" };
+            return Err(Error::Misuse(format!("{what}: the communicator {how}")));
         }
         self.inside.fetch_add(1, Ordering::AcqRel);
         Ok(state.comm)
@@ -106,14 +147,7 @@ impl Inner {
         what: &'static str,
         call: impl FnOnce(&Table, Comm) -> Code,
     ) -> Result<()> {
-        let code = {
-            let _entered = self.stream.device().enter()?;
-            let _turn = self.take_turn();
-            let comm = self.enter(what)?;
-            let code = call(&self.nccl.table, comm);
-            self.leave();
-            code
-        };
+        let code = self.inside(what, Needs::Sound, call)?;
         let grouped = GROUP.with_borrow_mut(|group| {
             group.as_mut().map(|members| {
                 if !members.iter().any(|m| Arc::ptr_eq(m, self)) {
@@ -129,13 +163,61 @@ impl Inner {
         }
     }
 
-    fn failed(&self, what: &'static str, code: Code) -> Error {
+    /// Makes a call; what NCCL returns.
+    pub(crate) fn inside(
+        &self,
+        what: &'static str,
+        needs: Needs,
+        call: impl FnOnce(&Table, Comm) -> Code,
+    ) -> Result<Code> {
+        let _entered = self.stream.device().enter()?;
+        let _turn = self.take_turn();
+        let comm = self.enter(what, needs)?;
+        let code = call(&self.nccl.table, comm);
+        self.leave();
+        Ok(code)
+    }
+
+    pub(crate) fn failed(&self, what: &'static str, code: Code) -> Error {
         self.lock().sound = false;
         self.nccl.error(what, code)
     }
 
+    /// From now on nothing is given to it but what makes another communicator of it; whether it was revoked before.
+    pub(crate) fn retire(&self, what: &'static str) -> Result<bool> {
+        let mut state = self.lock();
+        if state.comm.is_null() || state.doomed {
+            return Err(Error::Aborted(what));
+        }
+        if state.grouped {
+            return Err(Error::Misuse(format!("{what}: the communicator has calls in an open group")));
+        }
+        state.sound = false;
+        Ok(state.revoked)
+    }
+
+    /// What was under way has ended, or ends.
+    pub(crate) fn set_revoked(&self) {
+        self.lock().revoked = true;
+    }
+
+    /// Whether it may be given work, and whether it was revoked.
+    pub(crate) fn is_sound(&self) -> (bool, bool) {
+        let state = self.lock();
+        (state.sound, state.revoked)
+    }
+
+    /// Waits for threads inside of NCCL with it, for a moment; whether none is left.
+    pub(crate) fn is_empty_soon(&self) -> bool {
+        let since = Instant::now();
+        while self.inside.load(Ordering::Acquire) > 0 && since.elapsed() < BLOCKED {
+            std::thread::sleep(NAP);
+        }
+        self.inside.load(Ordering::Acquire) == 0
+    }
+
     /// How it is: done, under way, or failed.
-    fn poll(&self, what: &'static str) -> Result<bool> {
+    pub(crate) fn poll(&self, what: &'static str) -> Result<bool> {
         let mut out = SUCCESS;
         let code = {
             let state = self.lock();
@@ -154,7 +236,7 @@ impl Inner {
     }
 
     /// Waits until what is under way has been taken.
-    fn settle(&self, what: &'static str, limit: Duration) -> Result<()> {
+    pub(crate) fn settle(&self, what: &'static str, limit: Duration) -> Result<()> {
         let (since, mut looks) = (Instant::now(), 0);
         while !self.poll(what)? {
             if since.elapsed() > limit {
@@ -182,11 +264,7 @@ impl Inner {
         if comm.is_null() {
             return;
         }
-        // Nobody enters any more.
-        let since = Instant::now();
-        while self.inside.load(Ordering::Acquire) > 0 && since.elapsed() < BLOCKED {
-            std::thread::sleep(NAP);
-        }
+        self.is_empty_soon(); // nobody enters any more
         let (abort, device) = (self.nccl.table.comm_abort, self.stream.device().clone());
         let comm = comm as usize; // it is this thread's alone from now on
         let thread = std::thread::Builder::new().name("nccl-abort".into()).spawn(move || {
@@ -246,7 +324,7 @@ impl std::fmt::Debug for Communicator {
 /// A communicator that is not ready yet: it can only be waited for, or dropped.
 #[derive(Debug)]
 #[must_use]
-pub struct Pending(Communicator);
+pub struct Pending(pub(crate) Communicator);
 
 impl Pending {
     /// The communicator, if all ranks have come.
@@ -323,12 +401,8 @@ impl Communicator {
             unsafe { (nccl.table.group_end)() };
             return Err(error);
         }
-        let state = Mutex::new(State::new(comm));
-        let (nccl, stream) = (nccl.clone(), stream.clone());
-        let (turn, inside) = (Mutex::default(), AtomicU32::new(0));
-        let inner =
-            Inner { nccl, stream, turn, state, inside, timeout, rank, size, _parent: None, _config: config };
-        Ok(Pending(Self(Arc::new(inner))))
+        let inner = Inner::new(nccl.clone(), stream.clone(), comm, (rank, size), timeout, config, None);
+        Ok(Pending(Self(inner)))
     }
 
     /// This rank.
@@ -390,25 +464,27 @@ impl Communicator {
         if comm.is_null() {
             return Ok(None);
         }
+        self.child(CALL, comm, config, Some(self.0.clone())).map(Some)
+    }
+
+    /// A communicator that NCCL has made of this one, and that is ready; `parent` if it may share what that has.
+    pub(crate) fn child(
+        &self,
+        what: &'static str,
+        comm: Comm,
+        config: Box<Config>,
+        parent: Option<Arc<Inner>>,
+    ) -> Result<Self> {
         let (mut rank, mut size) = (0, 0);
         let table = &self.0.nccl.table;
         // SAFETY: the communicator is ready; each writes one integer.
         let codes = unsafe { [(table.comm_user_rank)(comm, &mut rank), (table.comm_count)(comm, &mut size)] };
-        let inner = Arc::new(Inner {
-            nccl: self.0.nccl.clone(),
-            stream: self.0.stream.clone(),
-            turn: Mutex::default(),
-            state: Mutex::new(State::new(comm)),
-            inside: AtomicU32::new(0),
-            timeout: self.0.timeout,
-            rank: rank.unsigned_abs(),
-            size: size.unsigned_abs(),
-            _parent: Some(self.0.clone()),
-            _config: config,
-        });
+        let place = (rank.unsigned_abs(), size.unsigned_abs());
+        let (nccl, stream) = (self.0.nccl.clone(), self.0.stream.clone());
+        let inner = Inner::new(nccl, stream, comm, place, self.0.timeout, config, parent);
         match codes.iter().find(|&&code| code != SUCCESS) {
-            Some(&code) => Err(inner.failed(CALL, code)),
-            None => Ok(Some(Self(inner))),
+            Some(&code) => Err(inner.failed(what, code)),
+            None => Ok(Self(inner)),
         }
     }
 }

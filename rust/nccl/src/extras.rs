@@ -5,7 +5,7 @@ use std::ptr::null_mut;
 
 use crate::communicator::Communicator;
 use crate::cuda::Data;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::types::{Element, Op};
 
 /// Memory that NCCL knows, so that it need not copy it on the way. Ends when it is dropped; then
@@ -61,8 +61,7 @@ impl Communicator {
     /// [`Error::TooOld`] before 2.19, [`Error::Nccl`]
     pub fn register(&self, data: Data<'_>) -> Result<Registration> {
         let Some(register) = self.0.nccl.table.comm_register else {
-            let (path, found) = (self.0.nccl.path().to_owned(), self.0.nccl.version().to_string());
-            return Err(Error::TooOld { what: "ncclCommRegister", path, found, least: "2.19" });
+            return Err(self.0.nccl.too_old("ncclCommRegister", "2.19"));
         };
         let (mut handle, bytes) = (null_mut(), data.count() * data.data_type().size());
         // SAFETY: the memory is there; it writes one handle.

@@ -86,5 +86,16 @@ table! {
     optional {
     comm_register = b"ncclCommRegister\0": fn(Comm, *mut c_void, usize, *mut *mut c_void) -> Code;
     comm_deregister = b"ncclCommDeregister\0": fn(Comm, *mut c_void) -> Code;
+    mem_alloc = b"ncclMemAlloc\0": fn(*mut *mut c_void, usize) -> Code;
+    mem_free = b"ncclMemFree\0": fn(*mut c_void) -> Code;
+    comm_window_register = b"ncclCommWindowRegister\0":
+        fn(Comm, *mut c_void, usize, *mut *mut c_void, c_int) -> Code;
+    comm_window_deregister = b"ncclCommWindowDeregister\0": fn(Comm, *mut c_void) -> Code;
+    comm_shrink = b"ncclCommShrink\0":
+        fn(Comm, *mut c_int, c_int, *mut Comm, *mut RawConfig, c_int) -> Code;
+    comm_revoke = b"ncclCommRevoke\0": fn(Comm, c_int) -> Code;
+    comm_get_unique_id = b"ncclCommGetUniqueId\0": fn(Comm, *mut UniqueId) -> Code;
+    comm_grow = b"ncclCommGrow\0":
+        fn(Comm, c_int, *const UniqueId, c_int, *mut Comm, *mut RawConfig) -> Code;
     }
 }

@@ -38,8 +38,10 @@ mod error;
 mod extras;
 mod ffi;
 mod library;
+mod membership;
 mod search;
 mod types;
+mod window;
 
 pub use communicator::{Aborter, Communicator, Pending};
 pub use config::{Config, RawConfig};
@@ -47,5 +49,7 @@ pub use cuda::{Buffer, Cuda, Data, DataMut, Device, Event, Stream};
 pub use error::{Attempt, Error, Result};
 pub use extras::{PreMulSum, Registration};
 pub use library::Nccl;
+pub use membership::Shrinking;
 pub use search::{CUDA_VARIABLE, NCCL_VARIABLE, Search};
 pub use types::{DataType, Element, Op, UniqueId, Version};
+pub use window::{Memory, Window};

@@ -78,6 +78,11 @@ impl Nccl {
         self.check("ncclGetUniqueId", code).map(|()| id)
     }
 
+    /// What says that a function is missing, which came with version `least`.
+    pub(crate) fn too_old(&self, what: &'static str, least: &'static str) -> Error {
+        Error::TooOld { what, path: self.path().to_owned(), found: self.version().to_string(), least }
+    }
+
     /// An error for a code that is not success.
     pub(crate) fn check(&self, call: &'static str, code: Code) -> Result<()> {
         if code == SUCCESS { Ok(()) } else { Err(self.error(call, code)) }

@@ -31,6 +31,16 @@ fn library() -> &'static PathBuf {
     })
 }
 
+/// The stand-in as versions before 2.19 are: without what came later.
+fn old_library() -> PathBuf {
+    let source = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/standin");
+    let file = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("libold.so");
+    let mut cc = Command::new("cc");
+    cc.args(["-O2", "-DSTANDIN_OLD", "-shared", "-fPIC", "-pthread", "-o"]).arg(&file);
+    assert!(cc.args([source.join("cuda.c"), source.join("nccl.c")]).arg("-lrt").status().unwrap().success());
+    file
+}
+
 fn nccl() -> Nccl {
     Nccl::load(&Search::new().file(library())).unwrap()
 }
@@ -371,4 +381,167 @@ fn empty_data_is_data() {
         let raw = unsafe { Data::from_raw(0, 0, DataType::Float32) };
         comm.send(raw, comm.rank()).unwrap();
     });
+}
+
+fn sum_is_right(comm: &Communicator) {
+    let mut x = Buffer::from_slice(comm.stream(), &[comm.rank() + 1, 1]).unwrap();
+    comm.all_reduce(None, x.data_mut(), Op::SUM).unwrap();
+    let p = comm.size();
+    assert_eq!(x.read().unwrap(), [p * (p + 1) / 2, p]);
+}
+
+/// The others wait for rank 1, which does not come.
+fn is_stuck(comm: &Communicator) -> Option<Buffer<f32>> {
+    if comm.rank() == 1 {
+        return None;
+    }
+    let mut x = Buffer::from_slice(comm.stream(), &[1f32; 10]).unwrap();
+    comm.all_reduce(None, x.data_mut(), Op::SUM).unwrap();
+    assert!(!comm.stream().is_idle().unwrap());
+    Some(x)
+}
+
+#[test]
+fn after_a_revoke_the_ranks_that_are_left_shrink() {
+    ranks(4, |comm| {
+        let Some(mut x) = is_stuck(&comm) else { return };
+        let other = comm.clone(); // as the thread that watches
+        std::thread::spawn(move || other.revoke(LIMIT).unwrap()).join().unwrap();
+        comm.revoke(LIMIT).unwrap(); // once is enough, twice does no harm
+        comm.stream().synchronize().unwrap();
+        let error = comm.all_reduce(None, x.data_mut(), Op::SUM).unwrap_err();
+        assert!(error.to_string().contains("was revoked"), "{error}");
+        let left = comm.shrink(&[1], false, Config::new()).unwrap();
+        assert_eq!((left.size(), left.rank()), (3, comm.rank().saturating_sub(1)));
+        drop(comm);
+        sum_is_right(&left);
+        // One more leaves, which knows of it.
+        if left.rank() < 2 {
+            sum_is_right(&left.shrink(&[2], false, Config::new()).unwrap());
+        }
+    });
+}
+
+#[test]
+fn without_a_revoke_a_shrink_can_interrupt() {
+    ranks(3, |comm| {
+        let Some(_x) = is_stuck(&comm) else { return };
+        let left = comm.shrink(&[1], true, Config::new()).unwrap();
+        comm.stream().synchronize().unwrap();
+        sum_is_right(&left);
+        let error = comm.shrink(&[1], false, Config::new());
+        assert!(error.is_ok() || matches!(error, Err(Error::Nccl { .. } | Error::Timeout { .. })));
+    });
+}
+
+#[test]
+fn a_wait_for_a_rank_that_never_shrinks_ends() {
+    let id = nccl().unique_id().unwrap();
+    std::thread::scope(|threads| {
+        for rank in 0..3 {
+            threads.spawn(move || {
+                let limit = Duration::from_millis(300);
+                let pending =
+                    Communicator::init(&nccl(), &stream(rank), id, rank, 3, Config::new(), limit).unwrap();
+                let comm = pending.wait(LIMIT).unwrap();
+                if rank == 0 {
+                    let error = comm.shrink(&[1], false, Config::new()).unwrap_err();
+                    assert!(matches!(error, Error::Timeout { call: "ncclCommShrink", .. }), "{error}");
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn what_cannot_shrink_is_refused() {
+    ranks(2, |comm| {
+        for lost in [&[][..], &[comm.rank()], &[2]] {
+            let error = comm.shrink(lost, false, Config::new()).unwrap_err();
+            assert!(matches!(error, Error::Misuse(_)), "{error}");
+        }
+        sum_is_right(&comm); // nothing was disturbed
+        comm.abort();
+        assert!(matches!(comm.revoke(LIMIT), Err(Error::Aborted("ncclCommRevoke"))));
+        let other = (comm.rank() + 1) % 2;
+        assert!(matches!(comm.shrink(&[other], true, Config::new()), Err(Error::Aborted("ncclCommShrink"))));
+    });
+}
+
+#[test]
+fn ranks_that_come_join_those_that_are_there() {
+    let id = nccl().unique_id().unwrap();
+    let (tell, told) = std::sync::mpsc::channel();
+    let made = std::sync::Barrier::new(2);
+    std::thread::scope(|threads| {
+        for rank in 0..2 {
+            let (tell, made) = (tell.clone(), &made);
+            threads.spawn(move || {
+                let comm = join(id, rank, 2);
+                assert!(matches!(comm.grow(2, None, Config::new()), Err(Error::Misuse(_))));
+                let id = (rank == 1).then(|| comm.grow_id().unwrap());
+                if let Some(id) = id {
+                    let error = comm.grow_id().unwrap_err();
+                    assert!(error.to_string().contains("was not used"), "{error}");
+                    tell.send(id).unwrap();
+                }
+                made.wait(); // by other means: the id is there
+                let grown = comm.grow(3, id, Config::new()).unwrap().wait(LIMIT).unwrap();
+                assert_eq!((grown.rank(), grown.size()), (rank, 3));
+                sum_is_right(&grown);
+                sum_is_right(&comm); // it stays as it is
+            });
+        }
+        threads.spawn(move || {
+            let id = told.recv().unwrap();
+            let join =
+                |rank| Communicator::join_grown(&nccl(), &stream(2), id, rank, 3, Config::new(), LIMIT);
+            assert!(matches!(join(3), Err(Error::Misuse(_))));
+            sum_is_right(&join(2).unwrap().wait(LIMIT).unwrap());
+        });
+    });
+}
+
+#[test]
+fn windows_are_registered_by_all_ranks() {
+    ranks(3, |comm| {
+        let memory = nccl().allocate(comm.stream().device(), 1 << 16).unwrap();
+        assert_eq!((memory.address() % 4096, memory.bytes()), (0, 1 << 16));
+        // SAFETY: the memory is there, longer than the window.
+        let data = |at: u64, n| unsafe { Data::from_raw(memory.address() + at, n, DataType::Float32) };
+        for wrong in [data(4, 10), data(0, 0)] {
+            assert!(matches!(comm.register_window(wrong), Err(Error::Misuse(_))));
+        }
+        let window = comm.register_window(data(0, 1 << 14)).unwrap();
+        assert!(window.is_some());
+        // SAFETY: as above, and nobody else uses it.
+        let x = unsafe { DataMut::from_raw(memory.address(), 100, DataType::Float32) };
+        comm.all_reduce(None, x, Op::SUM).unwrap();
+        comm.stream().synchronize().unwrap();
+        drop((window, memory));
+    });
+}
+
+#[test]
+fn an_older_library_says_what_it_lacks() {
+    let nccl = Nccl::load(&Search::new().file(old_library())).unwrap();
+    let stream = Stream::new(&Cuda::load_file(&old_library()).unwrap().device(0).unwrap(), 0).unwrap();
+    let id = nccl.unique_id().unwrap();
+    let comm = Communicator::init(&nccl, &stream, id, 0, 1, Config::new(), LIMIT).unwrap();
+    let comm = comm.wait(LIMIT).unwrap();
+    // SAFETY: nothing is there, and nothing is taken.
+    let none = unsafe { Data::from_raw(0, 0, DataType::Float32) };
+    let missing = |made: Result<(), Error>, version: &str| match made {
+        Err(Error::TooOld { least, .. }) => assert_eq!(least, version),
+        other => panic!("{other:?}"),
+    };
+    missing(comm.revoke(LIMIT), "2.28.7");
+    missing(comm.shrink(&[1], false, Config::new()).map(drop), "2.27.3");
+    missing(comm.grow_id().map(drop), "2.29.2");
+    missing(comm.grow(2, None, Config::new()).map(drop), "2.29.2");
+    let join = Communicator::join_grown(&nccl, &stream, id, 1, 2, Config::new(), LIMIT);
+    missing(join.map(drop), "2.29.2");
+    missing(comm.register_window(none).map(drop), "2.27.3");
+    missing(nccl.allocate(stream.device(), 1).map(drop), "2.19");
+    sum_is_right(&comm);
 }

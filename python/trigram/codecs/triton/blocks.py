@@ -28,7 +28,7 @@ from trigram.codecs.triton.floats import (
     weight_of,
 )
 from trigram.codecs.triton.kernel import Kernel
-from trigram.codecs.triton.words import load_words, pack, store_words, unpack
+from trigram.codecs.triton.words import aligned, load_words, pack, store_words, unpack
 
 TILE = 4096  # values per program: 16 for each of its threads
 
@@ -91,9 +91,18 @@ class Blocks(Kernel):
         if n == 0:
             return
         keep = keep_of(residual, feedback)
+        code, words = aligned(out)
         with torch.cuda.device_of(src):
             _encode[(triton.cdiv(n, self._tile),)](
-                raw(src), residual, out, n, FORMAT=format_of(src), KEEP=keep, **self._quantise, **self._shape
+                raw(src),
+                residual,
+                code,
+                words,
+                n,
+                FORMAT=format_of(src),
+                KEEP=keep,
+                **self._quantise,
+                **self._shape,
             )
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
@@ -102,9 +111,10 @@ class Blocks(Kernel):
         if n == 0:
             return
         add = weight is not None
+        code, words = aligned(encoded)
         with torch.cuda.device_of(out):
             _decode[(triton.cdiv(n, self._tile),)](
-                encoded, raw(out), weight_of(weight), n, FORMAT=format_of(out), ADD=add, **self._shape
+                code, words, raw(out), weight_of(weight), n, FORMAT=format_of(out), ADD=add, **self._shape
             )
 
 
@@ -199,6 +209,7 @@ def _encode(
     src,
     residual,
     out,
+    words,
     n,
     QUANTISE: tl.constexpr,
     VALUES: tl.constexpr,
@@ -216,7 +227,7 @@ def _encode(
     done = tile * (ROWS * BLOCK)
     left = tl.minimum(n - done, ROWS * BLOCK).to(tl.int32)
     src += done
-    out += tile * (ROWS * STEP)
+    out += 4 * words + tile * (ROWS * STEP)
     if KEEP != LOSE:
         residual += done
     if left == ROWS * BLOCK:
@@ -297,6 +308,7 @@ def _decode_tile(
 @triton.jit(do_not_specialize=["n"])
 def _decode(
     code,
+    words,
     out,
     weight,
     n,
@@ -313,7 +325,7 @@ def _decode(
     tile = tl.program_id(0).to(tl.int64)
     done = tile * (ROWS * BLOCK)
     left = tl.minimum(n - done, ROWS * BLOCK).to(tl.int32)
-    code += tile * (ROWS * STEP)
+    code += 4 * words + tile * (ROWS * STEP)
     out += done
     if left == ROWS * BLOCK:
         _decode_tile(code, out, weight, left, VALUES, FORMAT, ADD, BITS, HEADER, BLOCK, COLS, ROWS, False)

@@ -1,8 +1,13 @@
 """topk: the values of largest magnitude, with their indices in Elias-Fano code.
 
-Encoding is a radix select: four kernels find the smallest magnitude that is sent, one digit each (the first
-also computes the residual), a fifth counts what each tile sends, a sixth writes the values and the index
-bits. Index bits are collected in aligned words, which are then copied behind the values.
+Encoding is a radix select, and reads the values twice. The first kernel counts exponents, and computes the
+residual. The second knows the exponent of the smallest magnitude that is sent; each of its programs lists
+the places of its values with this exponent or a larger one, few of all, and counts the next digit of those.
+From then on the kernels go through these lists: two count the other digits, one counts what each program
+sends, the last writes the values and the index bits. Index bits are collected in aligned words, which are
+then copied behind the values. The lists take half as much memory as float32 values.
+
+Digits have 8 bits, because Triton counts with an instruction per value for every 32 bins.
 """
 
 from __future__ import annotations
@@ -28,9 +33,15 @@ from trigram.codecs.triton.floats import (
 from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, nan_if, none, tiles
 from trigram.codecs.triton.words import load_words, store_words
 
-PASSES = 4  # digits of 8, 8, 8 and 7 bits, the highest first
+DIGITS = 4  # of 8, 8, 8 and 7 bits, the highest first: the first is the exponent
 BINS = tl.constexpr(256)
-TURNS = 8  # tiles per program where digits are counted: fewer atomic additions
+MANTISSA = tl.constexpr(23)
+
+
+def _turns(n: int) -> int:
+    """Tiles per program. Places in a program's values have 16 bits; each program adds the counts of all
+    programs before it, of which there should not be too many."""
+    return 8 if n < 1 << 25 else 32
 
 
 class TopK(Sparse):
@@ -59,45 +70,37 @@ class TopK(Sparse):
             return
         (k, low, high), keep, form = self.layout(n), keep_of(residual, feedback), format_of(src)
         rest = out.numel() - 4 * k
+        turns = _turns(n)
+        programs = triton.cdiv(n, TILE * turns)
+        grid, shape = (programs,), {"TILE": TILE, "TURNS": turns, **OPTIONS}
         with torch.cuda.device_of(src):
-            scratch = none(src.device, PASSES * BINS.value + rest // 4 + 1)
-            bins, words = scratch[: PASSES * BINS.value], scratch[PASSES * BINS.value :]
-            values, span = raw(src), TILE * TURNS
-            for step in range(PASSES):
-                _count_digits[(triton.cdiv(n, span),)](
-                    values,
-                    residual,
-                    bins,
-                    n,
-                    k,
-                    FORMAT=form,
-                    KEEP=keep if step == 0 else 0,
-                    PASS=step,
-                    TILE=TILE,
-                    TURNS=TURNS,
-                    **OPTIONS,
-                )
-                if residual is not None:
-                    values, form = residual, 0
-            counts = torch.empty(2, tiles(n), dtype=torch.int32, device=src.device)
-            _count_taken[(tiles(n),)](values, bins, counts, n, k, FORMAT=form, TILE=TILE, **OPTIONS)
-            until = counts.cumsum(1, dtype=torch.int32)
-            _pack[(tiles(n),)](
+            scratch = none(src.device, DIGITS * BINS.value + rest // 4 + 1)
+            bins, words = scratch[: DIGITS * BINS.value], scratch[DIGITS * BINS.value :]
+            # Of each program: how many places it lists, and what it sends above and on the edge.
+            counts = torch.empty(3 * programs, dtype=torch.int32, device=src.device)
+            places = torch.empty(n, dtype=torch.int16, device=src.device)
+            values = raw(src)
+            _count_exponents[grid](values, residual, bins, n, FORMAT=form, KEEP=keep, **shape)
+            if residual is not None:
+                values, form = residual, 0
+            _select[grid](values, places, counts, bins, n, k, FORMAT=form, **shape)
+            for digit in range(2, DIGITS):
+                _count_digit[grid](values, places, counts, bins, k, FORMAT=form, DIGIT=digit, **shape)
+            _count_sent[grid](values, places, counts, bins, k, FORMAT=form, **shape)
+            _pack[grid](
                 values,
                 residual,
                 out,
                 words,
-                bins,
+                places,
                 counts,
-                until,
-                n,
+                bins,
                 k,
                 high - 4 * k,
                 FORMAT=form,
                 KEEP=keep,
                 LOW=low,
-                TILE=TILE,
-                **OPTIONS,
+                **shape,
             )
             out[4 * k :].copy_(words.view(torch.uint8)[:rest])
 
@@ -136,37 +139,38 @@ class TopK(Sparse):
 
 
 @triton.jit
-def _edge(bins, k, PASSES: tl.constexpr):
+def _edge(bins, k, DIGITS: tl.constexpr):
     """The digits known so far of the k-th largest magnitude, and how many of the k values have these
     digits."""
     known, rank = tl.full((), 0, tl.int32), k.to(tl.int32)
     place = tl.arange(0, BINS)
-    for step in tl.static_range(PASSES):
-        # From the highest digit down.
-        here = tl.load(bins + step * BINS + (BINS - 1 - place))
+    for digit in tl.static_range(DIGITS):
+        # From the largest down.
+        here = tl.load(bins + digit * BINS + (BINS - 1 - place))
         above = tl.sum((tl.cumsum(here, 0) < rank).to(tl.int32), axis=0)
         rank -= tl.sum(tl.where(place < above, here, 0), axis=0)
-        known = (known << (7 if step == 3 else 8)) | (BINS - 1 - above)
+        known = (known << (7 if digit == 3 else 8)) | (BINS - 1 - above)
     return known, rank
 
 
-@triton.jit(do_not_specialize=["k"])
-def _count_digits(
+@triton.jit
+def _add(bins, found):
+    """Adds a program's counts to those of all."""
+    tl.atomic_add(bins + tl.arange(0, BINS), found, mask=found > 0, sem="relaxed")
+
+
+@triton.jit
+def _count_exponents(
     values,
     residual,
     bins,
     n,
-    k,
     FORMAT: tl.constexpr,
     KEEP: tl.constexpr,
-    PASS: tl.constexpr,
     TILE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Counts the next digit, over the magnitudes that start with the known digits."""
-    SHIFT: tl.constexpr = 0 if PASS == 3 else 23 - 8 * PASS
-    WIDTH: tl.constexpr = 7 if PASS == 3 else 8
-    known, _ = _edge(bins, k, PASS)
+    """Counts exponents; stores the values to encode in the residual, if there is one."""
     found = tl.zeros((BINS,), tl.int32)
     first = tl.program_id(0).to(tl.int64) * (TILE * TURNS)
     for turn in range(TURNS):
@@ -175,25 +179,128 @@ def _count_digits(
         x = fetch(values, residual, at, there, FORMAT, KEEP)
         if KEEP != LOSE:
             tl.store(residual + at, x, mask=there)
-        key = size_of(x)
-        if PASS > 0:
-            there = there & ((key >> (SHIFT + WIDTH)) == known)
-        found += tl.histogram((key >> SHIFT) & ((1 << WIDTH) - 1), BINS, mask=there)
-    place = tl.arange(0, BINS)
-    tl.atomic_add(bins + PASS * BINS + place, found, mask=found > 0, sem="relaxed")
+        found += tl.histogram(size_of(x) >> MANTISSA, BINS, mask=there)
+    _add(bins, found)
 
 
 @triton.jit(do_not_specialize=["k"])
-def _count_taken(values, bins, counts, n, k, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """Counts in each tile the magnitudes above the k-th largest, and those equal to it."""
+def _select(
+    values,
+    places,
+    counts,
+    bins,
+    n,
+    k,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Lists the places, within those of this program, of the values that may be sent, and of infinities and
+    NaN; counts the second digit."""
+    exponent, _ = _edge(bins, k, 1)
+    least = tl.minimum(exponent << MANTISSA, INFINITE)
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * (TILE * TURNS)
+    listed = tl.full((), 0, tl.int32)
+    for turn in range(TURNS):
+        place = turn * TILE + tl.arange(0, TILE)
+        there = first + place < n
+        key = size_of(load(values + first + place, there, FORMAT))
+        chosen = there & (key >= least)
+        one = chosen.to(tl.int32)
+        tl.store(places + first + listed + tl.cumsum(one, 0) - one, place.to(tl.int16), mask=chosen)
+        listed += tl.sum(one, axis=0)
+    tl.store(counts + program, listed)
+    tl.debug_barrier()  # other threads have written what this one reads
+    _count_listed(values, places, bins, first, listed, exponent, FORMAT, 1, TILE)
+
+
+@triton.jit
+def _listed(places, first, start, listed, TILE: tl.constexpr):
+    """A tile of a program's list: the indices of the values, and which there are."""
+    turn = start + tl.arange(0, TILE)
+    there = turn < listed
+    place = tl.load(places + first + turn, mask=there, other=0).to(tl.int32) & 0xFFFF
+    return first + place, there
+
+
+@triton.jit
+def _count_listed(
+    values,
+    places,
+    bins,
+    first,
+    listed,
+    known,
+    FORMAT: tl.constexpr,
+    DIGIT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Counts a digit, over the listed magnitudes that start with the known digits."""
+    SHIFT: tl.constexpr = 0 if DIGIT == 3 else 23 - 8 * DIGIT
+    WIDTH: tl.constexpr = 7 if DIGIT == 3 else 8
+    found = tl.zeros((BINS,), tl.int32)
+    for start in range(0, listed, TILE):
+        at, there = _listed(places, first, start, listed, TILE)
+        key = size_of(load(values + at, there, FORMAT))
+        there = there & ((key >> (SHIFT + WIDTH)) == known)
+        found += tl.histogram((key >> SHIFT) & ((1 << WIDTH) - 1), BINS, mask=there)
+    _add(bins + DIGIT * BINS, found)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _count_digit(
+    values,
+    places,
+    counts,
+    bins,
+    k,
+    FORMAT: tl.constexpr,
+    DIGIT: tl.constexpr,
+    TILE: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Counts a digit."""
+    known, _ = _edge(bins, k, DIGIT)
+    program = tl.program_id(0)
+    first = program.to(tl.int64) * (TILE * TURNS)
+    _count_listed(values, places, bins, first, tl.load(counts + program), known, FORMAT, DIGIT, TILE)
+
+
+@triton.jit(do_not_specialize=["k"])
+def _count_sent(
+    values,
+    places,
+    counts,
+    bins,
+    k,
+    FORMAT: tl.constexpr,
+    TILE: tl.constexpr,
+    TURNS: tl.constexpr,
+):
+    """Counts a program's magnitudes above the k-th largest, and those equal to it."""
     edge, _ = _edge(bins, k, 4)
-    tile = tl.program_id(0)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = at < n
-    key = size_of(load(values + at, there, FORMAT))
-    tl.store(counts + tile, tl.sum((there & (key > edge)).to(tl.int32), axis=0))
-    on_edge = tl.sum((there & (key == edge)).to(tl.int32), axis=0)
-    tl.store(counts + tl.num_programs(0) + tile, on_edge)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    first = program.to(tl.int64) * (TILE * TURNS)
+    listed = tl.load(counts + program)
+    above, on_edge = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
+    for start in range(0, listed, TILE):
+        at, there = _listed(places, first, start, listed, TILE)
+        key = size_of(load(values + at, there, FORMAT))
+        above += tl.sum((there & (key > edge)).to(tl.int32), axis=0)
+        on_edge += tl.sum((there & (key == edge)).to(tl.int32), axis=0)
+    tl.store(counts + programs + program, above)
+    tl.store(counts + 2 * programs + program, on_edge)
+
+
+@triton.jit
+def _before(counts, program, TILE: tl.constexpr):
+    """The sum of the counts of all programs before this one."""
+    total = tl.full((), 0, tl.int32)
+    for start in range(0, program, TILE):
+        other = start + tl.arange(0, TILE)
+        total += tl.sum(tl.load(counts + other, mask=other < program, other=0), axis=0)
+    return total
 
 
 @triton.jit(do_not_specialize=["k", "bitmap"])
@@ -202,36 +309,51 @@ def _pack(
     residual,
     out,
     words,
-    bins,
+    places,
     counts,
-    until,
-    n,
+    bins,
     k,
     bitmap,
     FORMAT: tl.constexpr,
     KEEP: tl.constexpr,
     LOW: tl.constexpr,
     TILE: tl.constexpr,
+    TURNS: tl.constexpr,
 ):
     """Writes the values and the index bits, and clears the residual where a value is sent.
 
     `bitmap` is the first byte of the bitmap in `words`.
     """
     edge, equals = _edge(bins, k, 4)
-    tile, all_tiles = tl.program_id(0), tl.num_programs(0)
-    at = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = at < n
-    x = load(values + at, there, FORMAT)
-    key = size_of(x)
-    above, on_edge = there & (key > edge), there & (key == edge)
-    # Two exclusive running counts in the halves of one int32: a tile has fewer than 2^16 values.
-    both = above.to(tl.int32) | (on_edge.to(tl.int32) << 16)
-    before = tl.cumsum(both, 0) - both
-    above_before = tl.load(until + tile) - tl.load(counts + tile) + (before & 0xFFFF)
-    place = all_tiles + tile
-    on_edge_before = tl.load(until + place) - tl.load(counts + place) + (before >> 16)
-    taken = above | (on_edge & (on_edge_before < equals))
-    i = (above_before + tl.minimum(on_edge_before, equals)).to(tl.int64)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    first = program.to(tl.int64) * (TILE * TURNS)
+    listed = tl.load(counts + program)
+    above_before = _before(counts + programs, program, TILE)
+    on_edge_before = _before(counts + 2 * programs, program, TILE)
+    for start in range(0, listed, TILE):
+        at, there = _listed(places, first, start, listed, TILE)
+        x = load(values + at, there, FORMAT)
+        key = size_of(x)
+        above, on_edge = there & (key > edge), there & (key == edge)
+        # Two running counts in the halves of one int32: a tile has fewer than 2^16 values.
+        both = above.to(tl.int32) | (on_edge.to(tl.int32) << 16)
+        before = tl.cumsum(both, 0) - both
+        above_here, on_edge_here = above_before + (before & 0xFFFF), on_edge_before + (before >> 16)
+        taken = above | (on_edge & (on_edge_here < equals))
+        i = (above_here + tl.minimum(on_edge_here, equals)).to(tl.int64)
+        _write(out, words, at, i, x, taken, bitmap, LOW)
+        if KEEP == FEEDBACK:
+            tl.store(residual + at, 0.0, mask=taken | (there & (key >= INFINITE)))
+        elif KEEP != LOSE:
+            tl.store(residual + at, x * 0.0, mask=taken)
+        all_of_both = tl.sum(both, axis=0)
+        above_before += all_of_both & 0xFFFF
+        on_edge_before += all_of_both >> 16
+
+
+@triton.jit
+def _write(out, words, at, i, x, taken, bitmap, LOW: tl.constexpr):
+    """Writes the `i`-th values `x`, and the bits of their indices `at`."""
     store_words(out, 4 * i, bits_of(x), taken)
     if LOW > 0:
         start = i * LOW
@@ -240,12 +362,8 @@ def _pack(
         over = (bits >> 32).to(tl.int32)
         tl.atomic_or(words + (start >> 5) + 1, over, mask=taken & (over != 0), sem="relaxed")
     mark = 8 * bitmap.to(tl.int64) + (at >> LOW) + i
-    one = tl.full((TILE,), 1, tl.int32) << (mark & 31).to(tl.int32)
+    one = tl.full(at.shape, 1, tl.int32) << (mark & 31).to(tl.int32)
     tl.atomic_or(words + (mark >> 5), one, mask=taken, sem="relaxed")
-    if KEEP == FEEDBACK:
-        tl.store(residual + at, 0.0, mask=taken | (there & (key >= INFINITE)))
-    elif KEEP != LOSE:
-        tl.store(residual + at, x * 0.0, mask=taken)
 
 
 @triton.jit

@@ -1,13 +1,27 @@
 """Loading and storing words and fields of a few bits.
 
 Encoded data may start at any address, so the kernels read and write bytes; the compiler merges the accesses
-where it knows that addresses are aligned.
+where it knows that addresses are aligned (:func:`aligned`).
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+
+
+def aligned(code: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Bytes from a multiple of 16 on, and how many words (of 4 bytes) later the bytes of ``code`` begin.
+
+    Triton merges accesses if an address is a multiple of 16 when it compiles, and else accesses single bytes.
+    A shard's bytes, one row of several, rarely start at such an address, but mostly at a multiple of 4. The
+    tensor itself and 0, if the address is no multiple of 4 or nothing precedes it in its storage.
+    """
+    bytes = code.data_ptr() % 16
+    if bytes == 0 or bytes % 4 or bytes > code.storage_offset():
+        return code, 0
+    return code.as_strided((code.numel() + bytes,), (1,), code.storage_offset() - bytes), bytes // 4
 
 
 @triton.jit

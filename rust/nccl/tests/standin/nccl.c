@@ -23,11 +23,15 @@ struct shared {
     int colors[RANKS], keys[RANKS];
     char slots[RANKS][SLOT];
     struct box boxes[RANKS][RANKS];
+    char grown[64];                          // the name of the communicator that it grows to: an id that was not used
+    _Atomic int grow_id, growing;            // how many ids there were; ranks that have begun to grow
+    size_t window[RANKS];                    // bytes, by rank
 };
 struct comm {
     struct shared *shared;
     char name[64];
-    int rank, size, splits;
+    int rank, size, splits, shrinks, grows;
+    _Atomic int revoked, revoking, lacks; // lacks: a network that has seen an error, which NCCL keeps
     _Atomic int aborted, failed, fresh, finalized, splitting;
     _Atomic int working; // calls given to a stream that have not ended
 };
@@ -100,14 +104,14 @@ static unsigned slow(void) {
 
 int ncclCommGetAsyncError(struct comm *c, int *out) {
     if (atomic_load(&c->failed)) *out = atomic_load(&c->failed);
-    else if (atomic_load(&c->shared->attached) < c->size || atomic_load(&c->splitting)) *out = IN_PROGRESS;
+    else if (atomic_load(&c->shared->attached) < c->size || atomic_load(&c->splitting) || atomic_load(&c->revoking)) *out = IN_PROGRESS;
     else if (slow() && atomic_load(&c->working)) *out = IN_PROGRESS; // as the first call of a kind, which connects
     else *out = atomic_exchange(&c->fresh, 0) ? IN_PROGRESS : OK; // at least one look is needed
     return OK;
 }
 
 static int usable(struct comm *c) {
-    return atomic_load(&c->shared->attached) >= c->size && !atomic_load(&c->fresh) && !atomic_load(&c->splitting) && !atomic_load(&c->failed) && !atomic_load(&c->finalized);
+    return atomic_load(&c->shared->attached) >= c->size && !atomic_load(&c->fresh) && !atomic_load(&c->splitting) && !atomic_load(&c->failed) && !atomic_load(&c->finalized) && !atomic_load(&c->revoked);
 }
 int ncclCommCount(struct comm *c, int *out) { *out = c->size; return usable(c) ? OK : INVALID_ARGUMENT; }
 int ncclCommUserRank(struct comm *c, int *out) { *out = c->rank; return usable(c) ? OK : INVALID_ARGUMENT; }
@@ -115,7 +119,7 @@ int ncclCommUserRank(struct comm *c, int *out) { *out = c->rank; return usable(c
 int ncclCommAbort(struct comm *c) {
     atomic_store(&c->aborted, 1);
     shm_unlink(c->name);
-    while (atomic_load(&c->working) || atomic_load(&c->splitting)) usleep(20);
+    while (atomic_load(&c->working) || atomic_load(&c->splitting) || atomic_load(&c->revoking)) usleep(20);
     return OK; // not freed: its peers may still look at it
 }
 int ncclCommFinalize(struct comm *c) {
@@ -301,6 +305,155 @@ int ncclRedOpCreatePreMulSum(int *op, void *scalar, int type, int residence, str
     return refuse(INVALID_USAGE, "too many reductions");
 }
 int ncclRedOpDestroy(int op, struct comm *c) { if (op < 5 || !ops[op].used || !usable(c)) return INVALID_ARGUMENT; return OK; } // kept: work may use it
+#ifndef STANDIN_OLD
+// Ends what is under way, in a thread; from then on the communicator only makes others. The error of a call is forgotten,
+// that of the network is not.
+static void *quiesce(void *argument) {
+    struct comm *c = argument;
+    while (atomic_load(&c->working)) usleep(20);
+    usleep(2000); // the caller must not go on too early
+    atomic_store(&c->aborted, 0);
+    atomic_store(&c->failed, atomic_load(&c->lacks));
+    atomic_store(&c->revoking, 0);
+    return NULL;
+}
+int ncclCommRevoke(struct comm *c, int flags) {
+    if (flags || atomic_load(&c->finalized) || atomic_load(&c->revoked)) return refuse(INVALID_ARGUMENT, "revoke: flags, finalized, or revoked before");
+    const char *who = getenv("STANDIN_NETWORK_ERROR"); // all, or a rank
+    atomic_store(&c->lacks, who && (!strcmp(who, "all") || atoi(who) == c->rank) ? 6 : 0);
+    atomic_store(&c->revoked, 1);
+    atomic_store(&c->revoking, 1);
+    atomic_store(&c->aborted, 1);
+    pthread_t thread;
+    pthread_create(&thread, NULL, quiesce, c);
+    pthread_detach(thread);
+    return IN_PROGRESS;
+}
+
+struct making { struct comm *parent; char name[96]; int rank, size; struct comm **out; };
+static void *shrunk(void *argument) {
+    struct making *x = argument;
+    struct comm *made = attach(x->name, x->rank, x->size);
+    usleep(2000); // the caller must not look too early
+    *x->out = made;
+    while (atomic_load(&made->shared->attached) < x->size && !atomic_load(&x->parent->aborted)) usleep(20);
+    atomic_store(&x->parent->splitting, 0);
+    free(x);
+    return NULL;
+}
+static int ascending(const void *a, const void *b) { return *(const int *)a - *(const int *)b; }
+int ncclCommShrink(struct comm *c, int *excluded, int count, struct comm **out, struct config *config, int flags) {
+    if (!config_is_right(config) || depth || count <= 0 || (flags & ~1)) return refuse(INVALID_ARGUMENT, "shrink: a wrong config, nobody, wrong flags, or in a group");
+    qsort(excluded, (size_t)count, sizeof *excluded, ascending);
+    unsigned gone = 0;
+    for (int i = 0; i < count; i++) {
+        if (excluded[i] < 0 || excluded[i] >= c->size || excluded[i] == c->rank) return refuse(INVALID_ARGUMENT, "shrink: without itself, or without a rank that there is not");
+        gone |= 1u << excluded[i];
+    }
+    if (flags) { // blocks until what is under way has ended
+        atomic_store(&c->aborted, 1);
+        while (atomic_load(&c->working)) usleep(20);
+        atomic_store(&c->aborted, 0);
+        atomic_store(&c->fresh, 0);
+    }
+    if (atomic_load(&c->failed)) return refuse(atomic_load(&c->failed), "shrink: the communicator keeps an error");
+    if (atomic_load(&c->shared->attached) < c->size || atomic_load(&c->fresh) || atomic_load(&c->splitting) || atomic_load(&c->revoking) || atomic_load(&c->finalized)) return refuse(INVALID_ARGUMENT, "shrink: not ready");
+    struct making *x = malloc(sizeof *x);
+    *x = (struct making){.parent = c, .out = out};
+    snprintf(x->name, sizeof x->name, "%s.s%d.%x", c->name, c->shrinks++, gone);
+    for (int r = 0; r < c->size; r++) if (!(gone >> r & 1)) {
+        x->rank += r < c->rank;
+        x->size++;
+    }
+    *out = NULL;
+    atomic_store(&c->splitting, 1);
+    pthread_t thread;
+    pthread_create(&thread, NULL, shrunk, x);
+    pthread_detach(thread);
+    return OK; // as NCCL: success while it is under way
+}
+
+// One id at a time: the ranks that are there fetch it from the one that made it.
+int ncclCommGetUniqueId(struct comm *c, id_t128 *id) {
+    if (!usable(c) || depth) return refuse(INVALID_ARGUMENT, "an id to grow: not ready, or in a group");
+    if (atomic_load(&c->shared->grow_id) != c->grows) return refuse(INVALID_USAGE, "an id to grow: there is one that was not used");
+    int code = ncclGetUniqueId(id);
+    memcpy(c->shared->grown, id->text, sizeof c->shared->grown);
+    atomic_fetch_add(&c->shared->grow_id, 1);
+    return code;
+}
+static void *come(void *argument) { // writes the handle once more, late
+    struct making *x = argument;
+    usleep(2000);
+    *x->out = x->parent;
+    free(x);
+    return NULL;
+}
+int ncclCommGrow(struct comm *c, int size, const id_t128 *id, int rank, struct comm **out, struct config *config) {
+    *out = NULL;
+    if (!config_is_right(config) || depth || size <= 0 || size > RANKS) return refuse(INVALID_ARGUMENT, "grow: a wrong config or size, or in a group");
+    char name[64];
+    if (c) {
+        if (!usable(c) || rank != -1 || size <= c->size) return refuse(INVALID_ARGUMENT, "grow: not ready, a rank, or nobody comes");
+        c->grows++;
+        while (atomic_load(&c->shared->grow_id) < c->grows) { // inside of the call, as NCCL
+            if (atomic_load(&c->aborted)) return refuse(INVALID_USAGE, "grow: aborted");
+            usleep(20);
+        }
+        snprintf(name, sizeof name, "%s", c->shared->grown);
+        if (id && strncmp(id->text, name, sizeof name)) return refuse(INVALID_ARGUMENT, "grow: another id");
+        rank = c->rank;
+    } else {
+        if (!id || rank < 0 || rank >= size || strncmp(id->text, "/nccl-standin-", 14)) return refuse(INVALID_ARGUMENT, "grow: no id, or a rank that there is not");
+        snprintf(name, sizeof name, "%.63s", id->text);
+    }
+    struct comm *made = *out = attach(name, rank, size);
+    if (!made) return 2;
+    atomic_store(&made->fresh, 1);
+    struct making *x = malloc(sizeof *x);
+    *x = (struct making){.parent = made, .out = out};
+    pthread_t thread;
+    pthread_create(&thread, NULL, come, x);
+    pthread_detach(thread);
+    return OK; // as NCCL: success while it is under way
+}
+
+int ncclMemAlloc(void **p, size_t n) { return posix_memalign(p, 4096, n) ? 1 : OK; }
+int ncclMemFree(void *p) { free(p); return OK; }
+
+struct windowing { struct comm *comm; void *at; size_t bytes; void **out; };
+static void *windows(void *argument) {
+    struct windowing *x = argument;
+    struct comm *c = x->comm;
+    c->shared->window[c->rank] = x->bytes;
+    if (!barrier(c)) {
+        int same = 1;
+        for (int r = 0; r < c->size; r++) same &= c->shared->window[r] == x->bytes;
+        usleep(2000); // the caller must not look too early
+        if (same) *x->out = x->at;
+        else atomic_store(&c->failed, INVALID_USAGE);
+        barrier(c);
+    }
+    atomic_store(&c->splitting, 0);
+    free(x);
+    return NULL;
+}
+int ncclCommWindowRegister(struct comm *c, void *p, size_t n, void **win, int flags) {
+    *win = NULL;
+    if (!p || !n || (uintptr_t)p % 4096 || (flags & ~3)) return refuse(INVALID_ARGUMENT, "a window of nothing, not aligned, or with wrong flags");
+    if (getenv("STANDIN_NO_WINDOWS")) return OK; // as NCCL where ranks cannot map each other's memory
+    if (!usable(c)) return refuse(INVALID_ARGUMENT, "a window: not ready");
+    struct windowing *x = malloc(sizeof *x);
+    *x = (struct windowing){c, p, n, win};
+    atomic_store(&c->splitting, 1);
+    pthread_t thread;
+    pthread_create(&thread, NULL, windows, x);
+    pthread_detach(thread);
+    return OK;
+}
+int ncclCommWindowDeregister(struct comm *c, void *win) { (void)win; return usable(c) ? OK : INVALID_ARGUMENT; }
+#endif
+
 int ncclCommRegister(struct comm *c, void *p, size_t n, void **handle) { (void)n; *handle = p; return usable(c) ? OK : INVALID_ARGUMENT; }
 int ncclCommDeregister(struct comm *c, void *handle) { (void)handle; return usable(c) ? OK : INVALID_ARGUMENT; }
 

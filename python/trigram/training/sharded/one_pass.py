@@ -129,7 +129,8 @@ class OnePass:
         if place is None:
             return None
         weights = shards.buckets[place]
-        layout, pieces, fused = weights.layout, [], True
+        layout, fused = weights.layout, True
+        pieces: list[Piece] = []
         for param, at in zip(weights.params, layout.offsets, strict=True):
             group, how = self._options[id(param)]
             fused = how.fused

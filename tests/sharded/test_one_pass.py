@@ -35,7 +35,6 @@ KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (ADAMW, {"lr": 0.02, "weight_decay": 0.1, "fused": True}),
     "adamw, betas": (ADAMW, {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-3, "maximize": True, "fused": True}),
 }
-WAYS = "full", "shards"
 
 
 def making(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
@@ -64,32 +63,26 @@ def trained(rank: int, world: int, name: str, steps: int = 5, **options: Any) ->
     return twins
 
 
-def each_kind(rank: int, world: int, name: str, gradients: str) -> None:
+@CASES.over(*KINDS)
+def each_kind(rank: int, world: int, name: str) -> None:
     """Weights and state have torch's bits, and each bucket is updated at once after the first step. The model
     has parameters that some ranks use, or none, and slices of odd lengths."""
-    twins = trained(rank, world, name, 7, gradients=gradients)
+    twins = trained(rank, world, name, 7)
     stats = trigram.stats(twins.models[1])
     assert stats["one_pass_updates"] >= 6 * (len(stats["buckets"]) - 1) > 0, stats
     twins.check_state(name)
     twins.check_ranks()
 
 
-for _name in KINDS:
-    for _way in WAYS:
-        CASES[f"each_kind-{_name}-{_way}"] = lambda rank, world, name=_name, way=_way: each_kind(
-            rank, world, name, way
-        )
-
-
-@CASES.over(*WAYS)
-def large_buckets(rank: int, world: int, gradients: str) -> None:
+@CASES
+def large_buckets(rank: int, world: int) -> None:
     """Parts of several turns of the engine, and of many tiles."""
     pairs = []
     for algorithm in ("gradient_allreduce", "sharded"):
         torch.manual_seed(3)
         model = nn.Sequential(nn.Linear(301, 1203), nn.Tanh(), nn.Linear(1203, 701))
         optimizer = ADAMW(model.parameters(), lr=0.01, fused=True)
-        more = {"fused": True, "gradients": gradients} if algorithm == "sharded" else {}
+        more = {"fused": True} if algorithm == "sharded" else {}
         trigram.with_bagua(model, algorithm, optimizer=optimizer if more else None, **more)
         pairs.append((model, optimizer))
     for step in range(4):
@@ -104,14 +97,14 @@ def large_buckets(rank: int, world: int, gradients: str) -> None:
     assert trigram.stats(pairs[1][0])["one_pass_updates"] > 0
 
 
-@CASES.over(*WAYS)
-def states_interchange(rank: int, world: int, gradients: str) -> None:
+@CASES
+def states_interchange(rank: int, world: int) -> None:
     """A state of one pass goes on in a plain optimizer, and the other way round."""
-    first = trained(rank, world, "adamw", 3, gradients=gradients)
+    first = trained(rank, world, "adamw", 3)
     for source in (0, 1):
         model, optimizer = first.pairs[source]
         state, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
-        second = trained(rank, world, "adamw", 2, gradients=gradients)
+        second = trained(rank, world, "adamw", 2)
         for model, optimizer in second.pairs:
             model.load_state_dict(weights)
             optimizer.load_state_dict(copy.deepcopy(state))
@@ -121,10 +114,10 @@ def states_interchange(rank: int, world: int, gradients: str) -> None:
         assert taken(second) > before
 
 
-@CASES.over(*WAYS)
-def schedulers(rank: int, world: int, gradients: str) -> None:
+@CASES
+def schedulers(rank: int, world: int) -> None:
     """Learning rates, and other options, that change after each step."""
-    twins = trained(rank, world, "adamw", 2, gradients=gradients)
+    twins = trained(rank, world, "adamw", 2)
     schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.7) for o in twins.optimizers]
     for step in range(2, 6):
         twins.step(step)
@@ -136,10 +129,10 @@ def schedulers(rank: int, world: int, gradients: str) -> None:
     assert taken(twins) > 0
 
 
-@CASES.over(*WAYS)
-def options_that_it_does_not_have(rank: int, world: int, gradients: str) -> None:
+@CASES
+def options_that_it_does_not_have(rank: int, world: int) -> None:
     """An option that comes later ends it, without another result."""
-    twins = trained(rank, world, "sgd, momentum", 3, gradients=gradients)
+    twins = trained(rank, world, "sgd, momentum", 3)
     before = taken(twins)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["lr"] = torch.tensor(0.05)
@@ -199,7 +192,7 @@ class Own(ADAMW):
     """An optimizer of the script, which may have any step."""
 
 
-@CASES.over("RMSprop", "amsgrad", "a class of its own", "float64", "not fused", "small beta1")
+@CASES.over("RMSprop", "amsgrad", "a class of its own", "float64", "not fused", "small beta1", "shards")
 def others(rank: int, world: int, what: str) -> None:
     """Optimizers and tensors that are updated as ever."""
     makes: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -211,7 +204,8 @@ def others(rank: int, world: int, what: str) -> None:
     make = makes.get(what, making("sgd, momentum"))
     model = mlp().double() if what == "float64" else mlp()
     optimizer = make(model)
-    trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=what != "not fused")
+    gradients = "shards" if what == "shards" else "full"
+    trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=what != "not fused", gradients=gradients)
     for step in range(3):
         optimizer.zero_grad()
         model(torch.ones(2, 6, dtype=model[0].weight.dtype) * step).square().mean().backward()
@@ -251,11 +245,11 @@ def test_bits_of_torch(name: str) -> None:
     assert not rules._same_bits(optimizer, group, rules.Rounding(not found.fused, 1))
 
 
-def _stopped(rank: int, world: int, gradients: str) -> tuple[int, str, str] | None:
+def _stopped(rank: int, world: int) -> tuple[int, str, str] | None:
     """A rank dies between the parts of others in an update."""
     model = nn.Sequential(nn.Linear(6, 50), nn.Linear(50, 1))
     optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
-    trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=True, gradients=gradients)
+    trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=True)
     for step in range(3):
         optimizer.zero_grad()
         square(model, rank, step).backward()
@@ -275,11 +269,10 @@ def _stopped(rank: int, world: int, gradients: str) -> tuple[int, str, str] | No
 
 
 @pytest.mark.waits
-@pytest.mark.parametrize("gradients", WAYS)
-def test_a_rank_that_dies(gradients: str) -> None:
+def test_a_rank_that_dies() -> None:
     """The others get PeerLostError, and no pass goes on with weights that are updated in part."""
     world = 3
-    with Ranks(world, _stopped, gradients) as ranks:
+    with Ranks(world, _stopped) as ranks:
         for r in range(world):
             ranks.await_said(r, "updates at once")
         ranks.signal(world - 1, signal.SIGKILL)

@@ -24,7 +24,6 @@ from trigram.collectives.consistency import tell_all
 from trigram.collectives.updates import Piece, update
 from trigram.training.buckets import Bucket
 from trigram.training.sharded import rules
-from trigram.training.sharded.gradient_buckets import ReduceScatter, ShardBucket
 from trigram.training.sharded.optimizer import ShardedOptimizer
 from trigram.training.sharded.weight_buckets import WeightBucket
 
@@ -34,7 +33,6 @@ class Flags(FullAverage):
 
     Attributes:
         replaced: The average, with its number of calls.
-        update: The update of the bucket under way; its gradients are read until it has ended.
     """
 
     name = "flags"
@@ -44,19 +42,10 @@ class Flags(FullAverage):
         super().__init__(bucket.flags, groups)
         self.sent = (groups.size - 1) * bucket.nbytes // groups.size
         self.replaced = bucket.average, bucket.calls
-        self.update: collectives.Work | None = None
 
     def start(self, step: int) -> None:
         """See :class:`Average`."""
-        self.update = None
         self.work = collectives.all_reduce(self.memory, "max", None, self.groups.main, async_op=True)
-
-    def wait(self) -> None:
-        """See :class:`Average`; waits for the update too, once it is under way."""
-        super().wait()
-        started, self.update = self.update, None
-        if started is not None:
-            started.wait()
 
 
 class OnePass:
@@ -140,7 +129,8 @@ class OnePass:
         if place is None:
             return None
         weights = shards.buckets[place]
-        layout, pieces, fused = weights.layout, [], True
+        layout, fused = weights.layout, True
+        pieces: list[Piece] = []
         for param, at in zip(weights.params, layout.offsets, strict=True):
             group, how = self._options[id(param)]
             fused = how.fused
@@ -166,7 +156,6 @@ class OnePass:
         ends = [min(bound, last) for bound in layout.bounds]
         lengths = [b - a for a, b in itertools.pairwise(ends)]
         work = update(bucket.memory, weights.memory, lengths, pieces, fused, self.groups.second_phase)
-        cast(Flags, bucket.average).update = work
         self.updates += 1
         return weights, work
 
@@ -185,17 +174,12 @@ def _matching(buckets: Sequence[Bucket], weights: Sequence[WeightBucket]) -> lis
     }
     places: list[int | None] = []
     for bucket in buckets:
-        kinds = FullAverage, ReduceScatter, Flags
-        if type(bucket.average) not in kinds or bucket.flags is None:
-            return None
+        if type(bucket.average) not in (FullAverage, Flags) or bucket.flags is None:
+            return None  # a codec, a robust average, or gradients of which each rank keeps a part
         if bucket.memory.dtype != torch.float32 or not bucket.memory.is_cpu:
             return None
-        if isinstance(bucket, ShardBucket):
-            layout = bucket.layout
-            key = _filled(layout.indices, layout.offsets, layout.shapes, layout.strides)
-        else:
-            shapes, strides = [v.shape for v in bucket.views], [v.stride() for v in bucket.views]
-            key = _filled(bucket.params, coalesced.offsets(bucket.views)[0], shapes, strides)
+        shapes, strides = [v.shape for v in bucket.views], [v.stride() for v in bucket.views]
+        key = _filled(bucket.params, coalesced.offsets(bucket.views)[0], shapes, strides)
         if key and key not in known:
             return None
         places.append(known[key] if key else None)

@@ -150,7 +150,8 @@ def _same_bits(optimizer: Optimizer, options: Mapping[str, Any], how: Rounding) 
         theirs = nn.Parameter(torch.randn(count, generator=random))
         ours = theirs.detach().clone()
         made = type(optimizer)([theirs], **accepted)
-        group, state = made.param_groups[0], {}
+        group = made.param_groups[0]
+        state: dict[str, Any] = {}
         for _ in range(_STEPS):
             scales = 10 ** (4 * torch.rand(count, generator=random) - 3)
             gradient = torch.randn(count, generator=random) * scales

@@ -205,9 +205,9 @@ class ShardedSync(GradientSync):
             self.remaining[self.shards.buckets.index(started[0])] = -1
 
     def land_ready(self) -> None:
-        """See :class:`FusedBuckets`. Where all cores compute, updates at once cost least when backward has
-        ended; gradients whose memory is used again cannot wait for that."""
-        if not self.at_once or self.divides_gradients:
+        """See :class:`FusedBuckets`. Updates at once begin when backward has ended: where all cores compute,
+        there is no idle time before."""
+        if not self.at_once:
             super().land_ready()
 
     def _call_counts(self) -> list[int]:

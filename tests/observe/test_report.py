@@ -111,7 +111,7 @@ def over_torch(rank: int, world: int, kind: str, plant: str) -> None:
                 loss.register_hook(slowly)
             loss.backward()
             optimizer.step()
-        copy.deepcopy(model if kind == "DistributedDataParallel" else list(model)[0])  # its hooks do not mind
+        copy.deepcopy(model if kind == "DistributedDataParallel" else next(iter(model)))
         assert torch.distributed.get_world_size() == world
 
 

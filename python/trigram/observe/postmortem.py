@@ -18,7 +18,6 @@ from typing import Any
 from trigram.errors import MisuseError
 from trigram.observe.dump import PREFIX
 
-
 _LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen")
 """In the path of a function that is no part of the script."""
 

@@ -244,12 +244,9 @@ def _last_calls(ranks: Sequence[int], dumps: dict[int, dict[str, Any]]) -> str:
 
 
 def _place(stack: Sequence[str]) -> str:
-    """Where a rank was, in words: the innermost function, and the innermost of the script itself."""
-    shown = [stack[0]]
-    own = next((f for f in stack if not any(of in f for of in _LIBRARIES)), None)
-    if own is not None and own != stack[0]:
-        shown.append(f"called by {own}")
-    return ", ".join(shown)
+    """Where a rank was, in words: the innermost function, and those of the script that have called it."""
+    own = [frame for frame in stack[1:] if not any(of in frame for of in _LIBRARIES)]
+    return ", called by ".join([stack[0], *own[:2]])
 
 
 def report(folder: Path) -> str:

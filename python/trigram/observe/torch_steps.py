@@ -135,10 +135,16 @@ def _trained_by(module: nn.Module) -> str:
 
 def _outermost(params: set[int]) -> list[nn.Module]:
     """The modules of this process that have some of the parameters, and that no other module holds."""
-    found = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
-    holds = [m for m in found if any(id(p) in params for p in m.parameters())]
+    holds = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and _holds(o, params)]
     inside = {id(child) for m in holds for child in m.modules() if child is not m}
     return [m for m in holds if id(m) not in inside]
+
+
+def _holds(module: nn.Module, params: set[int]) -> bool:
+    try:
+        return any(id(p) in params for p in module.parameters())
+    except Exception:
+        return False  # an unfinished module somewhere in the process, which must not end a training
 
 
 def _found(optimizer: Optimizer) -> list[_Model]:

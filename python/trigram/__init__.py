@@ -55,6 +55,7 @@ from trigram.observe import dump as _dump  # noqa: F401  # so that TRIGRAM_DUMP 
 from trigram.observe import metrics as _metrics  # noqa: F401  # so that TRIGRAM_METRICS works
 from trigram.observe import rank_report as _report  # noqa: F401  # so that TRIGRAM_REPORT works
 from trigram.observe import snapshots as _snapshots  # noqa: F401  # so that TRIGRAM_TOP works
+from trigram.observe import torch_steps as _torch_steps  # noqa: F401  # so that these know all steps
 from trigram.observe.timeline import timeline
 from trigram.runtime.group import Group
 from trigram.runtime.memory import empty

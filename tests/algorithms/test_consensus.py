@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -285,6 +286,28 @@ def consensus_without_one(rank: int, world: int) -> None:
     else:
         for r in range(world - 1):
             await_flag(f"consensus-{r}", 20)
+
+
+@CASES
+def consensus_without_one_after_a_skipped_update(rank: int, world: int) -> None:
+    """The averaging step that a skipped update has left is bounded by the timeout, too."""
+    model = trigram.with_bagua(net(), "central/full/every:1")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss(model, rank, 0).backward()
+    trigram.barrier()
+    if rank < world - 1:
+        began = time.monotonic()
+        text = raises(
+            (trigram.TimeoutError, trigram.MismatchError), lambda: trigram.consensus(model, timeout=2)
+        )
+        says(text, f"rank {world - 1}" if world == 2 else "rank")
+        assert time.monotonic() - began < 20
+        flag(f"skipped-{rank}")
+    else:
+        for r in range(world - 1):
+            await_flag(f"skipped-{r}", 20)
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -71,6 +71,29 @@ def test_the_dump_names_the_rank(how: str, tmp_path: Path, capfd: pytest.Capture
     assert ("Culprit rank 2" if how == "skipped" else "missing ranks: {2}") in said
 
 
+def in_the_script(folder: Path) -> None:
+    """Where rank 2 stays until all have dumped."""
+    until(lambda: all((folder / f"rank{r}").exists() for r in range(3)), 15, "the dumps")
+
+
+def _away(rank: int, world: int, folder: str) -> None:
+    trigram.init()
+    trigram.barrier()
+    if rank == 2:
+        in_the_script(Path(folder))
+    trigram.all_reduce(torch.ones(4))
+
+
+def test_the_postmortem_says_where_a_rank_stays(tmp_path: Path) -> None:
+    """Rank 2 is elsewhere in its script: it dumps because the others wait, and says where it is."""
+    env = {"TRIGRAM_DUMP": str(tmp_path), "TRIGRAM_DUMP_AFTER": "1"}
+    run(3, _away, str(tmp_path), env=env, timeout=60)
+    [finding, *_] = postmortem.find(postmortem.read(tmp_path))
+    assert finding.ranks == (2,)
+    assert "in_the_script at" in finding.text
+    assert "test_dump.py" in finding.text
+
+
 def _unsent(rank: int, world: int) -> str:
     trigram.init(op_timeout=3.0)
     try:

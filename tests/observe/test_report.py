@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import trigram
@@ -23,7 +27,7 @@ from tests.support.harness import free_port, run, scratch
 from tests.support.netns import limited
 from trigram.cli import app
 from trigram.errors import ConfigError
-from trigram.observe import rank_report, report
+from trigram.observe import rank_report, report, steps
 from trigram.observe.steps import PHASES
 
 STEPS = 12
@@ -86,6 +90,57 @@ def test_a_slow_link_is_named(slow: int | None, tmp_path: Path, several_hosts: N
     rows = report.read(tmp_path)
     found = report.judge(rows)
     assert (found.rank, found.cause) == (slow, "network" if slow is None else "link"), report.text(rows)
+
+
+def over_torch(rank: int, world: int, kind: str, plant: str) -> list[str]:
+    """Trains over the backend; rank 1 is what ``plant`` says. Returns what trains the counted models."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    with process_group():
+        if kind == "DistributedDataParallel":
+            model = nn.parallel.DistributedDataParallel(model)
+        elif kind == "with_bagua":
+            model = trigram.with_bagua(model)
+        else:
+            fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(STEPS):
+            if rank == 1 and plant == "input":
+                time.sleep(0.06)
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 64)).square().mean()
+            if rank == 1 and plant == "compute":
+                loss.register_hook(slowly)
+            loss.backward()
+            optimizer.step()
+        copy.deepcopy(next(iter(model)) if kind == "FSDP2" else model)
+        return [times.trained_by for times in steps._present()]
+
+
+@contextlib.contextmanager
+def process_group() -> Iterator[None]:
+    """torch's default process group, of all ranks, over Trigram."""
+    trigram.init()
+    torch.distributed.init_process_group(
+        "trigram", store=torch.distributed.HashStore(), rank=trigram.rank(), world_size=trigram.world_size()
+    )
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["DistributedDataParallel", "FSDP2", "with_bagua"])
+@pytest.mark.parametrize("plant", ["input", "compute"])
+def test_the_slow_rank_is_named_where_torch_trains(kind: str, plant: str, tmp_path: Path) -> None:
+    counted = run(2, over_torch, kind, plant, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=60)
+    assert counted == [[kind]] * 2
+    rows = report.read(tmp_path)
+    found = report.judge(rows)
+    assert [(row.model, row.trained_by) for row in rows] == [("Sequential", kind)] * 2
+    assert all(STEPS - 3 <= row.steps <= STEPS - 1 for row in rows)
+    assert (found.rank, found.cause, found.chronic) == (1, plant, True), report.text(rows)
+    assert ("algorithm=" in report.text(rows)) == (kind == "with_bagua")
 
 
 class Slow(torch.autograd.Function):
@@ -243,9 +298,53 @@ def leave(rank: int, world: int) -> str:
     return out.getvalue()
 
 
-def test_rank_0_waits_for_the_ranks_of_its_host(several_hosts: None) -> None:
+def test_rank_0_gets_the_figures_of_other_hosts(several_hosts: None) -> None:
+    """Through the job's store."""
     printed, *_ = run(4, leave, hosts=[0, 0, 1, 1], transport="auto", timeout=60)
-    assert "no file of rank(s) 2, 3" in printed
+    assert "4 ranks" in printed and "no file of" not in printed
+    assert [line.split()[0] for line in printed.splitlines()[-4:]] == ["0", "1", "2", "3"]
+
+
+def test_figures_in_the_store_are_not_believed() -> None:
+    """Any process may write there."""
+    mine, key = row(2), b"the job's"
+    value = rank_report.sealed(mine, key)
+    assert rank_report.unsealed(value, 2, key) == mine
+    assert rank_report.unsealed(value, 2, b"another's") is None
+    assert rank_report.unsealed(value, 1, key) is None
+    assert rank_report.unsealed(value[:-1] + b" ", 2, key) is None
+    assert rank_report.unsealed(rank_report.sealed(mine, None), 2, None) == mine
+    assert rank_report.unsealed(b"0" * 64 + b"[" * 100_000, 2, None) is None
+    mine.host = "\x1b[2Jhost"
+    assert rank_report.unsealed(rank_report.sealed(mine, None), 2, None) is None
+
+
+def test_missing_figures_may_be_those_of_the_late_rank() -> None:
+    found = report.judge([row(r, wait=0.1) for r in range(3)])
+    assert found.cause == "network" and "figures are missing" in found.verdict
+
+
+@pytest.mark.parametrize(("trained_by", "hosts"), [("with_bagua", 1), ("with_bagua", 2), ("FSDP2", 2)])
+def test_advice_fits_the_job(trained_by: str, hosts: int) -> None:
+    """A codec is no advice inside a host, nor an algorithm of with_bagua for FSDP2."""
+    found = report.judge([row(r, wait=0.1, hosts=hosts, trained_by=trained_by) for r in range(4)])
+    then = " ".join(found.then)
+    assert ("bytegrad" in then) == (trained_by == "with_bagua" and hosts > 1)
+    assert ("codec='int8'" in then) == (trained_by == "FSDP2")
+
+
+def test_a_late_rank_is_named_beside_slow_communication() -> None:
+    rows = [row(r, wait=0.05 if r == 2 else 0.09, input=0.05 if r == 2 else 0.01) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("input", 2)
+
+
+def test_ranks_that_are_late_by_turns_are_nobodys_fault() -> None:
+    """One waits for hardly anything, so it is no communication; who is late differs."""
+    rows = [row(r, wait=0.004 if r == 1 else 0.02, backward=0.054 if r == 1 else 0.05) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("none", None)
+    assert "by turns" in report.text(rows)
 
 
 def test_the_commands(tmp_path: Path) -> None:

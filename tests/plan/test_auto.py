@@ -51,6 +51,18 @@ def test_exact_changes_buckets_only() -> None:
     assert fast.first == () and fast.refused == ""
 
 
+def test_a_size_of_buckets_is_worth_a_trial_for_less_than_what_changes_numbers() -> None:
+    now = Decision("gradient_allreduce", {}, 4.0)
+    [proposal] = settle.propose(job(5_000_000, 0.4, 60e6), now, "exact").first
+    assert settle.EXACT_WORTH < proposal.gain < choice.WORTH
+    assert proposal.decision == Decision("gradient_allreduce", {}, 1.0)
+    assert settle.propose(job(20_000_000, 0.4, 118e6), now, "exact").first == ()  # 2 % or less
+    blocks = [[100, 96, 100, 96]]
+    assert settle.judge(blocks, settle.enough("exact")).confirmed
+    assert not settle.judge(blocks, settle.enough("close")).confirmed
+    assert not settle.judge([[100, 98, 100, 98]], settle.enough("exact")).confirmed
+
+
 def test_more_freedom_proposes_more() -> None:
     slow = job(20_000_000, 0.4, 12e6)
     now = Decision("gradient_allreduce", {}, 25.0)

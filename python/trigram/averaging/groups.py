@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trigram.algorithms.robust import RobustAggregation
@@ -90,6 +91,19 @@ class ModelGroups:
         for group in (self._plain, self.second_phase, self.control):
             group.timeout = None if patient else self.group.timeout
             group.describe = self.description
+
+    @contextlib.contextmanager
+    def within(self, seconds: float | None) -> Iterator[None]:
+        """Bounds the calls that are made inside; None: as they are bounded otherwise."""
+        groups = {id(g): g for g in (self.main, self._plain, self.second_phase, self.control)}.values()
+        before = [group.timeout for group in groups]
+        try:
+            for group in groups if seconds is not None else ():
+                group.timeout = seconds
+            yield
+        finally:
+            for group, timeout in zip(groups, before, strict=True):
+                group.timeout = timeout
 
     def describe(self, say: Callable[[], str] | None) -> None:
         """Sets what log lines say about long waits in the model's calls, such as ``model Net, step 12``.

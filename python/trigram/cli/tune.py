@@ -24,8 +24,6 @@ SMALL = [4 * KIB << k for k in range(8)]
 """Sizes in bytes at which recursive doubling is compared with scatter-gather: 4 to 512 KiB."""
 LARGE = [MIB << k for k in range(7)]
 """Sizes at which a ring is: 1 to 64 MiB."""
-GAIN = 0.97
-"""Of the other schedule's time: what a schedule must stay under to take its place."""
 SECONDS = 0.25
 """How long a size is measured."""
 LEAST, MOST = 5, 200
@@ -62,7 +60,7 @@ def measure(say: Say) -> tuple[int, int | None]:
     doubling = SMALL[first - 1] if first else 0
     if trigram.world_size() == 2:  # between two ranks a ring is scatter-gather
         return doubling, None
-    last = best_change([(a, b / GAIN) for a, b in _compared(LARGE, "scatter_gather", "ring", say)])
+    last = best_change(_compared(LARGE, "scatter_gather", "ring", say))
     return doubling, LARGE[last] if last < len(LARGE) else None
 
 

@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import rank_report, report, steps
+from trigram.observe import rank_report, report, steps, torch_steps
 from trigram.runtime import world
 
 try:
@@ -50,6 +50,7 @@ def _answer(_request: Any, response: Any) -> None:
     response.set_status(200)
 
 
+torch_steps.watch()
 _register_handler(_NAME, _answer)
 
 

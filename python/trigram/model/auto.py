@@ -325,7 +325,7 @@ class Auto:
             trial.blocks.append([])
             return
         mine = [int(_NANO * statistics.median(b)) if b else 0 for b in trial.blocks]
-        verdict = settle.judge(tell_all(mine, self.groups.control))
+        verdict = settle.judge(tell_all(mine, self.groups.control), settle.enough(trial.proposal.kind))
         self._decide(trial, verdict)
 
     def _decide(self, trial: _Trial, verdict: Verdict) -> None:
@@ -356,12 +356,12 @@ class Auto:
                 f"stays with {settle.named(self.current)}: {settle.named(Decision(**last['decision']))} was "
                 f"predicted to gain {last['gain']:.0%}, and gained {gained:.0%} in a trial"
             )
-            if gained >= settle.CONFIRMED:
+            if gained >= settle.enough(last["kind"]):
                 text += ", but not in both its turns"
         elif self.failed:
             text = f"stays with {settle.named(self.current)}: there is no prediction ({self.failed})"
         else:
-            text = f"stays with {settle.named(self.current)}: no change is predicted to gain 10 %"
+            text = f"stays with {settle.named(self.current)}: no change is predicted to gain enough"
         if self.refused:
             text += f"; not allowed: {self.refused}"
         self._say(text)

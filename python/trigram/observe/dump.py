@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -32,6 +33,7 @@ _PERIOD = 1.0
 _BETWEEN = 5.0
 """Seconds between two dumps for failures."""
 DUMP_AFTER = 60.0
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 class Dumper:
@@ -168,6 +170,7 @@ class Dumper:
                 "why": why,
                 "time_ns": time.time_ns(),
                 "losses": losses,
+                "stack": _stack(),
                 "failures": [(f"{group:016x}", sequence, text) for group, sequence, text in self._failures],
             },
         }
@@ -231,6 +234,23 @@ _WIDTHS = {
     "int16": 2,
 }
 """Bytes of an element; of all other types, one."""
+
+_FRAMES = 32
+"""The innermost frames of a stack that a dump keeps."""
+
+
+def _stack() -> list[str]:
+    """Where the main thread is now, the innermost frame first: ``function at file:line``. Frames of this
+    package are left out: a call says more of itself."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    found: list[str] = []
+    while frame is not None and len(found) < _FRAMES:
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
+            found.append(f"{code.co_name} at {code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return found
+
 
 _dumper: Dumper | None = None
 

@@ -18,6 +18,9 @@ from typing import Any
 from trigram.errors import MisuseError
 from trigram.observe.dump import PREFIX
 
+_LIBRARIES = ("site-packages", "dist-packages", "/lib/python", "<frozen")
+"""In the path of a function that is no part of the script."""
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -234,10 +237,16 @@ def _last_calls(ranks: Sequence[int], dumps: dict[int, dict[str, Any]]) -> str:
         last = entries[-1]
         state = "ended" if last["state"] == "completed" else "is under way or failed"
         ago = (dumps[rank]["trigram"]["time_ns"] - last["time_created_ns"]) / 1e9
-        parts.append(
-            f"the last call of rank {rank}, {_what(last)}, made {ago:.1f} s before its dump, {state}"
-        )
+        text = f"the last call of rank {rank}, {_what(last)}, made {ago:.1f} s before its dump, {state}"
+        stack = dumps[rank]["trigram"].get("stack", [])
+        parts.append(text + (f"; it was in {_place(stack)}" if stack else ""))
     return "; ".join(parts)
+
+
+def _place(stack: Sequence[str]) -> str:
+    """Where a rank was, in words: the innermost function, and those of the script that have called it."""
+    own = [frame for frame in stack[1:] if not any(of in frame for of in _LIBRARIES)]
+    return ", called by ".join([stack[0], *own[:2]])
 
 
 def report(folder: Path) -> str:

@@ -1,30 +1,59 @@
 """``TRIGRAM_REPORT=DIR``: each rank leaves its figures in a folder when it ends, and rank 0 prints them.
 
-Nothing is sent for it: ranks of one host share the folder. ``TRIGRAM_REPORT=1`` means ``trigram-report``.
+Nothing is sent between ranks for it. Ranks of one host share the folder; those of other hosts leave their
+figures in the job's store too, sealed as the snapshots of ``trigram top`` are. ``TRIGRAM_REPORT=1`` means
+``trigram-report``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
+import json
 import os
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import report, steps
+from trigram.observe import report, snapshots, steps
 from trigram.runtime import exit_status, logs, world
+from trigram.runtime.live_store import ReconnectingStore, connect_again
 
-VARIABLE = "TRIGRAM_REPORT"
+VARIABLE = world.REPORT
+KEY = "report/{}/{}"
+"""Of the figures in the store: the job, and the rank."""
+_KIND = b"report"
+_LONGEST = 1 << 20
 _PATIENCE = 5.0
-"""Seconds that rank 0 waits for the files of its host's other ranks when it has left."""
+"""Seconds that rank 0 waits for the figures of the other ranks when it has left."""
 
 
 def _folder() -> Path | None:
     asked = os.environ.get(VARIABLE, "")
-    return Path("trigram-report" if asked == "1" else asked) if asked not in ("", "0") else None
+    return Path("trigram-report" if asked == "1" else asked) if world.asks(VARIABLE) else None
+
+
+def sealed(row: report.Rank, key: bytes | None) -> bytes:
+    """A rank's figures as they are stored: a seal, and JSON."""
+    body = report.line(row).encode()
+    return snapshots.mac(key, row.rank, body, _KIND) + body
+
+
+def unsealed(value: bytes, rank: int, key: bytes | None) -> report.Rank | None:
+    """The figures of a rank that a store holds; None if they are something else, or sealed otherwise: any
+    process may write to a store."""
+    mine, body = value[: snapshots.SEAL], value[snapshots.SEAL :]
+    if len(value) > _LONGEST or not hmac.compare_digest(mine, snapshots.mac(key, rank, body, _KIND)):
+        return None
+    try:
+        row = report.parsed(json.loads(body))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return row if row.rank == rank else None
 
 
 def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.Rank:
@@ -46,6 +75,8 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         rates=rates,
         sent=sum(counters["sent_bytes"]),
         fidelity=times.fidelity() if times is not None else {},
+        hosts=len(set(present.engine.hosts)),
+        trained_by=times.trained_by if times is not None else "",
     )
 
 
@@ -53,12 +84,42 @@ def _begin() -> None:
     folder, present = _folder(), world.present()
     if folder is not None and present is not None:
         exit_status.watch()
-        with contextlib.suppress(OSError):  # what cannot be written is told at the end
-            (folder / f"{report.PREFIX}{present.rank}.json").unlink(missing_ok=True)
+        # Rank 0 removes what an earlier job has left of ranks of other hosts.
+        for rank in range(present.size) if present.rank == 0 else [present.rank]:
+            with contextlib.suppress(OSError):  # what cannot be written is told at the end
+                (folder / f"{report.PREFIX}{rank}.json").unlink(missing_ok=True)
 
 
-_awaited: tuple[Path, list[int]] | None = None
-"""Of a rank that prints the report: the folder, and the ranks of its host."""
+@dataclass
+class _Awaited:
+    """What the rank that prints the report waits for when it has left the job.
+
+    Attributes:
+        folder: Where the files are.
+        near: The ranks of its host, which write there.
+        far: The others.
+        store: Where these leave their figures; None: nowhere.
+        job: Which job it was.
+    """
+
+    folder: Path
+    near: set[int]
+    far: set[int]
+    store: ReconnectingStore | None
+    job: str
+
+    def fetch(self, key: bytes | None) -> None:
+        """Writes what has come from other hosts into the folder."""
+        for rank in sorted(self.far) if self.store is not None else []:
+            value = self.store.get(KEY.format(self.job, rank)) if self.store is not None else None
+            row = unsealed(value, rank, key) if value is not None else None
+            if row is not None:
+                report.write(self.folder, row)
+            if value is not None:
+                self.far.discard(rank)
+
+
+_awaited: _Awaited | None = None
 
 
 def _finish() -> None:
@@ -66,31 +127,44 @@ def _finish() -> None:
     folder, present = _folder(), world.present()
     if folder is None or present is None:
         return
+    row = of_this_rank(present, steps.longest())
     try:
-        report.write(folder, of_this_rank(present, steps.longest()))
+        report.write(folder, row)
     except OSError as error:
         logs.warning(f"{VARIABLE}: rank {present.rank} cannot write its figures to {folder}: {error}")
+    hosts = present.engine.hosts
+    store = None
+    if present.store is not None and (present.rank == 0 or hosts[present.rank] != hosts[0]):
+        store = connect_again(present.store)
+    if present.rank:
+        if store is not None:
+            store.put(KEY.format(present.name, present.rank), sealed(row, snapshots.secret()))
         return
-    if present.rank == 0 and not exit_status.has_failed():
-        hosts = present.engine.hosts
-        _awaited = folder, [r for r in range(present.size) if hosts[r] == hosts[0]]
+    if not exit_status.has_failed():
+        near = {r for r in range(present.size) if hosts[r] == hosts[0]}
+        _awaited = _Awaited(folder, near, set(range(present.size)) - near, store, present.name)
 
 
 def _print() -> None:
-    """This rank has left the job, so nobody waits for it while it waits for the files of the others."""
+    """This rank has left the job, so nobody waits for it while it waits for the figures of the others."""
     global _awaited
     awaited, _awaited = _awaited, None
     if awaited is None:
         return
-    folder, ranks = awaited
     deadline = time.monotonic() + _PATIENCE
     try:
-        rows = report.read(folder)
-        while not set(ranks) <= {row.rank for row in rows} and time.monotonic() < deadline:
+        while True:
+            awaited.fetch(snapshots.secret())
+            rows = report.read(awaited.folder)
+            here = {row.rank for row in rows}
+            # Without a store others may still share the disk: their files are there, or are not awaited.
+            if awaited.near <= here and (awaited.store is None or awaited.far <= here):
+                break
+            if time.monotonic() > deadline:
+                break
             time.sleep(0.05)
-            rows = report.read(folder)
         text = report.text(rows)
-    except ConfigError as error:  # a file that something else has left there
+    except (ConfigError, OSError) as error:  # a file that something else has left there, or a full disk
         text = f"trigram report: none, because {error}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

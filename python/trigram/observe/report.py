@@ -16,19 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PHASES, WAIT
+from trigram.observe.steps import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PHASES, WAIT, WITH_BAGUA
 
 PREFIX = "report-rank"
 VERSION = 1
 _LATE = 1.1
 """A rank is slow if its own time is this many times that of the others, and it waits for less than that costs
 them."""
-_FAR = 1.5
-"""With this many times, it is slow whatever communication takes."""
+_FAR, _COSTLY = 1.5, 0.15
+"""With this many times, or this part of a step, it is slow whatever communication takes."""
 _EXPOSED = 0.1
 """Of a step: from here on, waiting is worth a word."""
-_SLOW_LINK = 0.75
-"""A link is slow if it carries less than this part of the median."""
+_SLOW_LINK = 2 / 3
+"""A link is slow if it carries less than this part of the median: of four links, one of a quarter of the rate
+was seen at a half, because the others carry no more than it takes; on a busy machine equal ones at 0.75."""
 _SMALL_BUCKET = 256 << 10
 _MANY_BUCKETS = 8
 
@@ -50,6 +51,8 @@ class Rank:
         rates: Bytes per second of the link of each of them, if they were measured.
         sent: Bytes that it sent to other hosts or through pipes.
         fidelity: What averages lose (``TRIGRAM_GRADIENTS``), the same on all ranks.
+        hosts: Of the job; 0: not known.
+        trained_by: What brings the model's ranks together: ``with_bagua``, or a part of torch.
     """
 
     rank: int
@@ -64,6 +67,8 @@ class Rank:
     rates: list[float] = field(default_factory=list)
     sent: int = 0
     fidelity: dict[str, Any] = field(default_factory=dict)
+    hosts: int = 0
+    trained_by: str = WITH_BAGUA
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -126,6 +131,8 @@ def parsed(values: dict[str, Any]) -> Rank:
     for number in (row.rank, row.world_size, row.steps, *row.mean.values(), *row.median.values()):
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ValueError(f"{number!r} is no time or count")
+    if not all(isinstance(t, str) and t.isprintable() for t in (row.host, row.model, row.trained_by)):
+        raise ValueError("it names no host or model")
     return row
 
 
@@ -164,8 +171,8 @@ def judge(rows: list[Rank]) -> Finding:
             False,
             "no step of training was counted",
             [
-                "a step is a forward and a backward pass of a model given to with_bagua, and its update; the "
-                "first is left out, and a job of one rank counts none"
+                "a step is a forward and a backward pass of a model, and its update; the first is left out, "
+                "and where with_bagua does not train the model, an optimizer of torch.optim must update it"
             ],
             [],
         )
@@ -178,16 +185,16 @@ def judge(rows: list[Rank]) -> Finding:
     excess = late.own() - usual
     slower = bool(others) and late.own() > _LATE * usual and excess > 0.05 * step
     # What the slowest waits is communication, which all have; what others wait longer is its lateness.
-    if slower and (late.own() > _FAR * usual or excess > late.mean[WAIT]):
+    if slower and (late.own() > _FAR * usual or excess > min(late.mean[WAIT], _COSTLY * step)):
         return _slow_rank(late, others, usual, waits)
-    if exposed < _EXPOSED:
+    # The rank that waits least waits for communication; the others also for ranks that are late by turns.
+    least = min(row.exposed for row in trained)
+    if least < _EXPOSED:
+        why = [f"own times are within {late.own() / usual - 1:.0%} of each other"] if others and usual else []
+        if exposed >= _EXPOSED:
+            why.append(f"{waits}, most of it for ranks that are late by turns: one waits for {least:.0%}")
         return Finding(
-            "none",
-            None,
-            False,
-            f"nothing stands out: ranks wait for {exposed:.0%} of a step",
-            [f"own times are within {late.own() / usual - 1:.0%} of each other"] if others and usual else [],
-            [],
+            "none", None, False, f"nothing stands out: ranks wait for {least:.0%} of a step", why, []
         )
     why = [waits]
     if slower:
@@ -225,7 +232,7 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
             f"look at {late.host}: other programs, clocks, threads",
             "trigram.data.BalancedBatchSampler with speeds='measured' gives it less work",
         ]
-    if chronic:
+    if chronic and late.trained_by == WITH_BAGUA:
         then.append("asynchronous algorithms do not wait for it: algorithm='async'")
     return Finding(
         cause,
@@ -262,7 +269,7 @@ def _communication(rows: list[Rank], why: list[str]) -> Finding:
             ],
             [
                 f"look at the cable, the port and other traffic of {host}",
-                "trigram plan -- python SCRIPT says which algorithm suits these links",
+                *_less(rows[0]),
             ],
         )
     buckets = max((row.buckets for row in rows), key=len)
@@ -281,17 +288,42 @@ def _communication(rows: list[Rank], why: list[str]) -> Finding:
         )
     if rates:
         why.append(f"links carry {min(rates):.0f} to {max(rates):.0f} MB/s")
-    return Finding(
-        "network",
-        None,
-        True,
-        "communication takes longer than backward can hide",
-        why,
-        [
-            "trigram plan -- python SCRIPT predicts the step with every algorithm",
-            "algorithm='bytegrad' sends a quarter of the bytes and trains as DDP does within noise",
-        ],
-    )
+    else:
+        sent = statistics.median(row.sent / row.steps for row in rows)
+        if sent > 0:
+            rate = sent / statistics.median(row.mean["step"] for row in rows)
+            why.append(
+                f"half of the ranks send at least {sent / 1e6:.3g} MB per step: {rate / 1e6:.3g} MB/s, "
+                "averaged over the step"
+            )
+    verdict = "communication takes longer than backward can hide"
+    size = max(row.world_size for row in rows)
+    if len(rows) < size:
+        verdict += ", or a rank is late whose figures are missing"
+    return Finding("network", None, True, verdict, why, _less(rows[0]))
+
+
+def _less(row: Rank) -> list[str]:
+    """How to communicate less, for the job of this rank."""
+    bagua = row.trained_by in ("", WITH_BAGUA)
+    if row.hosts == 1:
+        block = {
+            "FSDP2": "model.set_requires_gradient_sync(False)",
+            WITH_BAGUA: "trigram.no_sync(model)",
+        }.get(row.trained_by or WITH_BAGUA, "no_sync")
+        return [
+            "inside a host a codec costs more than it saves: larger batches, or gradients accumulated "
+            f"over some of them ({block}), communicate less often"
+        ]
+    if row.trained_by == "FSDP2":
+        return [
+            "trigram.integrations.fsdp.use(model, codec='int8') sends a quarter of the gradients' bytes, and "
+            "weights='bf16' half of the weights'"
+        ]
+    then = ["algorithm='bytegrad' sends a quarter of the bytes and trains as DDP does within noise"]
+    if bagua:
+        return ["trigram plan -- python SCRIPT predicts the step with every algorithm", *then]
+    return [f"trigram.with_bagua(model) in place of {row.trained_by}: its {then[0]}"]
 
 
 def _ms(seconds: float) -> str:

@@ -30,7 +30,8 @@ PER_RANK = 0.01
 store."""
 KEY = "top/{}"
 """Of a rank's snapshot in the store."""
-_SEAL = 64
+SEAL = 64
+"""Bytes of a seal."""
 _LONGEST = 4096
 _TEXT = 64
 _SILENT = 8
@@ -70,10 +71,11 @@ class Snapshot:
     left: bool = False
 
 
-def _mac(secret: bytes | None, rank: int, body: bytes) -> bytes:
+def mac(secret: bytes | None, rank: int, body: bytes, kind: bytes = b"snapshot") -> bytes:
+    """The seal of a text of this kind that a rank leaves in the store."""
     if secret is None:
-        return b"0" * _SEAL
-    return hmac.new(secret, b"trigram snapshot %d " % rank + body, hashlib.sha256).hexdigest().encode()
+        return b"0" * SEAL
+    return hmac.new(secret, b"trigram %s %d " % (kind, rank) + body, hashlib.sha256).hexdigest().encode()
 
 
 def secret() -> bytes | None:
@@ -85,7 +87,7 @@ def secret() -> bytes | None:
 def seal(snapshot: Snapshot, key: bytes | None) -> bytes:
     """A snapshot as it is stored: its seal, and JSON."""
     body = json.dumps(asdict(snapshot), separators=(",", ":")).encode()
-    return _mac(key, snapshot.rank, body) + body
+    return mac(key, snapshot.rank, body) + body
 
 
 def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
@@ -95,10 +97,10 @@ def unseal(value: bytes, rank: int, key: bytes | None) -> Snapshot:
         AuthError: It is not sealed with this secret.
         ValueError: It is no snapshot of this rank.
     """
-    if len(value) > _LONGEST or len(value) < _SEAL:
+    if len(value) > _LONGEST or len(value) < SEAL:
         raise ValueError(f"{len(value)} bytes are no snapshot")
-    mine, body = value[:_SEAL], value[_SEAL:]
-    if not hmac.compare_digest(mine, _mac(key, rank, body)):
+    mine, body = value[:SEAL], value[SEAL:]
+    if not hmac.compare_digest(mine, mac(key, rank, body)):
         raise AuthError(
             f"the snapshot of rank {rank} is not sealed with this TRIGRAM_SECRET; give top that of the "
             "job, or none if the job has none"
@@ -217,7 +219,7 @@ _publisher: Publisher | None = None
 def _begin() -> None:
     global _publisher
     present = world.present()
-    if present is None or present.store is None:
+    if present is None or present.store is None or not world.asks(world.TOP):
         return
     store = connect_again(present.store)
     if present.rank == 0:

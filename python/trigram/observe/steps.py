@@ -40,6 +40,8 @@ PHASES = (INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
 """``input``: from the update, or a backward pass that no update follows, to the next forward pass (the script
 fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication;
 ``other``: the rest, such as the loss, clipping and logging."""
+WITH_BAGUA = "with_bagua"
+"""Who trains a model, if no library of torch does."""
 _KEPT = 512
 """Values of which medians are computed."""
 
@@ -107,6 +109,8 @@ class StepTimes:
             it anew, so another thread reads values of the same steps.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
         fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
+        trained_by: ``with_bagua``, or what else brings its ranks together: see
+            :mod:`trigram.observe.torch_steps`.
         group: The group whose calls carry most, which knows the rates of its links; None: closed.
     """
 
@@ -119,6 +123,7 @@ class StepTimes:
         self.buckets: list[int] = []
         self.group: Group | None = None
         self.fidelity: Callable[[], dict[str, Any]] = dict
+        self.trained_by = WITH_BAGUA
         self._since = 0
         self._now = dict.fromkeys(PHASES, 0)
         self._began = 0
@@ -255,6 +260,11 @@ def longest() -> StepTimes | None:
     """The times of the model of this job with the most steps, also if its hooks are gone."""
     closed = [_longest] if _longest is not None and _longest._job == world.job() else []
     return max([*_present(), *closed], key=_better, default=None)
+
+
+def with_bagua_trains() -> bool:
+    """Whether a model of this job has the hooks of ``with_bagua``."""
+    return any(times.trained_by == WITH_BAGUA for times in _present())
 
 
 def _present() -> list[StepTimes]:

@@ -27,8 +27,12 @@ AFTER = 20.0
 """Seconds of training before measuring begins: it takes about 0.3 s, and must not take 2 % of a job."""
 OPTIONS = ("after", "save_plan")
 """Of auto, as ``with_bagua`` takes them."""
-CONFIRMED = 0.05
-"""The part that it must gain in the trial: both its blocks of steps must be faster too."""
+EXACT_WORTH = 0.04
+"""The part of a step that another size of buckets must be predicted to gain. It leaves the training as it is,
+so a trial risks nothing; what changes numbers must gain ``choice.WORTH``."""
+CONFIRMED, EXACT_CONFIRMED = 0.05, 0.03
+"""The part that they must gain in the trial, the latter for sizes of buckets: both blocks of steps must be
+faster too."""
 LOOKS, REFERENCE = 5, 10
 """The last looks at the norm of the gradients, whose median is compared with that of the looks before."""
 FEWEST = 3
@@ -141,7 +145,7 @@ def propose(
     for level in reversed(wanted[: wanted.index(allowed) + 1]):
         row, decision = found.best[level], found.decision(level)
         gain = 1 - row.seconds / now
-        if gain >= WORTH and decision != current and decision not in [p.decision for p in first]:
+        if gain >= worth(row.kind) and decision != current and decision not in [p.decision for p in first]:
             first.append(Proposal(decision, row.kind, gain))
     refused, best = list[str](), found.best[allowed]
     for level in wanted[wanted.index(allowed) + 1 :]:
@@ -154,6 +158,16 @@ def propose(
         gain = 1 - row.seconds / now
         refused.append(f"{row.algorithm}, predicted to gain {gain:.0%} (from the start only)")
     return Proposals(everything, now, tuple(first), ", ".join(refused))
+
+
+def worth(kind: str) -> float:
+    """The part of a step that a change of this kind must be predicted to gain."""
+    return EXACT_WORTH if kind == "exact" else WORTH
+
+
+def enough(kind: str) -> float:
+    """The part that it must gain in a trial."""
+    return EXACT_CONFIRMED if kind == "exact" else CONFIRMED
 
 
 @dataclass(frozen=True)
@@ -171,18 +185,19 @@ class Verdict:
     confirmed: bool
 
 
-def judge(blocks: Sequence[Sequence[int]]) -> Verdict:
+def judge(blocks: Sequence[Sequence[int]], least: float = CONFIRMED) -> Verdict:
     """The verdict on a trial.
 
     Args:
         blocks: For each rank, the median step of each block in nanoseconds: before, after, before, after;
             0 where it has made no step that counts, and then nothing is confirmed.
+        least: The part of a step that it must gain.
     """
     median = [statistics.median(rank[k] for rank in blocks) for k in range(4)]
     before, after = (median[0] + median[2]) / 2, (median[1] + median[3]) / 2
     both = median[1] < median[0] and median[3] < median[2]
     both = both and all(of > 0 for rank in blocks for of in rank)
-    return Verdict(before * 1e-9, after * 1e-9, both and after <= (1 - CONFIRMED) * before)
+    return Verdict(before * 1e-9, after * 1e-9, both and after <= (1 - least) * before)
 
 
 def departed(norms: Sequence[float]) -> str:

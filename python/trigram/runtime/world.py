@@ -105,7 +105,8 @@ class World:
         ordinals: How many groups of the same kind and ranks have been created.
         borrowed: The groups of torch's process groups.
         elastic: The membership of an elastic job; None: the job is not elastic.
-        store: The store in which the ranks met; None: closed, unless ``TRIGRAM_TOP`` asks for it.
+        store: The store in which the ranks met; None: closed, unless ``TRIGRAM_TOP`` or ``TRIGRAM_REPORT``
+            asks for it.
         name: The same on all ranks, and another in each job; "": this rank came late.
         process: The process that has joined; a forked child has only a copy.
     """
@@ -154,8 +155,16 @@ class World:
 
 _world: World | None = None
 _jobs_left = 0
-TOP = "TRIGRAM_TOP"
-"""Set to 1, the store stays open while the job runs, and ranks leave snapshots in it."""
+TOP, REPORT = "TRIGRAM_TOP", "TRIGRAM_REPORT"
+"""If one of them is set, the store stays open while the job runs: ranks leave snapshots in it, or their part
+of the report, for which one host needs none."""
+
+
+def asks(variable: str) -> bool:
+    """Whether an environment variable is set, and not to 0."""
+    return os.environ.get(variable, "0") not in ("", "0")
+
+
 _starting = threading.RLock()
 """Held by a thread in ``init``: the first calls of two threads make one world, not two."""
 _leaves_in = 0
@@ -436,7 +445,7 @@ def _start(
         assert _start_elastic is not None
         start = _start_elastic(store, rank, world_size, (iface, toward, transport), op_timeout)
     gather = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
-    kept = store if os.environ.get(TOP, "0") not in ("", "0") else None
+    kept = store if asks(TOP) or asks(REPORT) else None
     del store, found
     if start is not None:
         late = start.wait_outside(gather)
@@ -474,7 +483,7 @@ def _start(
             _world.aided.help()
     if start is not None:
         _world.elastic = start.member()
-    _world.store = kept
+    _world.store = kept if asks(TOP) or len(set(engine.hosts)) > 1 else None
     _world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
 
 

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 
 from trigram.errors import MisuseError
 from trigram.observe import steps
+from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket
 from trigram.training.fused_steps import FusedSteps
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
-from trigram.training.weak_hook import WeakHook
 
 
 class FusedBuckets(StepHooks):

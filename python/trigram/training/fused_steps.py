@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime.group import Group
+from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.group_values import GroupValues
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import ShownParams, disclaim
-from trigram.training.weak_hook import WeakHook
 
 
 class FusedSteps:

@@ -34,12 +34,12 @@ from trigram.gpu import device
 from trigram.observe import steps
 from trigram.runtime import world
 from trigram.runtime.group import Group
+from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
 from trigram.training.tensor_check import check_tensors
 from trigram.training.uneven_inputs import UnevenInputs
 from trigram.training.update_watch import ValuesSnapshot
-from trigram.training.weak_hook import WeakHook
 
 _numbers = itertools.count()
 

@@ -437,11 +437,13 @@ class WeightSync(StepHooks):
         Raises:
             TimeoutError: Not all ranks called it within ``timeout`` seconds.
         """
-        self.abort_failed()
-        self._make_late_boundaries()
-        if between_steps and self.due:
-            self.early = self.steps
-            self._make_boundaries(self.steps)
+        # Averages in the background may take longer: other ranks still train.
+        with self.groups.within(timeout if isinstance(self.schedule, EverySteps) else None):
+            self.abort_failed()
+            self._make_late_boundaries()
+            if between_steps and self.due:
+                self.early = self.steps
+                self._make_boundaries(self.steps)
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:

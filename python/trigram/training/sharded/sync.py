@@ -25,6 +25,7 @@ from trigram.errors import MismatchError, MisuseError, TrigramError, Unsupported
 from trigram.observe import spans, steps
 from trigram.runtime import world
 from trigram.runtime.group import Group
+from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
@@ -37,7 +38,6 @@ from trigram.training.sharded.other_methods import OtherMethods
 from trigram.training.sharded.weight_buckets import Layout, WeightBucket, allot, divide, flat
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.shown_params import disclaim
-from trigram.training.weak_hook import WeakHook
 
 
 class ShardedSync(GradientSync):

@@ -146,7 +146,7 @@ def with_bagua(
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
         optimizer = None
-    check(chosen, optimizer)
+    check(chosen, optimizer, model)
     names = ignored_names(model, ignore)
     extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
     ranks = resolve(group)
@@ -318,7 +318,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         raise UnsupportedError(f"switch: algorithm={algorithm!r} begins with with_bagua; call it there")
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
-    check(chosen, optimizer)
+    check(chosen, optimizer, model)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()

@@ -96,7 +96,7 @@ class WrappedModel:
 
     def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
         """Starts an algorithm, first its warm-up if it has one."""
-        check(chosen, optimizer)
+        check(chosen, optimizer, model)
         self.algorithm, self.optimizer = chosen, optimizer
         if self.groups is None:
             return

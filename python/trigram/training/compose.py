@@ -14,6 +14,7 @@ from torch import nn
 from trigram.algorithms import graphs
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.sparse import sparse_parameters
 from trigram.codecs import find
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.mixing.async_gossip import AsyncGossip
@@ -88,8 +89,8 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
     )
 
 
-def check(algorithm: Algorithm, optimizer: Any) -> None:
-    """Raises if the optimizer does not fit the algorithm; sends nothing."""
+def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
+    """Raises if the optimizer or the model does not fit the algorithm; sends nothing."""
     options = algorithm.options
     if options.get("state") == "sharded" or options.get("fused"):
         updates_values(optimizer, options, algorithm.name)
@@ -98,6 +99,11 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
+        if list(sparse_parameters(model)):
+            raise UnsupportedError(
+                f"{algorithm.name}: its momenta are dense, and {type(model).__name__} has modules with "
+                "sparse=True; create them with sparse=False, or choose another algorithm"
+            )
     elif options.get("momentum"):
         if optimizer is None:
             raise MisuseError(

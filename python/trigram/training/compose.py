@@ -192,6 +192,7 @@ def _steps(
             "fragments",
             "outer_lr",
             "outer_momentum",
+            "feedback",
             "second_moment",
         )
         arguments = {k: v for k, v in options.items() if k not in others}
@@ -207,7 +208,8 @@ def _steps(
     if algorithm.kind == "central":
         if codec is None and power is None and outer == Outer():
             return [Mean(same, groups, algorithm.aggregation) for same in tensors]
-        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation)]
+        feedback = options.get("feedback")
+        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation, feedback)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None and outer != Outer():
         return [OuterGossip(all_tensors, groups, graph, outer)]

@@ -115,7 +115,7 @@ class Differences(AveragingStep):
     ) -> None:
         n = groups.size
         self.feedback = feedback
-        self.unsent: torch.Tensor | None = None  # of a rank whose weight is 0
+        self.unsent: torch.Tensor | None = None  # e, of a rank that weighs 0 in this averaging step
         length = (lambda total: padded(total, n)) if codec is not None or rule is not None else None
         super().__init__(tensors, groups, torch.float32, length)
         self.outer = outer
@@ -150,12 +150,12 @@ class Differences(AveragingStep):
         torch.sub(self.inp, self.agreed, out=self.out)
         # The padding: a nonzero value in it would change the scale of a codec's block.
         self.out[self.given.total :].zero_()
+        weight = self.groups.sample_weight
         if self.feedback is not None and self.dropped is not None:
             self.out.add_(self.dropped.mul_(self.feedback))
-        if self.groups.sample_weight is not None:
-            if self.groups.sample_weight.mine == 0.0:
-                self.unsent = self.out.clone() if self.feedback is not None else None
-            self.groups.sample_weight.weigh(self.out)
+            self.unsent = self.dropped.clone() if weight is not None and weight.mine == 0.0 else None
+        if weight is not None:
+            weight.weigh(self.out)
         self.average.start(number)
         self.sent += self.average.sent
 

@@ -18,7 +18,7 @@ TRAINED, HELD = 1 << 17, 1 << 14
 
 
 class Recommender(nn.Module):
-    """Scores whether a user clicks on an item, from the user, the item and its kind, and items clicked before.
+    """Scores whether a user clicks on an item, from the user, the item, its kind, and items clicked before.
 
     The three large tables have gradients of few rows (`sparse=True`); the head is dense.
     """

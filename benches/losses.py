@@ -3,7 +3,9 @@
     python benches/losses.py --out losses-out [--ranks 4] [--seeds 0,1,2] [--algorithms ...] [--workloads ...]
         [--steps N] [--skew 0.8] [--optimizer adamw|muon]
 
-Runs that `--out` already has are not made again, so a long measurement can be made in parts. All runs of a seed have the same initial weights, batches and schedule (linear warm-up over 5 % of the steps,
+Runs that `--out` already has are not made again, so a long measurement can be made in parts.
+
+All runs of a seed have the same initial weights, batches and schedule (linear warm-up over 5 % of the steps,
 then half a cosine); they differ only in the settings of `CARDS`. The loss is that of the averaged weights;
 asynchronous averaging steps are at most one step old. Writes results.json, curves.png and table.md.
 """
@@ -232,7 +234,7 @@ class Optimizers:
 
 
 def make_optimizer(kind: str, module: nn.Module, lr: float) -> torch.optim.Optimizer | Optimizers:
-    """The optimizer of a model: `sgd` (with momentum), `adam`, `adamw` or `muon` (matrices between layers; the
+    """The optimizer of a model: `sgd` (with momentum), `adam`, `adamw` or `muon` (of matrices in blocks; the
     rest has AdamW). Tables with sparse gradients have SparseAdam."""
     if kind == "sgd":
         return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)

@@ -89,3 +89,9 @@ class Algorithm:
     def gradients(self) -> bool:
         """Whether it carries gradients or momentum, not weights or differences."""
         return self.value.carry in ("gradients", "momentum")
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks make the same averaging steps together: it is neither asynchronous nor has it a
+        quorum."""
+        return self.every is not None and "quorum" not in self.options

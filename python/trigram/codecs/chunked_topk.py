@@ -20,8 +20,8 @@ _HEADER = 8
 
 
 class ChunkedTopK(Codec):
-    """Keeps of each chunk of 4096 values the ``ceil(fraction * 4096)`` largest: their places, their signs, and
-    one of two magnitudes, the means of the larger and of the smaller half of them.
+    """Keeps of each chunk of 4096 values the ``ceil(fraction * 4096)`` largest: their places, their signs,
+    and one of two magnitudes, the means of those above and up to their mean.
 
     docs/algorithms.md has the format.
 

@@ -85,8 +85,8 @@ class Differences(AveragingStep):
     its gradient. The encoding error stays in this rank's weights, ``out = r + (inp - r - q)``, so that it is
     part of the next difference. If the mean is encoded again, its owner keeps a residual.
 
-    With ``feedback=b`` the error stays in a buffer e instead, and decays: ``e = b e + inp - r``, ``q = Q(e)``,
-    ``e -= q``, and all ranks go on from r (SparseLoCo, arXiv 2508.15706).
+    With ``feedback=b`` the error stays in a buffer e instead, and decays: ``e = b e + inp - r``,
+    ``q = Q(e)``, ``e -= q``, and all ranks go on from r (SparseLoCo, arXiv 2508.15706).
 
     Args:
         tensors: The parameters.
@@ -143,7 +143,9 @@ class Differences(AveragingStep):
         else:
             self.average = FullAverage(self.out, groups)
         # All ranks get the same weights, unless each keeps the error of a codec in them.
-        self.exact = (codec is None or feedback is not None) and not any(t.dtype == torch.float64 for t in tensors)
+        self.exact = (codec is None or feedback is not None) and not any(
+            t.dtype == torch.float64 for t in tensors
+        )
 
     def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
@@ -179,8 +181,8 @@ class Differences(AveragingStep):
             self._keep_dropped(self.dropped)
 
     def _keep_dropped(self, dropped: torch.Tensor) -> None:
-        """Adds the encoding error to this rank's weights, or keeps it for the next difference; a sample weight
-        scaled it, so that is undone first."""
+        """Adds the encoding error to this rank's weights, or keeps it for the next difference; a sample
+        weight scaled it, so that is undone first."""
         sample_weight = self.groups.sample_weight
         if sample_weight is not None:
             dropped.mul_(1 / sample_weight.mine if sample_weight.mine else 0.0)

@@ -218,6 +218,11 @@ def _states(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
+    if "quorum" in chosen.options:
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support quorum=, whose ranks all depend on the first one; use "
+            "one of the two"
+        )
     if "state" in chosen.options or "fused" in chosen.options:
         raise UnsupportedError(
             "with_bagua: elastic=True supports neither state='sharded', because a lost rank takes its part "

@@ -112,7 +112,7 @@ class WrappedModel:
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)
-        self.groups.be_patient(chosen.every is None)
+        self.groups.be_patient(not chosen.in_step)
         warmup = chosen.options.get("warmup_steps", 0)
         self.groups.use_helpers(
             chosen.gradients
@@ -153,7 +153,7 @@ class WrappedModel:
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer)
-        if self.algorithm.every is None:
+        if not self.algorithm.in_step:
             assert isinstance(hooks, WeightSync)
             exit_status.watch()
             running[hooks] = None if self.states is None else model

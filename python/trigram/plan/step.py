@@ -62,6 +62,8 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered steps: {algorithm.name}"
         )
+    if "quorum" in algorithm.options:
+        raise UnsupportedError(f"plan: the model has no quorum: {algorithm.name}")
     if job.machines.ranks == 1:
         return Prediction(job.compute.step, 0.0, 0.0, 0.0)
     if algorithm.gradients:

@@ -22,6 +22,7 @@ from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.outer_gossip import OuterGossip
+from trigram.mixing.quorum import QuorumSteps
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
@@ -76,7 +77,7 @@ def _compose(
         return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = algorithm.options.get("second_moment") == "mean"
-    weights = WeightSync(model, groups, make, algorithm.every is not None, of_mean)
+    weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
     if optimizer is not None and _averages_state(algorithm):
         weights.averaged = weakref.ref(optimizer)
     return weights
@@ -121,7 +122,7 @@ def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
 def _averages_state(algorithm: Algorithm) -> bool:
     """Whether the algorithm can average the optimizer's state: central averages of full weights every h
     steps."""
-    mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.every is not None
+    mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.in_step
     return mean and not algorithm.gradients and algorithm.step is None
 
 
@@ -145,6 +146,11 @@ def _schedule(
         plain = codec is None and len(tensors) == 1
         weights = AveragingStep(all_tensors, groups, None if plain else torch.float32)
         return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
+    if "quorum" in options:
+        assert algorithm.every is not None
+        one = AveragingStep([t for same in tensors for t in same], groups, torch.float32)
+        one.exact = all(same[0].dtype != torch.float64 for same in tensors)
+        return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
     if algorithm.every is None:
         steps = _steps(tensors, groups, algorithm)
         return BackgroundSteps(steps, groups, options["staleness"], options["script"])

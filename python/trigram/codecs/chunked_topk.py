@@ -136,7 +136,8 @@ class _Chunk:
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """The codes, a row each, of rows of ``length`` values."""
         finite = rows.isfinite().all(1, keepdim=True)
-        rows = torch.where(finite, rows, torch.zeros_like(rows))
+        if not bool(finite.all()):
+            rows = torch.where(finite, rows, torch.zeros_like(rows))
         places = _largest(rows.abs(), self.kept)
         values = rows.gather(1, places)
         sizes = values.abs().double()
@@ -176,9 +177,12 @@ class _Chunk:
 
 def _largest(sizes: torch.Tensor, kept: int) -> torch.Tensor:
     """The places of the ``kept`` largest values of each row, in order; of equal values the first."""
-    least = sizes.topk(kept, 1).values[:, -1:]
-    above, equal = sizes > least, sizes == least
-    chosen = above | (equal & (equal.cumsum(1) <= kept - above.sum(1, keepdim=True)))
+    least = sizes.topk(kept, 1, sorted=False).values.amin(1, keepdim=True)
+    chosen = sizes >= least
+    tied = (chosen.sum(1) > kept).nonzero()[:, 0]
+    if len(tied):
+        above, equal = sizes[tied] > least[tied], sizes[tied] == least[tied]
+        chosen[tied] = above | (equal & (equal.cumsum(1) <= kept - above.sum(1, keepdim=True)))
     return chosen.nonzero()[:, 1].view(len(sizes), kept)
 
 

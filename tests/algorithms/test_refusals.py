@@ -185,6 +185,16 @@ def a_bare_model(rank: int, world: int, call: str) -> None:
 
 
 @CASES
+def dense_momenta_of_sparse_gradients(rank: int, world: int) -> None:
+    """Also with a warm-up, which would average the sparse gradients and leave them to the optimizer."""
+    module = nn.Embedding(5, 3, sparse=True)
+    for warmup in (0, 10):
+        own = {"optimizer": trigram.QAdam(module.parameters(), lr=0.1), "warmup_steps": warmup}
+        says(raises(trigram.UnsupportedError, trigram.with_bagua, module, "qadam", **own), "sparse=True")
+    still_works(rank, world, "sparse-momenta")
+
+
+@CASES
 def every_algorithm_is_listed(rank: int, world: int) -> None:
     names = [a["name"] for a in trigram.algorithms() if a["available"]]
     assert len(names) == 18 and names[0] == "gradient_allreduce"

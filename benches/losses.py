@@ -77,6 +77,8 @@ CARDS: dict[str, Card] = {
         options={"every": 2, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.4
     ),
     "sparta": Card(options={"share": 0.25}, warmup=0.2),
+    # A value that is not sent waits for the next averaging steps, of which there are few.
+    "sparseloco": Card(options={"every": 4, "fraction": 0.3}, warmup=0.2),
     "powersgd": Card(options={"rank": 8}, warmup=0.2),
     # What is not sent is late, by a few steps on average; early in a training that costs most.
     "topk": Card(options={"fraction": 0.1}, warmup=0.4),

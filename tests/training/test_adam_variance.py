@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import trigram
+from tests.support.harness import run
 from trigram.training import adam_variance, optimizer_hooks
 
 LR, EPS, STEPS = 0.01, 1e-8, 40
@@ -114,6 +116,38 @@ def test_rare_rows_move_as_with_ddp() -> None:
         far[kind] = float(torch.stack([p.detach() for p in params]).mean(0).mean())
     assert abs(far["adapted"] / far["ddp"] - 1) < 0.1, far
     assert far["own"] / far["ddp"] < 0.5, far
+
+
+def _averages(rank: int, world: int, second_moment: str) -> bool:
+    """A training through trigram is that of all ranks in this process, adapted after each step or not."""
+    table = nn.Embedding(4, 3, sparse=True)
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(world)]
+    optimizers = [torch.optim.SparseAdam([p], lr=LR) for p in params]
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    model = trigram.with_bagua(table, "central/full/every:1", second_moment=second_moment)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=LR)
+    for step in range(9):
+        rows = [torch.tensor([0, 1 + (step + j) % 3, 0]) for j in range(world)]
+        optimizer.zero_grad()
+        model(rows[rank]).square().sum().mul(1 + rank).backward()
+        optimizer.step()
+        for j, (param, each) in enumerate(zip(params, optimizers, strict=True)):
+            each.zero_grad()
+            nn.functional.embedding(rows[j], param, sparse=True).square().sum().mul(1 + j).backward()
+            each.step()
+            if second_moment == "mean":
+                adam_variance.adapt(each, {id(param)}, world)
+        mean = torch.stack([p.detach() for p in params]).mean(0)
+        with torch.no_grad():
+            for param in params:
+                param.copy_(mean)
+    return bool(torch.allclose(table.weight, mean, rtol=1e-5))
+
+
+@pytest.mark.parametrize("second_moment", ["mean", "own"])
+def test_tables_that_are_averaged(second_moment: str) -> None:
+    assert run(3, _averages, second_moment) == [True] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -1,6 +1,9 @@
 """Measures the held-out loss on real data that each algorithm reaches with as many samples as DDP.
 
     python benches/losses.py --out losses-out [--ranks 4] [--seeds 0,1,2] [--algorithms ...] [--workloads ...]
+        [--steps N] [--skew 0.8] [--optimizer adamw|muon]
+
+Runs that `--out` already has are not made again, so a long measurement can be made in parts.
 
 All runs of a seed have the same initial weights, batches and schedule (linear warm-up over 5 % of the steps,
 then half a cosine); they differ only in the settings of `CARDS`. The loss is that of the averaged weights;
@@ -24,6 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import clicks
 import hosts
 import torch
 import torch.distributed as dist
@@ -73,6 +77,8 @@ CARDS: dict[str, Card] = {
         options={"every": 2, "outer_lr": 0.8, "outer_momentum": 0.3, "second_moment": "mean"}, warmup=0.4
     ),
     "sparta": Card(options={"share": 0.25}, warmup=0.2),
+    # A value that is not sent waits for the next averaging steps, of which there are few.
+    "sparseloco": Card(options={"every": 4, "fraction": 0.3}, warmup=0.2),
     "powersgd": Card(options={"rank": 8}, warmup=0.2),
     # What is not sent is late, by a few steps on average; early in a training that costs most.
     "topk": Card(options={"fraction": 0.1}, warmup=0.4),
@@ -99,7 +105,9 @@ TASKS = {
     "digits": Task(16, 500, 0.05, 3e-3, "sgd"),
     "gpt": Task(2, 500, 0.0, 3e-3, "adam"),
     "characters": Task(32, 700, 0.0, 2e-2, "adam"),
+    "clicks": Task(64, 500, 0.0, 1e-2, "adam"),
 }
+OPTIMIZERS = ("adamw", "muon")
 
 
 class Characters(nn.Module):
@@ -148,11 +156,14 @@ def _numbered(values: Sequence[Any]) -> list[int]:
 
 def data(workload: str) -> workloads.Split:
     """A workload's training part and held-out part."""
-    return characters() if workload == "characters" else workloads.data(workload)
+    made = {"characters": characters, "clicks": clicks.clicks}.get(workload)
+    return workloads.data(workload) if made is None else made()
 
 
 def make_model(workload: str) -> nn.Module:
     """A fresh model; its weights depend on torch's seed alone."""
+    if workload == "clicks":
+        return clicks.Recommender()
     if workload != "characters":
         return workloads.make_model(workload)
     split = characters()
@@ -161,11 +172,32 @@ def make_model(workload: str) -> nn.Module:
     return Characters(sizes, int(x[:, 3:].max()) + 1, int(y.max()) + 1)
 
 
-def batches(split: workloads.Split, size: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, endless: each epoch has a new permutation, divided among the ranks."""
+def batches(
+    split: workloads.Split, size: int, seed: int, skew: float = 0.0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's batches, endless: each epoch has a new permutation, divided among the ranks.
+
+    Args:
+        split: The data.
+        size: Samples in a batch.
+        seed: Of the permutations.
+        skew: The part of the samples that is divided by label: each rank always trains on the same of them,
+            those of its labels (of a text: of its pages). The rest is divided anew in each epoch.
+    """
     generator, rank, world = torch.Generator().manual_seed(seed), dist.get_rank(), dist.get_world_size()
+    own, shared = torch.empty(0, dtype=torch.long), torch.arange(len(split.x))
+    if skew:
+        order = torch.randperm(len(split.x), generator=generator)
+        by_label, shared = order[: round(skew * len(order))], order[round(skew * len(order)) :]
+        labels = split.y[by_label] if split.y.dim() == 1 else by_label
+        own = by_label[labels.argsort(stable=True)].tensor_split(world)[rank]
     while True:
-        order = torch.randperm(len(split.x), generator=generator)[rank::world]
+        order = shared[torch.randperm(len(shared), generator=generator)][rank::world]
+        if skew:
+            # Each rank permutes as many values, so that all draw the same numbers.
+            keys = torch.rand(len(split.x), generator=generator)
+            order = torch.cat([own, order])
+            order = order[keys[order].argsort()]
         for start in range(0, len(split.x) // world - size + 1, size):
             index = order[start : start + size]
             yield split.x[index], split.y[index]
@@ -181,16 +213,59 @@ def evaluate(model: nn.Module, split: workloads.Split) -> float:
     return total / len(split.held_x)
 
 
+class Optimizers:
+    """Several optimizers, each of some of the parameters, with the methods of one."""
+
+    def __init__(self, *each: torch.optim.Optimizer) -> None:
+        self.each = each
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Those of all."""
+        return [group for one in self.each for group in one.param_groups]
+
+    def zero_grad(self) -> None:
+        """Drops the gradients of all."""
+        for one in self.each:
+            one.zero_grad()
+
+    def step(self) -> None:
+        """Updates all parameters."""
+        for one in self.each:
+            one.step()
+
+
+def make_optimizer(kind: str, module: nn.Module, lr: float) -> torch.optim.Optimizer | Optimizers:
+    """The optimizer of a model: `sgd` (with momentum), `adam`, `adamw` or `muon` (of matrices in blocks; the
+    rest has AdamW). Tables with sparse gradients have SparseAdam."""
+    if kind == "sgd":
+        return torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
+    layers = [m for m in module.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
+    tables = {id(m.weight) for m in layers if m.sparse}
+    sparse = [p for p in module.parameters() if id(p) in tables]
+    dense = [p for p in module.parameters() if id(p) not in tables]
+    each: list[torch.optim.Optimizer] = [torch.optim.SparseAdam(sparse, lr=lr)] if sparse else []
+    if kind == "muon":
+        matrices = [p for name, p in module.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
+        rest = [p for p in dense if all(p is not m for m in matrices)]
+        # Its steps have the size of Adam's, so they have one learning rate.
+        each += [torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")]
+        each += [torch.optim.AdamW(rest, lr=lr)]
+    else:
+        each += [(torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(dense, lr=lr)]
+    return each[0] if len(each) == 1 else Optimizers(*each)
+
+
 def wrap(
     algorithm: str, module: nn.Module, lr: float, kind: str, steps: int, workload: str | None, **more: Any
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> tuple[nn.Module, torch.optim.Optimizer | Optimizers]:
     """The module made data-parallel by an algorithm, or by DDP, and its optimizer.
 
     Args:
         algorithm: The name of an algorithm, or `DDP`.
         module: The model.
         lr: The learning rate of DDP.
-        kind: "sgd" or "adam".
+        kind: As for `make_optimizer`.
         steps: The number of training steps.
         workload: The workload whose learning rate and options in `CARDS` to use; None: the defaults, and a
             warm-up of two steps.
@@ -198,34 +273,43 @@ def wrap(
     """
     card = CARDS.get(algorithm, Card())
     lr *= card.lr.get(workload, 1.0) if workload else 1.0
-    optimizer: torch.optim.Optimizer
+    optimizer: torch.optim.Optimizer | Optimizers
     if algorithm == "qadam":
         optimizer = trigram.QAdam(module.parameters(), lr=lr)
-    elif kind == "sgd":
-        optimizer = torch.optim.SGD(module.parameters(), lr=lr, momentum=0.9)
     else:
-        optimizer = torch.optim.Adam(module.parameters(), lr=lr)
+        optimizer = make_optimizer(kind, module, lr)
     if algorithm in (DDP, DDP_ADAM):
         return DistributedDataParallel(module), optimizer
     options: dict[str, Any] = dict(card.options) if workload else {}
     if card.warmup:
         options["warmup_steps"] = max(2, round(card.warmup * steps)) if workload else 2
-    if card.optimizer:
+    if card.optimizer and not isinstance(optimizer, Optimizers):
         options["optimizer"] = optimizer
     return trigram.with_bagua(module, algorithm, **options, **more), optimizer
 
 
-def train(workload: str, algorithm: str, seed: int, steps: int) -> dict[str, Any]:
-    """One training; its result is the same on all ranks."""
+def train(
+    workload: str, algorithm: str, seed: int, steps: int, skew: float = 0.0, uses: str | None = None
+) -> dict[str, Any]:
+    """One training; its result is the same on all ranks.
+
+    Args:
+        workload: Its name.
+        algorithm: The algorithm, `DDP` or `DDP_ADAM`.
+        seed: Of the weights and batches.
+        steps: The number of steps.
+        skew: As for `batches`.
+        uses: One of `OPTIMIZERS`; None: the workload's.
+    """
     task, split = TASKS[workload], data(workload)
-    kind = "adam" if algorithm in ("qadam", DDP_ADAM) else task.uses
+    kind = "adam" if algorithm in ("qadam", DDP_ADAM) else uses or task.uses
     # Ranks that share processors need several of these small steps for one averaging step; bound the
     # staleness.
     more = {"staleness": 1} if algorithm.startswith("async") else {}
     torch.manual_seed(seed)
-    module, lr = make_model(workload), getattr(task, kind)
+    module, lr = make_model(workload), task.sgd if kind == "sgd" else task.adam
     model, optimizer = wrap(algorithm, module, lr, kind, steps, workload, **more)
-    stream, losses = batches(split, task.batch, seed), []
+    stream, losses = batches(split, task.batch, seed, skew), []
     peaks = [group["lr"] for group in optimizer.param_groups]
     started = time.perf_counter()
     for step in range(steps):
@@ -262,6 +346,8 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         held.setdefault((run["workload"], run["algorithm"]), []).append(run["held_out"])
     rows = []
     for (workload, algorithm), values in held.items():
+        if (workload, DDP) not in held:
+            continue
         against = DDP_ADAM if algorithm == "qadam" and TASKS[workload].uses == "sgd" else DDP
         reference = held[workload, against]
         mean, base = statistics.fmean(values), statistics.fmean(reference)
@@ -332,32 +418,57 @@ def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def earlier(file: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """The runs, and what was skipped, of an earlier call with the same settings.
+
+    Raises:
+        SystemExit: They had other settings.
+    """
+    if not file.exists():
+        return [], {}
+    found = json.loads(file.read_text())
+    if {name: found.get(name) for name in settings} != settings:
+        sys.exit(f"losses.py: {file} has runs with other settings; choose another --out")
+    return found["runs"], {}
+
+
 def rank_main(args: argparse.Namespace) -> None:
     """Trains everything on one rank; rank 0 prints and writes the results after each training."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     trigram.init()
-    runs: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
+    settings = {
+        "ranks": dist.get_world_size(),
+        "steps": args.steps,
+        "skew": args.skew,
+        "optimizer": args.optimizer,
+        "torch": torch.__version__,
+    }
+    runs, skipped = earlier(args.out / "results.json", settings)
+    done = {(run["workload"], run["algorithm"], run["seed"]) for run in runs}
+    dist.barrier()  # all have read the file before rank 0 writes it
     first = dist.get_rank() == 0
     for workload in args.workloads:
-        references = (
-            [DDP, DDP_ADAM] if TASKS[workload].uses == "sgd" and "qadam" in args.algorithms else [DDP]
-        )
+        with_sgd = TASKS[workload].uses == "sgd" and args.optimizer is None
+        references = [DDP, DDP_ADAM] if with_sgd and "qadam" in args.algorithms else [DDP]
         for algorithm in (*references, *args.algorithms):
             for seed in args.seeds:
+                if (workload, algorithm, seed) in done:
+                    continue
+                steps = args.steps or TASKS[workload].steps
                 try:
-                    run = train(workload, algorithm, seed, args.steps or TASKS[workload].steps)
+                    run = train(workload, algorithm, seed, steps, args.skew, args.optimizer)
                 except (trigram.UnsupportedError, AttributeError) as error:
-                    skipped[algorithm] = str(error)
+                    skipped[f"{algorithm} on {workload}"] = str(error)
                     break
                 runs.append(run)
                 if first:
                     words = (workload, algorithm, f"seed {seed}", f"held out {run['held_out']:.4f}")
                     print(*words, f"{run['seconds']:.1f} s", flush=True)
-                    facts = {"ranks": dist.get_world_size(), "torch": torch.__version__, "skipped": skipped}
-                    text = json.dumps(facts | {"table": table(runs), "runs": runs}, indent=1)
-                    (args.out / "results.json").write_text(text + "\n")
+                    facts = settings | {"skipped": skipped, "table": table(runs), "runs": runs}
+                    # Whole or not at all: a later call goes on from it.
+                    (args.out / "results.new").write_text(json.dumps(facts, indent=1) + "\n")
+                    (args.out / "results.new").replace(args.out / "results.json")
     if first:
         notes = "".join(f"\nskipped: {name}: {why}\n" for name, why in skipped.items())
         (args.out / "table.md").write_text(markdown(table(runs)) + notes)
@@ -377,6 +488,8 @@ def main() -> int:
     )
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(TASKS))
     parser.add_argument("--steps", type=int, help="replaces the number of steps of each workload")
+    parser.add_argument("--skew", type=float, default=0.0, help="the part of the samples divided by label")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="replaces SGD and Adam; muon is for gpt")
     return hosts.run_ranks(parser, rank_main, "losses-out", 4)
 
 

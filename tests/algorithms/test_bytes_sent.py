@@ -77,6 +77,11 @@ class Count:
     every: int = 1
 
 
+def gathered(codec: str) -> Callable[[int, int, int], float]:
+    """Bytes of one round: one's own code reaches all others."""
+    return lambda n, rank, round: (n - 1) * encoded_size(codec, n * padded_shard(n))
+
+
 COUNTS = {
     "bytegrad": Count("bytegrad", by_owners("int8", "int8"), flags=True),
     "bytegrad block": Count("bytegrad", by_owners("int8", "int8", 64), {"block": 64}, flags=True),
@@ -91,6 +96,7 @@ COUNTS = {
     "qadam 8": Count("qadam", by_owners("int8", "int8"), {"warmup_steps": 1}, "qadam", flags=True),
     "qadam 1": Count("qadam", by_owners("sign", "sign"), {"warmup_steps": 1, "bits": 1}, "qadam", flags=True),
     "central int8 every": Count("central/int8/every:2", by_owners("int8", "int8"), every=2),
+    "sparseloco": Count("sparseloco", gathered("chunktopk:0.02"), {"every": 2}, every=2),
     "async_low_precision": Count("async_low_precision", by_owners("int8", "int8"), {"script": always}),
     "decentralized": Count("decentralized", by_graph("one_peer")),
     "decentralized ring": Count("decentralized", by_graph("ring"), {"topology": "ring"}),

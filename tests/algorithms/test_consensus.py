@@ -44,7 +44,15 @@ def average(t: Tensor, world: int) -> Tensor:
     return t / world
 
 
-WEIGHTS = ["decentralized", "low_precision_decentralized", "async third", "local_sgd", "noloco", "push_sum"]
+WEIGHTS = [
+    "decentralized",
+    "low_precision_decentralized",
+    "async third",
+    "local_sgd",
+    "noloco",
+    "sparseloco",
+    "push_sum",
+]
 
 
 @CASES.over(*WEIGHTS, "async_decentralized third")

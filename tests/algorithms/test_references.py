@@ -34,6 +34,12 @@ MUTANTS: dict[str, tuple[str, Callable[[int], Algorithm]]] = {
     "state left alone": ("local_sgd state momentum", lambda n: CentralWeights(2)),
     "no outer step": ("diloco", lambda n: CentralWeights(2)),
     "outer momentum": ("diloco", lambda n: CentralWeights(2, outer=(0.7, 0.8))),
+    "an error that stays": (
+        "sparseloco",
+        lambda n: CentralWeights(2, "chunktopk:0.1", feedback=1.0),
+    ),
+    "the error in the weights": ("sparseloco", lambda n: CentralWeights(2, "chunktopk:0.1")),
+    "values in full": ("sparseloco", lambda n: CentralWeights(2, "topk:0.1", feedback=0.95)),
     "no residual": ("central int4 every", lambda n: CentralWeights(2, "int4", owner_feedback=False)),
     "landed late": ("async third", lambda n: CentralWeights(script=lambda s: s % 3 == 1)),
     "landed early": ("async_low_precision third", lambda n: CentralWeights(codec="int8", script=always)),

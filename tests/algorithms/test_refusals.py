@@ -58,6 +58,14 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "share of nothing": ("central/share:0/sync", {}, ("share", "0.05")),
     "share without a number": ("central/share/sync", {}, ("share", "0.05")),
     "share and an outer step": ("central/share:0.1/every:4", {"outer_lr": 0.5}, ("outer_lr",)),
+    "chunks of gradients": ("central/chunktopk:0.1/sync", {}, ("chunktopk", "gradients")),
+    "chunks for neighbours": ("gossip:ring/chunktopk:0.1/every:4", {}, ("chunktopk", "neighbours")),
+    "chunks of the robust": ("central:median/chunktopk:0.1/every:4", {}, ("chunktopk", "few ranks")),
+    "chunks of nothing": ("central/chunktopk:0/every:4", {}, ("chunktopk", "0.02")),
+    "chunks with a block": ("sparseloco", {"block": 64}, ("block",)),
+    "feedback above one": ("sparseloco", {"feedback": 1.5}, ("feedback", "1.5")),
+    "feedback of nothing": ("diloco", {"feedback": 0.9}, ("feedback",)),
+    "feedback of the robust": ("central:median/int8/every:4", {"feedback": 0.9}, ("feedback",)),
     "push with a codec": ("push:random/int8/sync", {}, ("push",)),
     "push asynchronously": ("push:random/full/async", {}, ("push",)),
     "momentum of another": ("bytegrad", {"momentum": 0.9}, ("momentum", "bytegrad")),
@@ -177,9 +185,19 @@ def a_bare_model(rank: int, world: int, call: str) -> None:
 
 
 @CASES
+def dense_momenta_of_sparse_gradients(rank: int, world: int) -> None:
+    """Also with a warm-up, which would average the sparse gradients and leave them to the optimizer."""
+    module = nn.Embedding(5, 3, sparse=True)
+    for warmup in (0, 10):
+        own = {"optimizer": trigram.QAdam(module.parameters(), lr=0.1), "warmup_steps": warmup}
+        says(raises(trigram.UnsupportedError, trigram.with_bagua, module, "qadam", **own), "sparse=True")
+    still_works(rank, world, "sparse-momenta")
+
+
+@CASES
 def every_algorithm_is_listed(rank: int, world: int) -> None:
     names = [a["name"] for a in trigram.algorithms() if a["available"]]
-    assert len(names) == 17 and names[0] == "gradient_allreduce"
+    assert len(names) == 18 and names[0] == "gradient_allreduce"
     says(raises(trigram.UnsupportedError, trigram.with_bagua, net(), "nonsense"), "nonsense", *names)
 
 

@@ -43,6 +43,7 @@ STATEFUL = [
     "topk warmup",
     "push_sum pause",
     "noloco",
+    "sparseloco",
     "async staleness",
 ]
 ASYNC = [k for k in STATEFUL if "async" in k]

@@ -220,7 +220,7 @@ def test_which_carry_gradients() -> None:
     assert {ROWS[k].algorithm for k in OTHERS} == {
         *("decentralized", "low_precision_decentralized", "async", "async_low_precision"),
         *("async_decentralized", "async_low_precision_decentralized", "local_sgd", "diloco", "push_sum"),
-        *("noloco", "sparta"),
+        *("noloco", "sparta", "sparseloco"),
     }
 
 

@@ -26,6 +26,7 @@ COSTS = Costs(
         "int8": CodecCost(4.4e-10, 2.1e-10, 2.2e-10),
         "sign": CodecCost(1.4e-9, 4.5e-10, 6.0e-10),
         "topk:0.01": CodecCost(1.9e-9, 6.5e-10, 4.1e-10),
+        "chunktopk:0.02": CodecCost(2.7e-8, 2.3e-9, 1.7e-9),
     },
     powersgd={"2": 2.6e-9},
     copy=1.7e-10,

@@ -88,6 +88,19 @@ class Owners:
         return [q[:length] for q in sent], out[:length]
 
 
+class Gathered:
+    """The mean of all ranks' vectors, each encoded once; what each rank sent, and what all got."""
+
+    def __init__(self, codec: str) -> None:
+        self.codec = codec
+
+    def __call__(self, parts: Sequence[Tensor]) -> tuple[list[Tensor], Tensor]:
+        n, length = len(parts), len(parts[0])
+        whole = n * 64 * math.ceil(math.ceil(length / n) / 64)
+        sent = [decoded(self.codec, nn.functional.pad(p, (0, whole - length))) for p in parts]
+        return [q[:length] for q in sent], mean(sent)[:length]
+
+
 class CodedGradients(Algorithm):
     """central/CODEC/sync; `momentum` not None: DGC."""
 
@@ -318,23 +331,25 @@ class CentralWeights(Algorithm):
         overlap: bool = False,
         script: Script | None = None,
         owner_feedback: bool = True,
+        feedback: float | None = None,
     ) -> None:
+        self.feedback = feedback
         self.every, self.codec, self.outer, self.state, self.overlap = every, codec, outer, state, overlap
         self.script = script
         second = "int8" if codec == "sign" else codec
-        self.owners = (
-            None
-            if codec is None
-            else Owners(
-                codec, second or "", block, block if second == codec else None, (False, owner_feedback)
-            )
-        )
+        self.owners: Callable[[list[Tensor]], tuple[list[Tensor], Tensor]] | None = None
+        if codec is not None and codec.startswith("chunktopk"):
+            self.owners = Gathered(codec)
+        elif codec is not None:
+            second_block = block if second == codec else None
+            self.owners = Owners(codec, second or "", block, second_block, (False, owner_feedback))
         self.flight: list[Tensor] | None = None  # what is added to each rank's weights when it lands
 
     def attach(self, sim: Simulation) -> None:
         super().attach(sim)
         self.r = sim.start.clone()
         self.momentum = torch.zeros_like(self.r)
+        self.e = [torch.zeros_like(self.r) for _ in range(sim.n)]
 
     def agree(self, x: list[Tensor]) -> list[Tensor]:
         """What each rank adds to its weights; moves r."""
@@ -344,12 +359,18 @@ class CentralWeights(Algorithm):
                 return [average - own for own in x]
             self.outer_step(self.r - average)
             return [self.r - own for own in x]
-        q, move = self.owners([own - self.r for own in x])
+        parts = [own - self.r for own in x]
+        if self.feedback is not None:
+            parts = [self.feedback * e + part for e, part in zip(self.e, parts, strict=True)]
+        q, move = self.owners(parts)
+        self.e = [part - mine for part, mine in zip(parts, q, strict=True)]
         before = self.r
         if self.outer is None:
             self.r = self.r + move
         else:
             self.outer_step(-move)
+        if self.feedback is not None:
+            return [self.r - own for own in x]
         return [(self.r - before) - mine for mine in q]
 
     def outer_step(self, d: Tensor) -> None:

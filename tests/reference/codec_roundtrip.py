@@ -49,11 +49,24 @@ def _topk(x: Tensor, fraction: float) -> Tensor:
     return kept
 
 
+def _chunktopk(x: Tensor, fraction: float) -> Tensor:
+    """One chunk: the largest values, each as the mean of the larger or of the smaller of them."""
+    kept = torch.zeros_like(x)
+    index = x.abs().sort(descending=True, stable=True).indices[: how_many(fraction, len(x))]
+    sizes = x[index].abs().double()
+    large = sizes > sizes.mean()
+    for part in (large, ~large):
+        if bool(part.any()):
+            size = sizes[part].mean().float()
+            kept[index[part]] = torch.where(x[index[part]] < 0, -size, size)
+    return kept
+
+
 def how_many(fraction: float, n: int) -> int:
     return max(1, math.ceil(fraction * n))
 
 
-BLOCKS = {"int8": 512, "int4": 32, "fp8": 128, "sign": 256}
+BLOCKS = {"int8": 512, "int4": 32, "fp8": 128, "sign": 256, "chunktopk": 4096}
 
 
 def decoded(codec: str, x: Tensor, block: int | None = None) -> Tensor:
@@ -70,6 +83,7 @@ def decoded(codec: str, x: Tensor, block: int | None = None) -> Tensor:
         "int4": lambda b: _affine(b, 15, 4),
         "fp8": _fp8,
         "sign": _sign,
+        "chunktopk": lambda b: _chunktopk(b, float(argument)),
     }[name]
     whole = [one(b) if bool(b.isfinite().all()) else b * math.nan for b in x.split(block or BLOCKS[name])]
     return torch.cat(whole)
@@ -86,6 +100,15 @@ def encoded_size(codec: str, n: int, block: int | None = None) -> int:
         return 4 * k + (k * low + 7) // 8 + (k + ((n - 1) >> low) + 1 + 7) // 8
     if name == "randomk":
         return 12 + 4 * how_many(float(argument), n)
+    if name == "chunktopk":
+        total = 0
+        for start in range(0, n, 4096):
+            length = min(4096, n - start)
+            k = how_many(float(argument), length)
+            low = int(math.log2(length // k))
+            places = (k * low + 7) // 8 + (k + ((length - 1) >> low) + 1 + 7) // 8
+            total += 8 + (2 * k + 7) // 8 + places
+        return total
     size = block or BLOCKS[name]
     headers = 4 * math.ceil(n / size)
     return headers + {"int8": n, "fp8": n, "int4": (n + 1) // 2, "sign": (n + 7) // 8}[name]

@@ -288,6 +288,62 @@ row(
     outer_momentum=0.9,
     coded=True,
 )
+row(
+    "sparseloco",
+    "sparseloco",
+    lambda n: CentralWeights(2, "chunktopk:0.1", feedback=0.95),
+    every=2,
+    fraction=0.1,
+    coded=True,
+    agree=2,
+    steps=10,
+)
+row(
+    "sparseloco adam",
+    "sparseloco",
+    lambda n: CentralWeights(3, "chunktopk:0.05", feedback=0.8, outer=(0.7, 0.0)),
+    every=3,
+    fraction=0.05,
+    feedback=0.8,
+    outer_lr=0.7,
+    optimizer="adam",
+    coded=True,
+    agree=3,
+    steps=12,
+)
+row(
+    "sparseloco overlap",
+    "sparseloco",
+    lambda n: CentralWeights(2, "chunktopk:0.1", feedback=0.95, overlap=True),
+    every=2,
+    fraction=0.1,
+    overlap=True,
+    coded=True,
+)
+row(
+    "sparseloco async",
+    "central/chunktopk:0.1/async",
+    lambda n: CentralWeights(codec="chunktopk:0.1", feedback=0.9, script=irregular),
+    feedback=0.9,
+    script=irregular,
+    coded=True,
+    steps=12,
+)
+row(
+    "central chunktopk every",
+    "central/chunktopk:0.1/every:2",
+    lambda n: CentralWeights(2, "chunktopk:0.1"),
+    coded=True,
+    steps=9,
+)
+row(
+    "central int8 feedback",
+    "central/int8/every:2",
+    lambda n: CentralWeights(2, "int8", feedback=0.5),
+    feedback=0.5,
+    coded=True,
+    agree=2,
+)
 for _name, _s in (("third", every_third), ("irregular", irregular), ("always", always)):
     row(f"async {_name}", "async", lambda n, s=_s: CentralWeights(script=s), script=_s)
     row(
@@ -515,6 +571,7 @@ NAMES_ONCE = [  # each name with the options that make it interesting within a f
     "diloco",
     "noloco",
     "sparta",
+    "sparseloco",
     "powersgd",
     "topk fraction",
     "signsgd",

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import trigram
+from tests.support.harness import run
 from trigram.training import adam_variance, optimizer_hooks
 
 LR, EPS, STEPS = 0.01, 1e-8, 40
@@ -55,6 +57,97 @@ def train(kind: type[torch.optim.Adam], ranks: int, dtype: torch.dtype, **option
         adam_variance.adapt(optimizer, {id(param)}, ranks)
         seen.append(param.detach().double().numpy().copy())
     return seen
+
+
+def rows_of(step: int, rank: int) -> list[int]:
+    """One that is in every gradient, now and then twice, and one that is in that of one rank in turn."""
+    return [0, 1 + step % 4, 0] if rank == step % 3 else [0]
+
+
+def sparse_gradient(step: int, rank: int, shape: tuple[int, int]) -> torch.Tensor:
+    rows = rows_of(step, rank)
+    values = torch.randn(len(rows), shape[1], generator=torch.Generator().manual_seed(97 * step + rank))
+    return torch.sparse_coo_tensor(torch.tensor([rows]), 0.5 + values, shape)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rows_of_sparse_adam(ranks: int, sign: int) -> None:
+    shape, (b1, b2) = (6, 5), (0.8, 0.95)
+    x = np.random.default_rng(4).normal(size=shape)
+    param = nn.Parameter(torch.tensor(x))
+    optimizer = torch.optim.SparseAdam([param], lr=LR, betas=(b1, b2), eps=EPS, maximize=sign < 0)
+    m, v = np.zeros(shape), np.zeros(shape)
+    for t in range(1, STEPS + 1):
+        param.grad = sparse_gradient(t, 1, shape).double()
+        optimizer.step()
+        adam_variance.adapt(optimizer, {id(param)}, ranks)
+        whole, here = sign * param.grad.to_dense().numpy(), sorted(set(rows_of(t, 1)))
+        g, before = whole[here], m[here]
+        often = b1**ranks
+        m[here] = often * before + (1 - often) * g
+        least = (b2 * v[here] + (1 - b2) * g * g) / ranks
+        q = g * g / ranks + (1 - 1 / ranks) * np.maximum(g * before, 0)
+        v[here] = np.maximum(b2 * v[here] + (1 - b2) * q, least)
+        size = LR * np.sqrt(1 - b2**t) / (1 - b1**t)
+        x[here] -= size * m[here] / (np.sqrt(v[here]) + EPS)
+        np.testing.assert_allclose(param.detach().numpy(), x, rtol=1e-9)
+
+
+def test_rare_rows_move_as_with_ddp() -> None:
+    """Each row is in a gradient of one of four ranks in turn: the mean of the ranks' weights moves as far as
+    those of DDP, whose moments decay four times as often; without the adaptation a fifth as far."""
+    n, shape = 4, (1, 200)
+    far = {}
+    for kind in ("ddp", "adapted", "own"):
+        params = [nn.Parameter(torch.zeros(shape)) for _ in range(1 if kind == "ddp" else n)]
+        optimizers = [torch.optim.SparseAdam([p], lr=LR) for p in params]
+        random = torch.Generator().manual_seed(5)
+        for step in range(16):
+            g = 1 + torch.randn(shape, generator=random)
+            for rank, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+                there = kind == "ddp" or step % n == rank
+                value = g / n if kind == "ddp" else g
+                index = torch.zeros(1, int(there), dtype=torch.int64)
+                param.grad = torch.sparse_coo_tensor(index, value if there else value[:0], shape)
+                optimizer.step()
+                if kind == "adapted":
+                    adam_variance.adapt(optimizer, {id(param)}, n)
+        far[kind] = float(torch.stack([p.detach() for p in params]).mean(0).mean())
+    assert abs(far["adapted"] / far["ddp"] - 1) < 0.1, far
+    assert far["own"] / far["ddp"] < 0.5, far
+
+
+def _averages(rank: int, world: int, second_moment: str) -> bool:
+    """A training through trigram is that of all ranks in this process, adapted after each step or not."""
+    table = nn.Embedding(4, 3, sparse=True)
+    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(world)]
+    optimizers = [torch.optim.SparseAdam([p], lr=LR) for p in params]
+    with torch.no_grad():
+        table.weight.fill_(1.0)
+    model = trigram.with_bagua(table, "central/full/every:1", second_moment=second_moment)
+    optimizer = torch.optim.SparseAdam(table.parameters(), lr=LR)
+    for step in range(9):
+        rows = [torch.tensor([0, 1 + (step + j) % 3, 0]) for j in range(world)]
+        optimizer.zero_grad()
+        model(rows[rank]).square().sum().mul(1 + rank).backward()
+        optimizer.step()
+        for j, (param, each) in enumerate(zip(params, optimizers, strict=True)):
+            each.zero_grad()
+            nn.functional.embedding(rows[j], param, sparse=True).square().sum().mul(1 + j).backward()
+            each.step()
+            if second_moment == "mean":
+                adam_variance.adapt(each, {id(param)}, world)
+        mean = torch.stack([p.detach() for p in params]).mean(0)
+        with torch.no_grad():
+            for param in params:
+                param.copy_(mean)
+    return bool(torch.allclose(table.weight, mean, rtol=1e-5))
+
+
+@pytest.mark.parametrize("second_moment", ["mean", "own"])
+def test_tables_that_are_averaged(second_moment: str) -> None:
+    assert run(3, _averages, second_moment) == [True] * 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])

@@ -75,13 +75,14 @@ def as_ddp_on_the_union(rank: int, world: int, label: str) -> None:
 
 
 @CASES.over(
-    "gradient_allreduce", "bytegrad", "signsgd", "topk", "powersgd", "local_sgd", "diloco", "int8 every:2"
+    *("gradient_allreduce", "bytegrad", "signsgd", "topk", "powersgd", "local_sgd", "diloco", "sparseloco"),
+    "int8 every:2",
 )
 def equal_weights_change_nothing(rank: int, world: int, label: str) -> None:
     """Where all weigh 4, every step of the arithmetic is scaled by a power of two, and back."""
     name = f"central/{label.replace(' ', '/')}" if " " in label else label
     options: dict[str, Any] = {"warmup_steps": 0} if name == "powersgd" else {}
-    options |= {"every": 2} if name in ("local_sgd", "diloco") else {}
+    options |= {"every": 2} if name in ("local_sgd", "diloco", "sparseloco") else {}
 
     def train(**more: Any) -> list[Tensor]:
         torch.manual_seed(3)
@@ -128,14 +129,14 @@ def coded(rank: int, world: int, what: str) -> None:
     assert float(apart.norm() / size) < near, float(apart.norm() / size)
 
 
-@CASES.over("gradient_allreduce", "bytegrad", "topk momentum", "local_sgd", "int8 every:1")
+@CASES.over("gradient_allreduce", "bytegrad", "topk momentum", "local_sgd", "sparseloco", "int8 every:1")
 def a_rank_that_weighs_nothing(rank: int, world: int, label: str) -> None:
     """Its gradients and weights are NaN for two steps, and the others train as without it."""
     name, _, when = label.partition(" ")
     options: dict[str, Any] = {}
     if label == "topk momentum":
         options = {"momentum": 0.5, "fraction": 0.3}
-    if name == "local_sgd":
+    if name in ("local_sgd", "sparseloco"):
         options = {"every": 1}
     if name == "int8":
         name = f"central/int8/{when}"
@@ -160,7 +161,7 @@ def a_rank_that_weighs_nothing(rank: int, world: int, label: str) -> None:
             assert all(p.isfinite().all() for p in model.parameters()), f"step {step}"
     loss(model, rank, 6)  # a boundary
     assert all(p.isfinite().all() for p in model.parameters())
-    if name in ("gradient_allreduce", "local_sgd"):
+    if name in ("gradient_allreduce", "local_sgd", "sparseloco"):
         same_on_all_ranks(rank, world, f"nothing-{label}", model.parameters())
 
 

@@ -79,6 +79,11 @@ _NAMES: dict[str, Entry] = {
     "sparta": Entry(
         Trigram("central", "share:0.05", "sync", "weights"), "a share of the weights averaged in every step"
     ),
+    "sparseloco": Entry(
+        Trigram("central", "chunktopk:0.02", "every:32", "differences"),
+        "the largest weight differences in two bits, with error feedback that decays, every 32 steps",
+        {"feedback": 0.95},
+    ),
     "powersgd": Entry(
         Trigram("central", "powersgd:2", "sync", "gradients"),
         "gradients as products of low-rank matrices, with error feedback",

@@ -174,7 +174,7 @@ class _Parser:
                     f"WHAT={what!r} is invalid; use a number above 0 and up to 1, as in share:0.05"
                 )
             return f"share:{share:g}"
-        if kind in ("topk", "randomk"):
+        if kind in ("topk", "randomk", "chunktopk"):
             parameter = str(self.option("fraction", parameter, lambda f: 0 < f <= 1, "above 0 and up to 1"))
         elif kind == "powersgd":
             if parameter and not (parameter.isdigit() and int(parameter) > 0):
@@ -194,7 +194,7 @@ class _Parser:
                 f"central:{aggregation} compares the tensors of single ranks, and powersgd sends matrices "
                 "that are meaningful only after summation; use int8 or another codec"
             )
-        if codec in ("topk", "randomk"):
+        if codec in ("topk", "randomk", "chunktopk"):
             raise self.refuse(
                 f"central:{aggregation} cannot be combined with {what}: each element is sent by few ranks, "
                 "so nearly all values sent would be discarded as outliers; use int8, int4, fp8 or sign"
@@ -227,6 +227,11 @@ class _Parser:
                 "powersgd needs who='central': all ranks must use the same projection matrix; use another "
                 "codec"
             )
+        if codec == "chunktopk" and (kind != "central" or gradients):
+            raise self.refuse(
+                f"{what} sends weight differences to all ranks: it needs who='central', and every:H, async "
+                "or carry='weights'; use topk for gradients and neighbours"
+            )
         if codec == "topk" and carry == "gradients" and ":" not in self.entry.value.who:
             found["momentum"] = self.option("momentum", 0.0, lambda m: 0 <= m < 1, "in [0, 1)")
         if carry == "momentum":
@@ -251,6 +256,10 @@ class _Parser:
         if not gradients and codec != "share" and (kind == "central" or mixes):
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: 0 < v < inf, "positive and finite")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
+        if not gradients and self.entry.value.who == "central" and codec not in ("full", "share", "powersgd"):
+            found["feedback"] = self.option("feedback", None, lambda b: 0 <= b <= 1, "from 0 to 1, or None")
+        if not gradients and self.entry.value.who == "central" and what == "full" and every is not None:
+            found |= self._quorum(found)
         if not gradients:
             # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.
             outer = found.get("outer_lr", 1.0) != 1 or found.get("outer_momentum", 0.0) != 0
@@ -262,6 +271,23 @@ class _Parser:
                 "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
             )
         return found
+
+    def _quorum(self, found: dict[str, Any]) -> dict[str, Any]:
+        """The options of averaging steps that go on without ranks that are late; nothing without a quorum."""
+        must = "a number of ranks, 1 or more"
+        quorum = self.option("quorum", None, lambda q: q is None or (bool(q) and _positive(q)), must)
+        grace = self.option("grace", None, lambda s: 0 <= s < inf, "seconds, 0 or more, or None")
+        if quorum is None:
+            if grace is not None:
+                raise self.refuse(f"grace={grace} is how long a quorum waits for the others; add quorum=")
+            return {}
+        for name, plain in (("outer_lr", 1), ("outer_momentum", 0), ("fragments", 1), ("overlap", False)):
+            if found[name] != plain:
+                raise self.refuse(
+                    f"quorum={quorum} is not supported with {name}={found[name]}: ranks that were late do "
+                    "not have what the others agreed on meanwhile; remove one of the two"
+                )
+        return {"quorum": quorum, "grace": grace}
 
     def _sharding(self, what: str, carry: str) -> dict[str, Any]:
         """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all

@@ -18,7 +18,7 @@ class Trigram:
             ``central:clip:R`` (robust aggregation over all ranks), ``gossip:TOPOLOGY`` (averages with
             neighbours) or ``push:TOPOLOGY`` (push-sum along directed edges).
         what: ``full`` (uncompressed), ``share:S`` (uncompressed, a share of the weights in each step) or a
-            codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ...
+            codec: ``int8``, ``topk:0.01``, ``powersgd:2``, ``chunktopk:0.02``, ...
         when: ``sync`` (in every step), ``every:H`` (every H steps), ``async`` or ``async:STALENESS`` (in the
             background).
         carry: The tensors that ranks average: ``gradients``, ``momentum``, ``weights`` or ``differences``;
@@ -89,3 +89,9 @@ class Algorithm:
     def gradients(self) -> bool:
         """Whether it carries gradients or momentum, not weights or differences."""
         return self.value.carry in ("gradients", "momentum")
+
+    @property
+    def in_step(self) -> bool:
+        """Whether all ranks make the same averaging steps together: it is neither asynchronous nor has it a
+        quorum."""
+        return self.every is not None and "quorum" not in self.options

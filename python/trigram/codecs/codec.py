@@ -98,20 +98,10 @@ class Codec:
             MisuseError: A tensor is not contiguous, or ``out`` or ``residual`` does not fit ``src``.
         """
         n = src.numel()
-        dtype = _check(src, "encode")
+        dtype = check_dtype(src, "encode")
         if out is None:
             out = torch.empty(self.size(n), dtype=torch.uint8, device=src.device)
-        _bytes(out, src, "encode")
-        if residual is not None and (
-            residual.dtype != torch.float32
-            or residual.numel() != n
-            or not residual.is_contiguous()
-            or residual.device != src.device
-        ):
-            raise MisuseError(
-                f"encode: the residual is {residual.numel()} values of {residual.dtype} on "
-                f"{residual.device}; it must be {n} contiguous values of float32 on {src.device}"
-            )
+        check_bytes(out, src, residual, "encode")
         if not src.is_cpu:
             self._on_gpu().encode(src, out, residual, feedback, seed)
             return out
@@ -135,8 +125,8 @@ class Codec:
             CorruptError: The bytes do not encode ``out.numel()`` values (CPU; on a GPU ``out`` becomes NaN).
             UnsupportedError: The dtype or the device is not supported.
         """
-        dtype = _check(out, "decode")
-        _bytes(encoded, out, "decode")
+        dtype = check_dtype(out, "decode")
+        check_bytes(encoded, out, None, "decode")
         if weight is not None and out.dtype != torch.float32:
             raise UnsupportedError(f"decode: with weight, out must be float32, not {out.dtype}")
         if not out.is_cpu:
@@ -154,7 +144,8 @@ class Codec:
         return self._kernel
 
 
-def _check(t: torch.Tensor, what: str) -> int:
+def check_dtype(t: torch.Tensor, what: str) -> int:
+    """The engine's number of a tensor's dtype; raises if a codec does not support the tensor."""
     code = _FLOATS.get(t.dtype)
     if code is None:
         raise UnsupportedError(
@@ -167,7 +158,8 @@ def _check(t: torch.Tensor, what: str) -> int:
     return code
 
 
-def _bytes(code: torch.Tensor, values: torch.Tensor, what: str) -> None:
+def check_bytes(code: torch.Tensor, values: torch.Tensor, residual: torch.Tensor | None, what: str) -> None:
+    """Raises if the encoded tensor, or the residual, does not fit the values."""
     if code.dtype != torch.uint8 or not code.is_contiguous():
         raise MisuseError(
             f"{what}: the encoded tensor must be contiguous and of dtype uint8, not {code.dtype}"
@@ -176,4 +168,15 @@ def _bytes(code: torch.Tensor, values: torch.Tensor, what: str) -> None:
         raise MisuseError(
             f"{what}: the encoded tensor is on {code.device}, the values are on {values.device}; move one of "
             "them"
+        )
+    n = values.numel()
+    if residual is not None and (
+        residual.dtype != torch.float32
+        or residual.numel() != n
+        or not residual.is_contiguous()
+        or residual.device != values.device
+    ):
+        raise MisuseError(
+            f"{what}: the residual is {residual.numel()} values of {residual.dtype} on "
+            f"{residual.device}; it must be {n} contiguous values of float32 on {values.device}"
         )

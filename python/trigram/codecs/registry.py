@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from trigram.codecs.chunked_topk import ChunkedTopK
 from trigram.codecs.codec import Codec, GpuKernel, use_kernels
 from trigram.errors import UnsupportedError
 
 
 def find(name: str, block: int | None = None) -> Codec:
-    """Finds a codec by name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION`` or ``randomk:FRACTION``.
+    """Finds a codec by name: bf16, f16, int8, int4, fp8, sign, ``topk:FRACTION``, ``randomk:FRACTION`` or
+    ``chunktopk:FRACTION``.
 
     Args:
         name: As in the WHAT of a trigram.
@@ -18,7 +20,7 @@ def find(name: str, block: int | None = None) -> Codec:
     """
     if block is not None and block <= 0:
         raise UnsupportedError(f"codec {name!r}: block={block} is invalid; it must be positive")
-    return Codec(name, block)
+    return ChunkedTopK(name, block) if name.startswith("chunktopk") else Codec(name, block)
 
 
 def find_kernel(name: str, block: int | None = None) -> GpuKernel:

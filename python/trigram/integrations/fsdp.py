@@ -50,7 +50,7 @@ def use(model: nn.Module, codec: str | None = None, weights: str | None = None) 
 
 
 def _find(name: str) -> Codec:
-    if name.partition(":")[0] in ("topk", "randomk", "sign"):
+    if name.partition(":")[0] in ("topk", "randomk", "chunktopk", "sign"):
         raise UnsupportedError(
             f"fsdp.use: {name} keeps too little of each value for one phase; use int8, int4, fp8, bf16 or f16"
         )

@@ -12,10 +12,12 @@ from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.average import padded
 from trigram.averaging.coded import CodedAverage
 from trigram.averaging.full import FullAverage
+from trigram.averaging.gathered import GatheredAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
+from trigram.codecs.chunked_topk import ChunkedTopK
 from trigram.mixing.step import AveragingStep
 
 
@@ -83,6 +85,9 @@ class Differences(AveragingStep):
     its gradient. The encoding error stays in this rank's weights, ``out = r + (inp - r - q)``, so that it is
     part of the next difference. If the mean is encoded again, its owner keeps a residual.
 
+    With ``feedback=b`` the error stays in a buffer e instead, and decays: ``e = b e + inp - r``,
+    ``q = Q(e)``, ``e -= q``, and all ranks go on from r (SparseLoCo, arXiv 2508.15706).
+
     Args:
         tensors: The parameters.
         groups: The model's process groups.
@@ -91,10 +96,11 @@ class Differences(AveragingStep):
         power: Columns of PowerSGD's matrices, instead of a codec. PowerSGD keeps a residual, and all ranks
             get the same weights.
         rule: The robust aggregation that replaces the mean; None: the mean.
+        feedback: b, from 0 to 1; None: the error stays in the weights. Only with a codec.
 
     Attributes:
         agreed: r, float32, one-dimensional; the same bits on all ranks.
-        dropped: The encoding error of this rank's last difference; None without a codec.
+        dropped: The encoding error of this rank's last difference, or e; None without a codec.
     """
 
     def __init__(
@@ -105,8 +111,11 @@ class Differences(AveragingStep):
         codec: Codec | None = None,
         power: int | None = None,
         rule: RobustAggregation | None = None,
+        feedback: float | None = None,
     ) -> None:
         n = groups.size
+        self.feedback = feedback
+        self.unsent: torch.Tensor | None = None  # e, of a rank that weighs 0 in this averaging step
         length = (lambda total: padded(total, n)) if codec is not None or rule is not None else None
         super().__init__(tensors, groups, torch.float32, length)
         self.outer = outer
@@ -121,7 +130,9 @@ class Differences(AveragingStep):
             # The sign of a mean would lose its magnitude: the second phase uses 8 bits.
             second = find("int8") if codec.name == "sign" else codec
             kept = ((False, True), self.dropped)
-            if rule is None:
+            if isinstance(codec, ChunkedTopK):
+                self.average = GatheredAverage(self.out, groups, codec, self.dropped)
+            elif rule is None:
                 self.average = CodedAverage(self.out, groups, codec, second, *kept)
             else:
                 self.average = RobustAverage(self.out, groups, rule, (codec, second), *kept)
@@ -131,16 +142,22 @@ class Differences(AveragingStep):
             self.average = RobustAverage(self.out, groups, rule)
         else:
             self.average = FullAverage(self.out, groups)
-        # All ranks get the same weights, unless each keeps the error of a codec.
-        self.exact = codec is None and not any(t.dtype == torch.float64 for t in tensors)
+        # All ranks get the same weights, unless each keeps the error of a codec in them.
+        self.exact = (codec is None or feedback is not None) and not any(
+            t.dtype == torch.float64 for t in tensors
+        )
 
     def start(self, number: int) -> None:
         """See :class:`AveragingStep`."""
         torch.sub(self.inp, self.agreed, out=self.out)
         # The padding: a nonzero value in it would change the scale of a codec's block.
         self.out[self.given.total :].zero_()
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.weigh(self.out)
+        weight = self.groups.sample_weight
+        if self.feedback is not None and self.dropped is not None:
+            self.out.add_(self.dropped.mul_(self.feedback))
+            self.unsent = self.dropped.clone() if weight is not None and weight.mine == 0.0 else None
+        if weight is not None:
+            weight.weigh(self.out)
         self.average.start(number)
         self.sent += self.average.sent
 
@@ -164,20 +181,26 @@ class Differences(AveragingStep):
             self._keep_dropped(self.dropped)
 
     def _keep_dropped(self, dropped: torch.Tensor) -> None:
-        """Adds the encoding error to this rank's weights; a sample weight scaled it, so that is undone
-        first."""
+        """Adds the encoding error to this rank's weights, or keeps it for the next difference; a sample
+        weight scaled it, so that is undone first."""
         sample_weight = self.groups.sample_weight
         if sample_weight is not None:
             dropped.mul_(1 / sample_weight.mine if sample_weight.mine else 0.0)
+            if self.unsent is not None:
+                dropped.copy_(self.unsent)
+                self.unsent = None
         if self.heals:
             dropped.nan_to_num_(0.0, 0.0, 0.0)
-        self.out += dropped
+        if self.feedback is None:
+            self.out += dropped
 
     def state(self) -> dict[str, Any]:
         """The agreed weights, the outer momentum and the state of the average."""
         kept = {"agreed": self.agreed.clone(), "average": self.average.state()}
         if self.velocity is not None:
             kept["velocity"] = self.velocity.clone()
+        if self.feedback is not None and self.dropped is not None:
+            kept["error"] = self.dropped.clone()
         return kept
 
     def load(self, state: dict[str, Any]) -> None:
@@ -186,3 +209,5 @@ class Differences(AveragingStep):
         self.average.load(state["average"])
         if self.velocity is not None:
             self.velocity.copy_(state["velocity"])
+        if self.feedback is not None and self.dropped is not None:
+            self.dropped.copy_(state["error"])

@@ -87,7 +87,7 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
 
 
 def _is_asynchronous(wrapped: WrappedModel) -> bool:
-    return wrapped.algorithm.every is None and not wrapped.warming
+    return not wrapped.algorithm.in_step and not wrapped.warming
 
 
 _blocks: list[UnevenInputs] = []

@@ -148,7 +148,7 @@ def with_bagua(
         if "state" not in chosen.options:
             optimizer = None
     _check_copies(chosen, states is not None)
-    check(chosen, optimizer)
+    check(chosen, optimizer, model)
     names = ignored_names(model, ignore)
     extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
     ranks = resolve(group)
@@ -236,6 +236,11 @@ def _states(
         raise UnsupportedError(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
+        )
+    if "quorum" in chosen.options:
+        raise UnsupportedError(
+            "with_bagua: elastic=True does not support quorum=, whose ranks all depend on the first one; use "
+            "one of the two"
         )
     for option, (value, why) in _NOT_ELASTIC.items():
         if chosen.options.get(option) == value and ("state" in chosen.options or option == "fused"):
@@ -333,7 +338,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         raise UnsupportedError(f"switch: algorithm={algorithm!r} begins with with_bagua; call it there")
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
-    check(chosen, optimizer)
+    check(chosen, optimizer, model)
     if wrapped.states is not None and {"state", "fused"} & {*chosen.options, *wrapped.algorithm.options}:
         raise UnsupportedError(
             "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "

@@ -96,7 +96,7 @@ class WrappedModel:
 
     def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
         """Starts an algorithm, first its warm-up if it has one."""
-        check(chosen, optimizer)
+        check(chosen, optimizer, model)
         self.algorithm, self.optimizer = chosen, optimizer
         if self.groups is None:
             return
@@ -112,7 +112,7 @@ class WrappedModel:
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
         self.extras.bind(self.groups, chosen)
-        self.groups.be_patient(chosen.every is None)
+        self.groups.be_patient(not chosen.in_step)
         warmup = chosen.options.get("warmup_steps", 0)
         self.groups.use_helpers(
             chosen.gradients
@@ -154,7 +154,7 @@ class WrappedModel:
         assert self.groups is not None
         elastic = self.states is not None
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer, elastic)
-        if self.algorithm.every is None:
+        if not self.algorithm.in_step:
             assert isinstance(hooks, WeightSync)
             exit_status.watch()
             running[hooks] = None if self.states is None else model

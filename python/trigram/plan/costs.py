@@ -21,6 +21,8 @@ from trigram.training.fidelity import CODECS
 ELEMENTS = 1 << 20
 """Values of a bucket of 4 MiB."""
 REPEATS = 5
+_CHUNKED = "chunktopk:0.02"
+"""Of weight differences only, so it is none of :data:`CODECS`."""
 TOUCHED = 64 << 20
 """Bytes of the copy whose time counts: more than caches hold."""
 
@@ -44,7 +46,7 @@ def measure(
     """
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(elements, generator=generator)
-    found = {name: _codec(name, values) for name in CODECS}
+    found = {name: _codec(name, values) for name in (*CODECS, _CHUNKED)}
     source = torch.ones(touched // 8)
     target = torch.empty_like(source)
     copy = seconds(lambda: target.copy_(source)) / source.nbytes

@@ -62,6 +62,8 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered steps: {algorithm.name}"
         )
+    if "quorum" in algorithm.options:
+        raise UnsupportedError(f"plan: the model has no quorum: {algorithm.name}")
     if job.machines.ranks == 1:
         return Prediction(job.compute.step, 0.0, 0.0, 0.0)
     if algorithm.gradients:
@@ -307,6 +309,11 @@ def _weights(job: Job, algorithm: Algorithm, state: float = 0.0) -> _Weights:
         copies = 3 * costs.copy * part  # mixing/share.py
         return _Weights(copies, seconds, copies, 2 * (n - 1) / n * part)
     cost = None if what == "full" or what.startswith("powersgd") else _cost(job, what)
+    if what.startswith("chunktopk") and cost is not None:  # averaging/gathered.py
+        code = codecs.find(what).size(elements)
+        seconds = wire.exchange(code, machines, costs, gathers=True).alone
+        before, after = 3 * touch + elements * cost.encode, 4 * touch + n * elements * cost.accumulate
+        return _Weights(before, seconds, after, (n - 1) * code)
     if algorithm.kind == "central":
         if cost is None:
             shapes = [t.shape for t in job.compute.tensors]
@@ -402,7 +409,9 @@ def _memory(job: Job, algorithm: Algorithm) -> float:
         return 2 * size / round(1 / float(what.partition(":")[2]))
     code = 0 if what == "full" or power else codecs.find(what).size(elements)
     coded = 0.0
-    if code:  # averaging/coded.py
+    if what.startswith("chunktopk"):  # averaging/gathered.py
+        coded = (n + 1) * code
+    elif code:  # averaging/coded.py
         second = codecs.find(second_phase(what)).size(elements)
         coded = 2 * code + second + (size + second) / n
     if algorithm.gradients:

@@ -18,6 +18,15 @@ v is at least a n-th of what Adam made it; where Adam has used another g than is
 decay by weights that have moved since), that bound holds all the same. No state is added, and nothing is
 sent. v means the same as with DDP, so a warm-up with full gradients, or a switch between algorithms, needs no
 transition. See docs/adr/0028-second-moment-of-the-mean.md.
+
+SparseAdam updates and decays only the rows in a gradient. A rare row is in the gradient of one rank of n, and
+with DDP its moments would decay n times as often as this rank's do: most of the momentum of the last
+gradients would not reach the weights. So the first moment of these rows decays as often as DDP's,
+
+    m <- beta1^n m + (1 - beta1^n) g,
+
+and v changes as above: of the second moments of n ranks each is a sum over a n-th of the gradients. The last
+gradient is a large part of the moments of a rare row, so the step just made is made again with the new ones.
 """
 
 from __future__ import annotations
@@ -38,10 +47,17 @@ def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
 
     Args:
         optimizer: Any optimizer. Only ``torch.optim.Adam``, ``AdamW`` and their subclasses change, without
-            ``amsgrad``, where moments are float32 or float64.
+            ``amsgrad``, where moments are float32 or float64; and ``SparseAdam``.
         mine: ``id()`` of the parameters to adapt: those of which every rank has gradients of its own.
         ranks: How many ranks train the model.
     """
+    if ranks > 1 and isinstance(optimizer, torch.optim.SparseAdam):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                state, gradient = optimizer.state.get(param), param.grad
+                if id(param) in mine and state and gradient is not None and gradient.is_sparse:
+                    _adapt_rows(param, gradient.coalesce(), state, group, ranks)
+        return
     if ranks == 1 or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return
     # By a GradScaler, if the optimizer unscales gradients itself.
@@ -88,6 +104,31 @@ def _adapt_one(
     others = first.sub(gradient, alpha=1 - beta1).div_(known).mul_(gradient).clamp_(min=0)
     second.add_(others.addcmul_(gradient, gradient, value=-1).mul_(part))
     torch.maximum(second, low, out=second)
+
+
+@torch.no_grad()
+def _adapt_rows(
+    param: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any], group: dict[str, Any], ranks: int
+) -> None:
+    """Adapts SparseAdam's moments of the rows in a gradient, and their weights."""
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    if gradient.sparse_dim() != 1 or gradient._nnz() == 0 or beta1 == 0:
+        return
+    rows, values = gradient.indices()[0], gradient.values()
+    if group.get("maximize"):
+        values = -values
+    first, second, step = state["exp_avg"][rows], state["exp_avg_sq"][rows], float(state["step"])
+    before = first.sub(values, alpha=1 - beta1).div_(beta1)
+    often = beta1**ranks
+    moment = before * often + values * (1 - often)
+    size = float(group["lr"]) * (1 - beta2**step) ** 0.5 / (1 - beta1**step)
+    part = (1 - beta2) * (1 - 1 / ranks)
+    others = before.mul_(values).clamp_(min=0).sub_(values.square())
+    square = torch.maximum(second.add(others, alpha=part), second / ranks)
+    made = first.div_(second.sqrt_().add_(group["eps"]))
+    param[rows] += made.sub_(moment / square.sqrt().add_(group["eps"])).mul_(size)
+    state["exp_avg"][rows] = moment
+    state["exp_avg_sq"][rows] = square
 
 
 def _is_plain(second: torch.Tensor, *others: torch.Tensor) -> bool:

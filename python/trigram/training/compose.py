@@ -15,6 +15,7 @@ from trigram.algorithms import graphs
 from trigram.algorithms.parse import COPIES
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
+from trigram.averaging.sparse import sparse_parameters
 from trigram.codecs import find
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.mixing.async_gossip import AsyncGossip
@@ -22,6 +23,7 @@ from trigram.mixing.central import Differences, Mean, Outer
 from trigram.mixing.gossip import Choco, Edges, Mix, PushSum
 from trigram.mixing.optimizer_state import OptimizerState
 from trigram.mixing.outer_gossip import OuterGossip
+from trigram.mixing.quorum import QuorumSteps
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
@@ -93,7 +95,7 @@ def _compose(
         return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = algorithm.options.get("second_moment") == "mean"
-    weights = WeightSync(model, groups, make, algorithm.every is not None, of_mean)
+    weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
     if optimizer is not None and _averages_state(algorithm):
         weights.averaged = weakref.ref(optimizer)
     return weights
@@ -106,8 +108,8 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
     )
 
 
-def check(algorithm: Algorithm, optimizer: Any) -> None:
-    """Raises if the optimizer does not fit the algorithm; sends nothing."""
+def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
+    """Raises if the optimizer or the model does not fit the algorithm; sends nothing."""
     options = algorithm.options
     if options.get("state") == "sharded" or options.get("fused"):
         updates_values(optimizer, options, algorithm.name)
@@ -116,6 +118,11 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
+        if list(sparse_parameters(model)):
+            raise UnsupportedError(
+                f"{algorithm.name}: its momenta are dense, and {type(model).__name__} has modules with "
+                "sparse=True; create them with sparse=False, or choose another algorithm"
+            )
     elif options.get("momentum"):
         if optimizer is None:
             raise MisuseError(
@@ -133,7 +140,7 @@ def check(algorithm: Algorithm, optimizer: Any) -> None:
 def _averages_state(algorithm: Algorithm) -> bool:
     """Whether the algorithm can average the optimizer's state: central averages of full weights every h
     steps."""
-    mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.every is not None
+    mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.in_step
     return mean and not algorithm.gradients and algorithm.step is None
 
 
@@ -157,6 +164,11 @@ def _schedule(
         plain = codec is None and len(tensors) == 1
         weights = AveragingStep(all_tensors, groups, None if plain else torch.float32)
         return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
+    if "quorum" in options:
+        assert algorithm.every is not None
+        one = AveragingStep([t for same in tensors for t in same], groups, torch.float32)
+        one.exact = all(same[0].dtype != torch.float64 for same in tensors)
+        return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
     if algorithm.every is None:
         steps = _steps(tensors, groups, algorithm)
         return BackgroundSteps(steps, groups, options["staleness"], options["script"])
@@ -204,6 +216,7 @@ def _steps(
             "fragments",
             "outer_lr",
             "outer_momentum",
+            "feedback",
             "second_moment",
         )
         arguments = {k: v for k, v in options.items() if k not in others}
@@ -219,7 +232,8 @@ def _steps(
     if algorithm.kind == "central":
         if codec is None and power is None and outer == Outer():
             return [Mean(same, groups, algorithm.aggregation) for same in tensors]
-        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation)]
+        feedback = options.get("feedback")
+        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation, feedback)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None and outer != Outer():
         return [OuterGossip(all_tensors, groups, graph, outer)]

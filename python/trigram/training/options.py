@@ -56,6 +56,8 @@ class Options:
                 f"{rule.parameter:g} smallest values, so it needs at least {rule.least()} ranks; there are "
                 f"{size}"
             )
+        if (quorum := algorithm.options.get("quorum", 1)) > max(size, 1):
+            raise UnsupportedError(f"{algorithm.name}: quorum={quorum} needs as many ranks; there are {size}")
         if self.check_finite and not algorithm.gradients:
             raise UnsupportedError(
                 f"{algorithm.name}: check_finite checks gradients before they are sent, but this algorithm "

@@ -1,0 +1,308 @@
+"""Averaging steps that go on when enough ranks are there (Decoupled DiLoCo, arXiv 2604.21428).
+
+The engine's collectives need all members of a group, so these averaging steps use messages between two ranks.
+The first rank of the group, the *leader*, decides who takes part: at its averaging step it waits for a
+quorum, then for a grace window, and tells all ranks who is in. Those average their weights, weighted by the
+training steps (or samples) that each has made since its last average. A rank that comes too late does not
+wait: it trains on, and is in the leader's next averaging step, where it counts for all that it has trained.
+
+Messages: HERE (a rank has reached its averaging step), a decision (who takes part), and two that end a
+training. Each rank sends one HERE and no other until a decision has taken it in.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trigram import collectives
+from trigram.averaging.groups import ModelGroups
+from trigram.errors import MisuseError
+from trigram.mixing.step import AveragingStep
+from trigram.observe import spans
+
+_HERE, _LEAVES, _FLUSH = 1, 2, 3
+_DECISION, _LEFT, _ENDED = 4, 5, 6
+_TO_LEADER, _FROM_LEADER, _PART, _MEAN = 4, 5, 6, 7
+"""Tags of messages."""
+_POLL = 0.0005
+_ADAPTIVE = 0.1
+"""The default grace window, as a part of the time since the leader's last averaging step."""
+
+
+class _Inbox:
+    """Receives the control messages of one rank: a kind, and a flag for each rank of the group."""
+
+    def __init__(self, groups: ModelGroups, sender: int, tag: int) -> None:
+        self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
+        self.memory = torch.zeros(1 + groups.size, dtype=torch.int32)
+        self.receiving: Any = None
+        self.listen()
+
+    def listen(self) -> None:
+        """Starts to receive the next message."""
+        self.receiving = collectives.recv(self.memory, self.sender, self.tag, self.group, async_op=True)
+
+    def take(self) -> list[int] | None:
+        """The next message if one has arrived, else None. After a flush none follows."""
+        if self.receiving is None or not self.receiving.is_completed():
+            return None
+        self.receiving.wait()
+        found = self.memory.tolist()
+        self.receiving = None
+        if found[0] != _FLUSH:
+            self.listen()
+        return found
+
+
+class QuorumSteps:
+    """The schedule of averaging steps every h training steps, which not all ranks need to reach in time.
+
+    Args:
+        weights: The snapshot of all parameters, and the result of an averaging step.
+        groups: The model's process groups; the first rank is the leader.
+        every: h.
+        quorum: Ranks, with the leader, without which the leader does not go on. Ranks that have ended their
+            training are not waited for.
+        grace: Seconds that the leader then waits for the others; None: a tenth of the time since its last
+            averaging step.
+    """
+
+    def __init__(
+        self, weights: AveragingStep, groups: ModelGroups, every: int, quorum: int, grace: float | None
+    ) -> None:
+        self.weights, self.groups, self.every, self.quorum, self.grace = weights, groups, every, quorum, grace
+        n, self.rank = groups.size, groups.rank
+        self.steps_done = self.waits = self.bytes = 0
+        self.waited = 0.0
+        self.trained = 0  # training steps of this rank since its last average
+        self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
+        self.there = [True] * n  # who has not ended its training
+        self.late = False  # the averaging step that this rank's next one belongs to went on without it
+        self.leaves = False
+        self.flushed_by: set[int] = set()
+        self.last = time.perf_counter()
+        senders = range(1, n) if self.rank == 0 else [0]
+        tag = _TO_LEADER if self.rank == 0 else _FROM_LEADER
+        self.inboxes = {j: _Inbox(groups, j, tag) for j in senders}
+
+    # Boundaries.
+
+    def boundary(self, step: int) -> None:
+        """See :class:`trigram.training.schedule.StepSchedule`."""
+        self.trained += 1
+        self._listen()
+        # By this rank's own steps since its last average: one that came late is in step again after the next.
+        if not self.trained or self.trained % self.every:
+            return
+        since = time.perf_counter()
+        if self.rank == 0:
+            self._lead(since)
+        elif self.there[0]:
+            self._follow()
+        self.waited += time.perf_counter() - since
+
+    def _lead(self, since: float) -> None:
+        """Waits for the quorum and the grace window, decides, and averages with those who are there."""
+        grace = _ADAPTIVE * (since - self.last) if self.grace is None else self.grace
+        enough: float | None = None
+        while True:
+            self._listen()
+            there = [j for j in range(1, self.groups.size) if self.there[j]]
+            missing = [j for j in there if not self.here[j]]
+            now = time.perf_counter()
+            if enough is None and len(there) - len(missing) + 1 >= min(self.quorum, len(there) + 1):
+                enough = now
+            if not missing or (enough is not None and now - enough >= grace):
+                break
+            time.sleep(_POLL)
+        members = [0, *(j for j in there if self.here[j])]
+        flags = [int(j in members) for j in range(self.groups.size)]
+        for j in there:
+            self._tell(j, [_DECISION, *flags])
+        self.here = [False] * self.groups.size
+        self._average(members)
+        self.last = time.perf_counter()
+
+    def _follow(self) -> None:
+        """Says that this rank is there, and waits for the decision, unless that was made before."""
+        before = self.steps_done
+        if not self.here[self.rank]:
+            self.here[self.rank] = True
+            self._tell(0, [_HERE])
+        while not self.late and self.steps_done == before and self.there[0]:
+            time.sleep(_POLL)
+            self._listen()
+        self.late = False  # if it was, it does not wait this time; the next decision takes it in
+
+    def _listen(self) -> bool:
+        """Handles the messages that have arrived; True if one made this rank average."""
+        before = self.steps_done
+        for j, inbox in self.inboxes.items():
+            while (found := inbox.take()) is not None:
+                kind, flags = found[0], found[1:]
+                if kind == _HERE:
+                    self.here[j] = True
+                elif kind == _LEAVES:
+                    self.there[j] = self.here[j] = False
+                    self._tell(j, [_LEFT])
+                elif kind == _LEFT:
+                    self.here[self.rank] = self.there[self.rank] = False
+                elif kind == _ENDED:
+                    self.there[0] = self.here[self.rank] = False
+                elif kind == _DECISION and flags[self.rank]:
+                    self.here[self.rank] = False
+                    self._average([k for k, member in enumerate(flags) if member])
+                elif kind == _DECISION:
+                    self.late = True
+                elif kind == _FLUSH:
+                    self.flushed_by.add(j)
+        return self.steps_done > before
+
+    def _tell(self, j: int, words: Sequence[int]) -> None:
+        message = torch.zeros(1 + self.groups.size, dtype=torch.int32)
+        message[: len(words)] = torch.tensor(words, dtype=torch.int32)
+        group = self.groups.main
+        tag = _FROM_LEADER if self.rank == 0 else _TO_LEADER
+        collectives.send(message, group.ranks[j], tag, group, async_op=True)
+
+    # One average.
+
+    @torch.no_grad()
+    def _average(self, members: Sequence[int]) -> None:
+        """The weighted mean of the weights of all members: each sums a shard, and sends it to all."""
+        n = self.steps_done
+        span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
+        weights, mine, self.trained = self.weights, float(self.trained), 0
+        if self.groups.sample_weight is not None:
+            mine, self.groups.sample_weight.pending = self.groups.sample_weight.pending, 0.0
+        if len(members) > 1:
+            weights.take()
+            weights.out.copy_(weights.inp)
+            self._exchange(weights.out, members, mine)
+            weights.apply(moved=False)
+        self.late = False
+        self.steps_done += 1
+        spans.end(span)
+
+    def _exchange(self, values: torch.Tensor, members: Sequence[int], mine: float) -> None:
+        shards = list(values.tensor_split(len(members)))
+        place, others = members.index(self.rank), [k for k, j in enumerate(members) if j != self.rank]
+        weight = torch.tensor([mine], dtype=values.dtype)
+        # A part of each rank: its values of the receiver's shard, and its weight.
+        parts = {k: torch.empty(shards[place].numel() + 1, dtype=values.dtype) for k in others}
+        works = [self._receive(parts[k], members[k], _PART) for k in others]
+        works += [self._send(torch.cat([shards[k].cpu(), weight]), members[k], _PART) for k in others]
+        self._wait(works)
+        parts[place] = torch.cat([shards[place].cpu(), weight])
+        ranked = [parts[k] for k in range(len(members))]  # in rank order, as all sums
+        factors = self._factors([float(part[-1]) for part in ranked], members)
+        mean = torch.zeros_like(ranked[0][:-1])
+        for part, factor in zip(ranked, factors, strict=True):
+            if factor:  # a rank that weighs nothing may hold NaN
+                mean.add_(part[:-1], alpha=factor)
+        into = {k: torch.empty(shards[k].numel(), dtype=values.dtype) for k in others}
+        works = [self._receive(into[k], members[k], _MEAN) for k in others]
+        works += [self._send(mean, members[k], _MEAN) for k in others]
+        self._wait(works)
+        shards[place].copy_(mean)
+        for k in others:
+            shards[k].copy_(into[k])
+
+    def _factors(self, weights: Sequence[float], members: Sequence[int]) -> list[float]:
+        """The weights, with a sum of 1; all members raise if one is not a weight, or all are 0."""
+        for j, weight in zip(members, weights, strict=True):
+            if not 0 <= weight < math.inf:
+                raise MisuseError(
+                    f"sample_weight of rank {self.groups.main.ranks[j]} is {weight} in this averaging "
+                    "step; it must be 0 or a positive number, not NaN or infinite"
+                )
+        total = math.fsum(weights)
+        if not total:
+            raise MisuseError(
+                f"sample_weight is 0 on all {len(members)} ranks of this averaging step, so there is "
+                "nothing to average; skip such a step on all ranks"
+            )
+        return [weight / total for weight in weights]
+
+    def _receive(self, into: torch.Tensor, j: int, tag: int) -> Any:
+        group = self.groups.main
+        return collectives.recv(into, group.ranks[j], tag, group, async_op=True)
+
+    def _send(self, values: torch.Tensor, j: int, tag: int) -> Any:
+        group = self.groups.main
+        self.bytes += values.nbytes
+        return collectives.send(values, group.ranks[j], tag, group, async_op=True)
+
+    def _wait(self, works: Sequence[Any]) -> None:
+        for work in works:
+            self.groups.wait(work)
+
+    # Nothing else depends on the moment.
+
+    def begin_step(self) -> None:
+        """Nothing to do: averaging steps are made at boundaries."""
+
+    def backward_over(self) -> None:
+        """Nothing to do: averaging steps are made at boundaries."""
+
+    def before_update(self) -> None:
+        """Nothing to do: averaging steps are made at boundaries."""
+
+    # The end of a training, or a pause in it.
+
+    def progress(self) -> bool:
+        """Takes part in the average of others while this rank waits elsewhere; True if it did."""
+        return self._listen()
+
+    def finish_pending(self) -> bool:
+        """Says that this rank makes no more averaging steps; True once no decision may take it in."""
+        if not self.leaves:
+            self.leaves = True
+            if self.rank == 0:
+                for j in range(1, self.groups.size):
+                    self._tell(j, [_ENDED])
+            elif self.there[0]:
+                self._tell(0, [_LEAVES])
+        self._listen()
+        return self.rank == 0 or not self.there[0] or not self.there[self.rank]
+
+    def drain(self, timeout: float | None) -> None:
+        """Receives the last messages; all ranks call it when :meth:`finish_pending` has returned True on all.
+        Averaging steps may follow."""
+        self._flush()
+        self.flushed_by.clear()
+        self.leaves = self.late = False
+        self.there, self.here = [True] * self.groups.size, [False] * self.groups.size
+        for inbox in self.inboxes.values():
+            inbox.listen()
+
+    def _flush(self) -> None:
+        """Exchanges the last message with the leader, so that none is under way."""
+        for j in self.inboxes:
+            self._tell(j, [_FLUSH])
+        while len(self.flushed_by) < len(self.inboxes):
+            self._listen()
+            time.sleep(_POLL)
+
+    def close(self) -> None:
+        """Ends the receives that are open; all ranks call it after :meth:`drain`."""
+        self._flush()
+
+    # State between averaging steps.
+
+    def sent(self) -> int:
+        """Bytes of weights sent."""
+        return self.bytes
+
+    def state(self) -> dict[str, Any]:
+        """The number of averaging steps, and of this rank's training steps since the last."""
+        return {"rounds": self.steps_done, "trained": self.trained}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """See :meth:`state`."""
+        self.steps_done, self.trained = state["rounds"], state["trained"]

@@ -1,0 +1,243 @@
+"""Averaging steps with a quorum: who takes part, what comes out, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import trigram
+from tests.support.algorithm_run import loss, net
+from tests.support.cases import Cases
+from tests.support.checks import close, equal, raises, says
+from tests.support.harness import Died, Ranks, await_flag, flag, run, say
+
+CASES = Cases()
+EVERY = 4
+
+
+class Walk(nn.Module):
+    """Weights that fall by the learning rate in each step, whatever the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(700))
+        self.v = nn.Parameter(torch.zeros(3, 5))
+
+    def forward(self) -> Tensor:
+        return self.w.sum() + self.v.sum()
+
+    def value(self) -> float:
+        """What all weights are."""
+        found = torch.cat([self.w.detach(), self.v.detach().flatten()])
+        equal(found, found[0].expand(715))
+        return float(found[0])
+
+
+def walk(rank: int, quorum: int, **options: Any) -> tuple[Walk, nn.Module, Callable[[], None]]:
+    """The module, the model, and a function that makes a training step."""
+    module = Walk()
+    model = trigram.with_bagua(module, f"central/full/every:{EVERY}", quorum=quorum, **options)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.125 * (rank + 1))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model().backward()
+        optimizer.step()
+
+    return module, model, step
+
+
+def _late(rank: int, world: int) -> tuple[float, float, int]:
+    """Weights after the second averaging step and after the third, and the training steps of rank 2."""
+    module, model, step = walk(rank, 2, grace=0.5)
+    trained, two = 0, 0.0
+    if rank < 2:
+        for _ in range(2 * EVERY):
+            step()
+        two = module.value()
+        assert trigram.stats(model)["rounds"] == 2
+        flag(f"two-{rank}")
+        await_flag("says it is there")
+        for _ in range(EVERY):
+            step()
+        assert trigram.stats(model)["rounds"] == 3
+    else:
+        step()
+        await_flag("two-0")
+        await_flag("two-1")
+        for _ in range(EVERY):
+            step()
+        trained = 1 + EVERY
+        assert trigram.stats(model)["rounds"] == 0
+        flag("says it is there")
+        while trigram.stats(model)["rounds"] == 0:
+            time.sleep(0.02)
+            step()
+            trained += 1
+    three = module.value()
+    with trigram.consensus(model):
+        assert abs(module.value() - three) < 1e-5
+    return two, three, trained
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_late_rank_is_merged(transport: str) -> None:
+    """Two of three go on, and the third is in the next averaging step, weighted by all its training steps."""
+    results = run(3, _late, transport=transport, timeout=40)
+    two = -2 * EVERY * 0.125 * 1.5
+    trained = results[2][2]
+    assert results[0][0] == results[1][0] == two and trained >= EVERY + 2
+    there = [two - EVERY * 0.125, two - EVERY * 0.25, -trained * 0.375]
+    weights = [EVERY, EVERY, trained]
+    expected = sum(x * w for x, w in zip(there, weights, strict=True)) / sum(weights)
+    for _, three, _ in results:
+        assert abs(three - expected) < 1e-5, (results, expected)
+
+
+@CASES
+def all_of_them(rank: int, world: int) -> None:
+    """With a quorum of all ranks it is local SGD."""
+    found = []
+    for options in ({"quorum": world}, {}):
+        torch.manual_seed(8)
+        module = net()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        model = trigram.with_bagua(module, "local_sgd", every=3, **options)
+        for step in range(13):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            optimizer.step()
+        assert trigram.stats(model)["rounds"] == 4
+        found.append([p.detach().clone() for p in module.parameters()])
+    for a, b in zip(*found, strict=True):
+        close(a, b, 1e-6 * float(b.abs().max()))
+
+
+@CASES
+def a_pause(rank: int, world: int) -> None:
+    """Evaluation, a checkpoint and another algorithm in the middle; averaging steps go on after them."""
+    module, model, step = walk(rank, world)
+    for _ in range(EVERY + 2):
+        step()
+    with trigram.consensus(model):
+        mean = module.value()
+    state = trigram.algorithm_state(model)
+    assert abs(mean + (EVERY + 2) * 0.125 * (world + 1) / 2) < 1e-6
+    for _ in range(2):
+        step()
+    assert trigram.stats(model)["rounds"] == 2
+    agreed = module.value()
+    step()
+    trigram.load_algorithm_state(model, state)
+    trigram.switch(model, "local_sgd", every=2)
+    for _ in range(2):
+        step()
+    assert abs(module.value() - agreed + 0.125 * (world + 1) / 2 * 3) < 1e-6
+    trigram.unwrap(model)
+
+
+@CASES
+def by_samples(rank: int, world: int) -> None:
+    """A rank counts for its samples; one that has none may hold anything."""
+    for weights in ([3.0, 1.0, 2.0], [1.0, 0.0, 1.0]):
+        module, _, step = walk(rank, world, sample_weight=weights[rank])
+        for number in range(EVERY):
+            if number == EVERY - 1 and not weights[rank]:
+                with torch.no_grad():
+                    module.w.fill_(float("nan"))
+            step()
+        parts = [w * (k + 1) for k, w in enumerate(weights[:world])]
+        expected = -EVERY * 0.125 * sum(parts) / sum(weights[:world])
+        assert abs(module.value() - expected) < 1e-5
+
+
+@CASES.over(0, 1)
+def ends_early(rank: int, world: int, who: int) -> None:
+    """Nobody waits for a rank that has ended its training, be it the first; the others go on."""
+    module, model, step = walk(rank, world)
+    for _ in range(EVERY if rank == who else 5 * EVERY):
+        step()
+    alone = who == 0 or world == 2
+    if rank != who and who == 0:
+        assert trigram.stats(model)["rounds"] == 1
+    elif rank != who:
+        assert trigram.stats(model)["rounds"] == 5
+    with trigram.consensus(model):
+        value = module.value()
+    assert alone or value < 0
+
+
+@CASES.over("nan", "-1")
+def no_weight(rank: int, world: int, weight: str) -> None:
+    _, _, step = walk(rank, world, sample_weight=float(weight) if rank == 1 else 1.0)
+    for _ in range(EVERY - 1):
+        step()
+    says(raises(trigram.MisuseError, step), "sample_weight", "rank 1", "nan" if weight == "nan" else "-4")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "more than there are": ("local_sgd", {"quorum": 9}, ("quorum=9", "ranks")),
+    "none": ("local_sgd", {"quorum": 0}, ("quorum=0",)),
+    "no time": ("local_sgd", {"quorum": 1, "grace": -1}, ("grace=-1",)),
+    "grace alone": ("local_sgd", {"grace": 1.0}, ("quorum=",)),
+    "an outer step": ("diloco", {"quorum": 1}, ("quorum=1", "outer_lr")),
+    "fragments": ("local_sgd", {"quorum": 1, "fragments": 2}, ("quorum=1", "fragments")),
+    "overlap": ("local_sgd", {"quorum": 1, "overlap": True}, ("quorum=1", "overlap")),
+    "a codec": ("central/int8/every:4", {"quorum": 1}, ("quorum",)),
+    "robust": ("central:median/full/every:4", {"quorum": 1}, ("quorum",)),
+    "gossip": ("gossip:ring/full/every:4", {"quorum": 1}, ("quorum",)),
+    "async": ("async", {"quorum": 1}, ("quorum",)),
+}
+
+
+@CASES.over(*REFUSED)
+def refused(rank: int, world: int, label: str) -> None:
+    algorithm, options, words = REFUSED[label]
+    says(raises(trigram.UnsupportedError, trigram.with_bagua, net(), algorithm, **options), *words)
+
+
+@CASES
+def ranks_disagree(rank: int, world: int) -> None:
+    options = {"quorum": 1 if rank == world - 1 else 2}
+    raises(trigram.MismatchError, trigram.with_bagua, net(), "local_sgd", **options)
+
+
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("world, transport", [(2, "shm"), (3, "tcp")])
+def test_quorum(in_launch: Callable[..., None], world: int, transport: str, case: str) -> None:
+    in_launch("CASES", case, world, transport=transport)
+
+
+def _until_killed(rank: int, world: int) -> str:
+    _, _, step = walk(rank, 2)
+    end = time.monotonic() + 15
+    try:
+        for number in range(100_000):
+            step()
+            if number == 12:
+                say("in the loop")
+            if time.monotonic() > end:
+                return "went on"
+    except (trigram.PeerLostError, trigram.AbortedError) as e:
+        return str(e)
+    return "went on"
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_killed_peer(dead: int) -> None:
+    """A quorum is for late ranks; whoever needs a dead one is told, and does not wait."""
+    with Ranks(3, _until_killed) as ranks:
+        for r in range(3):
+            ranks.await_said(r, "in the loop")
+        ranks.signal(dead, signal.SIGKILL)
+        results = ranks.results(30, dies=[dead])
+    assert results[dead] == Died(-signal.SIGKILL)
+    others = [results[r] for r in range(3) if r != dead]
+    assert all("rank" in text for text in others), results
+    assert any(f"rank {dead}" in text for text in others), results

@@ -21,7 +21,7 @@ import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
-from trigram.errors import MisuseError
+from trigram.errors import MisuseError, TimeoutError
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
 
@@ -119,7 +119,7 @@ class QuorumSteps:
                 enough = now
             if not missing or (enough is not None and now - enough >= grace):
                 break
-            time.sleep(_POLL)
+            self._pause(since, missing, f"a quorum of {self.quorum}")
         members = [0, *(j for j in there if self.here[j])]
         flags = [int(j in members) for j in range(self.groups.size)]
         for j in there:
@@ -130,14 +130,26 @@ class QuorumSteps:
 
     def _follow(self) -> None:
         """Says that this rank is there, and waits for the decision, unless that was made before."""
-        before = self.steps_done
+        before, since = self.steps_done, time.perf_counter()
         if not self.here[self.rank]:
             self.here[self.rank] = True
             self._tell(0, [_HERE])
         while not self.late and self.steps_done == before and self.there[0]:
-            time.sleep(_POLL)
+            self._pause(since, [0], "the decision of the first rank")
             self._listen()
         self.late = False  # if it was, it does not wait this time; the next decision takes it in
+
+    def _pause(self, since: float, missing: Sequence[int], what: str) -> None:
+        """Sleeps a moment; raises when the wait has lasted as long as a call of the script may."""
+        # The model's own groups have no limit: messages are listened for from one averaging step to the next.
+        limit, ranks = self.groups.group.timeout, self.groups.group.ranks
+        if limit is not None and time.perf_counter() - since > limit:
+            names = ", ".join(str(ranks[j]) for j in missing)
+            raise TimeoutError(
+                f"quorum: rank {ranks[self.rank]} has waited {limit:g} s for {what}, and not heard from rank "
+                f"{names}; it may be stuck, or need more than the op_timeout of trigram.init"
+            )
+        time.sleep(_POLL)
 
     def _listen(self) -> bool:
         """Handles the messages that have arrived; True if one made this rank average."""

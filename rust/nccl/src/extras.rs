@@ -58,7 +58,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::TooOld`] before 2.19, [`Error::Nccl`]
+    /// [`crate::Error::TooOld`] before 2.19, [`crate::Error::Nccl`]
     pub fn register(&self, data: Data<'_>) -> Result<Registration> {
         let Some(register) = self.0.nccl.table.comm_register else {
             return Err(self.0.nccl.too_old("ncclCommRegister", "2.19"));
@@ -76,7 +76,7 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::Nccl`], for types other than floats among others.
+    /// [`crate::Error::Nccl`], for types other than floats among others.
     pub fn pre_mul_sum<T: Element>(&self, scalar: T) -> Result<PreMulSum> {
         const IMMEDIATE: c_int = 1; // read before the call returns
         let (mut op, mut scalar) = (0, scalar);

@@ -241,3 +241,25 @@ def test_killed_peer(dead: int) -> None:
     others = [results[r] for r in range(3) if r != dead]
     assert all("rank" in text for text in others), results
     assert any(f"rank {dead}" in text for text in others), results
+
+
+def _stuck(rank: int, world: int) -> str:
+    trigram.init(op_timeout=1.5)
+    _, _, step = walk(rank, 2)
+    if rank == 1:
+        await_flag("the other has given up", 30)
+        return ""
+    try:
+        for _ in range(EVERY):
+            step()
+        return "went on"
+    except trigram.TimeoutError as e:
+        return str(e)
+    finally:
+        flag("the other has given up")
+
+
+def test_a_quorum_that_does_not_come_is_an_error() -> None:
+    """A rank that lives and does nothing is waited for as long as any call waits, and named."""
+    said = run(2, _stuck)[0]
+    assert "waited 1.5 s for a quorum of 2" in said and "rank 1" in said, said

@@ -140,9 +140,11 @@ def test_the_published_step_times() -> None:
             name = entry["name"]
             if name == "qadam":
                 continue
+            if not rows[name][2 * column]:
+                continue  # not measured
             found = predict(given, find(name), 25 * MIB, averaged_state=name == "local_sgd")
             errors[name, hosts, rate] = found.seconds * 1e3 / float(rows[name][2 * column]) - 1
-    assert len(errors) == 64
+    assert len(errors) == 67
     assert statistics.median(map(abs, errors.values())) < 0.1
     assert max(map(abs, errors.values())) < 0.35, errors
 

@@ -120,10 +120,7 @@ def over_torch(rank: int, world: int, kind: str, plant: str) -> list[str]:
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
     """torch's default process group, of all ranks, over Trigram."""
-    trigram.init()
-    torch.distributed.init_process_group(
-        "trigram", store=torch.distributed.HashStore(), rank=trigram.rank(), world_size=trigram.world_size()
-    )
+    torch.distributed.init_process_group("trigram")
     try:
         yield
     finally:

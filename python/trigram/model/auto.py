@@ -241,27 +241,31 @@ class Auto:
         failed = [rank for rank, of in zip(group.ranks, everyone, strict=True) if not of[2]]
         if failed or cheap is None:
             return f"rank(s) {listed(failed)} could not measure their steps, see their log"
+        # A rank may be late in a part of its step only: its own gradients say when they are ready.
+        slowest = max(range(group.size), key=lambda rank: everyone[rank][0])
+        ready = json.loads(self._from_rank(slowest, json.dumps(list(self._ready().items()))))
         known = list(self.groups.main.core.rates())
         machines, measured = measuring.links(group, cheap, known, 1, 8 * measuring.PROBE_BYTES, 5)
         try:
-            compute = self._compute([of / _NANO for of, _, _ in everyone], own, processor)
+            compute = self._compute([of / _NANO for of, _, _ in everyone], dict(ready), processor)
             return Job(compute, machines, measured, f"measured in {len(recent)} steps by auto")
         except Exception as error:
             return repr(error)
 
-    def _compute(self, everyone: list[float], own: float, processor: float) -> Compute:
-        """The step of the slowest rank, with the proportions of this rank's steps.
+    def _ready(self) -> dict[int, float]:
+        """When each gradient of this rank is ready, in seconds after the step's begin; by parameter."""
+        both = set.intersection(*(set(times) for _, times in self.ready)) if self.ready else set[int]()
+        return {i: statistics.median(times[i] - began for began, times in self.ready) for i in both}
+
+    def _compute(self, everyone: list[float], ready: dict[int, float], processor: float) -> Compute:
+        """The step of the slowest rank.
 
         Args:
             everyone: Seconds of each rank's step, without waiting.
-            own: This rank's.
+            ready: When its gradients are ready.
             processor: Cores that this rank keeps busy.
         """
         slowest = max(everyone)
-        stretch = slowest / max(own, 1e-9)
-        ready: dict[int, float] = {}
-        for i in set.intersection(*(set(times) for _, times in self.ready)):
-            ready[i] = stretch * statistics.median(times[i] - began for began, times in self.ready)
         shapes = [tuple(p.shape) for p in self.hooks.params]
         tensors = tuple(Tensor(shapes[i], ready[i]) for i in sorted(ready, key=lambda i: ready[i]))
         forward = tensors[0].ready if tensors else 0.0
@@ -294,12 +298,16 @@ class Auto:
 
     def _from_first(self, text: str) -> str:
         """The text of rank 0, on all ranks."""
+        return self._from_rank(0, text)
+
+    def _from_rank(self, rank: int, text: str) -> str:
+        """The text of a rank of the group, on all ranks."""
         group, mine = self.groups.control, text.encode()
-        length = tell_all([len(mine)], group)[0][0]
+        length = tell_all([len(mine)], group)[rank][0]
         values = torch.zeros(length, dtype=torch.uint8)
-        if group.rank == 0:
+        if group.rank == rank:
             values.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
-        collectives.broadcast(values, group.ranks[0], group)
+        collectives.broadcast(values, group.ranks[rank], group)
         return bytes(values.tolist()).decode()
 
     # Trying.

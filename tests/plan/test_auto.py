@@ -423,7 +423,7 @@ def an_error_in_measuring(rank: int, world: int, where: str) -> None:
     steps(model, optimizer, rank, 50, 2)
     report = trigram.stats(model)["auto"]
     assert report["state"] == "settled"
-    says(report["said"], "stays", "no prediction", "TypeError" if where == "rank 0" else "rank(s) 1")
+    says(report["said"], "stays", "no prediction", "rank(s) 0" if where == "rank 0" else "rank(s) 1")
     same_on_all_ranks(rank, world, f"error on {where}", [weights(model)])
 
 

@@ -228,11 +228,12 @@ class Auto:
         """Measures links and arithmetic together with all ranks; the job, on rank 0 only, or why not."""
         group = self.groups.control
         recent = list(self.steps)[-2 * WATCHED :]
-        own = processor = 0.0
+        own, processor, mine = 0.0, 0.0, ""
         cheap: Costs | None = None
         try:
             own = statistics.median(seconds - waited for seconds, waited in recent)
             processor = (time.process_time() - self._processor) / max(1e-9, time.monotonic() - self.began)
+            mine = json.dumps(list(self._ready().items()))
             cheap = costs.measure([tuple(p.shape) for p in self.hooks.params], 1 << 16, touched=16 << 20)
         except Exception as error:
             # The others must hear of it, whatever it is: they would wait for this rank.
@@ -243,7 +244,7 @@ class Auto:
             return f"rank(s) {listed(failed)} could not measure their steps, see their log"
         # A rank may be late in a part of its step only: its own gradients say when they are ready.
         slowest = max(range(group.size), key=lambda rank: everyone[rank][0])
-        ready = json.loads(self._from_rank(slowest, json.dumps(list(self._ready().items()))))
+        ready = json.loads(self._from_rank(slowest, mine))
         known = list(self.groups.main.core.rates())
         machines, measured = measuring.links(group, cheap, known, 1, 8 * measuring.PROBE_BYTES, 5)
         try:

@@ -24,7 +24,8 @@ _LATE = 1.1
 """A rank is slow if its own time is this many times that of the others, and it waits for less than that costs
 them."""
 _FAR, _COSTLY = 1.5, 0.15
-"""With this many times, or this part of a step, it is slow whatever communication takes."""
+"""With this many times, or if its input takes longer by this part of a step, it is slow whatever
+communication takes."""
 _EXPOSED = 0.1
 """Of a step: from here on, waiting is worth a word."""
 _SLOW_LINK = 2 / 3
@@ -185,7 +186,10 @@ def judge(rows: list[Rank]) -> Finding:
     excess = late.own() - usual
     slower = bool(others) and late.own() > _LATE * usual and excess > 0.05 * step
     # What the slowest waits is communication, which all have; what others wait longer is its lateness.
-    if slower and (late.own() > _FAR * usual or excess > min(late.mean[WAIT], _COSTLY * step)):
+    # Communication takes processor time, so it may be what makes a rank compute longer, but no input.
+    fetches = late.mean[INPUT] - statistics.median([row.mean[INPUT] for row in others] or [late.mean[INPUT]])
+    costly = fetches > _COSTLY * step
+    if slower and (late.own() > _FAR * usual or excess > late.mean[WAIT] or costly):
         return _slow_rank(late, others, usual, waits)
     # The rank that waits least waits for communication; the others also for ranks that are late by turns.
     least = min(row.exposed for row in trained)

@@ -38,10 +38,14 @@ from trigram.collectives.arguments import (
     parts_of,
     via_code,
 )
-from trigram.collectives.dispatch import dispatch, dispatch_lists, dispatch_uneven_on_device
+from trigram.collectives.dispatch import (
+    all_reduce_at_once,
+    dispatch,
+    dispatch_lists,
+    dispatch_uneven_on_device,
+)
 from trigram.collectives.work import Work
-from trigram.errors import MisuseError, TrigramError
-from trigram.gpu import routes
+from trigram.errors import MisuseError
 from trigram.runtime import engine_codes
 from trigram.runtime.world import AnyGroup, resolve
 
@@ -71,17 +75,9 @@ def all_reduce(
         async_op: Return at once, with a :class:`Work`.
         timeout: Seconds; None: the group's.
     """
-    # Of a short call, each function called on its way is a good part: this one goes to the engine from here.
-    if via is None and timeout is None and not async_op and type(op) is str and op in OPS:
-        g = resolve(group)
-        if g.describe is None:
-            try:
-                # False: no plain CPU tensor, which the engine reads itself; nothing has happened then.
-                if g.core.all_reduce(t, OPS[op], g.timeout):
-                    return None
-            except TrigramError as e:
-                routes.abort(g, str(e))  # other ranks may have called it on GPU tensors, whose calls must end
-                raise
+    plain = not async_op and via is None and timeout is None and type(op) is str and op in OPS
+    if plain and all_reduce_at_once(resolve(group), t, OPS[op]):
+        return None
     if isinstance(t, (list, tuple)):
         dtype = check_all(t, "all_reduce")
         code, how = op_code(op, "all_reduce"), via_code(via)

@@ -28,7 +28,11 @@ CASES = Cases()
 MIB = 1 << 20
 FREE = CodecCost(1e-10, 1e-10, 1e-10)
 COSTS = Costs(
-    dict.fromkeys(("bf16", "f16", "int8", "sign", "topk:0.01"), FREE), {"2": 1e-9}, 1e-10, 1e-10, 0.0
+    dict.fromkeys(("bf16", "f16", "int8", "sign", "topk:0.01", "chunktopk:0.02"), FREE),
+    {"2": 1e-9},
+    1e-10,
+    1e-10,
+    0.0,
 )
 ROUND = 4 * (auto.UNTIMED + auto.TIMED)
 """Passes of a trial."""

@@ -94,6 +94,12 @@ class QuorumSteps:
 
     def boundary(self, step: int) -> None:
         """See :class:`trigram.training.schedule.StepSchedule`."""
+        if self.leaves:
+            raise MisuseError(
+                f"{self.groups.name}: a call such as trigram.consensus has failed on rank "
+                f"{self.groups.group.ranks[self.rank]} while the ranks ended their averaging steps "
+                "(quorum=), so they cannot go on; restart from a checkpoint, and let all ranks make that call"
+            )
         self.trained += 1
         self._listen()
         # By this rank's own steps since its last average: one that came late is in step again after the next.
@@ -161,7 +167,10 @@ class QuorumSteps:
                     self.here[j] = True
                 elif kind == _LEAVES:
                     self.there[j] = self.here[j] = False
-                    self._tell(j, [_LEFT])
+                    if (
+                        not self.leaves
+                    ):  # else it has been told by _ENDED, and expects nothing after the flush
+                        self._tell(j, [_LEFT])
                 elif kind == _LEFT:
                     self.here[self.rank] = self.there[self.rank] = False
                 elif kind == _ENDED:
@@ -189,10 +198,11 @@ class QuorumSteps:
         """The weighted mean of the weights of all members: each sums a shard, and sends it to all."""
         n = self.steps_done
         span = spans.begin("rounds", lambda: f"round {n} of {len(members)} ranks")
-        weights, mine, self.trained = self.weights, float(self.trained), 0
-        if self.groups.sample_weight is not None:
-            mine, self.groups.sample_weight.pending = self.groups.sample_weight.pending, 0.0
-        if len(members) > 1:
+        weights, mine = self.weights, float(self.trained)
+        if len(members) > 1:  # what a rank trains alone counts in its next average
+            self.trained = 0
+            if self.groups.sample_weight is not None:
+                mine, self.groups.sample_weight.pending = self.groups.sample_weight.pending, 0.0
             weights.take()
             weights.out.copy_(weights.inp)
             self._exchange(weights.out, members, mine)
@@ -312,9 +322,13 @@ class QuorumSteps:
         return self.bytes
 
     def state(self) -> dict[str, Any]:
-        """The number of averaging steps, and of this rank's training steps since the last."""
-        return {"rounds": self.steps_done, "trained": self.trained}
+        """The averaging steps so far, and this rank's training steps since the last, with their weight."""
+        weight = self.groups.sample_weight
+        kept = {"weight": weight.pending} if weight is not None else {}
+        return {**kept, "rounds": self.steps_done, "trained": self.trained}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done, self.trained = state["rounds"], state["trained"]
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.pending = state["weight"]

@@ -17,6 +17,7 @@ from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.mixing.quorum import QuorumSteps
 from trigram.runtime import exit_status, logs, world
 from trigram.runtime.group import Group
 from trigram.training import fidelity
@@ -153,6 +154,11 @@ class WrappedModel:
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None
         elastic = self.states is not None
+        if "quorum" in self.algorithm.options and any(isinstance(h.schedule, QuorumSteps) for h in running):
+            raise UnsupportedError(
+                f"{self.groups.name}: one model of a job can have quorum=; with two, a rank could wait for "
+                "the first rank in one model while that waits for it in the other"
+            )
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer, elastic)
         if not self.algorithm.in_step:
             assert isinstance(hooks, WeightSync)

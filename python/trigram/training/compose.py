@@ -168,6 +168,7 @@ def _schedule(
         assert algorithm.every is not None
         one = AveragingStep([t for same in tensors for t in same], groups, torch.float32)
         one.exact = all(same[0].dtype != torch.float64 for same in tensors)
+        one.heals = groups.sample_weight is not None
         return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
     if algorithm.every is None:
         steps = _steps(tensors, groups, algorithm)

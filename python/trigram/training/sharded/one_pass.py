@@ -111,6 +111,8 @@ class OnePass:
             self._options |= {id(p): (group, how) for p in group["params"]}
         if len({how.fused for _, how in self._options.values()}) > 1:
             return None
+        if any(id(p) not in self._options for bucket in shards.buckets for p in bucket.params):
+            return None  # one has left the optimizer's groups
         known, weights, places = self._matched
         if [*map(id, known)] != [*map(id, buckets)] or [*map(id, weights)] != [*map(id, shards.buckets)]:
             places = _matching(buckets, shards.buckets)

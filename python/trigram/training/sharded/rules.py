@@ -112,7 +112,7 @@ def begin(optimizer: Optimizer, group: Mapping[str, Any], value: torch.Tensor, s
         dtype = torch.float32
         if not group["fused"] and torch.get_default_dtype() == torch.float64:
             dtype = torch.float64
-        state["step"] = torch.zeros((), dtype=dtype)
+        state["step"] = torch.zeros((), dtype=dtype, device=value.device)
         state["exp_avg"] = torch.zeros_like(value, requires_grad=False)
         state["exp_avg_sq"] = torch.zeros_like(value, requires_grad=False)
     state["step"] += 1
@@ -136,7 +136,8 @@ def rounding(optimizer: Optimizer, group: Mapping[str, Any]) -> Rounding | None:
 @torch.no_grad()
 def _same_bits(optimizer: Optimizer, options: Mapping[str, Any], how: Rounding) -> bool:
     """Whether steps with random values have the bits of torch's."""
-    random = torch.Generator().manual_seed(1)
+    random = torch.Generator("cpu").manual_seed(1)
+    plain: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}  # whatever the script's defaults are
     accepted = {
         k: v
         for k, v in options.items()
@@ -147,19 +148,21 @@ def _same_bits(optimizer: Optimizer, options: Mapping[str, Any], how: Rounding) 
         accepted.pop("decoupled_weight_decay", None)
     accepted["lr"] = accepted["lr"] or 0.01  # a warm-up begins with 0
     for count in _LENGTHS:
-        theirs = nn.Parameter(torch.randn(count, generator=random))
+        theirs = nn.Parameter(torch.randn(count, generator=random, **plain))
         ours = theirs.detach().clone()
         made = type(optimizer)([theirs], **accepted)
         group = made.param_groups[0]
         state: dict[str, Any] = {}
         for _ in range(_STEPS):
-            scales = 10 ** (4 * torch.rand(count, generator=random) - 3)
-            gradient = torch.randn(count, generator=random) * scales
+            scales = 10 ** (4 * torch.rand(count, generator=random, **plain) - 3)
+            gradient = torch.randn(count, generator=random, **plain) * scales
             theirs.grad = gradient.clone()
             optimizer_hooks.step_unheard(made)
             first = begin(made, group, ours, state)
             step = float(state["step"]) if "step" in state else 1.0
             held = [state[name] for name in states(made, group)]
+            if any(t.dtype != torch.float32 or not t.is_cpu for t in (gradient, ours, *held)):
+                return False
             at = [t.data_ptr() for t in held] + [0, 0]
             memory = gradient.data_ptr(), ours.data_ptr(), at[0], at[1]
             numbers = rule(made, group, step, first)

@@ -476,10 +476,10 @@ class ShardedSync(GradientSync):
                 error = error or e
                 if not work.is_completed():
                     self.gathers.append((bucket, work))
+                elif self.at_once and self.fused is not None:
+                    self.fused.broken = True  # some values may be updated, and others not
         self.waited += time.perf_counter() - began
         self.times.enter(before)
-        if error is not None and self.at_once and self.fused is not None:
-            self.fused.broken = True  # some values may be updated, and others not
         if error is not None:
             raise explained(error, self.groups.name, "optimizer.step()")
 

@@ -146,7 +146,7 @@ def a_pause(rank: int, world: int) -> None:
 def by_samples(rank: int, world: int) -> None:
     """A rank counts for its samples; one that has none may hold anything."""
     for weights in ([3.0, 1.0, 2.0], [1.0, 0.0, 1.0]):
-        module, _, step = walk(rank, world, sample_weight=weights[rank])
+        module, model, step = walk(rank, world, sample_weight=weights[rank])
         for number in range(EVERY):
             if number == EVERY - 1 and not weights[rank]:
                 with torch.no_grad():
@@ -155,6 +155,40 @@ def by_samples(rank: int, world: int) -> None:
         parts = [w * (k + 1) for k, w in enumerate(weights[:world])]
         expected = -EVERY * 0.125 * sum(parts) / sum(weights[:world])
         assert abs(module.value() - expected) < 1e-5
+        trigram.unwrap(model)
+
+
+@CASES
+def a_state_in_a_period(rank: int, world: int) -> None:
+    """What a rank has trained since the last average counts after a resumption."""
+    weigh = iter([8.0, 8.0, 1.0, 1.0] if rank == 0 else [1.0] * 4)
+    module, model, step = walk(rank, world, sample_weight=lambda: next(weigh))
+    step()
+    step()
+    kept, state = [p.detach().clone() for p in module.parameters()], trigram.algorithm_state(model)
+    trigram.unwrap(model)
+    module, model, step = walk(rank, world, sample_weight=lambda: next(weigh))
+    with torch.no_grad():
+        for p, value in zip(module.parameters(), kept, strict=True):
+            p.copy_(value)
+    trigram.load_algorithm_state(model, state)
+    step()
+    step()
+    parts = [18.0, *[4.0 * (k + 1) for k in range(1, world)]]
+    expected = -EVERY * 0.125 * sum(parts) / (18.0 + 4.0 * (world - 1))
+    assert abs(module.value() - expected) < 1e-5, (module.value(), expected)
+    trigram.unwrap(model)
+
+
+@CASES
+def two_models(rank: int, world: int) -> None:
+    """A rank could wait for the leader in one, and the leader for it in the other."""
+    _, model, _ = walk(rank, world)
+    says(raises(trigram.UnsupportedError, walk, rank, world), "another model", "quorum=")
+    trigram.unwrap(model)
+    _, model, step = walk(rank, world)
+    step()
+    trigram.unwrap(model)
 
 
 @CASES.over(0, 1)

@@ -182,6 +182,37 @@ def accumulated(rank: int, world: int) -> None:
 
 
 @CASES
+def another_default_dtype(rank: int, world: int) -> None:
+    """What is computed to compare with torch has the dtype that the engine computes in."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        rules._tried.clear()
+        model = mlp().float()
+        optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9)
+        trigram.with_bagua(model, "sharded", optimizer=optimizer, fused=True)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 6, dtype=torch.float32) * step).square().mean().backward()
+            optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert trigram.stats(model)["one_pass_updates"] > 0
+    same_on_all_ranks(rank, world, "default dtype", model.parameters())
+
+
+@CASES
+def parameters_that_leave_the_optimizer(rank: int, world: int) -> None:
+    """Their buckets are updated as ever."""
+    twins = trained(rank, world, "sgd, momentum", 3)
+    before = taken(twins)
+    for model, optimizer in twins.pairs:
+        optimizer.param_groups.pop()
+        model.zero_grad()
+    twins.train(3, 3)
+    assert taken(twins) == before > 0
+
+
+@CASES
 def overlapped(rank: int, world: int) -> None:
     twins = trained(rank, world, "adamw", overlap=True)
     assert taken(twins) > 0

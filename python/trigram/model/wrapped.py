@@ -112,6 +112,11 @@ class WrappedModel:
             agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
+        if "quorum" in chosen.options and any(isinstance(h.schedule, QuorumSteps) for h in running):
+            raise UnsupportedError(
+                "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for "
+                "the first rank in one while that waits for it in the other; trigram.unwrap ends the other"
+            )
         self.extras.bind(self.groups, chosen)
         self.groups.be_patient(not chosen.in_step)
         warmup = chosen.options.get("warmup_steps", 0)
@@ -154,11 +159,6 @@ class WrappedModel:
     def _compose(self, model: nn.Module) -> StepHooks:
         assert self.groups is not None
         elastic = self.states is not None
-        if "quorum" in self.algorithm.options and any(isinstance(h.schedule, QuorumSteps) for h in running):
-            raise UnsupportedError(
-                f"{self.groups.name}: one model of a job can have quorum=; with two, a rank could wait for "
-                "the first rank in one model while that waits for it in the other"
-            )
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer, elastic)
         if not self.algorithm.in_step:
             assert isinstance(hooks, WeightSync)

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import hosts
+import losses
 import torch
 
 import trigram
@@ -29,13 +30,13 @@ from trigram.cli import workloads
 from trigram.collectives.consistency import tell_all
 from trigram.runtime.world import resolve
 
-SETTINGS = "default,auto,auto:any,1 MiB,2 MiB,25 MiB,bytegrad,topk,local_sgd"
+SETTINGS = "default,auto,auto:any,1 MiB,2 MiB,25 MiB,bytegrad,topk,local_sgd,async_decentralized"
 MOST_LEARNING = 260
 """Steps of a setting that chooses, before the turns begin."""
 
 
-def wrapped(setting: str, model: torch.nn.Module) -> torch.nn.Module:
-    """The model as a setting says."""
+def wrapped(setting: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.nn.Module:
+    """The model as a setting says, with what the cards of algorithms recommend besides a warm-up."""
     if setting == "default":
         return trigram.with_bagua(model)
     if setting.endswith(" MiB"):
@@ -44,7 +45,8 @@ def wrapped(setting: str, model: torch.nn.Module) -> torch.nn.Module:
         return trigram.with_bagua(model, "auto", after=0, bucket_mb=25)
     if setting.startswith("auto"):
         return trigram.with_bagua(model, setting, after=0)
-    return trigram.with_bagua(model, setting)
+    card = losses.CARDS.get(setting, losses.Card())
+    return trigram.with_bagua(model, setting, **({"optimizer": optimizer} if card.optimizer else {}))
 
 
 class Setting:
@@ -52,8 +54,9 @@ class Setting:
 
     def __init__(self, name: str, args: argparse.Namespace) -> None:
         torch.manual_seed(0)
-        self.model = wrapped(name, workloads.TinyGPT(args.width, 6, 6))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-3)
+        model = workloads.TinyGPT(args.width, 6, 6)
+        self.optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        self.model = wrapped(name, model, self.optimizer)
         self.late = args.slow / 1e3 if int(os.environ["RANK"]) == args.hosts - 1 else 0.0
         self.at = 0
 

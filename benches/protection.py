@@ -11,18 +11,16 @@ two hosts (network namespaces, needs root) with a cable of that rate.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import subprocess
 import sys
 import time
 from contextlib import ExitStack
 
 import hosts
+import jobs
 import torch
 
 import trigram
-from trigram.cli.launch import free_port
 
 WORLD = 2
 SECONDS = 0.4
@@ -62,46 +60,9 @@ def rank_main() -> None:
             print(1e3 * spent / calls, flush=True)
 
 
-class Job:
-    """Two ranks that measure on request."""
-
-    def __init__(self, stack: ExitStack, settings: dict[str, str], cable: hosts.Hosts | None) -> None:
-        shared = {
-            "WORLD_SIZE": str(WORLD),
-            "MASTER_ADDR": cable.addresses[0] if cable else "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "TRIGRAM_TRANSPORT": "tcp",
-            "TRIGRAM_SECRET": "of this measurement",
-            "OMP_NUM_THREADS": "1",
-            **({"TRIGRAM_IFACE": hosts.INTERFACE} if cable else {}),
-            **settings,
-        }
-        where = [["ip", "netns", "exec", name] for name in cable.names] if cable else [[]] * WORLD
-        self.ranks = [
-            subprocess.Popen(
-                [*where[rank], sys.executable, __file__, "--rank"],
-                env={**os.environ, **shared, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(WORLD)
-        ]
-        for rank in self.ranks:
-            stack.callback(rank.wait)
-            stack.callback(rank.kill)
-
-    def measure(self, mebibytes: float) -> float:
-        """Milliseconds of one all_reduce: the mean over 0.4 seconds of calls."""
-        zero = self.ranks[0]
-        assert zero.stdin is not None
-        assert zero.stdout is not None
-        zero.stdin.write(f"{mebibytes}\n")
-        zero.stdin.flush()
-        line = zero.stdout.readline()
-        if not line:
-            raise SystemExit("a rank has failed; its error is printed above")
-        return float(line)
+def milliseconds(job: jobs.Job, mebibytes: float) -> float:
+    """Of one all_reduce: the mean over 0.4 seconds of calls."""
+    return float(job.ask(str(mebibytes)))
 
 
 def main() -> None:
@@ -115,15 +76,19 @@ def main() -> None:
     asked = parser.parse_args()
     with ExitStack() as stack:
         cable = stack.enter_context(hosts.Hosts(WORLD, asked.rate)) if asked.rate else None
-        jobs = {name: Job(stack, settings, cable) for name, settings in KINDS.items()}
+        shared = {"TRIGRAM_TRANSPORT": "tcp", "TRIGRAM_SECRET": "of this measurement"}
+        running = {
+            name: jobs.Job(stack, [__file__, "--rank"], WORLD, shared | settings, cable)
+            for name, settings in KINDS.items()
+        }
         print(f"{'MiB':>6} {'':10} {'ms':>8} {'times bare':>11} {'quartiles':>15}")
         for size in map(float, asked.sizes.split(",")):
-            for job in jobs.values():
-                job.measure(size)  # warm-up: congestion windows, link rates
-            seen: dict[str, list[float]] = {name: [] for name in jobs}
+            for job in running.values():
+                milliseconds(job, size)  # warm-up: congestion windows, link rates
+            seen: dict[str, list[float]] = {name: [] for name in running}
             for _ in range(asked.rounds):
-                for name, job in jobs.items():
-                    seen[name].append(job.measure(size))
+                for name, job in running.items():
+                    seen[name].append(milliseconds(job, size))
             for name, all_ in seen.items():
                 ratios = [ms / bare for ms, bare in zip(all_, seen["bare"], strict=True)]
                 low, middle, high = statistics.quantiles(ratios, n=4)

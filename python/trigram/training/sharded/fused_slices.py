@@ -85,7 +85,6 @@ class FusedSlices(DividedWeights):
                 if self.remaining[k] == 0:
                     complete.append(k)
         for k in sorted(complete):
-            self.remaining[k] = -1
             self._gather(k, self.groups.second_phase)
 
     def _update_at_once(self) -> None:
@@ -96,7 +95,6 @@ class FusedSlices(DividedWeights):
         started = self.one_pass.start(k, self.buckets[k], self.shards)
         if started is not None:
             self.gathers.add(*started)
-            self.remaining[self.shards.buckets.index(started[0])] = -1
 
     def land_ready(self) -> None:
         """See :class:`FusedBuckets`. Updates at once begin when backward has ended: where all cores compute,
@@ -117,8 +115,11 @@ class FusedSlices(DividedWeights):
     # Passes that fail.
 
     def _call_counts(self) -> list[int]:
+        """See :class:`GradientSync`. A pass that fails on this rank before its first gradient updates nothing
+        here, and the other ranks may have begun to gather: all ranks count a call for each bucket of weights,
+        whether this pass makes it or not."""
         first, second = super()._call_counts()
-        return [first, second + (sum(n != 0 for n in self.remaining) if self.fusing else 0)]
+        return [first, second + (len(self.shards.buckets) if self.fused is not None else 0)]
 
     def _finish(self, failed: str | None = None) -> None:
         """See :class:`GradientSync`; gathers of a pass that fails end with it."""
@@ -131,9 +132,12 @@ class FusedSlices(DividedWeights):
             self.gathers.end()
 
     def _gather_failed(self) -> None:
-        """See :class:`DividedWeights`."""
-        if self.at_once and self.fused is not None:
-            self.fused.broken = True  # some values may be updated, and others not
+        """See :class:`DividedWeights`. The pass has failed on another rank when this one had all averages and
+        had counted it: some values may be updated, and others not."""
+        if self.fused is not None and self.fusing and not self.fused.broken:
+            self.fused.broken = True
+            self.steps, self.passes = self.steps - 1, max(self.passes - 1, 0)
+            self._abort_calls(self._call_counts(), "a gather of this pass failed")
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""

@@ -185,7 +185,7 @@ def at_once(training: Training) -> None:
     """The updates of all buckets in one pass each, as at the end of a backward pass."""
     hooks = hooks_of(training)
     for k, bucket in enumerate(hooks.buckets):
-        hooks.gathers.append(hooks.one_pass.start(k, bucket, hooks.shards))
+        hooks.gathers.add(*hooks.one_pass.start(k, bucket, hooks.shards))
     hooks.drain()
 
 

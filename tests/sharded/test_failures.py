@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 import trigram
 from tests.sharded.twins import Twins, adamw
 from tests.support.cases import Cases
 from tests.support.checks import raises, says
+from tests.support.marks import long
 from tests.support.twin_training import mlp
 
 CASES = Cases()
@@ -66,7 +70,75 @@ def a_hook_before_the_step(rank: int, world: int, algorithm: str) -> None:
     twins.check("the step that failed had its update")
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "at once": {"optimizer": partial(adamw, fused=True), "fused": True},
+    "at once, overlap": {"optimizer": partial(adamw, fused=True), "fused": True, "overlap": True},
+    "by bucket": {"fused": True},
+    "shards, fused": {"gradients": "shards", "fused": True},
+    "all gradients, fused": {"algorithm": "gradient_allreduce", "fused": True},
+    "in step": {},
+    "shards, in step": {"gradients": "shards"},
+}
+
+
+def failing_pass(twins: Twins, model: Any, where: str) -> None:
+    """A pass that raises: in forward, or when no parameter, some or all of them have their gradients."""
+
+    def later(_: Any, __: Any, outputs: torch.Tensor) -> None:
+        outputs.register_hook(fails)
+
+    inputs = torch.ones(2, 6, dtype=twins.dtype, requires_grad=True) * 1
+    if where == "all":
+        inputs.register_hook(fails)
+    hook = (
+        model[2].register_forward_pre_hook(fails)
+        if where == "forward"
+        else model[2].register_forward_hook(later)
+        if where == "some"
+        else model.register_forward_hook(later)
+        if where == "none"
+        else None
+    )
+    try:
+        model(inputs).sum().backward()
+    finally:
+        if hook is not None:
+            hook.remove()
+
+
+@CASES.over(*WAYS)
+def a_checkpoint_ends_it(rank: int, world: int, way: str) -> None:
+    """A pass of one rank raises, wherever; all get an error. They load a checkpoint and go on: calls, passes
+    and steps have the same numbers on all ranks again."""
+    twins = Twins(rank, world, mlp, **WAYS[way])
+    model, optimizer = twins.pairs[1]
+    twins.train(steps=3)
+    # Where the last call of a pass is not made at its end, the other ranks may have all that they need.
+    places = ["forward", "none", "some", *(["all"] if way.startswith("at once") else [])]
+    step = 3
+
+    def whole_step() -> None:
+        twins.loss(model, step).backward()
+        optimizer.step()
+
+    for where in places:
+        for who in (0, world - 1):
+            optimizer.zero_grad()
+            weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            if rank == who:
+                raises(Failed, failing_pass, twins, model, where)
+            else:
+                raises(trigram.AbortedError, whole_step)
+            optimizer.zero_grad()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            twins.train(step, 2)
+            step += 2
+    twins.check_state(way)
+    assert trigram.stats(model)["steps"] == step
+
+
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, 3, long(4)])
 def test_failures(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm")

@@ -17,8 +17,8 @@ from tests.support.elastic_run import awaited, loss_of, model, weights
 from tests.support.harness import flag, say, until
 from trigram.elastic import membership
 from trigram.elastic.recovery import ElasticModel
-from trigram.training.sharded import elastic_sync
-from trigram.training.sharded.elastic_sync import ElasticShardedSync
+from trigram.training.sharded.elastic import sync as elastic_sync
+from trigram.training.sharded.elastic.sync import ElasticShardedSync
 from trigram.training.sharded.optimizer import ShardedOptimizer
 
 Moments = dict[int, tuple[int, str]]

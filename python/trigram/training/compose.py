@@ -31,7 +31,7 @@ from trigram.training.gradient_sync import GradientSync
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
-from trigram.training.sharded.elastic_sync import ElasticShardedSync
+from trigram.training.sharded.elastic.sync import ElasticShardedSync
 from trigram.training.sharded.gradient_buckets import ShardsCompressor
 from trigram.training.sharded.sync import ShardedSync
 from trigram.training.shown_params import claim, disclaim

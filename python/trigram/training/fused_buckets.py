@@ -38,8 +38,10 @@ class FusedBuckets(StepHooks):
     def fuse(self, optimizer: Optimizer) -> None:
         """From the second update on, buckets are updated in backward."""
         self.fused = FusedSteps(optimizer)
-        restore = WeakHook(self, "restore_failed")
-        self.fused.handles.append(optimizer.register_state_dict_pre_hook(restore))
+        self.fused.handles += [
+            optimizer.register_state_dict_pre_hook(WeakHook(self, "restore_failed")),
+            optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_loading_state")),
+        ]
 
     def restore_failed(self, *_: Any) -> None:
         """After a step of the script that has raised an exception: the groups hold the parameters again."""
@@ -48,6 +50,11 @@ class FusedBuckets(StepHooks):
             self.fused.shown.restore()
             for p in self.params:  # the script may have reset gradients since, of what it found in the groups
                 p.grad = None
+
+    def _before_loading_state(self, *_: Any) -> None:
+        """A checkpoint ends a failure, so a pass that has failed is aborted before: later, its failure would
+        count again."""
+        self.abort_failed()
 
     def abort_failed(self, timeout: float | None = None) -> None:
         """See :class:`StepHooks`."""

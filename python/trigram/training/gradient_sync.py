@@ -244,8 +244,9 @@ class GradientSync(FusedBuckets):
             # The script still holds gradients of an earlier pass; the next must not overwrite them.
             self.buckets.copies = True
             self.build_buckets(self.buckets.order)
-        self.landed, self.fusing = 0, self.begin_fused(param)
+        # First: what follows may raise, and then all ranks abort this pass.
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
+        self.landed, self.fusing = 0, self.begin_fused(param)
         self._number_calls()
         self.next = 0
         self.next_second_phase = 0

@@ -53,6 +53,19 @@ class Slice:
         """Whether it is the parameter itself."""
         return self.value is self.param
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """Of the parameter's gradient, what belongs to the piece, of its shape; None: it has none."""
+        grad = self.param.grad
+        if isinstance(grad, ShardedGradient):
+            part = grad.part
+            if part is None or not self.whole:
+                return part
+            return part.as_strided(self.view.shape, self.view.stride())
+        if grad is None or self.whole:
+            return grad
+        return flat(grad, self.view)[self.start : self.stop]
+
 
 class ShardedOptimizer:
     """The optimizer, the buckets of its weights and this rank's slices.
@@ -135,16 +148,16 @@ class ShardedOptimizer:
 
     def enter(
         self,
-        gradient: Callable[[Slice], torch.Tensor | None],
         wanted: Callable[[torch.Tensor], bool],
         given: Sequence[Sequence[torch.Tensor]] | None = None,
+        gradients: bool = True,
     ) -> None:
         """Puts this rank's slices into the groups.
 
         Args:
-            gradient: The gradient of a slice, of its shape; None: the parameter has none.
             wanted: Whether a parameter is updated now.
             given: Only these parameters of each group; None: all.
+            gradients: Whether the slices have gradients.
         """
 
         def choose(p: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -157,7 +170,7 @@ class ShardedOptimizer:
             pieces = self.held(p)
             for piece in pieces:
                 piece.value.requires_grad_(p.requires_grad)
-            return [(piece.value, gradient(piece)) for piece in pieces]
+            return [(piece.value, piece.gradient if gradients else None) for piece in pieces]
 
         self.shown.show(choose, given)
 

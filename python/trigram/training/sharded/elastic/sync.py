@@ -28,8 +28,9 @@ from trigram.runtime.records import broadcast_bytes
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import assign
 from trigram.training.compressors import GradientCompressor
-from trigram.training.sharded.moving import Cut, NextCut, collect_weights, move_state
-from trigram.training.sharded.sync import ShardedSync, explained
+from trigram.training.sharded.agreement import explained, plain_options
+from trigram.training.sharded.elastic.moving import Cut, NextCut, collect_weights, move_state
+from trigram.training.sharded.sync import ShardedSync
 from trigram.training.sharded.weight_buckets import Layout, WeightBucket
 
 
@@ -102,7 +103,7 @@ class ElasticShardedSync(ShardedSync):
         """The optimizer's options, now and then, and how parameters will be divided that are not yet."""
         text = ""
         if (self.updates + 1).bit_count() == 1:
-            text = self._options()
+            text = plain_options(self.optimizer)
         if missing := self._missing(optimizer_hooks.parameters_of(self.optimizer)):
             buckets = assign(self.params, missing, self.buckets.bucket_bytes)
             text += f"{self._lay_out(buckets, list(self.loads))}{self.shards.outline()}"
@@ -162,7 +163,7 @@ class ElasticShardedSync(ShardedSync):
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """See :class:`StepHooks`; moves the state, if all ranks have made the same updates."""
         super().follow(meta, part)
-        self._end_gathers()
+        self.gathers.end()
         group, indices = self.groups.main, self._indices()
         following = -1 if self.next_cut is None else self.next_cut.cut.number
         counters = [self.version, self.ended, self.state_dicts]

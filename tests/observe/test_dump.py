@@ -10,6 +10,8 @@ import time
 from contextlib import redirect_stdout
 from pathlib import Path
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -168,3 +170,41 @@ def test_a_dump_is_no_program(tmp_path: Path) -> None:
         with pytest.raises(trigram.MisuseError, match="no dump"):
             postmortem.read(tmp_path)
     assert not (tmp_path / "made").exists()
+
+
+def _entry(call: int, state: str = "completed", what: str = "all_reduce", **trigram: Any) -> dict[str, Any]:
+    """The entry of a collective of four values."""
+    return {
+        "process_group": ("7", "world"),
+        "collective_seq_id": call + 1,
+        "is_p2p": False,
+        "profiling_name": f"gloo:{what}",
+        "input_sizes": [[4]],
+        "input_dtypes": ["float32"],
+        "time_created_ns": call,
+        "state": state,
+        "trigram": {"failed": False, "waited_for": None, "on_gpu": False, "uneven": False, **trigram},
+    }
+
+
+def _dump(
+    entries: list[dict[str, Any]], losses: list[tuple[int, str]] = [], ranks: str = "[0, 1, 2]"
+) -> dict[str, Any]:
+    """A dump with these calls."""
+    about = {"job": "j", "time_ns": 10**9, "losses": losses, "failures": [], "stack": []}
+    config = {"7": {"name": "7", "desc": "world", "ranks": ranks}}
+    return {"pg_config": config, "entries": entries, "trigram": about}
+
+
+def test_the_rank_that_was_lost_first_is_named_first() -> None:
+    """As most dumps say it, not the lowest number."""
+    losses = [
+        [(3, "dead"), (0, "dead")],
+        [(0, "silent"), (3, "dead")],
+        [(3, "silent"), (0, "dead")],
+        [(2, "left")],
+    ]
+    found = postmortem.find({rank: _dump([], of, "[1, 2, 4, 5]") for rank, of in zip([1, 2, 4, 5], losses)})
+    assert [f.ranks for f in found] == [(3,), (0,)]
+    assert found[0].text == "rank 3 died or fell silent first, as 2 of 3 ranks saw"
+    assert "1 of 3" in found[1].text

@@ -153,19 +153,20 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
 
 
 def _lost(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
-    """Ranks that died or fell silent, as the others saw it."""
-    how: dict[int, set[str]] = defaultdict(set)
-    for dump in dumps.values():
-        for rank, kind in dump.get("trigram", {}).get("losses", []):
-            if kind in ("dead", "silent"):
-                how[rank].add(kind)
+    """Ranks that died or fell silent, as the others saw it: first the one that most of them lost first."""
     words = {"dead": "died", "silent": "fell silent"}
-    return [
-        Finding(
-            (rank,), "", f"rank {rank} {' or '.join(sorted(words[k] for k in kinds))} first, as others saw"
-        )
-        for rank, kinds in sorted(how.items())
-    ]
+    how: dict[int, set[str]] = defaultdict(set)
+    first: Counter[int] = Counter()
+    for dump in dumps.values():
+        lost = [(r, words[kind]) for r, kind in dump.get("trigram", {}).get("losses", []) if kind in words]
+        first.update(rank for rank, _ in lost[:1])
+        for rank, kind in lost:
+            how[rank].add(kind)
+    found = []
+    for rank in sorted(how, key=lambda r: (-first[r], r)):
+        when = f"first, as {first[rank]} of {first.total()} ranks saw" if first[rank] else "later"
+        found.append(Finding((rank,), "", f"rank {rank} {' or '.join(sorted(how[rank]))} {when}"))
+    return found
 
 
 def _in_call(

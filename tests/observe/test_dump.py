@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -188,10 +189,10 @@ def _entry(call: int, state: str = "completed", what: str = "all_reduce", **trig
 
 
 def _dump(
-    entries: list[dict[str, Any]], losses: list[tuple[int, str]] = [], ranks: str = "[0, 1, 2]"
+    entries: list[dict[str, Any]], losses: Sequence[tuple[int, str]] = (), ranks: str = "[0, 1, 2]"
 ) -> dict[str, Any]:
     """A dump with these calls."""
-    about = {"job": "j", "time_ns": 10**9, "losses": losses, "failures": [], "stack": []}
+    about = {"job": "j", "time_ns": 10**9, "losses": list(losses), "failures": [], "stack": []}
     config = {"7": {"name": "7", "desc": "world", "ranks": ranks}}
     return {"pg_config": config, "entries": entries, "trigram": about}
 
@@ -204,7 +205,20 @@ def test_the_rank_that_was_lost_first_is_named_first() -> None:
         [(3, "silent"), (0, "dead")],
         [(2, "left")],
     ]
-    found = postmortem.find({rank: _dump([], of, "[1, 2, 4, 5]") for rank, of in zip([1, 2, 4, 5], losses)})
+    found = postmortem.find({rank: _dump([], of, "[1, 2, 4, 5]") for rank, of in zip([1, 2, 4, 5], losses, strict=True)})
     assert [f.ranks for f in found] == [(3,), (0,)]
     assert found[0].text == "rank 3 died or fell silent first, as 2 of 3 ranks saw"
     assert "1 of 3" in found[1].text
+
+
+def test_a_failure_that_was_survived_hides_no_hang() -> None:
+    """All ranks have gone on after call 1 has failed, and rank 2 has not come to call 3."""
+    began = [_entry(0), _entry(1, "started", failed=True), _entry(2)]
+    waits = [*began, _entry(3, "started")]
+    dumps = {0: _dump(waits), 1: _dump(waits), 2: _dump(began)}
+    [finding] = postmortem.find(dumps)
+    assert finding.ranks == (2,) and "call 3" in finding.call
+    # One that is still under way is no failure, whatever has ended after it.
+    began[1] = _entry(1, "started")
+    [finding] = postmortem.find(dict.fromkeys(range(3), _dump(began)))
+    assert "call 1" in finding.call

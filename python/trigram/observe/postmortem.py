@@ -139,6 +139,8 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
         for number in sorted(group.calls):
             entries = group.calls[number]
             if any(entry["state"] != "completed" for entry in entries.values()):
+                if _survived(group, number):
+                    continue
                 began = min(e["time_created_ns"] for e in entries.values() if e["state"] != "completed")
                 open_calls.append((began, group, number, newest))
                 break
@@ -150,6 +152,17 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
         text = f"{_listed(absent)} left no dump: ended before, or on a host with another folder"
         found.append(Finding(tuple(absent), "", text))
     return found
+
+
+def _survived(group: _Group, number: int) -> bool:
+    """Whether a call has failed, and each of its ranks has completed a later one."""
+    entries = group.calls[number]
+    if any(e["state"] != "completed" and not e["trigram"]["failed"] for e in entries.values()):
+        return False
+    return all(
+        any(n > number and rank in of and of[rank]["state"] == "completed" for n, of in group.calls.items())
+        for rank in entries
+    )
 
 
 def _lost(dumps: dict[int, dict[str, Any]]) -> list[Finding]:

@@ -222,3 +222,32 @@ def test_a_failure_that_was_survived_hides_no_hang() -> None:
     began[1] = _entry(1, "started")
     [finding] = postmortem.find(dict.fromkeys(range(3), _dump(began)))
     assert "call 1" in finding.call
+
+
+def _uneven(rank: int, world: int, folder: str) -> None:
+    """Each rank sends and receives parts of sizes of its own."""
+    trigram.init()
+    lengths = [[1, 2], [3, 4]]
+    received = [row[rank] for row in lengths]
+    trigram.all_to_all(
+        list(torch.ones(sum(received)).split(received)),
+        list(torch.ones(sum(lengths[rank])).split(lengths[rank])),
+    )
+    dumper = dump._dumper
+    assert dumper is not None
+    dumper.write("of the test")
+    trigram.barrier()
+
+
+def test_ranks_may_have_other_sizes_in_an_uneven_call(tmp_path: Path) -> None:
+    run(2, _uneven, str(tmp_path), env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
+    dumps = postmortem.read(tmp_path)
+    entries = {rank: dump["entries"][-1] for rank, dump in dumps.items()}
+    assert len({str(e["input_sizes"]) for e in entries.values()}) == 2
+    assert all(e["trigram"]["uneven"] for e in entries.values())
+    for e in entries.values():  # as if it had not ended
+        e["state"], e["trigram"]["waited_for"] = "started", 1
+    for also in (True, False):  # equal lengths may be left out on a rank
+        entries[1]["trigram"]["uneven"] = also
+        [finding] = postmortem.find(dumps)
+        assert "all ranks have made call" in finding.text and finding.ranks == (1,)

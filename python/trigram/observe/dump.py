@@ -178,7 +178,9 @@ class Dumper:
     def _entry(self, event: _core.Event, group: Any, offset: int) -> dict[str, Any]:
         n, ranks = event.nbytes // _WIDTHS.get(event.dtype, 1), len(group.ranks)
         sent, received = n, n
-        if event.kind in ("all_gather", "gather"):
+        if event.uneven:
+            pass  # its own
+        elif event.kind in ("all_gather", "gather"):
             received = n * ranks
         elif event.kind in ("reduce_scatter", "scatter", "all_to_all"):
             sent = n * ranks
@@ -218,6 +220,7 @@ class Dumper:
                 "waited_for": event.peer,
                 "waited_ns": event.waited,
                 "on_gpu": event.on_gpu,
+                "uneven": event.uneven,
             },
         }
 

@@ -113,8 +113,15 @@ def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:
     return list(groups.values())
 
 
-def _what(entry: dict[str, Any]) -> str:
+def _is_uneven(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("trigram", {}).get("uneven"))
+
+
+def _what(entry: dict[str, Any], uneven: bool = False) -> str:
+    """A call in words; ``uneven``: one of its ranks has parts of unequal lengths in it."""
     name = entry["profiling_name"].partition(":")[2]
+    if _is_uneven(entry) or (uneven and name == "all_to_all"):
+        return f"{name} of unequal parts of {entry['input_dtypes'][0]}"  # each rank has its own size
     return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}"
 
 
@@ -157,7 +164,7 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
 def _survived(group: _Group, number: int) -> bool:
     """Whether a call has failed, and each of its ranks has completed a later one."""
     entries = group.calls[number]
-    if any(e["state"] != "completed" and not e["trigram"]["failed"] for e in entries.values()):
+    if any(e["state"] != "completed" and not e.get("trigram", {}).get("failed") for e in entries.values()):
         return False
     return all(
         any(n > number and rank in of and of[rank]["state"] == "completed" for n, of in group.calls.items())
@@ -188,7 +195,9 @@ def _in_call(
     entries = group.calls[number]
     # A rank whose record was overwritten has gone further; one without a dump is not known.
     missing = [r for r in group.ranks if r not in entries and r in dumps and newest[r] < number]
-    kinds = Counter(_what(e) for e in entries.values())
+    uneven = any(map(_is_uneven, entries.values()))
+    what = {rank: _what(e, uneven) for rank, e in entries.items()}
+    kinds = Counter(what.values())
     usual = kinds.most_common(1)[0][0]
     waiting = [r for r, e in entries.items() if e["state"] != "completed"]
     shown = number - 1  # as error messages count
@@ -206,10 +215,10 @@ def _in_call(
             return [Finding((*first, *missing), call, text)]
         return [Finding(tuple(missing), call, text)]
     if len(kinds) > 1:
-        other = [r for r, e in entries.items() if _what(e) != usual]
+        other = [r for r in entries if what[r] != usual]
         if len(kinds) == 2 and kinds[usual] == len(other):
             other = sorted(entries)  # as many have made the one as the other
-        made = "; ".join(f"rank {r} made {_what(e)}" for r, e in sorted(entries.items()))
+        made = "; ".join(f"rank {r} made {what[r]}" for r in sorted(entries))
         text = (
             f"the ranks made different calls as call {shown} of {group.label}: {made}. One of them has "
             "skipped or added a call before"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import logging
 import os
@@ -18,7 +19,7 @@ import torch
 
 import trigram
 from tests.support.harness import run, until
-from trigram.observe import dump, postmortem
+from trigram.observe import calls, dump, postmortem
 
 
 def _job(rank: int, world: int, how: str) -> str:
@@ -251,3 +252,29 @@ def test_ranks_may_have_other_sizes_in_an_uneven_call(tmp_path: Path) -> None:
         entries[1]["trigram"]["uneven"] = also
         [finding] = postmortem.find(dumps)
         assert "all ranks have made call" in finding.text and finding.ranks == (1,)
+
+
+def test_a_group_that_is_gone_has_the_ranks_that_called_it() -> None:
+    """Rank 2 was never its member. One rank that still knows the group tells its name and members."""
+    waits = [_entry(0), _entry(1, "started", waited_for=1)]
+    dumps = {0: _dump(waits, ranks="[]"), 1: _dump(waits, ranks="[]"), 2: _dump([], ranks="[]")}
+    dumps[2]["pg_config"] = {}
+    [finding] = postmortem.find(dumps)
+    assert "all ranks have made call 1 of group 'world' of ranks [0, 1]" in finding.text
+    dumps[1] = _dump(waits[:1], ranks="[0, 1]")
+    [finding] = postmortem.find(dumps)
+    assert finding.ranks == (1,) and "rank 1 has not made call 1" in finding.text
+
+
+def _collected(rank: int, world: int) -> tuple[int, ...]:
+    trigram.init()
+    group = trigram.new_group([0])
+    trigram.all_reduce(torch.ones(4), group=group)
+    number = group.core.id
+    del group
+    gc.collect()
+    return calls.Calls().group(number).ranks
+
+
+def test_the_members_of_a_group_that_was_collected_are_not_guessed() -> None:
+    assert run(1, _collected, timeout=30) == [()]

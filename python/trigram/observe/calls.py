@@ -15,7 +15,7 @@ class GroupName(NamedTuple):
 
     Attributes:
         name: Its name in messages.
-        ranks: World ranks.
+        ranks: World ranks; empty: they are not known.
     """
 
     name: str
@@ -67,10 +67,5 @@ class Calls:
             for g in group.all_groups():
                 if g.rank >= 0:
                     self._names[g.core.id] = GroupName(g.name, tuple(g.ranks))
-        # It had been collected before its calls were read.
-        return self._names.setdefault(number, GroupName("of the job", tuple(range(self._world_size()))))
-
-    @staticmethod
-    def _world_size() -> int:
-        present = world.present()
-        return present.size if present is not None else 1
+        # If it had been collected before its calls were read, who its members were is not known.
+        return self._names.setdefault(number, GroupName("of the job", ()))

@@ -176,7 +176,7 @@ class Dumper:
         }
 
     def _entry(self, event: _core.Event, group: Any, offset: int) -> dict[str, Any]:
-        n, ranks = event.nbytes // _WIDTHS.get(event.dtype, 1), len(group.ranks)
+        n, ranks = event.nbytes // _WIDTHS.get(event.dtype, 1), max(1, len(group.ranks))
         sent, received = n, n
         if event.uneven:
             pass  # its own

@@ -106,10 +106,14 @@ def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:
     for rank, dump in dumps.items():
         for number, about in dump["pg_config"].items():
             ranks = [int(r) for r in re.findall(r"\d+", about["ranks"])]
-            groups.setdefault(number, _Group(about["desc"], ranks))
+            if number not in groups or not groups[number].ranks:
+                groups[number] = _Group(about["desc"], ranks)
+    for rank, dump in dumps.items():
         for entry in dump["entries"]:
             if not entry["is_p2p"]:
                 groups[entry["process_group"][0]].calls[entry["collective_seq_id"]][rank] = entry
+    for group in groups.values():  # ranks that had let it go do not know its members
+        group.ranks = group.ranks or sorted({rank for of in group.calls.values() for rank in of})
     return list(groups.values())
 
 

@@ -176,7 +176,7 @@ class Recorder:
             "dtype": event.dtype,
         }
         if event.tag is None:
-            args["ranks"] = list(group.ranks)
+            args |= {"ranks": list(group.ranks)} if group.ranks else {}
         elif event.peer is not None:
             pair = (self.rank, event.peer) if event.kind == "send" else (event.peer, self.rank)
             args["call"] += f"/{event.tag}/{pair[0]}-{pair[1]}"

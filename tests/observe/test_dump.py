@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import io
 import logging
@@ -19,7 +20,9 @@ import torch
 
 import trigram
 from tests.support.harness import run, until
-from trigram.observe import calls, dump, postmortem
+from trigram.elastic.joining import MissingEngine
+from trigram.observe import calls, dump, postmortem, spans, timeline
+from trigram.runtime import world
 
 
 def _job(rank: int, world: int, how: str) -> str:
@@ -278,3 +281,44 @@ def _collected(rank: int, world: int) -> tuple[int, ...]:
 
 def test_the_members_of_a_group_that_was_collected_are_not_guessed() -> None:
     assert run(1, _collected, timeout=30) == [()]
+
+
+def _late(rank: int, world_size: int, folder: str) -> list[str]:
+    """A rank that has come late into an elastic job, and joins it after a while; the calls in its timeline."""
+    trigram.init()
+    joined = world.current()
+    engine: Any = MissingEngine(rank)
+    world.replace(dataclasses.replace(joined, engine=engine))
+    known = calls.Calls()
+    assert known.read() == known.all() == [] and known.wait_for_failure(0.0) is None
+    dumper = dump.Dumper(Path(folder), rank, 60.0)
+    with trigram.timeline(f"{folder}/trace.json"):
+        time.sleep(0.6)  # the threads of both have looked
+        assert dumper._thread.is_alive()
+        dumper.write("of the test")
+        world.replace(joined)
+        trigram.all_reduce(torch.ones(4))
+    dumper.close()
+    known.failures = 5
+    assert known.all()
+    assert known.failures == 0, "those of an earlier engine do not count"
+    lines = (Path(folder) / "trace-rank0.json").read_text().splitlines()
+    return [line for line in lines if '"all_reduce"' in line]
+
+
+def test_a_late_rank_has_a_dump_and_a_timeline(tmp_path: Path) -> None:
+    [found] = run(1, _late, str(tmp_path), timeout=30)
+    assert len(found) == 1
+    assert postmortem.read(tmp_path)[0]["entries"] == []
+
+
+def _broken(rank: int, world_size: int, folder: str) -> bool:
+    with trigram.timeline(f"{folder}/trace.json"):
+        recorder: Any = timeline._recorder
+        recorder._calls = None
+        until(lambda: recorder._file is None, 10, "its end")
+        return recorder not in spans._listeners
+
+
+def test_a_timeline_that_fails_takes_no_more_spans(tmp_path: Path) -> None:
+    assert run(1, _broken, str(tmp_path), timeout=30) == [True]

@@ -152,11 +152,7 @@ class Auto:
         if not isinstance(hooks, GradientSync):
             return "one rank averages with nobody"
         trained = [p for p, trains in zip(hooks.params, hooks.trains, strict=True) if trains]
-        if any(not p.is_cpu for p in trained):
-            return "steps on GPUs are not predicted"
-        if any(p.dtype != torch.float32 for p in trained) or hooks.sparse:
-            return "steps are predicted for dense float32 parameters only"
-        return ""
+        return measuring.unfit(trained, bool(hooks.sparse))
 
     # Once per pass, on all ranks.
 

@@ -78,6 +78,20 @@ def wanted() -> Wanted | None:
     return Wanted(int(steps), allowed, Path(path))
 
 
+def unfit(trained: Sequence[torch.Tensor], sparse: bool) -> str:
+    """Why predictions do not cover a model; empty if they do. The same on all ranks.
+
+    Args:
+        trained: The parameters whose gradients or weights are averaged.
+        sparse: Whether some of their gradients are sparse.
+    """
+    if any(not p.is_cpu for p in trained):
+        return "steps on GPUs are not predicted"
+    if sparse or any(p.dtype != torch.float32 for p in trained):
+        return "steps are predicted for dense float32 parameters only"
+    return ""
+
+
 Conclude = Callable[[Job, float, Wanted], None]
 """Gets what was measured, and the seconds of a step with the default algorithm."""
 
@@ -254,7 +268,7 @@ def _kernel() -> bytes:
 
 def _transfer(nbytes: int, group: Group, times: int = PROBES) -> tuple[float, float]:
     """Seconds and processor seconds of an all-reduce: the slowest rank's, median of a few."""
-    values = empty(max(1, nbytes // 4))
+    values = empty(max(1, nbytes // 4), dtype=torch.float32)
     values.zero_()
     found: list[tuple[float, float]] = []
     for _ in range(times + 1):

@@ -29,6 +29,7 @@ from trigram.cli import app
 from trigram.errors import ConfigError
 from trigram.observe import rank_report, report, steps
 from trigram.observe.steps import PHASES
+from trigram.runtime.live_store import ReconnectingStore
 
 STEPS = 12
 
@@ -401,3 +402,29 @@ def test_a_folder_that_cannot_be_used_ends_no_job(tmp_path: Path) -> None:
     run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path / "file")})
     (tmp_path / "report-rank7.json").write_text("{}")
     run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path)})
+
+
+class Store:
+    """A store that knows nothing, or is gone."""
+
+    def __init__(self, gone: bool) -> None:
+        self.gone, self.asked = gone, 0
+
+    def check(self, _: list[str]) -> bool:
+        """Whether it has these keys."""
+        self.asked += 1
+        if self.gone:
+            raise OSError("planned: no route")
+        return False
+
+
+@pytest.mark.parametrize(("gone", "left", "tries"), [(False, 60.0, 50), (False, -1.0, 0), (True, 60.0, 1)])
+def test_figures_of_other_hosts_are_awaited_until_the_deadline(
+    gone: bool, left: float, tries: int, tmp_path: Path
+) -> None:
+    """A store that cannot be reached is tried once, not for each rank."""
+    store = Store(gone)
+    far = set(range(1, 51))
+    awaited = rank_report._Awaited(tmp_path, {0}, far, ReconnectingStore(store, lambda: store), "job")
+    awaited.fetch(None, time.monotonic() + left)
+    assert store.asked == tries and len(awaited.far) == 50

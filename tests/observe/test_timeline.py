@@ -207,5 +207,22 @@ def test_timelines_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
         assert [t.rank for t in merge.read_folder(tmp_path)] == list(range(world))
 
 
+def _from_any(rank: int, world: int, folder: str) -> None:
+    with trigram.timeline(f"{folder}/trace.json"):
+        for k in range(3):
+            if rank == 0:
+                trigram.recv(torch.zeros(4), None, tag=7)
+            else:
+                trigram.send(torch.full((4,), float(k)), 0, tag=7)
+
+
+def test_receives_from_any_source_have_the_numbers_of_their_messages(tmp_path: Path) -> None:
+    """So an arrow leads from each message to its receive, and to no other."""
+    run(2, _from_any, str(tmp_path), timeout=30)
+    traces = merge.read_folder(tmp_path)
+    keys = [[e["args"]["call"] for e in t.calls() if e["name"] in ("send", "recv")] for t in traces]
+    assert len(set(keys[0])) == 3 and keys[0] == keys[1]
+
+
 def _once(rank: int, world: int) -> None:
     trigram.barrier()

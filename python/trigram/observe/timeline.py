@@ -34,6 +34,8 @@ FIRST_LANE = 100
 """The ``tid`` of the first lane of calls."""
 _PERIOD = 0.25
 _MOST_NAMES = 100_000
+_UNMATCHED = (1 << 32) - 1
+"""The number of a receive that has failed before it was known which message it takes."""
 
 
 def wall_offset() -> int:
@@ -169,17 +171,14 @@ class Recorder:
         assert event.ended is not None
         group = self._calls.group(event.group)
         label = self._names.pop((event.group, event.sequence), None) if event.tag is None else None
-        args: dict[str, Any] = {
-            "group": group.name,
-            "call": f"{event.group:016x}/{event.sequence}",
-            "bytes": event.nbytes,
-            "dtype": event.dtype,
-        }
+        args: dict[str, Any] = {"group": group.name, "bytes": event.nbytes, "dtype": event.dtype}
+        call = f"{event.group:016x}/{event.sequence}"
         if event.tag is None:
+            args["call"] = call
             args |= {"ranks": list(group.ranks)} if group.ranks else {}
-        elif event.peer is not None:
+        elif event.peer is not None and event.sequence != _UNMATCHED:
             pair = (self.rank, event.peer) if event.kind == "send" else (event.peer, self.rank)
-            args["call"] += f"/{event.tag}/{pair[0]}-{pair[1]}"
+            args["call"] = f"{call}/{event.tag}/{pair[0]}-{pair[1]}"
             args["ranks"] = list(pair)
         if event.waited:
             args |= {"waited_for": event.peer, "waited_us": event.waited / 1000}

@@ -226,6 +226,13 @@ impl EventRing {
         }
     }
 
+    /// Notes the number of a receive that was made before it had one.
+    pub(crate) fn set_call(&self, number: u64, call: CallId) {
+        if let Some(record) = self.own(number) {
+            record[CALL].store(call.0, Ordering::Relaxed);
+        }
+    }
+
     /// Notes for which rank a call has waited longest so far, in nanoseconds; for a message, with which rank it is exchanged.
     pub(crate) fn note_wait(&self, number: u64, rank: u32, waited: u64) {
         if let Some(record) = self.own(number) {
@@ -387,6 +394,15 @@ mod tests {
         }
         let said: Vec<_> = ring.all().iter().map(|e| (e.on_gpu, e.uneven)).collect();
         assert_eq!(said, [(false, false), (true, false), (false, true)]);
+    }
+
+    #[test]
+    fn a_receive_gets_its_number_later() {
+        let ring = EventRing::new();
+        let call = CallId::message(5, u64::MAX);
+        let number = ring.begin(&Made { call, message: Some((None, false)), ..made(0) });
+        ring.set_call(number, CallId::message(5, 2));
+        assert_eq!((ring.all()[0].tag, ring.all()[0].sequence), (Some(5), 2));
     }
 
     #[test]

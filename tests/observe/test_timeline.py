@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,21 @@ def test_what_is_no_timeline_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "trace-rank0.json.gz").write_bytes(cut)
     with pytest.raises(trigram.MisuseError, match="cannot be read"):
         merge.read_folder(tmp_path)
+
+
+def _killed(rank: int, world: int, folder: str) -> None:
+    with trigram.timeline(f"{folder}/trace.json"):
+        shutil.copy(f"{folder}/trace-rank0.json", f"{folder}/killed-rank0.json")
+
+
+def test_a_file_that_is_no_timeline_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A report in the same folder, and a rank that was killed before it had written its first line."""
+    run(1, _killed, str(tmp_path), timeout=30)
+    (tmp_path / "trace-rank0.json").unlink()
+    (tmp_path / "report-rank0.json").write_text('{"version": 1, "rank": 0}')
+    (tmp_path / "trace-rank1.json").write_text("[\n")
+    assert [t.rank for t in merge.read_folder(tmp_path)] == [0]
+    assert "report-rank0.json" in caplog.text and "trace-rank1.json" in caplog.text
 
 
 def test_timelines_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 from trigram.errors import MisuseError
 from trigram.observe import profiling
+from trigram.runtime import logs
 
 _EVERYBODY = ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
 """Calls that end on no rank before all have begun them."""
@@ -53,7 +54,7 @@ class RankTrace:
             self.base: int = about["base_ns"]
         except (AttributeError, KeyError, StopIteration, TypeError):
             raise MisuseError(
-                f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE"
+                f"{path} is no timeline of a rank"
             ) from None
         self.job: str = about.get("job", "")
         self.began: int = about.get("began_ns", 0)
@@ -93,12 +94,22 @@ def read_events(path: Path) -> Any:
 def read_folder(folder: Path) -> list[RankTrace]:
     """The timelines of a folder, by rank; of several jobs, those of the last one.
 
+    Files that are something else, or cannot be read, are left out, with a warning.
+
     Raises:
-        MisuseError: There are none, one cannot be read, or two are of one rank.
+        MisuseError: There are none, or two are of one rank.
     """
-    traces = [RankTrace(path, read_events(path)) for path in sorted(folder.glob("*-rank*.json*"))]
+    traces, others = [], []
+    for path in sorted(folder.glob("*-rank*.json*")):
+        try:
+            traces.append(RankTrace(path, read_events(path)))
+        except MisuseError as e:
+            others.append(str(e))
     if not traces:
-        raise MisuseError(f"{folder} has no timelines; run the job with TRIGRAM_TIMELINE={folder}")
+        found = f" ({'; '.join(others)})" if others else ""
+        raise MisuseError(f"{folder} has no timelines{found}; run the job with TRIGRAM_TIMELINE={folder}")
+    for why in others:
+        logs.warning(f"timeline: a file is left out: {why}")
     last = max(traces, key=lambda t: (t.job != "", t.began))
     by_rank: dict[int, RankTrace] = {}
     for trace in [t for t in traces if t.job in ("", last.job)]:

@@ -76,7 +76,11 @@ class Recorder:
         self._meta("process_sort_index", 0, sort_index=rank)
         job, began = world.current().name, time.time_ns()
         self._meta("trigram", 0, rank=rank, host=host, base_ns=base, pid=os.getpid(), job=job, began_ns=began)
-        spans.listen(self)
+        try:
+            self._file.flush()  # a rank that is killed at once leaves a file that says whose it is
+            spans.listen(self)
+        except OSError as e:
+            self._give_up(e)
         self._thread = threading.Thread(target=self._serve, name="trigram-timeline", daemon=True)
         self._thread.start()
 

@@ -18,7 +18,6 @@ from typing import Any
 
 from trigram.errors import MisuseError
 from trigram.observe import profiling
-from trigram.runtime import logs
 
 _EVERYBODY = ("all_reduce", "barrier", "all_gather", "reduce_scatter", "all_to_all")
 """Calls that end on no rank before all have begun them."""
@@ -53,9 +52,7 @@ class RankTrace:
             self.pid: int = about["pid"]
             self.base: int = about["base_ns"]
         except (AttributeError, KeyError, StopIteration, TypeError):
-            raise MisuseError(
-                f"{path} is no timeline of a rank"
-            ) from None
+            raise MisuseError(f"{path} is no timeline of a rank") from None
         self.job: str = about.get("job", "")
         self.began: int = about.get("began_ns", 0)
         self.path = path
@@ -91,10 +88,12 @@ def read_events(path: Path) -> Any:
         return events
 
 
-def read_folder(folder: Path) -> list[RankTrace]:
+def read_folder(folder: Path, told: list[str] | None = None) -> list[RankTrace]:
     """The timelines of a folder, by rank; of several jobs, those of the last one.
 
-    Files that are something else, or cannot be read, are left out, with a warning.
+    Args:
+        folder: Other files in it, and those that cannot be read, are left out.
+        told: Gets a line for each of these.
 
     Raises:
         MisuseError: There are none, or two are of one rank.
@@ -108,8 +107,8 @@ def read_folder(folder: Path) -> list[RankTrace]:
     if not traces:
         found = f" ({'; '.join(others)})" if others else ""
         raise MisuseError(f"{folder} has no timelines{found}; run the job with TRIGRAM_TIMELINE={folder}")
-    for why in others:
-        logs.warning(f"timeline: a file is left out: {why}")
+    if told is not None:
+        told += (f"left out: {why}" for why in others)
     last = max(traces, key=lambda t: (t.job != "", t.began))
     by_rank: dict[int, RankTrace] = {}
     for trace in [t for t in traces if t.job in ("", last.job)]:

@@ -428,3 +428,28 @@ def test_figures_of_other_hosts_are_awaited_until_the_deadline(
     awaited = rank_report._Awaited(tmp_path, {0}, far, ReconnectingStore(store, lambda: store), "job")
     awaited.fetch(None, time.monotonic() + left)
     assert store.asked == tries and len(awaited.far) == 50
+
+
+def test_on_gpus_only_hosts_are_judged() -> None:
+    """What the GPU computes is in the waiting of its host, so neither the network nor a launch is to blame."""
+    rows = [row(r, on_gpu=True, wait=0.1, backward=0.12 if r == 2 else 0.05) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("none", None)
+    assert "not known" in found.verdict and "what the GPU still has to do" in report.text(rows)
+    found = report.judge([row(r, on_gpu=True, wait=0.1, input=0.08 if r == 2 else 0.01) for r in range(4)])
+    assert (found.cause, found.rank) == ("input", 2)
+    # Its GPU is done before its host comes to wait for it.
+    rows = [row(r, on_gpu=True, wait=0.01 if r == 2 else 0.1, other=0.09 if r == 2 else 0.0) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("compute", 2) and "what its host does" in found.verdict
+
+
+def test_steps_know_where_the_model_is() -> None:
+    assert not steps.StepTimes("GPT", nn.Linear(2, 2).parameters()).on_gpu
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+    on_gpu: Any = [OnGpu()]
+    times = steps.StepTimes("GPT", on_gpu)
+    assert times.on_gpu

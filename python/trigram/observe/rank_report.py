@@ -77,6 +77,7 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         fidelity=times.fidelity() if times is not None else {},
         hosts=len(set(present.engine.hosts)),
         trained_by=times.trained_by if times is not None else "",
+        on_gpu=times is not None and times.on_gpu,
     )
 
 

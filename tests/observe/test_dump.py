@@ -7,6 +7,7 @@ import gc
 import io
 import logging
 import os
+import pickle
 import signal
 import time
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ import torch
 import trigram
 from tests.support.harness import run, until
 from trigram.elastic.joining import MissingEngine
+from trigram.collectives import engine_codes
 from trigram.observe import calls, dump, postmortem, spans, timeline
 from trigram.runtime import world
 
@@ -164,8 +166,6 @@ def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_dump_is_no_program(tmp_path: Path) -> None:
     """A pickle that would run code is refused."""
-    import pickle
-
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "made"),)
@@ -322,3 +322,25 @@ def _broken(rank: int, world_size: int, folder: str) -> bool:
 
 def test_a_timeline_that_fails_takes_no_more_spans(tmp_path: Path) -> None:
     assert run(1, _broken, str(tmp_path), timeout=30) == [True]
+
+
+def test_of_gpu_calls_only_the_check_is_known(tmp_path: Path) -> None:
+    """All have ended, and a call on GPUs may still run: no verdict says that nothing is wrong."""
+    for rank in range(2):
+        ended = [_entry(0), _entry(1, on_gpu=True), _entry(2, on_gpu=True)]
+        (tmp_path / f"rank{rank}").write_bytes(pickle.dumps(_dump(ended, ranks="[0, 1]")))
+    text = postmortem.report(tmp_path)
+    assert "no call is open" in text and "may still run" in text
+    call = "call 2 of group 'world', all_reduce of 4 float32 (GPU call: only its check is recorded)"
+    assert f"the last of rank 0 is {call}" in text and f"the last of rank 1 is {call}" in text
+
+
+def _checked(rank: int, world_size: int, folder: str) -> None:
+    """A check, which stands for a call on GPU memory."""
+    with trigram.timeline(f"{folder}/trace.json"):
+        world.current().group.core.check_consistency((engine_codes.ALL_REDUCE, 0, 4, 0, 0, 0)).wait()
+
+
+def test_timelines_say_of_a_gpu_call_that_it_is_only_its_check(tmp_path: Path) -> None:
+    run(1, _checked, str(tmp_path), timeout=30)
+    assert '"on_gpu": "only its check is recorded"' in (tmp_path / "trace-rank0.json").read_text()

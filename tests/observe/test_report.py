@@ -229,8 +229,17 @@ def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     assert (found.cause, found.rank) == ("link", 2)
     found = report.judge([row(r, buckets=[20_000] * 40, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("buckets", None)
-    found = report.judge([row(r, buckets=[4 << 20] * 10, rates=[1.2e8] * 4, **waiting) for r in range(4)])
+    rates = [1.2e8] * 4
+    rows = [row(r, ranks=[0, 1, 2, 3], buckets=[4 << 20] * 10, rates=rates, **waiting) for r in range(4)]
+    found = report.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
+    assert found.verdict == (
+        "communication takes longer than backward can hide: 50 ms of a 148 ms step (34%) are waited for it; "
+        "no rank or link stands out"
+    )
+    for one in rows:  # of two links, both ends see the slower one
+        one.rates, one.ranks = [1.2e8, 1.2e8], [0, 1]
+    assert report.judge(rows).verdict.endswith("; no rank stands out")
 
 
 def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> None:
@@ -238,6 +247,7 @@ def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> Non
     rows = [row(r, wait=0.05, backward=0.065 if r == 2 else 0.05) for r in range(4)]
     found = report.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
+    assert found.verdict.endswith("; rank 2 is late by less")
     assert "rank 2 computes 15 ms longer" in report.text(rows)
     rows = [row(r, wait=0.01 if r == 2 else 0.025, backward=0.065 if r == 2 else 0.05) for r in range(4)]
     found = report.judge(rows)
@@ -445,11 +455,14 @@ def test_on_gpus_only_hosts_are_judged() -> None:
 
 
 def test_steps_know_where_the_model_is() -> None:
-    assert not steps.StepTimes("GPT", nn.Linear(2, 2).parameters()).on_gpu
+    times = steps.StepTimes("GPT", nn.Linear(2, 2).parameters())
+    times.close()
+    assert not times.on_gpu
 
     class OnGpu:
         device = torch.device("cuda", 0)
 
     on_gpu: Any = [OnGpu()]
     times = steps.StepTimes("GPT", on_gpu)
+    times.close()
     assert times.on_gpu

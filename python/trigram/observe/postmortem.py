@@ -121,12 +121,17 @@ def _is_uneven(entry: dict[str, Any]) -> bool:
     return bool(entry.get("trigram", {}).get("uneven"))
 
 
+def _is_on_gpu(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("trigram", {}).get("on_gpu"))
+
+
 def _what(entry: dict[str, Any], uneven: bool = False) -> str:
     """A call in words; ``uneven``: one of its ranks has parts of unequal lengths in it."""
     name = entry["profiling_name"].partition(":")[2]
     if _is_uneven(entry) or (uneven and name == "all_to_all"):
         return f"{name} of unequal parts of {entry['input_dtypes'][0]}"  # each rank has its own size
-    return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}"
+    on_gpu = " (GPU call: only its check is recorded)" if _is_on_gpu(entry) else ""
+    return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}{on_gpu}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -286,6 +291,15 @@ def report(folder: Path) -> str:
         lines += [f"Verdict: {who}", *(f"- {f.text}" for f in found)]
     else:
         lines.append("Verdict: no call is open; the ranks have ended all calls that they have made")
+        checks = {rank: [e for e in dump["entries"] if _is_on_gpu(e)] for rank, dump in dumps.items()}
+        if any(checks.values()):
+            lines.append("- of GPU calls only the check is recorded: one that all ranks have made may still run")
+            lines += [
+                f"- the last of rank {rank} is call {of[-1]['collective_seq_id'] - 1} of group "
+                f"{of[-1]['process_group'][1]!r}, {_what(of[-1])}"
+                for rank, of in checks.items()
+                if of
+            ]
     errors: Counter[str] = Counter()
     for dump in dumps.values():
         errors.update({text for *_, text in dump.get("trigram", {}).get("failures", [])})

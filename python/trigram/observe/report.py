@@ -224,7 +224,7 @@ def judge(rows: list[Rank]) -> Finding:
             f"rank {late.rank} computes {_ms(excess)} longer than the others, "
             f"and waits {_ms(late.mean[WAIT])}"
         )
-    return _communication(trained, why)
+    return _communication(trained, why, late if slower else None)
 
 
 def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Finding:
@@ -271,8 +271,8 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     )
 
 
-def _communication(rows: list[Rank], why: list[str]) -> Finding:
-    """Ranks wait for communication, and less for a late rank."""
+def _communication(rows: list[Rank], why: list[str], late: Rank | None) -> Finding:
+    """Ranks wait for communication, and less for a ``late`` rank, if there is one."""
     most = max(rows, key=lambda row: len(row.rates))
     links = {
         rank: rate / 1e6 for rank, rate in zip(most.ranks, most.rates, strict=False)
@@ -319,7 +319,16 @@ def _communication(rows: list[Rank], why: list[str]) -> Finding:
                 f"half of the ranks send at least {sent / 1e6:.3g} MB per step: {rate / 1e6:.3g} MB/s, "
                 "averaged over the step"
             )
-    verdict = "communication takes longer than backward can hide"
+    step = statistics.median(row.mean["step"] for row in rows)
+    waited = statistics.median(row.mean[WAIT] for row in rows)
+    verdict = (
+        f"communication takes longer than backward can hide: {_ms(waited)} of a {_ms(step)} step "
+        f"({waited / step:.0%}) are waited for it; "
+    )
+    if late is not None:
+        verdict += f"rank {late.rank} is late by less"
+    else:
+        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out"
     size = max(row.world_size for row in rows)
     if len(rows) < size:
         verdict += ", or a rank is late whose figures are missing"

@@ -188,6 +188,8 @@ class Recorder:
             args |= {"waited_for": event.peer, "waited_us": event.waited / 1000}
         if event.failed:
             args["failed"] = True
+        if event.on_gpu:
+            args["on_gpu"] = "only its check is recorded"
         name = f"{label} {event.kind}" if label else event.kind
         tid = self._lane(event.made, event.ended)
         self._slice(tid, name, event.made, event.ended, args)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-
 from typing import Any
 
 import pytest
@@ -22,9 +21,8 @@ import torch
 import trigram
 from tests.support.harness import run, until
 from trigram.elastic.joining import MissingEngine
-from trigram.collectives import engine_codes
 from trigram.observe import calls, dump, postmortem, spans, timeline
-from trigram.runtime import world
+from trigram.runtime import engine_codes, world
 
 
 def _job(rank: int, world: int, how: str) -> str:
@@ -153,9 +151,9 @@ def _dumps(rank: int, world: int) -> list[str]:
 
 
 def test_dumps_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
-    for world in (3, 2):
-        run(world, _dumps, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
-        assert sorted(postmortem.read(tmp_path)) == list(range(world))
+    for size in (3, 2):
+        run(size, _dumps, env={"TRIGRAM_DUMP": str(tmp_path)}, timeout=60)
+        assert sorted(postmortem.read(tmp_path)) == list(range(size))
     assert len(list(tmp_path.glob("rank*"))) == 3
 
 
@@ -166,6 +164,7 @@ def test_a_dump_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
 
 def test_a_dump_is_no_program(tmp_path: Path) -> None:
     """A pickle that would run code is refused."""
+
     class Evil:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "made"),)
@@ -209,7 +208,9 @@ def test_the_rank_that_was_lost_first_is_named_first() -> None:
         [(3, "silent"), (0, "dead")],
         [(2, "left")],
     ]
-    found = postmortem.find({rank: _dump([], of, "[1, 2, 4, 5]") for rank, of in zip([1, 2, 4, 5], losses, strict=True)})
+    found = postmortem.find(
+        {rank: _dump([], of, "[1, 2, 4, 5]") for rank, of in zip([1, 2, 4, 5], losses, strict=True)}
+    )
     assert [f.ranks for f in found] == [(3,), (0,)]
     assert found[0].text == "rank 3 died or fell silent first, as 2 of 3 ranks saw"
     assert "1 of 3" in found[1].text
@@ -284,7 +285,7 @@ def test_the_members_of_a_group_that_was_collected_are_not_guessed() -> None:
 
 
 def _late(rank: int, world_size: int, folder: str) -> list[str]:
-    """A rank that has come late into an elastic job, and joins it after a while; the calls in its timeline."""
+    """A rank that comes late into an elastic job, and joins after a while; the calls in its timeline."""
     trigram.init()
     joined = world.current()
     engine: Any = MissingEngine(rank)

@@ -441,7 +441,7 @@ def test_figures_of_other_hosts_are_awaited_until_the_deadline(
 
 
 def test_on_gpus_only_hosts_are_judged() -> None:
-    """What the GPU computes is in the waiting of its host, so neither the network nor a launch is to blame."""
+    """What the GPU computes is in the waiting of its host, so neither network nor launches are to blame."""
     rows = [row(r, on_gpu=True, wait=0.1, backward=0.12 if r == 2 else 0.05) for r in range(4)]
     found = report.judge(rows)
     assert (found.cause, found.rank) == ("none", None)
@@ -449,7 +449,9 @@ def test_on_gpus_only_hosts_are_judged() -> None:
     found = report.judge([row(r, on_gpu=True, wait=0.1, input=0.08 if r == 2 else 0.01) for r in range(4)])
     assert (found.cause, found.rank) == ("input", 2)
     # Its GPU is done before its host comes to wait for it.
-    rows = [row(r, on_gpu=True, wait=0.01 if r == 2 else 0.1, other=0.09 if r == 2 else 0.0) for r in range(4)]
+    rows = [
+        row(r, on_gpu=True, wait=0.01 if r == 2 else 0.1, other=0.09 if r == 2 else 0.0) for r in range(4)
+    ]
     found = report.judge(rows)
     assert (found.cause, found.rank) == ("compute", 2) and "what its host does" in found.verdict
 

@@ -56,7 +56,9 @@ class Dumper:
         self._said_stuck: set[tuple[int, int]] = set()
         self._failed_at = 0.0
         self._owed = False
-        self._asked_by_signal = False  # no threading.Event: its lock may be held by what the signal interrupts
+        self._asked_by_signal = (
+            False  # no threading.Event: its lock may be held by what the signal interrupts
+        )
         self._thread = threading.Thread(target=self._serve, name="trigram-dump", daemon=True)
         self._thread.start()
 

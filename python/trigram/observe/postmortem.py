@@ -103,7 +103,7 @@ def _job(dump: dict[str, Any]) -> str:
 
 def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    for rank, dump in dumps.items():
+    for dump in dumps.values():
         for number, about in dump["pg_config"].items():
             ranks = [int(r) for r in re.findall(r"\d+", about["ranks"])]
             if number not in groups or not groups[number].ranks:
@@ -293,7 +293,9 @@ def report(folder: Path) -> str:
         lines.append("Verdict: no call is open; the ranks have ended all calls that they have made")
         checks = {rank: [e for e in dump["entries"] if _is_on_gpu(e)] for rank, dump in dumps.items()}
         if any(checks.values()):
-            lines.append("- of GPU calls only the check is recorded: one that all ranks have made may still run")
+            lines.append(
+                "- of GPU calls only the check is recorded: one that all ranks have made may still run"
+            )
             lines += [
                 f"- the last of rank {rank} is call {of[-1]['collective_seq_id'] - 1} of group "
                 f"{of[-1]['process_group'][1]!r}, {_what(of[-1])}"

@@ -54,8 +54,8 @@ class Rank:
         fidelity: What averages lose (``TRIGRAM_GRADIENTS``), the same on all ranks.
         hosts: Of the job; 0: not known.
         trained_by: What brings the model's ranks together: ``with_bagua``, or a part of torch.
-        on_gpu: Whether the model is on a GPU: times are then those of the host, which launches kernels and goes
-            on, and its waiting includes what the GPU still has to do.
+        on_gpu: Whether the model is on a GPU: times are then those of the host, which launches kernels and
+            goes on, and its waiting includes what the GPU still has to do.
     """
 
     rank: int

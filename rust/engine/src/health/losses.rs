@@ -128,9 +128,6 @@ mod tests {
         failures.add(3, why(), LossKind::Silent);
         failures.add(1, why(), LossKind::Dead);
         failures.set_dead(3);
-        assert_eq!(
-            failures.losses(),
-            [(3, LossKind::Dead), (1, LossKind::Dead), (5, LossKind::Left)]
-        );
+        assert_eq!(failures.losses(), [(3, LossKind::Dead), (1, LossKind::Dead), (5, LossKind::Left)]);
     }
 }

@@ -43,6 +43,7 @@ class Event:
         tag: The tag of a message.
         kind: ``all_reduce`` and so on; messages are ``send`` or ``recv``.
         on_gpu: It stands for a call on GPU memory.
+        uneven: Its lengths differ by rank and by peer, as in an ``all_to_all`` of unequal parts.
         dtype: As in ``DTYPES``.
         nbytes: Bytes of a rank's payload, as the collective counts them.
         peer: The world rank that it waited for longest, if it waited; for a message, the other rank.
@@ -59,6 +60,7 @@ class Event:
     tag: int | None
     kind: str
     on_gpu: bool
+    uneven: bool
     dtype: str
     nbytes: int
     peer: int | None

@@ -89,6 +89,17 @@ def _families() -> set[str]:
     }
 
 
+def _without_launcher(rank: int, world: int) -> list[int]:
+    trigram.init()
+    given = metrics._place(trigram.runtime.world.current())
+    del os.environ["LOCAL_RANK"]  # as in a child of torch.multiprocessing.spawn
+    return [given, metrics._place(trigram.runtime.world.current())]
+
+
+def test_ranks_of_a_host_have_ports_of_their_own() -> None:
+    assert run(2, _without_launcher, env={"LOCAL_RANK": "4"}, timeout=30) == [[4, 0], [4, 1]]
+
+
 def _misset(rank: int, world: int) -> str:
     os.environ["TRIGRAM_METRICS"] = "9400"
     return raises(trigram.ConfigError, trigram.init)

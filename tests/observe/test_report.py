@@ -29,6 +29,7 @@ from trigram.cli import app
 from trigram.errors import ConfigError
 from trigram.observe import rank_report, report, steps
 from trigram.observe.steps import PHASES
+from trigram.runtime.live_store import ReconnectingStore
 
 STEPS = 12
 
@@ -228,8 +229,17 @@ def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     assert (found.cause, found.rank) == ("link", 2)
     found = report.judge([row(r, buckets=[20_000] * 40, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("buckets", None)
-    found = report.judge([row(r, buckets=[4 << 20] * 10, rates=[1.2e8] * 4, **waiting) for r in range(4)])
+    rates = [1.2e8] * 4
+    rows = [row(r, ranks=[0, 1, 2, 3], buckets=[4 << 20] * 10, rates=rates, **waiting) for r in range(4)]
+    found = report.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
+    assert found.verdict == (
+        "communication takes longer than backward can hide: 50 ms of a 148 ms step (34%) are waited for it; "
+        "no rank or link stands out"
+    )
+    for one in rows:  # of two links, both ends see the slower one
+        one.rates, one.ranks = [1.2e8, 1.2e8], [0, 1]
+    assert report.judge(rows).verdict.endswith("; no rank stands out")
 
 
 def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> None:
@@ -237,6 +247,7 @@ def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> Non
     rows = [row(r, wait=0.05, backward=0.065 if r == 2 else 0.05) for r in range(4)]
     found = report.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
+    assert found.verdict.endswith("; rank 2 is late by less")
     assert "rank 2 computes 15 ms longer" in report.text(rows)
     rows = [row(r, wait=0.01 if r == 2 else 0.025, backward=0.065 if r == 2 else 0.05) for r in range(4)]
     found = report.judge(rows)
@@ -401,3 +412,59 @@ def test_a_folder_that_cannot_be_used_ends_no_job(tmp_path: Path) -> None:
     run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path / "file")})
     (tmp_path / "report-rank7.json").write_text("{}")
     run(2, train, "none", env={"TRIGRAM_REPORT": str(tmp_path)})
+
+
+class Store:
+    """A store that knows nothing, or is gone."""
+
+    def __init__(self, gone: bool) -> None:
+        self.gone, self.asked = gone, 0
+
+    def check(self, _: list[str]) -> bool:
+        """Whether it has these keys."""
+        self.asked += 1
+        if self.gone:
+            raise OSError("planned: no route")
+        return False
+
+
+@pytest.mark.parametrize(("gone", "left", "tries"), [(False, 60.0, 50), (False, -1.0, 0), (True, 60.0, 1)])
+def test_figures_of_other_hosts_are_awaited_until_the_deadline(
+    gone: bool, left: float, tries: int, tmp_path: Path
+) -> None:
+    """A store that cannot be reached is tried once, not for each rank."""
+    store = Store(gone)
+    far = set(range(1, 51))
+    awaited = rank_report._Awaited(tmp_path, {0}, far, ReconnectingStore(store, lambda: store), "job")
+    awaited.fetch(None, time.monotonic() + left)
+    assert store.asked == tries and len(awaited.far) == 50
+
+
+def test_on_gpus_only_hosts_are_judged() -> None:
+    """What the GPU computes is in the waiting of its host, so neither network nor launches are to blame."""
+    rows = [row(r, on_gpu=True, wait=0.1, backward=0.12 if r == 2 else 0.05) for r in range(4)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("none", None)
+    assert "not known" in found.verdict and "what the GPU still has to do" in report.text(rows)
+    found = report.judge([row(r, on_gpu=True, wait=0.1, input=0.08 if r == 2 else 0.01) for r in range(4)])
+    assert (found.cause, found.rank) == ("input", 2)
+    # Its GPU is done before its host comes to wait for it.
+    rows = [
+        row(r, on_gpu=True, wait=0.01 if r == 2 else 0.1, other=0.09 if r == 2 else 0.0) for r in range(4)
+    ]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("compute", 2) and "what its host does" in found.verdict
+
+
+def test_steps_know_where_the_model_is() -> None:
+    times = steps.StepTimes("GPT", nn.Linear(2, 2).parameters())
+    times.close()
+    assert not times.on_gpu
+
+    class OnGpu:
+        device = torch.device("cuda", 0)
+
+    on_gpu: Any = [OnGpu()]
+    times = steps.StepTimes("GPT", on_gpu)
+    times.close()
+    assert times.on_gpu

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gzip
 import json
+import shutil
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -201,10 +202,43 @@ def test_what_is_no_timeline_is_named(content: bytes, tmp_path: Path) -> None:
         merge.read_folder(tmp_path)
 
 
+def _killed(rank: int, world: int, folder: str) -> None:
+    with trigram.timeline(f"{folder}/trace.json"):
+        shutil.copy(f"{folder}/trace-rank0.json", f"{folder}/killed-rank0.json")
+
+
+def test_a_file_that_is_no_timeline_is_left_out(tmp_path: Path) -> None:
+    """A report in the same folder, and a rank that was killed before it had written its first line."""
+    run(1, _killed, str(tmp_path), timeout=30)
+    (tmp_path / "trace-rank0.json").unlink()
+    (tmp_path / "report-rank0.json").write_text('{"version": 1, "rank": 0}')
+    (tmp_path / "trace-rank1.json").write_text("[\n")
+    told: list[str] = []
+    assert [t.rank for t in merge.read_folder(tmp_path, told)] == [0]
+    assert len(told) == 2 and "report-rank0.json" in told[0] and "trace-rank1.json" in told[1]
+
+
 def test_timelines_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     for world in (3, 2):
         run(world, _once, env={"TRIGRAM_TIMELINE": str(tmp_path)}, timeout=60)
         assert [t.rank for t in merge.read_folder(tmp_path)] == list(range(world))
+
+
+def _from_any(rank: int, world: int, folder: str) -> None:
+    with trigram.timeline(f"{folder}/trace.json"):
+        for k in range(3):
+            if rank == 0:
+                trigram.recv(torch.zeros(4), None, tag=7)
+            else:
+                trigram.send(torch.full((4,), float(k)), 0, tag=7)
+
+
+def test_receives_from_any_source_have_the_numbers_of_their_messages(tmp_path: Path) -> None:
+    """So an arrow leads from each message to its receive, and to no other."""
+    run(2, _from_any, str(tmp_path), timeout=30)
+    traces = merge.read_folder(tmp_path)
+    keys = [[e["args"]["call"] for e in t.calls() if e["name"] in ("send", "recv")] for t in traces]
+    assert len(set(keys[0])) == 3 and keys[0] == keys[1]
 
 
 def _once(rank: int, world: int) -> None:

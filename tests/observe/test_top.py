@@ -118,6 +118,18 @@ def test_an_old_snapshot_is_not_taken_for_a_living_rank() -> None:
     assert job.state(1) == ""
 
 
+def test_ranks_of_a_larger_job_before_a_restart_are_left_out() -> None:
+    now = time.time()
+    before = [replace(WHOLE, rank=rank, world_size=4, time=now - 60, silent=[]) for rank in range(4)]
+    job = _job(*[replace(taken, world_size=2, time=now) for taken in before[:2]], *before[2:])
+    assert sorted(job.ranks) == [0, 1]
+    job = _job(replace(before[0], world_size=2, time=now), *before[1:])  # rank 1 has not left one yet
+    assert sorted(job.ranks) == [0, 1]
+    says(job.headline(), "2 of 2 ranks")
+    job.read()
+    assert sorted(job.ranks) == [0, 1]
+
+
 @pytest.mark.parametrize("width", [80, 100, 120])
 def test_no_number_is_cut(width: int) -> None:
     now = time.time()

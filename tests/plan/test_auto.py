@@ -19,7 +19,7 @@ from tests.support.harness import scratch
 from tests.support.twin_training import x
 from trigram.model import auto
 from trigram.model.wrapped import lookup
-from trigram.plan import choice, settle
+from trigram.plan import choice, measuring, settle
 from trigram.plan.choice import Decision
 from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
 from trigram.plan.settle import Proposal, Settings, Verdict
@@ -414,7 +414,7 @@ def checkpoints_do_not_end_a_trial(rank: int, world: int) -> None:
     assert used.count("bytegrad") >= 2 * (auto.UNTIMED + auto.TIMED)
 
 
-@CASES.over("one rank", "rank 0")
+@CASES.over("one rank", "rank 0", "memory")
 def an_error_in_measuring(rank: int, world: int, where: str) -> None:
     """Of any class: all ranks are told, and go on."""
     model, optimizer = start("auto", after=0)
@@ -424,7 +424,11 @@ def an_error_in_measuring(rank: int, world: int, where: str) -> None:
         tuner(model).ready = [(0.0, broken)] * auto.WATCHED
     if where == "one rank" and rank == 1:
         tuner(model).steps.append(broken)
+    kept = measuring.memory
+    if where == "memory" and rank == 1:
+        measuring.memory = _none_left
     steps(model, optimizer, rank, 50, 2)
+    measuring.memory = kept
     report = trigram.stats(model)["auto"]
     assert report["state"] == "settled"
     says(report["said"], "stays", "no prediction", "rank(s) 0" if where == "rank 0" else "rank(s) 1")
@@ -491,6 +495,10 @@ def a_pass_that_fails_in_a_trial(rank: int, world: int) -> None:
         optimizer.step()
     assert len(tuner(model).trials) == 1
     same_on_all_ranks(rank, world, "failed passes", [weights(model)])
+
+
+def _none_left(most_bytes: int = 0) -> torch.Tensor:
+    raise trigram.IoError("planned: no shared memory")
 
 
 def _raise(_: torch.Tensor) -> None:

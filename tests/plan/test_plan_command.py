@@ -14,10 +14,12 @@ import torch
 from typer.testing import CliRunner
 
 import trigram
-from tests.support.checks import says
+from tests.support.checks import raises, says
 from tests.support.harness import run
 from trigram.cli import app
-from trigram.plan import file
+from trigram.plan import choice, costs, file, measuring
+from trigram.plan.inputs import CodecCost, Compute, Job, Machines
+from trigram.runtime.memory import empty
 
 OFFLINE = ["plan", "--params", "11M", "--compute", "220ms"]
 SCRIPT = """
@@ -126,6 +128,71 @@ def test_a_script_that_is_too_short(tmp_path: Path) -> None:
     done = planned(tmp_path, 5)
     assert done.returncode == 1
     says(done.stderr, "ended after 5 training steps, and 14 are needed", "measured nothing")
+
+
+def test_a_plan_that_cannot_be_written_whole_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, link = tmp_path / "plan.json", tmp_path / "link.json"
+    link.symlink_to(path)
+    given = Job(Compute.even(1 << 20, 0.1), Machines((1e8, 1e8)), costs.measure([], 1 << 10, touched=1 << 10))
+    found = choice.compare(given)
+    file.write(link, given, found, "exact")
+    before = path.read_text()
+    assert link.is_symlink() and file.read(path).algorithm == "gradient_allreduce"
+
+    def half(self: Path, text: str) -> None:
+        with self.open("w") as f:
+            f.write(text[:10])
+        raise OSError("planned: the disk is full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="planned"):
+        file.write(path, given, found, "any")
+    assert path.read_text() == before and sorted(p.name for p in tmp_path.iterdir()) == [
+        "link.json",
+        "plan.json",
+    ]
+
+
+def unpredicted(rank: int, _world: int, what: str) -> str:
+    os.environ[measuring.VARIABLE] = "4:exact:plan.json"
+    layer = torch.nn.Embedding(8, 4, sparse=True) if what == "sparse" else torch.nn.Linear(4, 4)
+    model = torch.nn.Sequential(layer, torch.nn.Linear(4, 4))
+    if what == "double":
+        model[1].double()
+    return raises(trigram.UnsupportedError, trigram.with_bagua, model)
+
+
+@pytest.mark.parametrize("what", ["sparse", "double"])
+def test_a_model_that_is_not_predicted_is_refused(what: str) -> None:
+    for text in run(2, unpredicted, what, timeout=30):
+        says(text, "trigram plan", "dense float32")
+
+
+def measured_under(rank: int, _world: int, name: str) -> tuple[int, set[torch.dtype]]:
+    """Bytes of the transfer that is timed, and the types of what codecs and PowerSGD get."""
+    trigram.init()
+    torch.set_default_dtype(getattr(torch, name))
+    made: list[torch.Tensor] = []
+
+    def noted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made.append(empty(*args, **kwargs))
+        return made[-1]
+
+    measuring.empty = noted
+    group = trigram.runtime.world.current().group
+    measuring._transfer(measuring.memory(1 << 10), group, 1)
+    seen: set[torch.dtype] = set()
+    costs._codec = lambda name, values: (seen.add(values.dtype), CodecCost(1.0, 1.0, 1.0))[1]
+    costs.arithmetic = lambda m, q: seen.update((m.dtype, q.dtype))
+    costs.measure([(64, 64)], 1 << 10, touched=1 << 10)
+    return made[0].nbytes, seen
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16"])
+def test_the_default_dtype_changes_no_measurement(name: str) -> None:
+    assert run(1, measured_under, name, timeout=30) == [(1 << 10, {torch.float32})]
 
 
 def use(rank: int, _world: int, paths: list[str], from_environment: bool) -> Any:

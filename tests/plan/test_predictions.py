@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 import trigram
 from trigram import _core
 from trigram.algorithms.parse import find
-from trigram.plan import choice, losses, wire
+from trigram.plan import choice, losses, step, wire
 from trigram.plan.inputs import CodecCost, Compute, Costs, Job, Machines
 from trigram.plan.step import predict
 
@@ -180,6 +181,94 @@ def test_ten_thousand_ranks_take_seconds() -> None:
     found = choice.compare(replace(many, machines=replace(many.machines, ranks_per_host=8)))
     assert len(found.rows) == len(choice.CANDIDATES) - 1
     assert time.process_time() - began < 60  # a quadratic pattern takes many minutes
+
+
+class _Plain(step._Thread):
+    """Looks at all calls from the first on, whenever it computes."""
+
+    def work(self, seconds: float) -> None:
+        slow = step.slowdown(self.job, 1.0)
+        for begin, end in self.calls:
+            if slow > 1 and end > self.now:
+                free = max(0.0, begin - self.now)
+                if free >= seconds:
+                    break
+                self.now, seconds = self.now + free, seconds - free
+                shared = min(seconds, (end - self.now) / slow)
+                self.now, seconds = self.now + shared * slow, seconds - shared
+        self.now += seconds
+
+
+def _advance_all(gradients: step._Gradients) -> None:
+    for bucket in gradients.buckets:
+        if bucket.phase == 1 and not bucket.advance(gradients.thread):
+            break
+
+
+@pytest.mark.parametrize("rate", [1e7, 1e8, 1e9, 1e13])
+@pytest.mark.parametrize("cores", [0.5, 1.0, 2.0])
+def test_what_has_ended_is_not_looked_at_again(
+    rate: float, cores: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Predictions are, to the last digit, those of a model that looks at all calls and buckets each time."""
+    given = [job(seconds, 4, rate, cores, costs) for seconds in (0.02, 0.4) for costs in (COSTS, FREE)]
+    names = ["gradient_allreduce", "bytegrad", "topk", "signsgd", "powersgd", "local_sgd", "decentralized"]
+
+    def predicted() -> list[object]:
+        return [
+            predict(one, find(name), size)
+            for one in given
+            for name in names
+            for size in (64 << 10, MIB, 25 * MIB)
+            if one.costs is COSTS or name in ("gradient_allreduce", "local_sgd", "decentralized")
+        ]
+
+    found = predicted()
+    monkeypatch.setattr(step, "_Thread", _Plain)
+    monkeypatch.setattr(step._Gradients, "_advance", _advance_all)
+    assert found == predicted()
+
+
+@pytest.mark.parametrize("name", ["gradient_allreduce", "bytegrad"])
+def test_work_grows_with_the_number_of_buckets_only(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls and buckets are looked at a few times each."""
+
+    class Counted(list[tuple[float, float]]):
+        looks = 0
+
+        def __getitem__(self, k: object) -> tuple[float, float]:  # type: ignore[override]
+            Counted.looks += 1
+            return super().__getitem__(k)  # type: ignore[index,return-value]
+
+        def __iter__(self) -> Iterator[tuple[float, float]]:
+            for pair in super().__iter__():
+                Counted.looks += 1
+                yield pair
+
+    advances = 0
+    advance = step._Bucket.advance
+
+    def counted(bucket: step._Bucket, thread: step._Thread) -> bool:
+        nonlocal advances
+        advances += 1
+        return advance(bucket, thread)
+
+    monkeypatch.setattr(step._Thread, "__init__", _with_calls(Counted))
+    monkeypatch.setattr(step._Bucket, "advance", counted)
+    many = job(0.4, 2, 1e8, 0.5)
+    many = replace(many, compute=replace(Compute.even(GPT, 0.4, 64), cores=1.0))
+    predict(many, find(name), 16 << 10)
+    count = len(many.compute.tensors)
+    assert count > 2000
+    assert Counted.looks + advances < 20 * count
+
+
+def _with_calls(kind: Callable[[], list[tuple[float, float]]]) -> Callable[[step._Thread, Job], None]:
+    def begin(thread: step._Thread, of: Job) -> None:
+        thread.job, thread.now, thread.calls, thread.over = of, 0.0, kind(), 0
+        thread.__post_init__()
+
+    return begin
 
 
 def test_what_the_model_does_not_have_is_refused() -> None:

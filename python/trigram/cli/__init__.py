@@ -270,9 +270,10 @@ def timeline_command(
     profiles = sorted(profiler.glob("*.json*")) if profiler is not None else []
     if profiler is not None and not profiles:
         raise typer.BadParameter(f"{profiler} has no .json or .json.gz files of torch.profiler")
-    trace, told = merge.merge(merge.read_folder(folder), profiles)
+    left_out: list[str] = []
+    trace, told = merge.merge(merge.read_folder(folder, left_out), profiles)
     merge.write(trace, out)
-    for line in told:
+    for line in left_out + told:
         typer.echo(line)
     typer.echo(f"{out}: open it in https://ui.perfetto.dev")
 

@@ -74,10 +74,17 @@ class Job:
         grown = max((s.world_size for s, _ in self.ranks.values()), default=1)
         for rank in range(size, min(grown, _MOST)):
             self._read(rank)
+        # After a restart with fewer ranks the store still has those of the others.
+        self.ranks = {rank: found for rank, found in self.ranks.items() if rank < self.size()}
         if self.store.store is None:
             self.problem = "the store does not answer any more: the job has ended, or begins again"
         elif not self.ranks and not self.problem:
             self.problem = "no snapshot in the store yet; start the ranks with TRIGRAM_TOP=1"
+
+    def size(self) -> int:
+        """The ranks of the job, as the newest snapshot says; 0: none is known."""
+        newest = max((taken for taken, _ in self.ranks.values()), key=lambda taken: taken.time, default=None)
+        return newest.world_size if newest is not None else 0
 
     def _read(self, rank: int) -> None:
         value = self.store.get(KEY.format(rank))
@@ -137,8 +144,7 @@ class Job:
     def headline(self) -> str:
         """The job in a line."""
         trained = [taken for taken, _ in self.ranks.values() if taken.seconds.get("step")]
-        size = max((taken.world_size for taken, _ in self.ranks.values()), default=0)
-        text = f"trigram top: {len(self.ranks)} of {size} ranks"
+        text = f"trigram top: {len(self.ranks)} of {self.size()} ranks"
         if trained:
             most = max(trained, key=lambda taken: taken.steps)
             alike = [taken.seconds for taken in trained if taken.model == most.model]

@@ -152,11 +152,7 @@ class Auto:
         if not isinstance(hooks, GradientSync):
             return "one rank averages with nobody"
         trained = [p for p, trains in zip(hooks.params, hooks.trains, strict=True) if trains]
-        if any(not p.is_cpu for p in trained):
-            return "steps on GPUs are not predicted"
-        if any(p.dtype != torch.float32 for p in trained) or hooks.sparse:
-            return "steps are predicted for dense float32 parameters only"
-        return ""
+        return measuring.unfit(trained, bool(hooks.sparse))
 
     # Once per pass, on all ranks.
 
@@ -230,23 +226,25 @@ class Auto:
         recent = list(self.steps)[-2 * WATCHED :]
         own, processor, mine = 0.0, 0.0, ""
         cheap: Costs | None = None
+        probe: torch.Tensor | None = None
         try:
             own = statistics.median(seconds - waited for seconds, waited in recent)
             processor = (time.process_time() - self._processor) / max(1e-9, time.monotonic() - self.began)
             mine = json.dumps(list(self._ready().items()))
+            probe = measuring.memory(8 * measuring.PROBE_BYTES)
             cheap = costs.measure([tuple(p.shape) for p in self.hooks.params], 1 << 16, touched=16 << 20)
         except Exception as error:
             # The others must hear of it, whatever it is: they would wait for this rank.
             logs.warning(f"auto: this rank cannot measure its steps: {error!r}")
         everyone = tell_all([int(_NANO * own), int(1e3 * processor), cheap is not None], group)
         failed = [rank for rank, of in zip(group.ranks, everyone, strict=True) if not of[2]]
-        if failed or cheap is None:
+        if failed or cheap is None or probe is None:
             return f"rank(s) {listed(failed)} could not measure their steps, see their log"
         # A rank may be late in a part of its step only: its own gradients say when they are ready.
         slowest = max(range(group.size), key=lambda rank: everyone[rank][0])
         ready = json.loads(self._from_rank(slowest, mine))
         known = list(self.groups.main.core.rates())
-        machines, measured = measuring.links(group, cheap, known, 1, 8 * measuring.PROBE_BYTES, 5)
+        machines, measured = measuring.links(group, cheap, probe, known, 1, 5)
         try:
             compute = self._compute([of / _NANO for of, _, _ in everyone], dict(ready), processor)
             return Job(compute, machines, measured, f"measured in {len(recent)} steps by auto")

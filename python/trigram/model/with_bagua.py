@@ -160,6 +160,8 @@ def with_bagua(
     extras.check(chosen, ranks.size)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
+    if asked is not None and (unfit := _unfit(model, names)):
+        raise UnsupportedError(f"trigram plan: {unfit}")
     wrapped = wrapped_models[model] = WrappedModel(
         model,
         chosen,
@@ -177,6 +179,13 @@ def with_bagua(
         measuring.Watch(model, ranks, asked, planned.conclude)
     collect(model)
     return model
+
+
+def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:
+    """Why ``trigram plan`` cannot predict this model; empty if it can."""
+    trained = [p for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
+    mine = {id(p) for p in trained}
+    return measuring.unfit(trained, any(id(p) in mine for p in sparse_parameters(model)))
 
 
 def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:

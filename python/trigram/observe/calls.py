@@ -4,7 +4,7 @@ to the next."""
 from __future__ import annotations
 
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trigram import _core
 from trigram.runtime import group, world
@@ -15,11 +15,17 @@ class GroupName(NamedTuple):
 
     Attributes:
         name: Its name in messages.
-        ranks: World ranks.
+        ranks: World ranks; empty: they are not known.
     """
 
     name: str
     ranks: tuple[int, ...]
+
+
+def engine_of(present: world.World) -> _core.Engine | None:
+    """The engine of a world; None: this rank has come late into an elastic job, and has not joined it yet."""
+    engine: Any = present.engine
+    return engine if isinstance(engine, _core.Engine) else None
 
 
 class Calls:
@@ -31,12 +37,17 @@ class Calls:
         self._names: dict[int, GroupName] = {}
         self.lost = 0
         """Records that were overwritten before they were read."""
+        self.failures = 0
+        """Failures of the present engine that somebody knows of already."""
 
     def _current(self) -> _core.EventReader | None:
         present = world.present()
         if present is not None and (self._world is None or self._world() is not present):
-            self._world = weakref.ref(present)
-            self._reader = _core.EventReader(present.engine)
+            engine = engine_of(present)
+            if engine is None:
+                return None
+            self._reader = _core.EventReader(engine)
+            self._world, self.failures = weakref.ref(present), 0
         return self._reader
 
     def read(self) -> list[_core.Event]:
@@ -54,12 +65,11 @@ class Calls:
         reader = self._current()
         return reader.all(under_way) if reader is not None else []
 
-    def wait_for_failure(
-        self, seen: int, seconds: float
-    ) -> tuple[int, list[tuple[int, int | None, str]]] | None:
-        """See ``_core.EventReader``; None if there is no engine."""
+    def wait_for_failure(self, seconds: float) -> tuple[int, list[tuple[int, int | None, str]]] | None:
+        """Waits for more failures than :attr:`failures`, see ``_core.EventReader``; None if there is no
+        engine."""
         reader = self._current()
-        return reader.wait_for_failure(seen, seconds) if reader is not None else None
+        return reader.wait_for_failure(self.failures, seconds) if reader is not None else None
 
     def group(self, number: int) -> GroupName:
         """The group with this ``Group.id``."""
@@ -67,10 +77,5 @@ class Calls:
             for g in group.all_groups():
                 if g.rank >= 0:
                     self._names[g.core.id] = GroupName(g.name, tuple(g.ranks))
-        # It had been collected before its calls were read.
-        return self._names.setdefault(number, GroupName("of the job", tuple(range(self._world_size()))))
-
-    @staticmethod
-    def _world_size() -> int:
-        present = world.present()
-        return present.size if present is not None else 1
+        # If it had been collected before its calls were read, who its members were is not known.
+        return self._names.setdefault(number, GroupName("of the job", ()))

@@ -21,7 +21,7 @@ from typing import Any
 
 from trigram import _core
 from trigram.errors import ConfigError
-from trigram.observe.calls import Calls
+from trigram.observe.calls import Calls, engine_of
 from trigram.observe.timeline import wall_offset
 from trigram.runtime import logs, world
 
@@ -49,7 +49,6 @@ class Dumper:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rank, self.after, self.job = folder, rank, after, world.current().name
         self._calls = Calls()
-        self._seen = 0
         self._failures: list[tuple[int, int | None, str]] = []
         self._stop = False
         self._lock = threading.Lock()
@@ -57,7 +56,9 @@ class Dumper:
         self._said_stuck: set[tuple[int, int]] = set()
         self._failed_at = 0.0
         self._owed = False
-        self._asked_by_signal = threading.Event()
+        self._asked_by_signal = (
+            False  # no threading.Event: its lock may be held by what the signal interrupts
+        )
         self._thread = threading.Thread(target=self._serve, name="trigram-dump", daemon=True)
         self._thread.start()
 
@@ -72,7 +73,7 @@ class Dumper:
 
     def ask(self, *_: Any) -> None:
         """For a signal's handler: the thread dumps soon."""
-        self._asked_by_signal.set()
+        self._asked_by_signal = True
 
     def write(self, why: str) -> None:
         """Writes this rank's dump; it replaces an earlier one."""
@@ -99,8 +100,8 @@ class Dumper:
             self._note_failures(_PERIOD)
             if self._stop:
                 return
-            if self._asked_by_signal.is_set():
-                self._asked_by_signal.clear()
+            if self._asked_by_signal:
+                self._asked_by_signal = False
                 self.write("it was asked to by SIGUSR2")
                 self._request()
             if self._owed and time.monotonic() - self._failed_at > _BETWEEN:
@@ -113,15 +114,15 @@ class Dumper:
             self._look_for_stuck()
 
     def _note_failures(self, seconds: float) -> None:
-        found = self._calls.wait_for_failure(self._seen, seconds)
+        found = self._calls.wait_for_failure(seconds)
         if found is None:
             time.sleep(seconds)
             return
         count, failures = found
         with self._lock:
-            if count > self._seen and failures and failures[-1:] != self._failures[-1:]:
+            if count > self._calls.failures and failures and failures[-1:] != self._failures[-1:]:
                 self._owed = True
-            self._seen = count  # fewer: it is another engine
+            self._calls.failures = count
             self._failures = failures or self._failures
 
     def _look_for_stuck(self) -> None:
@@ -152,7 +153,8 @@ class Dumper:
     def _contents(self, why: str) -> dict[str, Any]:
         events, offset = self._calls.all(), wall_offset()
         present = world.present()
-        losses = present.engine.losses() if present is not None else []
+        engine = engine_of(present) if present is not None else None
+        losses = engine.losses() if engine is not None else []
         groups = {e.group: self._calls.group(e.group) for e in events}
         config = {
             f"{number:016x}": {"name": f"{number:016x}", "desc": name.name, "ranks": str(list(name.ranks))}
@@ -176,9 +178,11 @@ class Dumper:
         }
 
     def _entry(self, event: _core.Event, group: Any, offset: int) -> dict[str, Any]:
-        n, ranks = event.nbytes // _WIDTHS.get(event.dtype, 1), len(group.ranks)
+        n, ranks = event.nbytes // _WIDTHS.get(event.dtype, 1), max(1, len(group.ranks))
         sent, received = n, n
-        if event.kind in ("all_gather", "gather"):
+        if event.uneven:
+            pass  # its own
+        elif event.kind in ("all_gather", "gather"):
             received = n * ranks
         elif event.kind in ("reduce_scatter", "scatter", "all_to_all"):
             sent = n * ranks
@@ -218,6 +222,7 @@ class Dumper:
                 "waited_for": event.peer,
                 "waited_ns": event.waited,
                 "on_gpu": event.on_gpu,
+                "uneven": event.uneven,
             },
         }
 

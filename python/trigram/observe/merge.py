@@ -52,9 +52,7 @@ class RankTrace:
             self.pid: int = about["pid"]
             self.base: int = about["base_ns"]
         except (AttributeError, KeyError, StopIteration, TypeError):
-            raise MisuseError(
-                f"{path} is no timeline of trigram; give the folder of TRIGRAM_TIMELINE"
-            ) from None
+            raise MisuseError(f"{path} is no timeline of a rank") from None
         self.job: str = about.get("job", "")
         self.began: int = about.get("began_ns", 0)
         self.path = path
@@ -90,15 +88,27 @@ def read_events(path: Path) -> Any:
         return events
 
 
-def read_folder(folder: Path) -> list[RankTrace]:
+def read_folder(folder: Path, told: list[str] | None = None) -> list[RankTrace]:
     """The timelines of a folder, by rank; of several jobs, those of the last one.
 
+    Args:
+        folder: Other files in it, and those that cannot be read, are left out.
+        told: Gets a line for each of these.
+
     Raises:
-        MisuseError: There are none, one cannot be read, or two are of one rank.
+        MisuseError: There are none, or two are of one rank.
     """
-    traces = [RankTrace(path, read_events(path)) for path in sorted(folder.glob("*-rank*.json*"))]
+    traces, others = [], []
+    for path in sorted(folder.glob("*-rank*.json*")):
+        try:
+            traces.append(RankTrace(path, read_events(path)))
+        except MisuseError as e:
+            others.append(str(e))
     if not traces:
-        raise MisuseError(f"{folder} has no timelines; run the job with TRIGRAM_TIMELINE={folder}")
+        found = f" ({'; '.join(others)})" if others else ""
+        raise MisuseError(f"{folder} has no timelines{found}; run the job with TRIGRAM_TIMELINE={folder}")
+    if told is not None:
+        told += (f"left out: {why}" for why in others)
     last = max(traces, key=lambda t: (t.job != "", t.began))
     by_rank: dict[int, RankTrace] = {}
     for trace in [t for t in traces if t.job in ("", last.job)]:

@@ -16,21 +16,22 @@ from typing import Any
 from trigram import _core
 from trigram.errors import ConfigError
 from trigram.observe import steps
+from trigram.observe.calls import engine_of
 from trigram.runtime import logs, world
 
 VARIABLE = "TRIGRAM_METRICS"
 
 
-def address(text: str, local_rank: int) -> tuple[str, int]:
-    """Host and port of a rank.
+def address(text: str, place: int) -> tuple[str, int]:
+    """Host and port of a rank, from its place among those of its host.
 
     Raises:
         ConfigError: The text is no ``HOST:PORT``.
     """
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) + local_rank < 1 << 16:
+    if not host or not port.isdigit() or not 0 < int(port) + place < 1 << 16:
         raise ConfigError(f"{VARIABLE}={text!r} is invalid; set it to HOST:PORT, such as 127.0.0.1:9400")
-    return host.strip("[]"), int(port) + local_rank
+    return host.strip("[]"), int(port) + place
 
 
 class Collector:
@@ -41,10 +42,11 @@ class Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         present = world.present()
-        if present is None:
+        engine = engine_of(present) if present is not None else None
+        if present is None or engine is None:
             return
         me = str(present.rank)
-        counters: dict[str, Any] = dict(present.engine.counters())
+        counters: dict[str, Any] = dict(engine.counters())
 
         def family(kind: Callable[..., Any], name: str, about: str, *labels: str) -> Any:
             return kind(f"trigram_{name}", about, labels=["rank", *labels])
@@ -99,12 +101,21 @@ class Collector:
 _server: tuple[Any, threading.Thread] | None = None
 
 
+def _place(present: world.World) -> int:
+    """``LOCAL_RANK``; if nobody has set it, as for children of ``torch.multiprocessing.spawn``, this rank's
+    place among those with which it shares memory."""
+    engine = engine_of(present)
+    if "LOCAL_RANK" in os.environ or engine is None:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+    return engine.hosts[: present.rank].count(engine.hosts[present.rank])
+
+
 def _begin() -> None:
     global _server
     text, present = os.environ.get(VARIABLE), world.present()
     if not text or present is None or _server is not None:
         return
-    host, port = address(text, int(os.environ.get("LOCAL_RANK", "0")))
+    host, port = address(text, _place(present))
     try:
         from prometheus_client import CollectorRegistry, start_http_server
     except ImportError as error:

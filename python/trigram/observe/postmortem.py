@@ -103,19 +103,35 @@ def _job(dump: dict[str, Any]) -> str:
 
 def _groups(dumps: dict[int, dict[str, Any]]) -> list[_Group]:
     groups: dict[str, _Group] = {}
-    for rank, dump in dumps.items():
+    for dump in dumps.values():
         for number, about in dump["pg_config"].items():
             ranks = [int(r) for r in re.findall(r"\d+", about["ranks"])]
-            groups.setdefault(number, _Group(about["desc"], ranks))
+            if number not in groups or not groups[number].ranks:
+                groups[number] = _Group(about["desc"], ranks)
+    for rank, dump in dumps.items():
         for entry in dump["entries"]:
             if not entry["is_p2p"]:
                 groups[entry["process_group"][0]].calls[entry["collective_seq_id"]][rank] = entry
+    for group in groups.values():  # ranks that had let it go do not know its members
+        group.ranks = group.ranks or sorted({rank for of in group.calls.values() for rank in of})
     return list(groups.values())
 
 
-def _what(entry: dict[str, Any]) -> str:
+def _is_uneven(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("trigram", {}).get("uneven"))
+
+
+def _is_on_gpu(entry: dict[str, Any]) -> bool:
+    return bool(entry.get("trigram", {}).get("on_gpu"))
+
+
+def _what(entry: dict[str, Any], uneven: bool = False) -> str:
+    """A call in words; ``uneven``: one of its ranks has parts of unequal lengths in it."""
     name = entry["profiling_name"].partition(":")[2]
-    return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}"
+    if _is_uneven(entry) or (uneven and name == "all_to_all"):
+        return f"{name} of unequal parts of {entry['input_dtypes'][0]}"  # each rank has its own size
+    on_gpu = " (GPU call: only its check is recorded)" if _is_on_gpu(entry) else ""
+    return f"{name} of {entry['input_sizes'][0][0]} {entry['input_dtypes'][0]}{on_gpu}"
 
 
 def _listed(ranks: Sequence[int]) -> str:
@@ -139,6 +155,8 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
         for number in sorted(group.calls):
             entries = group.calls[number]
             if any(entry["state"] != "completed" for entry in entries.values()):
+                if _survived(group, number):
+                    continue
                 began = min(e["time_created_ns"] for e in entries.values() if e["state"] != "completed")
                 open_calls.append((began, group, number, newest))
                 break
@@ -152,20 +170,32 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
     return found
 
 
+def _survived(group: _Group, number: int) -> bool:
+    """Whether a call has failed, and each of its ranks has completed a later one."""
+    entries = group.calls[number]
+    if any(e["state"] != "completed" and not e.get("trigram", {}).get("failed") for e in entries.values()):
+        return False
+    return all(
+        any(n > number and rank in of and of[rank]["state"] == "completed" for n, of in group.calls.items())
+        for rank in entries
+    )
+
+
 def _lost(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
-    """Ranks that died or fell silent, as the others saw it."""
-    how: dict[int, set[str]] = defaultdict(set)
-    for dump in dumps.values():
-        for rank, kind in dump.get("trigram", {}).get("losses", []):
-            if kind in ("dead", "silent"):
-                how[rank].add(kind)
+    """Ranks that died or fell silent, as the others saw it: first the one that most of them lost first."""
     words = {"dead": "died", "silent": "fell silent"}
-    return [
-        Finding(
-            (rank,), "", f"rank {rank} {' or '.join(sorted(words[k] for k in kinds))} first, as others saw"
-        )
-        for rank, kinds in sorted(how.items())
-    ]
+    how: dict[int, set[str]] = defaultdict(set)
+    first: Counter[int] = Counter()
+    for dump in dumps.values():
+        lost = [(r, words[kind]) for r, kind in dump.get("trigram", {}).get("losses", []) if kind in words]
+        first.update(rank for rank, _ in lost[:1])
+        for rank, kind in lost:
+            how[rank].add(kind)
+    found = []
+    for rank in sorted(how, key=lambda r: (-first[r], r)):
+        when = f"first, as {first[rank]} of {first.total()} ranks saw" if first[rank] else "later"
+        found.append(Finding((rank,), "", f"rank {rank} {' or '.join(sorted(how[rank]))} {when}"))
+    return found
 
 
 def _in_call(
@@ -174,7 +204,9 @@ def _in_call(
     entries = group.calls[number]
     # A rank whose record was overwritten has gone further; one without a dump is not known.
     missing = [r for r in group.ranks if r not in entries and r in dumps and newest[r] < number]
-    kinds = Counter(_what(e) for e in entries.values())
+    uneven = any(map(_is_uneven, entries.values()))
+    what = {rank: _what(e, uneven) for rank, e in entries.items()}
+    kinds = Counter(what.values())
     usual = kinds.most_common(1)[0][0]
     waiting = [r for r, e in entries.items() if e["state"] != "completed"]
     shown = number - 1  # as error messages count
@@ -192,10 +224,10 @@ def _in_call(
             return [Finding((*first, *missing), call, text)]
         return [Finding(tuple(missing), call, text)]
     if len(kinds) > 1:
-        other = [r for r, e in entries.items() if _what(e) != usual]
+        other = [r for r in entries if what[r] != usual]
         if len(kinds) == 2 and kinds[usual] == len(other):
             other = sorted(entries)  # as many have made the one as the other
-        made = "; ".join(f"rank {r} made {_what(e)}" for r, e in sorted(entries.items()))
+        made = "; ".join(f"rank {r} made {what[r]}" for r in sorted(entries))
         text = (
             f"the ranks made different calls as call {shown} of {group.label}: {made}. One of them has "
             "skipped or added a call before"
@@ -259,6 +291,17 @@ def report(folder: Path) -> str:
         lines += [f"Verdict: {who}", *(f"- {f.text}" for f in found)]
     else:
         lines.append("Verdict: no call is open; the ranks have ended all calls that they have made")
+        checks = {rank: [e for e in dump["entries"] if _is_on_gpu(e)] for rank, dump in dumps.items()}
+        if any(checks.values()):
+            lines.append(
+                "- of GPU calls only the check is recorded: one that all ranks have made may still run"
+            )
+            lines += [
+                f"- the last of rank {rank} is call {of[-1]['collective_seq_id'] - 1} of group "
+                f"{of[-1]['process_group'][1]!r}, {_what(of[-1])}"
+                for rank, of in checks.items()
+                if of
+            ]
     errors: Counter[str] = Counter()
     for dump in dumps.values():
         errors.update({text for *_, text in dump.get("trigram", {}).get("failures", [])})

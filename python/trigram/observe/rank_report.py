@@ -77,6 +77,7 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         fidelity=times.fidelity() if times is not None else {},
         hosts=len(set(present.engine.hosts)),
         trained_by=times.trained_by if times is not None else "",
+        on_gpu=times is not None and times.on_gpu,
     )
 
 
@@ -108,10 +109,15 @@ class _Awaited:
     store: ReconnectingStore | None
     job: str
 
-    def fetch(self, key: bytes | None) -> None:
-        """Writes what has come from other hosts into the folder."""
+    def fetch(self, key: bytes | None, deadline: float) -> None:
+        """Writes what has come from other hosts into the folder; ends at the ``deadline``, a time of
+        ``time.monotonic``, or where the store cannot be reached."""
         for rank in sorted(self.far) if self.store is not None else []:
-            value = self.store.get(KEY.format(self.job, rank)) if self.store is not None else None
+            if self.store is None or time.monotonic() > deadline:
+                return
+            value = self.store.get(KEY.format(self.job, rank))
+            if self.store.store is None:  # each further try may take a second
+                return
             row = unsealed(value, rank, key) if value is not None else None
             if row is not None:
                 report.write(self.folder, row)
@@ -154,7 +160,7 @@ def _print() -> None:
     deadline = time.monotonic() + _PATIENCE
     try:
         while True:
-            awaited.fetch(snapshots.secret())
+            awaited.fetch(snapshots.secret(), deadline)
             rows = report.read(awaited.folder)
             here = {row.rank for row in rows}
             # Without a store others may still share the disk: their files are there, or are not awaited.

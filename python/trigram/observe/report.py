@@ -54,6 +54,8 @@ class Rank:
         fidelity: What averages lose (``TRIGRAM_GRADIENTS``), the same on all ranks.
         hosts: Of the job; 0: not known.
         trained_by: What brings the model's ranks together: ``with_bagua``, or a part of torch.
+        on_gpu: Whether the model is on a GPU: times are then those of the host, which launches kernels and
+            goes on, and its waiting includes what the GPU still has to do.
     """
 
     rank: int
@@ -70,6 +72,7 @@ class Rank:
     fidelity: dict[str, Any] = field(default_factory=dict)
     hosts: int = 0
     trained_by: str = WITH_BAGUA
+    on_gpu: bool = False
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -189,8 +192,23 @@ def judge(rows: list[Rank]) -> Finding:
     # Communication takes processor time, so it may be what makes a rank compute longer, but no input.
     fetches = late.mean[INPUT] - statistics.median([row.mean[INPUT] for row in others] or [late.mean[INPUT]])
     costly = fetches > _COSTLY * step
-    if slower and (late.own() > _FAR * usual or excess > late.mean[WAIT] or costly):
+    on_gpu = any(row.on_gpu for row in trained)
+    far = late.own() > _FAR * usual and not on_gpu  # while the GPU has work, it costs nothing
+    if slower and (far or excess > late.mean[WAIT] or costly):
         return _slow_rank(late, others, usual, waits)
+    if on_gpu:
+        return Finding(
+            "none",
+            None,
+            False,
+            "no rank's input or host holds the others up; what GPUs and links take is not known",
+            [
+                "the model is on GPUs: phases are times of the host, which launches kernels and goes on, and "
+                "its waiting includes what the GPU still has to do",
+                waits,
+            ],
+            ["torch.profiler shows what the GPUs do, trigram timeline --profiler shows it beside the calls"],
+        )
     # The rank that waits least waits for communication; the others also for ranks that are late by turns.
     least = min(row.exposed for row in trained)
     if least < _EXPOSED:
@@ -206,7 +224,7 @@ def judge(rows: list[Rank]) -> Finding:
             f"rank {late.rank} computes {_ms(excess)} longer than the others, "
             f"and waits {_ms(late.mean[WAIT])}"
         )
-    return _communication(trained, why)
+    return _communication(trained, why, late if slower else None)
 
 
 def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Finding:
@@ -220,7 +238,8 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     chronic = late.own(typical=True) - typical > 0.5 * (late.own() - usual)
     often = "in most steps" if chronic else "in some steps"
     cause = "input" if phase == INPUT else "compute"
-    what = "its input" if cause == "input" else f"its computation (most in: {phase})"
+    part = "what its host does" if late.on_gpu else "its computation"
+    what = "its input" if cause == "input" else f"{part} (most in: {phase})"
     if cause == "input" and not chronic:
         then = [
             "look at what its script does from an update to the next forward pass in these steps: "
@@ -252,8 +271,8 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     )
 
 
-def _communication(rows: list[Rank], why: list[str]) -> Finding:
-    """Ranks wait for communication, and less for a late rank."""
+def _communication(rows: list[Rank], why: list[str], late: Rank | None) -> Finding:
+    """Ranks wait for communication, and less for a ``late`` rank, if there is one."""
     most = max(rows, key=lambda row: len(row.rates))
     links = {
         rank: rate / 1e6 for rank, rate in zip(most.ranks, most.rates, strict=False)
@@ -300,7 +319,16 @@ def _communication(rows: list[Rank], why: list[str]) -> Finding:
                 f"half of the ranks send at least {sent / 1e6:.3g} MB per step: {rate / 1e6:.3g} MB/s, "
                 "averaged over the step"
             )
-    verdict = "communication takes longer than backward can hide"
+    step = statistics.median(row.mean["step"] for row in rows)
+    waited = statistics.median(row.mean[WAIT] for row in rows)
+    verdict = (
+        f"communication takes longer than backward can hide: {_ms(waited)} of a {_ms(step)} step "
+        f"({waited / step:.0%}) are waited for it; "
+    )
+    if late is not None:
+        verdict += f"rank {late.rank} is late by less"
+    else:
+        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out"
     size = max(row.world_size for row in rows)
     if len(rows) < size:
         verdict += ", or a rank is late whose figures are missing"

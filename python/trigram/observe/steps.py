@@ -20,8 +20,10 @@ import operator
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from trigram import _core
 from trigram.observe import profiling, spans
@@ -97,6 +99,7 @@ class StepTimes:
 
     Args:
         name: The model's name in the timeline.
+        params: Its parameters.
 
     Attributes:
         earlier: Steps of the model before these, with another algorithm.
@@ -111,11 +114,13 @@ class StepTimes:
         fidelity: Says what averages lose, if that was asked for: see :mod:`trigram.training.fidelity`.
         trained_by: ``with_bagua``, or what else brings its ranks together: see
             :mod:`trigram.observe.torch_steps`.
+        on_gpu: Whether the model was on a GPU when it got its hooks.
         group: The group whose calls carry most, which knows the rates of its links; None: closed.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, params: Iterable[torch.Tensor] = ()) -> None:
         self.name = name
+        self.on_gpu = any(p.device.type not in ("cpu", "meta") for p in params)
         self.phase = ""
         self.earlier = self.stepped = 0
         self.step = Distribution()

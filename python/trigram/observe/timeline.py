@@ -34,6 +34,8 @@ FIRST_LANE = 100
 """The ``tid`` of the first lane of calls."""
 _PERIOD = 0.25
 _MOST_NAMES = 100_000
+_UNMATCHED = (1 << 32) - 1
+"""The number of a receive that has failed before it was known which message it takes."""
 
 
 def wall_offset() -> int:
@@ -74,7 +76,11 @@ class Recorder:
         self._meta("process_sort_index", 0, sort_index=rank)
         job, began = world.current().name, time.time_ns()
         self._meta("trigram", 0, rank=rank, host=host, base_ns=base, pid=os.getpid(), job=job, began_ns=began)
-        spans.listen(self)
+        try:
+            self._file.flush()  # a rank that is killed at once leaves a file that says whose it is
+            spans.listen(self)
+        except OSError as e:
+            self._give_up(e)
         self._thread = threading.Thread(target=self._serve, name="trigram-timeline", daemon=True)
         self._thread.start()
 
@@ -124,11 +130,11 @@ class Recorder:
                 try:
                     self._drain()
                     self._file.flush()
-                except OSError as e:
+                except Exception as e:  # nobody takes the spans any more
                     spans.leave(self)
                     self._give_up(e)
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         file, self._file = self._file, None
         with contextlib.suppress(OSError):
             assert file is not None
@@ -169,22 +175,21 @@ class Recorder:
         assert event.ended is not None
         group = self._calls.group(event.group)
         label = self._names.pop((event.group, event.sequence), None) if event.tag is None else None
-        args: dict[str, Any] = {
-            "group": group.name,
-            "call": f"{event.group:016x}/{event.sequence}",
-            "bytes": event.nbytes,
-            "dtype": event.dtype,
-        }
+        args: dict[str, Any] = {"group": group.name, "bytes": event.nbytes, "dtype": event.dtype}
+        call = f"{event.group:016x}/{event.sequence}"
         if event.tag is None:
-            args["ranks"] = list(group.ranks)
-        elif event.peer is not None:
+            args["call"] = call
+            args |= {"ranks": list(group.ranks)} if group.ranks else {}
+        elif event.peer is not None and event.sequence != _UNMATCHED:
             pair = (self.rank, event.peer) if event.kind == "send" else (event.peer, self.rank)
-            args["call"] += f"/{event.tag}/{pair[0]}-{pair[1]}"
+            args["call"] = f"{call}/{event.tag}/{pair[0]}-{pair[1]}"
             args["ranks"] = list(pair)
         if event.waited:
             args |= {"waited_for": event.peer, "waited_us": event.waited / 1000}
         if event.failed:
             args["failed"] = True
+        if event.on_gpu:
+            args["on_gpu"] = "only its check is recorded"
         name = f"{label} {event.kind}" if label else event.kind
         tid = self._lane(event.made, event.ended)
         self._slice(tid, name, event.made, event.ended, args)

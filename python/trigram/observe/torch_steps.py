@@ -57,7 +57,7 @@ class _Model:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.times = steps.StepTimes(_name(module))
+        self.times = steps.StepTimes(_name(module), module.parameters())
         present = world.present()
         self.times.group = None if present is None else present.group
         self.times.trained_by = _trained_by(module)

@@ -24,7 +24,7 @@ VARIABLE = "TRIGRAM_PLAN"
 
 
 def write(path: Path, job: Job, found: Comparison, allowed: str, decision: Decision | None = None) -> None:
-    """Writes a plan.
+    """Writes a plan; who reads it meanwhile gets the file as it was, or the new one.
 
     Args:
         path: The file.
@@ -42,7 +42,18 @@ def write(path: Path, job: Job, found: Comparison, allowed: str, decision: Decis
         "rows": as_rows(found),
         "inputs": asdict(job),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    text = json.dumps(content, indent=1) + "\n"
+    if path.exists() and not path.is_file():  # a pipe or a device, which keeps its place
+        path.write_text(text)
+        return
+    path = path.resolve()  # what a link leads to
+    unfinished = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        unfinished.write_text(text)
+        unfinished.replace(path)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def read(path: str | os.PathLike[str]) -> Decision:

@@ -78,6 +78,20 @@ def wanted() -> Wanted | None:
     return Wanted(int(steps), allowed, Path(path))
 
 
+def unfit(trained: Sequence[torch.Tensor], sparse: bool) -> str:
+    """Why predictions do not cover a model; empty if they do. The same on all ranks.
+
+    Args:
+        trained: The parameters whose gradients or weights are averaged.
+        sparse: Whether some of their gradients are sparse.
+    """
+    if any(not p.is_cpu for p in trained):
+        return "steps on GPUs are not predicted"
+    if sparse or any(p.dtype != torch.float32 for p in trained):
+        return "steps are predicted for dense float32 parameters only"
+    return ""
+
+
 Conclude = Callable[[Job, float, Wanted], None]
 """Gets what was measured, and the seconds of a step with the default algorithm."""
 
@@ -158,7 +172,7 @@ class Watch:
         compute = self._compute(alone, slowest, typical, optimizer)
         collectives.barrier(group)
         measured = costs.measure([t.shape for t in compute.tensors])
-        machines, measured = links(group, measured)
+        machines, measured = links(group, measured, memory())
         if group.rank == 0:
             self.conclude(
                 Job(compute, machines, measured, f"measured in {len(alone)} steps"), now, self.asked
@@ -195,12 +209,17 @@ def _of_all(seconds: list[float], group: Group) -> tuple[float, float]:
     return slowest / 1e9, statistics.median(s for rank in everyone for s in rank) / 1e9
 
 
+def memory(most_bytes: int = 64 * PROBE_BYTES) -> torch.Tensor:
+    """The memory of the longest transfer of :func:`links`: what can fail on one rank alone."""
+    return empty(most_bytes // 4, dtype=torch.float32)
+
+
 def links(
     group: Group,
     measured: Costs,
+    values: torch.Tensor,
     known: Sequence[float] = (),
     probes: int = PROBES,
-    most_bytes: int = 64 * PROBE_BYTES,
     short_probes: int = SHORT_PROBES,
 ) -> tuple[Machines, Costs]:
     """Measures the links between the ranks of a group; all of them call it.
@@ -208,9 +227,10 @@ def links(
     Args:
         group: The ranks.
         measured: The costs so far.
+        values: What is sent, from :func:`memory`: a transfer that was too short is repeated with more, up to
+            all of it.
         known: Rates of the ranks' links that the engine has measured; empty: those of ``group``.
         probes: Transfers of each size that count.
-        most_bytes: A transfer that was too short is repeated with more, but with no more than this.
         short_probes: Transfers of 4 bytes.
 
     Returns:
@@ -223,10 +243,10 @@ def links(
     cores = len(os.sched_getaffinity(0)) / kernels.count(kernel)
     cores = min(c / 1e6 for (c,) in tell_all([round(1e6 * cores)], group))
     nbytes = PROBE_BYTES
-    seconds, processor = _transfer(nbytes, group, probes)
-    while seconds < SHORT_SECONDS and nbytes < most_bytes:
+    seconds, processor = _transfer(values[: nbytes // 4], group, probes)
+    while seconds < SHORT_SECONDS and 8 * nbytes <= values.nbytes:
         nbytes *= 8
-        seconds, processor = _transfer(nbytes, group, probes)
+        seconds, processor = _transfer(values[: nbytes // 4], group, probes)
     if len(hosts) == 1:
         shared = dataclasses.replace(measured, shared=seconds / nbytes)
         return Machines((nbytes / seconds,), 0.0, local, cores), shared
@@ -237,7 +257,7 @@ def links(
         # What the engine has measured tells links apart; the transfer has measured the slowest.
         by_host = [sum(known[rank] for rank in host) for host in hosts]
         rates = [sent / seconds * rate / min(by_host) for rate in by_host]
-    short, _ = _transfer(4, group, short_probes)
+    short, _ = _transfer(values[:1], group, short_probes)
     latency = short / math.ceil(math.log2(len(hosts)))
     carried = 2 * (n - 1) / n * nbytes
     after = dataclasses.replace(measured, wire=processor / carried)
@@ -252,9 +272,8 @@ def _kernel() -> bytes:
         return socket.gethostname().encode()
 
 
-def _transfer(nbytes: int, group: Group, times: int = PROBES) -> tuple[float, float]:
+def _transfer(values: torch.Tensor, group: Group, times: int = PROBES) -> tuple[float, float]:
     """Seconds and processor seconds of an all-reduce: the slowest rank's, median of a few."""
-    values = empty(max(1, nbytes // 4))
     values.zero_()
     found: list[tuple[float, float]] = []
     for _ in range(times + 1):

@@ -84,12 +84,19 @@ class _Thread:
     Attributes:
         job: The job.
         now: The thread's time, in seconds after the step's begin.
-        calls: When each call occupied the link.
+        calls: When each call occupied the link: none begins before the one before it has ended.
+        over: How many of them, the first ones, have ended by ``now``.
+        slow: How many times as long computation takes beside a call.
     """
 
     job: Job
     now: float = 0.0
     calls: list[tuple[float, float]] = field(default_factory=list)
+    over: int = 0
+    slow: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slow = slowdown(self.job, 1.0)
 
     def send(self, call: wire.Call) -> float:
         """A call begins; returns when it will have ended."""
@@ -104,15 +111,17 @@ class _Thread:
 
     def work(self, seconds: float) -> None:
         """Computes for so long, and longer while a call takes processor time."""
-        slow = slowdown(self.job, 1.0)
-        for begin, end in self.calls:
-            if slow > 1 and end > self.now:
+        while self.over < len(self.calls) and self.calls[self.over][1] <= self.now:
+            self.over += 1
+        for k in range(self.over, len(self.calls)) if self.slow > 1 else ():
+            begin, end = self.calls[k]
+            if end > self.now:
                 free = max(0.0, begin - self.now)
                 if free >= seconds:
                     break
                 self.now, seconds = self.now + free, seconds - free
-                shared = min(seconds, (end - self.now) / slow)
-                self.now, seconds = self.now + shared * slow, seconds - shared
+                shared = min(seconds, (end - self.now) / self.slow)
+                self.now, seconds = self.now + shared * self.slow, seconds - shared
         self.now += seconds
 
 
@@ -152,6 +161,7 @@ class _Gradients:
         self.sent = 0.0
         self.thread = _Thread(job)
         self.buckets: list[_Bucket] = []
+        self.advanced = 0  # of them, the first ones, have no second phase to begin
 
     def _assign(self) -> Iterator[tuple[float, list[tuple[int, ...]] | None]]:
         """Gradients in their order: when each is ready, and the shapes of the bucket that it completes."""
@@ -188,9 +198,11 @@ class _Gradients:
 
     def _advance(self) -> None:
         """Starts the second phases of buckets whose first has ended, in order."""
-        for bucket in self.buckets:
+        while self.advanced < len(self.buckets):
+            bucket = self.buckets[self.advanced]
             if bucket.phase == 1 and not bucket.advance(self.thread):
                 break
+            self.advanced += 1
 
 
 class _Bucket:

@@ -112,7 +112,7 @@ class StepHooks:
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
         self.groups = groups
-        self.times = steps.StepTimes(type(model).__name__)
+        self.times = steps.StepTimes(type(model).__name__, model.parameters())
         self.times.group = groups.main
         weakref.finalize(self, self.times.close).atexit = False  # a script may drop its model without unwrap
         self.number = next(_numbers)

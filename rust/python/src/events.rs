@@ -18,6 +18,7 @@ pub(crate) struct Event {
     tag: Option<u32>,
     kind: &'static str,
     on_gpu: bool,
+    uneven: bool,
     dtype: &'static str,
     nbytes: u64,
     peer: Option<u32>,
@@ -31,7 +32,7 @@ pub(crate) struct Event {
 
 impl From<events::Event> for Event {
     fn from(e: events::Event) -> Self {
-        let events::Event { number, group, sequence, tag, kind, on_gpu, dtype, nbytes, .. } = e;
+        let events::Event { number, group, sequence, tag, kind, on_gpu, uneven, dtype, nbytes, .. } = e;
         let events::Event { peer, waited, failed, made, started, first_byte, ended, .. } = e;
         Self {
             number,
@@ -40,6 +41,7 @@ impl From<events::Event> for Event {
             tag,
             kind,
             on_gpu,
+            uneven,
             dtype,
             nbytes,
             peer,

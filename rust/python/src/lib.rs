@@ -220,7 +220,7 @@ impl Engine {
         });
     }
 
-    /// The ranks lost so far, and how: left, dead, silent or refused.
+    /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent or refused.
     fn losses(&self) -> Vec<(u32, &'static str)> {
         let name = |how| match how {
             LossKind::Left => "left",

@@ -198,6 +198,7 @@ impl Calls {
         active.body.request.message = Some(message);
         let before = std::mem::replace(&mut active.body.call_id, call);
         active.pass_to(CallState::Waiting, &self.events);
+        self.events.set_call(active.event, call);
         self.events.note_wait(active.event, peer, 0);
         active.completion.set_sender(peer);
         self.index.rename(active.body.id, (members.id, before), (members.id, call));

@@ -30,6 +30,8 @@ const REASONS: usize = 64;
 const DEVICE: u64 = 0x80;
 /// In the state of a message: this rank receives it.
 const RECEIVE: u64 = 0x40;
+/// In the state of a call: its lengths differ by rank and by peer.
+const UNEVEN: u64 = 0x20;
 /// The phase in the state.
 const PHASE: u64 = 0x0f;
 /// The least significant bit of the state.
@@ -90,6 +92,8 @@ pub struct Event {
     pub kind: &'static str,
     /// Whether it stands for a call on GPU memory, whose data travels elsewhere.
     pub on_gpu: bool,
+    /// Whether its lengths differ by rank and by peer, so that ranks may have other sizes in the same call.
+    pub uneven: bool,
     /// The type of the elements.
     pub dtype: &'static str,
     /// Bytes of the payload of a rank, as the collective counts them; where lengths differ by rank, those of this rank.
@@ -174,8 +178,9 @@ impl EventRing {
         let set = |word: usize, value: u64| record[word].store(value, Ordering::Relaxed);
         let [collective, dtype, ..] = made.signature.codes();
         let device = if made.signature.extra & Signature::DEVICE != 0 { DEVICE } else { 0 };
+        let uneven = if made.signature.extra & Signature::PAIRWISE != 0 { UNEVEN } else { 0 };
         let receive = if made.message.is_some_and(|(_, sends)| !sends) { RECEIVE } else { 0 };
-        let state = phase as u64 | device | receive;
+        let state = phase as u64 | device | receive | uneven;
         let peer = made.message.and_then(|(peer, _)| peer).map_or(0, |peer| u64::from(peer) + 1);
         set(STAMP, 0);
         fence(Ordering::Release); // readers find the stamp gone before anything else has changed
@@ -218,6 +223,13 @@ impl EventRing {
         }
         if phase == Phase::Ended {
             record[ENDED].store(now, Ordering::Release);
+        }
+    }
+
+    /// Notes the number of a receive that was made before it had one.
+    pub(crate) fn set_call(&self, number: u64, call: CallId) {
+        if let Some(record) = self.own(number) {
+            record[CALL].store(call.0, Ordering::Relaxed);
         }
     }
 
@@ -326,6 +338,7 @@ fn decode(number: u64, words: &[u64; WORDS], scale: &Scale) -> Event {
         tag: message.map(|(tag, _)| tag),
         kind,
         on_gpu: state & DEVICE != 0,
+        uneven: state & UNEVEN != 0,
         dtype: dtype.map_or("unknown", DType::name),
         nbytes: (what & ((1 << 40) - 1)) * dtype.map_or(0, DType::size) as u64,
         peer: ((words[WAITED] >> 32) as u32).checked_sub(1),
@@ -370,6 +383,26 @@ mod tests {
         let times = [Some(event.made), event.started, event.first_byte, event.ended];
         assert!(times.iter().all(Option::is_some) && times.is_sorted(), "{event:?}");
         assert!(!event.failed && lost == 0 && ring.read(&mut reader).0.is_empty());
+    }
+
+    #[test]
+    fn what_stands_for_another_call_or_has_unequal_lengths_says_so() {
+        let ring = EventRing::new();
+        for extra in [0, Signature::DEVICE, Signature::PAIRWISE] {
+            let signature = Signature { extra, ..made(0).signature };
+            ring.record_ended(&Made { signature, ..made(extra) });
+        }
+        let said: Vec<_> = ring.all().iter().map(|e| (e.on_gpu, e.uneven)).collect();
+        assert_eq!(said, [(false, false), (true, false), (false, true)]);
+    }
+
+    #[test]
+    fn a_receive_gets_its_number_later() {
+        let ring = EventRing::new();
+        let call = CallId::message(5, u64::MAX);
+        let number = ring.begin(&Made { call, message: Some((None, false)), ..made(0) });
+        ring.set_call(number, CallId::message(5, 2));
+        assert_eq!((ring.all()[0].tag, ring.all()[0].sequence), (Some(5), 2));
     }
 
     #[test]

@@ -47,9 +47,9 @@ pub struct Failures {
 }
 
 impl Failures {
-    /// The peers lost so far, and how.
+    /// The peers lost so far, and how, in the order in which they were lost; those that left come last.
     pub fn losses(&self) -> Vec<(u32, LossKind)> {
-        self.kinds.iter().map(|(&rank, &kind)| (rank, kind)).collect()
+        self.order.iter().filter_map(|rank| self.kinds.get(rank).map(|&kind| (*rank, kind))).collect()
     }
 
     /// How a peer was lost, if it was.
@@ -113,5 +113,21 @@ pub(crate) fn peer_lost(rank: u32, why: Option<&Error>, signature: &Signature) -
             what: signature.to_string(),
             why: why.map_or_else(String::new, ToString::to_string),
         },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn losses_come_in_their_order() {
+        let mut failures = Failures::default();
+        let why = || Error::Aborted(String::new());
+        failures.add(5, why(), LossKind::Left);
+        failures.add(3, why(), LossKind::Silent);
+        failures.add(1, why(), LossKind::Dead);
+        failures.set_dead(3);
+        assert_eq!(failures.losses(), [(3, LossKind::Dead), (1, LossKind::Dead), (5, LossKind::Left)]);
     }
 }

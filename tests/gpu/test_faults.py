@@ -17,6 +17,7 @@ import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
+from trigram.gpu.host import CHUNK
 from trigram.gpu.nccl import library
 
 LIMIT = 15.0
@@ -182,6 +183,40 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(way: str) -> None:
     name, text, seconds = results[0]
     assert name == "TimeoutError" and "rank 1" in text and 0.9 < seconds < LIMIT, results
     assert results[1][0] in ("TimeoutError", "AbortedError"), results
+
+
+def _several_threads_wait(rank: int, world: int) -> tuple[bool, list[str]]:
+    """For one call of many parts, and one more time each when it has ended."""
+    group = trigram.init()
+    x = torch.arange(10 * (CHUNK // 4) + 17, dtype=torch.float32)
+    want, errors = x * world, []
+    for _ in range(3):
+        y = x.clone()
+        if rank == 1:
+            time.sleep(0.3)
+        work = trigram.all_reduce(y, async_op=True, group=group)
+        assert work is not None
+
+        def wait(work: Any = work) -> None:
+            try:
+                work.wait()
+                work.wait()
+            except Exception as e:
+                errors.append(repr(e))
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not torch.equal(y, want):
+            return False, errors
+    return True, errors
+
+
+def test_several_threads_wait_for_one_call_through_the_host() -> None:
+    results = run(2, _several_threads_wait, env=gpu_standin.env("host"), timeout=60)
+    assert results == [(True, []), (True, [])]
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:

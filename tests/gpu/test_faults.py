@@ -17,6 +17,7 @@ import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
+from trigram.collectives import batch_send_recv
 from trigram.gpu.host import CHUNK
 from trigram.gpu.nccl import library
 
@@ -183,6 +184,53 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(way: str) -> None:
     name, text, seconds = results[0]
     assert name == "TimeoutError" and "rank 1" in text and 0.9 < seconds < LIMIT, results
     assert results[1][0] in ("TimeoutError", "AbortedError"), results
+
+
+def _is_stuck(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """All make the call, and NCCL does not get on with it on rank 1."""
+    trigram.init(op_timeout=1.0)
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    if rank == 1:
+        os.environ["STANDIN_STUCK"] = "1"
+    trigram.barrier()
+    told = [_error(lambda: trigram.all_reduce(x))]
+    os.environ.pop("STANDIN_STUCK", None)
+    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0))))  # over a new communicator
+    assert x[0] == world
+    return told
+
+
+def test_a_call_that_nccl_does_not_end_fails_after_the_timeout() -> None:
+    results = run(3, _is_stuck, env=gpu_standin.env("nccl"), timeout=60)
+    for (name, text, seconds), after in results:
+        assert name in ("TimeoutError", "AbortedError") and after[0] == "nothing", results
+        assert "all_reduce(sum, float32, 1000 elements" in text and "NCCL" in text, text
+        assert 0.5 < seconds < LIMIT, results
+    assert any(told[0][0] == "TimeoutError" for told in results), results
+
+
+def _message_without_a_peer(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """Rank 1 is alive, and exchanges nothing before rank 0 has given up."""
+    group = trigram.init(op_timeout=1.0)
+    x, y = torch.ones(1000), torch.zeros(1000)
+    messages = [(True, 1 - rank, x), (False, 1 - rank, y)]
+    batch_send_recv(messages, group).wait()
+    if rank == 1:
+        await_flag("told")
+    told = _error(lambda: batch_send_recv(messages, group).wait())
+    flag("told")
+    after = _error(lambda: trigram.all_reduce(x.fill_(1.0)))
+    assert x[0] == world
+    return [told, after]
+
+
+def test_a_message_to_a_rank_that_does_not_come_fails_after_the_timeout() -> None:
+    results = run(2, _message_without_a_peer, env=gpu_standin.env("nccl"), timeout=60)
+    (name, text, seconds), after = results[0]
+    assert name == "TimeoutError" and "waiting for rank 1" in text and 0.9 < seconds < LIMIT, results
+    assert results[1][0][0] == "AbortedError" and "rank 0" in results[1][0][1], results
+    assert after[0] == results[1][1][0] == "nothing", results
 
 
 def _several_threads_wait(rank: int, world: int) -> tuple[bool, list[str]]:

@@ -91,27 +91,35 @@ class HostRoute:
                 "move the call out of the capture, or set TRIGRAM_GPU_TRANSPORT=nccl"
             )
 
-    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+    def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """See :class:`trigram.gpu.device.Route`."""
         self._check()
         transfer = _Transfer(self)
         for sends, peer, t, code in messages:
-            self._message(transfer, self.group, sends, peer, 0, t, code)
+            self._message(transfer, self.group, sends, peer, 0, t, code, timeout)
         return transfer.go()
 
     def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
         """Starts sending or receiving one message with a tag, in any group."""
         self._check()
         transfer = _Transfer(self)
-        self._message(transfer, group, sends, peer, tag, t, code)
+        self._message(transfer, group, sends, peer, tag, t, code, group.timeout)
         return transfer.go()
 
     def _message(
-        self, transfer: _Transfer, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
+        self,
+        transfer: _Transfer,
+        group: Group,
+        sends: bool,
+        peer: int,
+        tag: int,
+        t: torch.Tensor,
+        code: int,
+        timeout: float | None,
     ) -> None:
         t = t.detach()
         host = transfer.fetch(t.view(-1)) if sends else transfer.buffer(t.view(-1))
-        core, timeout = group.core, group.timeout
+        core = group.core
 
         def send() -> _core.Work:
             work, _ = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, timeout)

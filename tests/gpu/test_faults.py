@@ -8,16 +8,19 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
 from trigram.collectives import batch_send_recv
+from trigram.gpu import device, nccl
 from trigram.gpu.host import CHUNK
 from trigram.gpu.nccl import library
 
@@ -265,6 +268,65 @@ def _several_threads_wait(rank: int, world: int) -> tuple[bool, list[str]]:
 def test_several_threads_wait_for_one_call_through_the_host() -> None:
     results = run(2, _several_threads_wait, env=gpu_standin.env("host"), timeout=60)
     assert results == [(True, []), (True, [])]
+
+
+class Streams(gpu_standin.StandIn):
+    """Records which stream has waited for which; each thread has its own."""
+
+    ordered: ClassVar[set[tuple[int, int]]] = set()
+
+    def here(self) -> Callable[[], None]:
+        made = threading.get_ident()
+        return lambda: self.ordered.add((made, threading.get_ident()))
+
+
+def _second_stream(rank: int, world: int, way: str) -> bool:
+    """A thread of its own, whose stream is another, waits after the first has waited."""
+    device.kinds["cpu"] = Streams
+    x = torch.ones(1000)
+    if way == "trigram":
+        work: Any = trigram.all_reduce(x, async_op=True)
+    else:
+        dist.init_process_group("trigram")
+        if way == "backend":
+            work = dist.all_reduce(x, async_op=True)
+        else:  # what is not contiguous is copied when it has arrived
+            work = dist.all_reduce(torch.ones(10, 10)[:, :5], async_op=True)
+    work.wait()
+    Streams.ordered.clear()
+    first = threading.get_ident()
+    other = threading.Thread(target=work.wait)
+    other.start()
+    other.join()
+    assert other.ident is not None
+    return (first, other.ident) in Streams.ordered
+
+
+@pytest.mark.parametrize("way", ["trigram", "backend", "copied"])
+def test_each_wait_makes_its_stream_wait(way: str) -> None:
+    assert run(2, _second_stream, way, env=gpu_standin.env("host"), timeout=60) == [True, True]
+
+
+def _orders(rank: int, world: int) -> list[int]:
+    """How often waits of the backend's call by NCCL have made a stream wait."""
+    dist.init_process_group("trigram")
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    assert work is not None
+    counts, order = [0], nccl._OnStream.order
+
+    def counted(call: Any) -> None:
+        counts[0] += 1
+        order(call)
+
+    nccl._OnStream.order = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        work.wait()
+        counts.append(counts[0])
+    return counts
+
+
+def test_each_wait_of_a_call_by_nccl_makes_its_stream_wait() -> None:
+    assert run(2, _orders, env=gpu_standin.env("nccl"), timeout=60) == [[3, 1, 2, 3]] * 2
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:

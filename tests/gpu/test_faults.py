@@ -21,7 +21,7 @@ from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
 from trigram.collectives import batch_send_recv
 from trigram.gpu import device, nccl
-from trigram.gpu.host import CHUNK
+from trigram.gpu.host import CHUNK, HostRoute
 from trigram.gpu.nccl import library
 
 LIMIT = 15.0
@@ -327,6 +327,37 @@ def _orders(rank: int, world: int) -> list[int]:
 
 def test_each_wait_of_a_call_by_nccl_makes_its_stream_wait() -> None:
     assert run(2, _orders, env=gpu_standin.env("nccl"), timeout=60) == [[3, 1, 2, 3]] * 2
+
+
+def _fails_inside_a_host(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """Rank 1 cannot take part in the sum inside its host; before, and after, all goes well."""
+    group = trigram.init()
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    route = group.routes[x.device]
+    assert isinstance(route, HostRoute) and route.levels is not None
+    local = route.levels.local.routes[x.device]
+    start = route.levels.start
+
+    def fail(*args: Any) -> Any:
+        raise trigram.TrigramError("on purpose")
+
+    if rank == 1:
+        route.levels.start = fail
+    told = [_error(lambda: trigram.all_reduce(x))]
+    route.levels.start = start
+    assert isinstance(local, nccl.NcclRoute) and local.broken
+    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0))))
+    assert x[0] == world
+    return told
+
+
+def test_a_failure_inside_a_host_reaches_the_other_hosts(several_hosts: None) -> None:
+    env = gpu_standin.env("hierarchical")
+    results = run(4, _fails_inside_a_host, transport="auto", hosts=[0, 0, 1, 1], env=env, timeout=60)
+    for rank, (told, after) in enumerate(results):
+        assert told[0] == ("TrigramError" if rank == 1 else "AbortedError"), results
+        assert "on purpose" in told[1] and told[2] < LIMIT and after[0] == "nothing", results
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:

@@ -135,7 +135,11 @@ class HostRoute:
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
             shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
-            self.levels.combine(t, shards, inside)
+            try:
+                self.levels.combine(t, shards, inside)
+            except Exception as e:
+                self.abort(f"rank {current().rank}: {e}")  # the other ranks wait for this one's part
+                raise
             transfer.last = partial(self._spread, t, shards, op)
             if self.levels.across is None:
                 return transfer.go()
@@ -157,9 +161,9 @@ class HostRoute:
             t.div_(self.group.size)
 
     def abort(self, why: str) -> None:
-        """Aborts the calls in flight, here and on the ranks that wait for this one."""
+        """Aborts the route, on all ranks: others may wait for calls that this one has not made yet."""
         self.broken = True
-        self.group.core.abort(self.group.core.next(), why)
+        self.group.abort(why)
         if self.levels is not None:
             self.levels.abort(why)
 

@@ -206,6 +206,17 @@ def run(stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
     kept.write_text(json.dumps(result | {"state": state, "seconds": round(time.monotonic() - began, 1)}))
 
 
+def read_figures(file: Path) -> tuple[list[dict[str, Any]], int]:
+    """The figures of a stage, and how many lines are none: a stage that is killed may leave half a line."""
+    figures, unread = [], 0
+    for line in file.read_text(errors="replace").splitlines():
+        try:
+            figures.append(json.loads(line))
+        except ValueError:
+            unread += 1
+    return figures, unread
+
+
 def page(out: Path) -> str:
     """The page, from what the stages have left in the folder."""
     rows, figures, tails = [], [], []
@@ -219,11 +230,13 @@ def page(out: Path) -> str:
         verdicts = dict(VERDICT.findall(log))
         counts = {v: list(verdicts.values()).count(v) for v in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
         told = ", ".join(f"{n} {v.lower()}" for v, n in counts.items() if n)
-        lines = [json.loads(line) for line in (out / f"{stage.name}.figures").read_text().splitlines()]
+        lines, unread = read_figures(out / f"{stage.name}.figures")
         held = [line for line in lines if line["least"] is not None]
         missed = [line for line in held if not line["value"] >= line["least"]]
         if held:
             told = f"{told}; " * bool(told) + f"{len(held) - len(missed)} of {len(held)} bars reached"
+        if unread:
+            told = f"{told}; " * bool(told) + f"lines of figures left out: {unread}"
         rows.append(
             f"| {stage.name} | {stage.what} | {result['state']} | {result.get('seconds', '')} | {told} |"
         )

@@ -8,15 +8,20 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
+from trigram.collectives import batch_send_recv
+from trigram.gpu import device, nccl
+from trigram.gpu.host import CHUNK, HostRoute
 from trigram.gpu.nccl import library
 
 LIMIT = 15.0
@@ -182,6 +187,177 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout(way: str) -> None:
     name, text, seconds = results[0]
     assert name == "TimeoutError" and "rank 1" in text and 0.9 < seconds < LIMIT, results
     assert results[1][0] in ("TimeoutError", "AbortedError"), results
+
+
+def _is_stuck(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """All make the call, and NCCL does not get on with it on rank 1."""
+    trigram.init(op_timeout=1.0)
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    if rank == 1:
+        os.environ["STANDIN_STUCK"] = "1"
+    trigram.barrier()
+    told = [_error(lambda: trigram.all_reduce(x))]
+    os.environ.pop("STANDIN_STUCK", None)
+    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0))))  # over a new communicator
+    assert x[0] == world
+    return told
+
+
+def test_a_call_that_nccl_does_not_end_fails_after_the_timeout() -> None:
+    results = run(3, _is_stuck, env=gpu_standin.env("nccl"), timeout=60)
+    for (name, text, seconds), after in results:
+        assert name in ("TimeoutError", "AbortedError") and after[0] == "nothing", results
+        assert "all_reduce(sum, float32, 1000 elements" in text and "NCCL" in text, text
+        assert 0.5 < seconds < LIMIT, results
+    assert any(told[0][0] == "TimeoutError" for told in results), results
+
+
+def _message_without_a_peer(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """Rank 1 is alive, and exchanges nothing before rank 0 has given up."""
+    group = trigram.init(op_timeout=1.0)
+    x, y = torch.ones(1000), torch.zeros(1000)
+    messages = [(True, 1 - rank, x), (False, 1 - rank, y)]
+    batch_send_recv(messages, group).wait()
+    if rank == 1:
+        await_flag("told")
+    told = _error(lambda: batch_send_recv(messages, group).wait())
+    flag("told")
+    after = _error(lambda: trigram.all_reduce(x.fill_(1.0)))
+    assert x[0] == world
+    return [told, after]
+
+
+def test_a_message_to_a_rank_that_does_not_come_fails_after_the_timeout() -> None:
+    results = run(2, _message_without_a_peer, env=gpu_standin.env("nccl"), timeout=60)
+    (name, text, seconds), after = results[0]
+    assert name == "TimeoutError" and "waiting for rank 1" in text and 0.9 < seconds < LIMIT, results
+    assert results[1][0][0] == "AbortedError" and "rank 0" in results[1][0][1], results
+    assert after[0] == results[1][1][0] == "nothing", results
+
+
+def _several_threads_wait(rank: int, world: int) -> tuple[bool, list[str]]:
+    """For one call of many parts, and one more time each when it has ended."""
+    group = trigram.init()
+    x = torch.arange(10 * (CHUNK // 4) + 17, dtype=torch.float32)
+    want, errors = x * world, []
+    for _ in range(3):
+        y = x.clone()
+        if rank == 1:
+            time.sleep(0.3)
+        work = trigram.all_reduce(y, async_op=True, group=group)
+        assert work is not None
+
+        def wait(work: Any = work) -> None:
+            try:
+                work.wait()
+                work.wait()
+            except Exception as e:
+                errors.append(repr(e))
+
+        threads = [threading.Thread(target=wait) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not torch.equal(y, want):
+            return False, errors
+    return True, errors
+
+
+def test_several_threads_wait_for_one_call_through_the_host() -> None:
+    results = run(2, _several_threads_wait, env=gpu_standin.env("host"), timeout=60)
+    assert results == [(True, []), (True, [])]
+
+
+class Streams(gpu_standin.StandIn):
+    """Records which stream has waited for which; each thread has its own."""
+
+    ordered: ClassVar[set[tuple[int, int]]] = set()
+
+    def here(self) -> Callable[[], None]:
+        made = threading.get_ident()
+        return lambda: self.ordered.add((made, threading.get_ident()))
+
+
+def _second_stream(rank: int, world: int, way: str) -> bool:
+    """A thread of its own, whose stream is another, waits after the first has waited."""
+    device.kinds["cpu"] = Streams
+    x = torch.ones(1000)
+    if way == "trigram":
+        work: Any = trigram.all_reduce(x, async_op=True)
+    else:
+        dist.init_process_group("trigram")
+        if way == "backend":
+            work = dist.all_reduce(x, async_op=True)
+        else:  # what is not contiguous is copied when it has arrived
+            work = dist.all_reduce(torch.ones(10, 10)[:, :5], async_op=True)
+    work.wait()
+    Streams.ordered.clear()
+    first = threading.get_ident()
+    other = threading.Thread(target=work.wait)
+    other.start()
+    other.join()
+    assert other.ident is not None
+    return (first, other.ident) in Streams.ordered
+
+
+@pytest.mark.parametrize("way", ["trigram", "backend", "copied"])
+def test_each_wait_makes_its_stream_wait(way: str) -> None:
+    assert run(2, _second_stream, way, env=gpu_standin.env("host"), timeout=60) == [True, True]
+
+
+def _orders(rank: int, world: int) -> list[int]:
+    """How often waits of the backend's call by NCCL have made a stream wait."""
+    dist.init_process_group("trigram")
+    work = dist.all_reduce(torch.ones(10), async_op=True)
+    assert work is not None
+    counts, order = [0], nccl._OnStream.order
+
+    def counted(call: Any) -> None:
+        counts[0] += 1
+        order(call)
+
+    nccl._OnStream.order = counted  # type: ignore[method-assign]
+    for _ in range(3):
+        work.wait()
+        counts.append(counts[0])
+    return counts
+
+
+def test_each_wait_of_a_call_by_nccl_makes_its_stream_wait() -> None:
+    assert run(2, _orders, env=gpu_standin.env("nccl"), timeout=60) == [[3, 1, 2, 3]] * 2
+
+
+def _fails_inside_a_host(rank: int, world: int) -> list[tuple[str, str, float]]:
+    """Rank 1 cannot take part in the sum inside its host; before, and after, all goes well."""
+    group = trigram.init()
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    route = group.routes[x.device]
+    assert isinstance(route, HostRoute) and route.levels is not None
+    local = route.levels.local.routes[x.device]
+    start = route.levels.start
+
+    def fail(*args: Any) -> Any:
+        raise trigram.TrigramError("on purpose")
+
+    if rank == 1:
+        route.levels.start = fail
+    told = [_error(lambda: trigram.all_reduce(x))]
+    route.levels.start = start
+    assert isinstance(local, nccl.NcclRoute) and local.broken
+    told.append(_error(lambda: trigram.all_reduce(x.fill_(1.0))))
+    assert x[0] == world
+    return told
+
+
+def test_a_failure_inside_a_host_reaches_the_other_hosts(several_hosts: None) -> None:
+    env = gpu_standin.env("hierarchical")
+    results = run(4, _fails_inside_a_host, transport="auto", hosts=[0, 0, 1, 1], env=env, timeout=60)
+    for rank, (told, after) in enumerate(results):
+        assert told[0] == ("TrigramError" if rank == 1 else "AbortedError"), results
+        assert "on purpose" in told[1] and told[2] < LIMIT and after[0] == "nothing", results
 
 
 def _trains_and_dies(rank: int, world: int) -> Any:

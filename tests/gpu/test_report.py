@@ -70,9 +70,11 @@ def test_a_stage_that_lasts_too_long_does_not_keep_others_from_running(
 ) -> None:
     script = "import os, time; open(os.environ['TRIGRAM_FIGURES'], 'a').write(LINE); time.sleep(SECONDS)"
     line = json.dumps({"what": "so far", "value": 0.5, "unit": "x", "least": 0.7}) + "\n"
+    half = line[: len(line) // 2]  # it was killed while it wrote
 
     def stage(name: str, seconds: float) -> Any:
-        argv = ["-c", script.replace("LINE", repr(line)).replace("SECONDS", str(seconds))]
+        written = line + half if name == "slow" else line
+        argv = ["-c", script.replace("LINE", repr(written)).replace("SECONDS", str(seconds))]
         return report.Stage(name, name, argv, argv)
 
     stages = [stage("slow", 60), stage("quick", 0), report.Stage("broken", "broken", ["-c", "1/0"], [])]
@@ -91,6 +93,7 @@ def test_a_stage_that_lasts_too_long_does_not_keep_others_from_running(
     assert "| skipped | skipped | failed (all tests were skipped) |" in page
     assert page.count("| so far | 0.5 x | 0.7 | no |") == 2  # what the slow one had found is kept
     assert page.count("0 of 1 bars reached") == 2
+    assert page.count("0 of 1 bars reached; lines of figures left out: 1") == 1
 
 
 def test_overlap_is_read_from_a_trace(tmp_path: Path) -> None:

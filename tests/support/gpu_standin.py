@@ -136,5 +136,5 @@ def use() -> None:
     calls.dispatch = dispatch.dispatch = _on_device  # type: ignore[assignment]
     calls.all_reduce_at_once = lambda group, t, op: False  # type: ignore[assignment]
     messages._message = _message
-    tensors.on_host = lambda t: False
+    tensors.are_pieces = lambda pieces: False  # lists are for the engine alone
     reductions._SUM = -1  # no call takes the short way of tensors on the host

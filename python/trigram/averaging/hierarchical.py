@@ -61,7 +61,6 @@ class HostLevels:
             return
         self.broken = True
         self.two_level.abort(why)
-        routes.abort(self.two_level.local, why)
         for group in (
             (self.between_hosts.main, self.between_hosts.second_phase)
             if self.between_hosts is not None

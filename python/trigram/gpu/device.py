@@ -222,7 +222,7 @@ class Route(Protocol):
     ) -> Call:
         """Starts the collective ``asked``, which reads ``source`` and writes ``target``."""
 
-    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+    def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """Starts sending and receiving several messages at once."""
 
     def abort(self, why: str) -> None:

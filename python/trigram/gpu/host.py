@@ -91,27 +91,35 @@ class HostRoute:
                 "move the call out of the capture, or set TRIGRAM_GPU_TRANSPORT=nccl"
             )
 
-    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+    def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """See :class:`trigram.gpu.device.Route`."""
         self._check()
         transfer = _Transfer(self)
         for sends, peer, t, code in messages:
-            self._message(transfer, self.group, sends, peer, 0, t, code)
+            self._message(transfer, self.group, sends, peer, 0, t, code, timeout)
         return transfer.go()
 
     def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
         """Starts sending or receiving one message with a tag, in any group."""
         self._check()
         transfer = _Transfer(self)
-        self._message(transfer, group, sends, peer, tag, t, code)
+        self._message(transfer, group, sends, peer, tag, t, code, group.timeout)
         return transfer.go()
 
     def _message(
-        self, transfer: _Transfer, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int
+        self,
+        transfer: _Transfer,
+        group: Group,
+        sends: bool,
+        peer: int,
+        tag: int,
+        t: torch.Tensor,
+        code: int,
+        timeout: float | None,
     ) -> None:
         t = t.detach()
         host = transfer.fetch(t.view(-1)) if sends else transfer.buffer(t.view(-1))
-        core, timeout = group.core, group.timeout
+        core = group.core
 
         def send() -> _core.Work:
             work, _ = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, timeout)
@@ -127,7 +135,11 @@ class HostRoute:
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
             shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
-            self.levels.combine(t, shards, inside)
+            try:
+                self.levels.combine(t, shards, inside)
+            except Exception as e:
+                self.abort(f"rank {current().rank}: {e}")  # the other ranks wait for this one's part
+                raise
             transfer.last = partial(self._spread, t, shards, op)
             if self.levels.across is None:
                 return transfer.go()
@@ -149,9 +161,9 @@ class HostRoute:
             t.div_(self.group.size)
 
     def abort(self, why: str) -> None:
-        """Aborts the calls in flight, here and on the ranks that wait for this one."""
+        """Aborts the route, on all ranks: others may wait for calls that this one has not made yet."""
         self.broken = True
-        self.group.core.abort(self.group.core.next(), why)
+        self.group.abort(why)
         if self.levels is not None:
             self.levels.abort(why)
 
@@ -212,8 +224,11 @@ class _Transfer:
         self.memory: list[torch.Tensor] = []
         self.last: Callable[[], None] | None = None
         self.begun = threading.Event()
+        self.lock = threading.Lock()
         self.error: BaseException | None = None
+        # By threads that wait, under the lock.
         self.landed = 0
+        self.written: Callable[[], None] | None = None
         self.over = False
 
     # Building it.
@@ -270,21 +285,25 @@ class _Transfer:
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.begun.wait(timeout):
             return False
+        # Several threads may wait, such as the caller's and one of a future. Each part is copied back once.
+        left = _left(deadline)
+        if not self.lock.acquire(timeout=-1 if left is None else left):
+            return False
+        try:
+            return self._wait(deadline)
+        finally:
+            self.lock.release()
+
+    def _wait(self, deadline: float | None) -> bool:
+        if self.written is not None:
+            self.written()  # on another stream perhaps, from which an earlier wait has copied parts back
         if self.over:
             if self.error is not None:
                 raise self.error
             return True
         try:
-            if self.consistency_check is not None and not self.consistency_check.wait(_left(deadline)):
+            if not self._land(deadline):
                 return False
-            while self.landed < len(self.works):
-                if not self.works[self.landed].wait(_left(deadline)):
-                    return False
-                host, target = self.backs[self.landed]
-                self.landed += 1
-                if host is not None and target is not None:
-                    self.after()  # the current stream may differ from that of the caller of start
-                    target.view(-1).copy_(host, non_blocking=True)
             if self.error is not None:
                 raise self.error
             if self.last is not None:
@@ -295,7 +314,27 @@ class _Transfer:
                 self.route.abort(f"rank {current().rank}: {e}")
             self._drain()
             raise
+        self.written = self.route.device.here()
         self._end()
+        return True
+
+    def _land(self, deadline: float | None) -> bool:
+        """Copies back what arrives; False: the deadline came before all had arrived."""
+        if self.consistency_check is not None and not self.consistency_check.wait(_left(deadline)):
+            return False
+        before = self.landed
+        try:
+            while self.landed < len(self.works):
+                if not self.works[self.landed].wait(_left(deadline)):
+                    return False
+                host, target = self.backs[self.landed]
+                if host is not None and target is not None:
+                    self.after()  # the current stream may differ from that of the caller of start
+                    target.view(-1).copy_(host, non_blocking=True)
+                self.landed += 1
+        finally:
+            if self.landed > before:
+                self.written = self.route.device.here()
         return True
 
     def _drain(self) -> None:
@@ -312,9 +351,11 @@ class _Transfer:
         self.wait()
 
     def _end(self) -> None:
-        """Returns the buffers, which are free when the copies back have finished."""
+        """Returns the buffers, which are free when the copies back have finished; the current stream comes
+        after those on other streams."""
         self.over = True
         self.route.give(self.memory)
+        self.parts, self.backs, self.memory, self.last = [], [], [], None  # not kept by who keeps this
 
 
 def _left(deadline: float | None) -> float | None:

@@ -100,11 +100,12 @@ class NcclRoute:
             [t for t in (source, target) if t is not None],
         )
 
-    def batch_send_recv(self, messages: Sequence[Message]) -> Call:
+    def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """See :class:`trigram.gpu.device.Route`."""
         records = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in messages]
         return self._begin(
-            lambda caller: self.core.send_and_receive(records, caller), [t for _, _, t, _ in messages]
+            lambda caller: self.core.send_and_receive(records, caller, timeout),
+            [t for _, _, t, _ in messages],
         )
 
     def abort(self, why: str) -> None:

@@ -102,7 +102,7 @@ def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, cod
 
 def batch_send_recv(group: Group, messages: Sequence[Message]) -> Call:
     """Starts sending and receiving several messages at once, with tensors on one device."""
-    return route(group, messages[0][2].device).batch_send_recv(messages)
+    return route(group, messages[0][2].device).batch_send_recv(messages, group.timeout)
 
 
 def _agree(group: Group, device: Device) -> Route:

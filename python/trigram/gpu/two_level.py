@@ -83,7 +83,8 @@ class TwoLevelGroups:
         self.start(self.local, asked, t, t, (shards, shards), self.local.timeout).order()
 
     def abort(self, why: str) -> None:
-        """Aborts the calls in flight of both levels, on all their ranks."""
+        """Aborts both levels for good, on all their ranks and on this host's GPUs: others may wait for calls
+        that this rank has not made yet."""
         for group in (self.local, self.across):
             if group is not None:
-                group.core.abort(group.core.next(), why)
+                group.abort(why)

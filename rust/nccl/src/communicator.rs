@@ -26,7 +26,17 @@ const SPINS: u32 = 64;
 const NAP: Duration = Duration::from_micros(100);
 /// A call that takes longer waits for something that may never end. NCCL expects to be aborted by another
 /// thread then.
-const BLOCKED: Duration = Duration::from_millis(100);
+pub(crate) const BLOCKED: Duration = Duration::from_millis(100);
+
+/// Refuses a call that is not one of a group: NCCL would begin it at the group's end only, and write its result then.
+pub(crate) fn refuse_in_group(what: &'static str) -> Result<()> {
+    match GROUP.with_borrow(Option::is_some) {
+        true => {
+            Err(Error::Misuse(format!("{what}: this thread has an open group, and it cannot be part of one")))
+        }
+        false => Ok(()),
+    }
+}
 
 /// What NCCL made, and what it was made with.
 pub(crate) struct Inner {
@@ -444,9 +454,10 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::Nccl`], [`Error::Timeout`]
+    /// [`Error::Misuse`] inside of [`Nccl::group`]; [`Error::Nccl`], [`Error::Timeout`].
     pub fn split(&self, color: Option<u32>, key: u32, config: Config) -> Result<Option<Self>> {
         const CALL: &str = "ncclCommSplit";
+        refuse_in_group(CALL)?;
         const NO_COLOR: c_int = -1;
         let (color, key) =
             (color.map_or(NO_COLOR, |c| (c & 0x7fff_ffff) as c_int), (key & 0x7fff_ffff) as c_int);

@@ -10,7 +10,7 @@ use std::ptr::{null, null_mut};
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use crate::communicator::{Communicator, Inner, Needs, Pending};
+use crate::communicator::{BLOCKED, Communicator, Inner, Needs, Pending, refuse_in_group};
 use crate::config::Config;
 use crate::cuda::Stream;
 use crate::error::{Error, Result};
@@ -65,8 +65,9 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::TooOld`] before 2.27.3; [`Error::Misuse`] if `lost` is empty, has this rank or one that there is not, or if the
-    /// communicator has failed; [`Error::Nccl`], [`Error::Timeout`].
+    /// [`Error::TooOld`] before 2.27.3; [`Error::Misuse`] if `lost` is empty, has this rank or one that there is not, if the
+    /// communicator has failed, and inside of [`Nccl::group`]; [`Error::Nccl`]; [`Error::Timeout`], also if it is to interrupt
+    /// and a call of another thread waits inside of NCCL: abort it then.
     pub fn shrink(&self, lost: &[u32], interrupt: bool, config: Config) -> Result<Self> {
         self.begin_shrink(lost, interrupt, config)?.wait(self.0.timeout())
     }
@@ -80,6 +81,7 @@ impl Communicator {
         let Some(shrink) = self.0.nccl.table.comm_shrink else {
             return Err(self.0.nccl.too_old(SHRINK, "2.27.3"));
         };
+        refuse_in_group(SHRINK)?;
         let mut excluded = self.excluded(lost)?;
         let (sound, revoked) = self.0.is_sound();
         let flags: c_int = match (sound, revoked) {
@@ -94,6 +96,10 @@ impl Communicator {
         };
         if flags == 1 {
             self.0.retire(SHRINK)?;
+            // A call that waits inside of NCCL for room in a stream has the turn, and only an abort ends it.
+            if !self.0.is_empty_soon() {
+                return Err(Error::Timeout { call: SHRINK, after: BLOCKED });
+            }
         }
         let config = Box::new(config);
         let mut raw = config.raw(self.0.nccl.version());
@@ -131,11 +137,13 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::TooOld`] before 2.29.2; [`Error::Nccl`], while an earlier id was not used among others.
+    /// [`Error::TooOld`] before 2.29.2; [`Error::Misuse`] inside of [`Nccl::group`]; [`Error::Nccl`], while an earlier id was
+    /// not used among others.
     pub fn grow_id(&self) -> Result<UniqueId> {
         let Some(get) = self.0.nccl.table.comm_get_unique_id else {
             return Err(self.0.nccl.too_old(GROW_ID, "2.29.2"));
         };
+        refuse_in_group(GROW_ID)?;
         let mut id = UniqueId([0; UniqueId::BYTES]);
         // SAFETY: it writes as many bytes.
         match self.0.inside(GROW_ID, Needs::Sound, |_, comm| unsafe { get(comm, &mut id) })? {
@@ -149,11 +157,13 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::TooOld`] before 2.29.2; [`Error::Misuse`] if there would be no new rank; [`Error::Nccl`].
+    /// [`Error::TooOld`] before 2.29.2; [`Error::Misuse`] if there would be no new rank, and inside of [`Nccl::group`];
+    /// [`Error::Nccl`].
     pub fn grow(&self, size: u32, id: Option<UniqueId>, config: Config) -> Result<Pending> {
         let Some(grow) = self.0.nccl.table.comm_grow else {
             return Err(self.0.nccl.too_old(GROW, "2.29.2"));
         };
+        refuse_in_group(GROW)?;
         let count = whole(size)?;
         if size <= self.size() {
             return Err(Error::Misuse(format!(

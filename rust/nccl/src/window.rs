@@ -3,7 +3,7 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::null_mut;
 
-use crate::communicator::Communicator;
+use crate::communicator::{Communicator, refuse_in_group};
 use crate::cuda::{Data, Device};
 use crate::error::{Error, Result};
 use crate::library::Nccl;
@@ -92,12 +92,14 @@ impl Communicator {
     ///
     /// # Errors
     ///
-    /// [`Error::TooOld`] before 2.27.3; [`Error::Misuse`] unless the address is a multiple of 4096 and something is there;
-    /// [`Error::Nccl`], for memory that was not allocated with [`Nccl::allocate`] or likewise among others; [`Error::Timeout`].
+    /// [`Error::TooOld`] before 2.27.3; [`Error::Misuse`] unless the address is a multiple of 4096 and something is there, and
+    /// inside of [`Nccl::group`]; [`Error::Nccl`], for memory that was not allocated with [`Nccl::allocate`] or likewise among
+    /// others; [`Error::Timeout`].
     pub fn register_window(&self, data: Data<'_>) -> Result<Option<Window>> {
         let Some(register) = self.0.nccl.table.comm_window_register else {
             return Err(self.0.nccl.too_old(REGISTER, "2.27.3"));
         };
+        refuse_in_group(REGISTER)?;
         let bytes = data.count() * data.data_type().size();
         if bytes == 0 || !data.address().is_multiple_of(ALIGNMENT) {
             let at = data.address();

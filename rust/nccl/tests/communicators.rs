@@ -245,6 +245,17 @@ fn a_stuck_collective_is_aborted_from_another_thread() {
 
 /// A stream whose first call is stuck has room for a thousand more; then the thread that gives it another one waits.
 fn is_aborted_while_the_stream_is_full(give: impl Fn(&Communicator) -> Result<(), Error> + Send + Sync) {
+    while_the_stream_is_full(give, |comm| {
+        let _ = comm.check(); // nor does it wait
+        comm.abort();
+    });
+}
+
+/// `end` ends the call of the thread that waits for room.
+fn while_the_stream_is_full(
+    give: impl Fn(&Communicator) -> Result<(), Error> + Send + Sync,
+    end: impl Fn(Communicator) + Copy + Send + Sync + 'static,
+) {
     ranks(2, |comm| {
         if comm.rank() == 1 {
             return; // it never calls
@@ -270,8 +281,7 @@ fn is_aborted_while_the_stream_is_full(give: impl Fn(&Communicator) -> Result<()
             let (said, heard) = std::sync::mpsc::channel();
             let other = comm.clone();
             std::thread::spawn(move || {
-                let _ = other.check(); // nor does it wait
-                other.abort();
+                end(other);
                 said.send(()).unwrap();
             });
             let ended = heard.recv_timeout(LIMIT);
@@ -287,11 +297,26 @@ fn is_aborted_while_the_stream_is_full(give: impl Fn(&Communicator) -> Result<()
 
 #[test]
 fn a_call_that_waits_for_room_does_not_hold_up_an_abort() {
-    is_aborted_while_the_stream_is_full(|comm| {
-        // SAFETY: nothing is there, and nothing is taken.
-        let none = unsafe { DataMut::from_raw(0, 0, DataType::Float32) };
-        comm.all_reduce(None, none, Op::SUM)
-    });
+    is_aborted_while_the_stream_is_full(gives_nothing);
+}
+
+fn gives_nothing(comm: &Communicator) -> Result<(), Error> {
+    // SAFETY: nothing is there, and nothing is taken.
+    let none = unsafe { DataMut::from_raw(0, 0, DataType::Float32) };
+    comm.all_reduce(None, none, Op::SUM)
+}
+
+#[test]
+fn nor_does_it_hold_up_a_revoke_or_a_shrink_that_interrupts() {
+    let hows: [fn(&Communicator) -> Result<(), Error>; 2] =
+        [|comm| comm.revoke(LIMIT), |comm| comm.shrink(&[1], true, Config::new()).map(drop)];
+    for how in hows {
+        while_the_stream_is_full(gives_nothing, move |comm| {
+            let error = how(&comm).unwrap_err();
+            assert!(matches!(error, Error::Timeout { .. }), "{error}");
+            comm.abort(); // what it asks for
+        });
+    }
 }
 
 #[test]
@@ -512,6 +537,20 @@ fn windows_are_registered_by_all_ranks() {
         for wrong in [data(4, 10), data(0, 0)] {
             assert!(matches!(comm.register_window(wrong), Err(Error::Misuse(_))));
         }
+        let refused = |made: Result<(), Error>| match made {
+            Err(Error::Misuse(text)) => assert!(text.contains("open group"), "{text}"),
+            other => panic!("{other:?}"),
+        };
+        nccl()
+            .group(|| {
+                refused(comm.register_window(data(0, 10)).map(drop));
+                refused(comm.split(Some(0), 0, Config::new()).map(drop));
+                refused(comm.shrink(&[(comm.rank() + 1) % 3], false, Config::new()).map(drop));
+                refused(comm.grow_id().map(drop));
+                refused(comm.grow(4, None, Config::new()).map(drop));
+                Ok(())
+            })
+            .unwrap();
         let window = comm.register_window(data(0, 1 << 14)).unwrap();
         assert!(window.is_some());
         // SAFETY: as above, and nobody else uses it.

@@ -107,11 +107,13 @@ impl DeviceGroup {
     }
 
     /// Messages that travel together: whether it is sent, the peer's place, address, values, dtype.
+    #[pyo3(signature = (parcels, caller, timeout))]
     fn send_and_receive(
         &self,
         py: Python<'_>,
         parcels: Vec<(bool, u32, usize, usize, u8)>,
         caller: usize,
+        timeout: Option<f64>,
     ) -> PyResult<DeviceCall> {
         let parcels: trigram_core::Result<Vec<PeerMessage>> = parcels
             .into_iter()
@@ -121,7 +123,7 @@ impl DeviceGroup {
             .collect();
         let parcels = parcels.raise(py)?;
         // SAFETY: as in `start`.
-        let made = py.detach(|| unsafe { self.0.send_recv(&parcels, caller) });
+        let made = py.detach(|| unsafe { self.0.send_recv(&parcels, seconds(timeout), caller) });
         made.map(|call| DeviceCall(Arc::new(call))).raise(py)
     }
 

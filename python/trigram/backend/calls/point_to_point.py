@@ -10,11 +10,11 @@ import torch
 
 from trigram.backend.calls import tensors
 from trigram.backend.calls.arguments import listed, only
-from trigram.backend.calls.starting import Starting
+from trigram.backend.calls.starting import OnDevice, Starting
 from trigram.backend.handles.callbacks import _threads as callback_threads
 from trigram.backend.handles.work import Work
 from trigram.errors import MisuseError, UnsupportedError
-from trigram.gpu import routes
+from trigram.gpu import device, routes
 from trigram.observe import profiling
 from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
@@ -61,10 +61,10 @@ class PointToPoint(Starting):
             code = engine_codes.DTYPES[flat.dtype]
         event = profiling.begin(what, [t]) if profiling.enabled() else None
         call: Any
-        if not t.is_cpu:
+        if not t.is_cpu or "cpu" in device.kinds:
             if peer is None:
                 raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
-            call = routes.message(group, sends, peer, tag, flat, code)
+            call = OnDevice(routes.message(group, sends, peer, tag, flat, code), flat.device)
         else:
             call, _ = group.core.message(
                 sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, group.timeout

@@ -12,7 +12,7 @@ from trigram.backend.handles.callbacks import Callbacks, running
 from trigram.backend.handles.work import Work, explained, handle
 from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
-from trigram.gpu import routes
+from trigram.gpu import device, routes
 from trigram.observe import profiling
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
@@ -21,21 +21,27 @@ _NOTHING: tuple[torch.Tensor, ...] = ()
 _NO_MEMORY = (0, 0, 0, 0)
 
 
-class _OnDevice:
-    """A call on GPU tensors: to wait without a timeout is to make the current stream wait."""
+class OnDevice:
+    """A call on GPU tensors: to wait without a timeout is to make the current stream wait.
 
-    __slots__ = ("call",)
+    Attributes:
+        here: Records an event on the current stream; see :class:`trigram.gpu.device.Device`.
+    """
 
-    def __init__(self, call: Any) -> None:
-        self.call = call
+    __slots__ = ("call", "here")
+
+    def __init__(self, call: Any, at: torch.device) -> None:
+        self.call, self.here = call, device.find(at).here
 
     def wait(self, limit: float | None = None) -> bool:
+        """As :meth:`trigram.gpu.device.Call.wait`; without a limit only the current stream waits."""
         if limit is not None:
             return bool(self.call.wait(limit))
         self.call.order()
         return True
 
     def is_completed(self) -> bool:
+        """See :class:`trigram.gpu.device.Call`."""
         return bool(self.call.is_completed())
 
 
@@ -124,10 +130,10 @@ class Starting:
             if isinstance(source, list) or isinstance(target, list):
                 lists = (given, wanted)
             elif (t := source if source is not None else target) is not None:
-                if t.is_cpu:
+                if t.is_cpu and "cpu" not in device.kinds:
                     memory = (given[0] if given else (0, 0)) + (wanted[0] if wanted else (0, 0))
                 else:
-                    call = _OnDevice(routes.start(group, asked, source, target, splits, timeout))
+                    call = OnDevice(routes.start(group, asked, source, target, splits, timeout), t.device)
             if background:
                 if call is None:
                     call = group.core.start(asked, memory, timeout, splits, lists)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from trigram import _core
 from trigram.backend.handles.callbacks import Callbacks
 from trigram.backend.handles.futures import Future
 from trigram.backend.handles.timeouts import seconds
@@ -31,6 +32,7 @@ class Work(dist.Work):
     __slots__ = (
         "_call",
         "_callbacks",
+        "_ended",
         "_error",
         "_finish",
         "_future",
@@ -44,6 +46,7 @@ class Work(dist.Work):
 
     _call: Any
     _callbacks: Callbacks | None
+    _ended: Callable[[], object] | None
     _error: Exception | None
     _finish: Callable[[], None] | None
     _future: Future | None
@@ -71,6 +74,8 @@ class Work(dist.Work):
         if call is None:
             if self._error is not None:
                 raise self._error
+            if self._ended is not None:
+                self._ended()
             return True
         try:
             if not call.wait(seconds(timeout) if timeout else None):
@@ -78,7 +83,9 @@ class Work(dist.Work):
                     f"{self._what}: not finished after {seconds(timeout)} s; it is still running, call "
                     "wait() again"
                 )
-            if self._finish is not None:
+            if not isinstance(call, _core.Work):
+                self._finish_on_device(call)
+            elif self._finish is not None:
                 self._finish_once()
         except Exception as e:
             if not call.is_completed():
@@ -98,6 +105,18 @@ class Work(dist.Work):
             if self._finish is not None:
                 self._finish()
                 self._finish = None  # only now: another thread that waits returns when the results are there
+
+    def _finish_on_device(self, call: Any) -> None:
+        """As ``_finish_once``; each later wait makes its current stream wait, too."""
+        with _finishing:
+            if self._ended is not None:
+                self._ended()
+            elif self._finish is None:
+                self._ended = call.wait
+            else:
+                self._finish()
+                self._ended = call.here()
+                self._finish = None
 
     def call(self) -> Any:
         """The engine's call; None if it has ended."""
@@ -180,6 +199,6 @@ def handle(
     work = Work()
     work._call, work._kept, work._what, work._limit = call, kept, what, limit
     work._callbacks, work._outputs = callbacks, outputs
-    work._error = work._finish = work._future = work._sender = None
+    work._ended = work._error = work._finish = work._future = work._sender = None
     work._peer = -1
     return work

@@ -3,13 +3,15 @@
 //! NCCL neither compares what ranks call nor reports a lost rank: ranks that disagree hang, and so do the survivors
 //! of a death. So every call has a *consistency check* in the engine, an empty call of the same group with the same
 //! signature: if ranks disagree, all get an error, and calls on both kinds of memory have one order. While a call is
-//! under way on the GPU, a thread checks whether all ranks are alive. On any failure the communicator is aborted,
-//! which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+//! under way on the GPU, a thread checks whether all ranks are alive and whether its time is over. On any failure the
+//! communicator is aborted, which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
 
+use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
+use trigram_core::error::name_ranks;
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
 
@@ -17,7 +19,7 @@ use crate::call::request::Request;
 use crate::device::call::{DeviceCall, wait_released};
 use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
 use crate::device::nccl_call::{NcclCall, data_type, raw_mut};
-use crate::device::watch::{WatchedCall, Watcher};
+use crate::device::watch::{Deadline, WatchedCall, Watcher};
 use crate::runtime::group::Group;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
@@ -151,12 +153,14 @@ impl DeviceGroup {
         let check = if checked { Some(self.group.consistency_check(request, limit)?) } else { None };
         self.failure.get()?;
         let run = || nccl_call.run(&self.comm, &self.nccl);
+        let deadline = Deadline::new(limit, "NCCL, after all ranks have made the call".into());
         // SAFETY: passed on to the caller.
-        unsafe { self.submit(signature, check, caller, checked, run) }
+        unsafe { self.submit(signature, check, deadline, caller, checked, run) }
     }
 
     /// Starts several messages that are sent and received together. Only the ranks that they are between take part,
-    /// so there is no consistency check; lost ranks are noticed all the same.
+    /// so there is no consistency check; lost ranks are noticed all the same, and after `limit` the call fails if the
+    /// others have not come.
     ///
     /// # Errors
     ///
@@ -165,7 +169,12 @@ impl DeviceGroup {
     /// # Safety
     ///
     /// As for [`DeviceGroup::start`].
-    pub unsafe fn send_recv(&self, messages: &[PeerMessage], caller: usize) -> Result<DeviceCall> {
+    pub unsafe fn send_recv(
+        &self,
+        messages: &[PeerMessage],
+        limit: Option<Duration>,
+        caller: usize,
+    ) -> Result<DeviceCall> {
         fork::check()?;
         self.failure.get()?;
         let mut calls = Vec::with_capacity(messages.len());
@@ -186,8 +195,12 @@ impl DeviceGroup {
                 })
             })
         };
+        let ranks = &self.abort_group.members().ranks;
+        let peers: BTreeSet<u32> =
+            messages.iter().filter_map(|p| ranks.get(p.peer as usize).copied()).collect();
+        let deadline = Deadline::new(limit, name_ranks(&Vec::from_iter(peers)));
         // SAFETY: passed on to the caller.
-        unsafe { self.submit(signature, None, caller, true, run) }
+        unsafe { self.submit(signature, None, deadline, caller, true, run) }
     }
 
     /// # Safety
@@ -197,6 +210,7 @@ impl DeviceGroup {
         &self,
         signature: Signature,
         check: Option<Arc<Completion>>,
+        deadline: Deadline,
         caller: usize,
         watched: bool,
         run: impl FnOnce() -> nccl_rs::Result<()>,
@@ -215,7 +229,9 @@ impl DeviceGroup {
             let (abort_group, comm, failure) =
                 (self.abort_group.clone(), self.comm.clone(), self.failure.clone());
             let (done, check) = (end.clone(), check.clone());
-            Watcher::over(WatchedCall { abort_group, comm, failure, signature, check, done, gone: None })?;
+            let call =
+                WatchedCall { abort_group, comm, failure, signature, check, deadline, done, gone: None };
+            Watcher::over(call)?;
         }
         let done = given().and_then(|done| {
             if watched {

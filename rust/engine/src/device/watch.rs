@@ -1,4 +1,5 @@
-//! One thread that watches all calls under way on GPUs: whether their ranks agree and are alive.
+//! One thread that watches all calls under way on GPUs: whether their ranks agree and are alive, and whether NCCL has
+//! ended them in time.
 
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,12 +22,37 @@ pub(crate) struct Watcher {
     more: Condvar,
 }
 
+/// When a call on a GPU fails because it has not ended.
+pub(crate) struct Deadline {
+    /// When it was given to NCCL.
+    since: Instant,
+    limit: Option<Duration>,
+    waiting_for: String,
+}
+
+impl Deadline {
+    /// `limit` from now on; `waiting_for` is what the error says that the call waits for.
+    pub(crate) fn new(limit: Option<Duration>, waiting_for: String) -> Self {
+        Self { since: Instant::now(), limit, waiting_for }
+    }
+
+    fn check(&self, what: &Signature) -> Result<()> {
+        let waited = self.since.elapsed();
+        if self.limit.is_none_or(|limit| waited <= limit) {
+            return Ok(());
+        }
+        let (millis, waiting_for) = (waited.as_millis() as u64, self.waiting_for.clone());
+        Err(Error::Timeout { what: what.to_string(), millis, waiting_for })
+    }
+}
+
 pub(crate) struct WatchedCall {
     pub(crate) abort_group: Group,
     pub(crate) comm: Communicator,
     pub(crate) failure: Arc<Failure>,
     pub(crate) signature: Signature,
     pub(crate) check: Option<Arc<Completion>>,
+    pub(crate) deadline: Deadline,
     pub(crate) done: Arc<OnceLock<Event>>,
     /// Since when a peer is lost that had made the call: its part may be done.
     pub(crate) gone: Option<Instant>,
@@ -71,7 +97,10 @@ impl WatchedCall {
         }
         match self.comm.check().map_err(from_nccl) {
             Err(error) => Err(blame(error, &self.abort_group, &self.signature)),
-            Ok(()) => Ok(false),
+            // Until it has an outcome, the consistency check has a deadline of its own, and names the ranks that are
+            // missing.
+            Ok(()) if self.check.is_some() => Ok(false),
+            Ok(()) => self.deadline.check(&self.signature).map(|()| false),
         }
     }
 }

@@ -200,6 +200,7 @@ static int exchange(const struct call *k, const char *from, size_t count, size_t
         if (k->op >= 5) for (size_t i = 0; i < n; i++) put(c->shared->slots[c->rank], k->type, i, ops[k->op].scalar * get(c->shared->slots[c->rank], k->type, i));
         if (barrier(c)) return -1;
         usleep(slow() * 1000);
+        while (getenv("STANDIN_STUCK") && !atomic_load(&c->aborted)) usleep(200); // as where a link is silent
         if (k->kind == ALL_GATHER) for (int r = 0; r < c->size; r++) memcpy(k->to + ((size_t)r * k->count + at) * width, c->shared->slots[r], n * width);
         else if (k->kind == BROADCAST) memcpy(k->to + at * width, c->shared->slots[k->root], n * width);
         else for (size_t i = 0; i < n; i++) {

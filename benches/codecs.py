@@ -24,7 +24,7 @@ from paired import ratio
 
 from trigram import codecs
 
-CODECS = ("bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.01", "randomk:0.01")
+CODECS = ("bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.01", "randomk:0.01", "chunktopk:0.02")
 
 
 def measure(name: str, n: int, rounds: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from trigram import codecs
 
 OPERATIONS = ("encode", "encode with feedback", "decode", "decode-add")
-BLOCKS = {"int8": 512, "int4": 32, "fp8": 128, "sign": 256}
+BLOCKS = {"int8": 512, "int4": 32, "fp8": 128, "sign": 256, "chunktopk": 4096}
 ULP = 2.0**-23
 
 
@@ -64,8 +65,23 @@ def wrong(name: str, x: Tensor) -> str:
             return f"not {count} unchanged values"
         smaller = name.startswith("randomk") or x[kept].abs().min() >= x[~kept].abs().max()
         return "" if smaller else "the values sent are not the largest"
+    if name.startswith("chunktopk"):
+        return _wrong_chunks(float(name.partition(":")[2]), x, back)
     excess = float(((back - x).abs() / bound(name, x).clamp(min=1e-45)).max())
     return "" if excess <= 1 else f"an error {excess:.4f} times its bound"
+
+
+def _wrong_chunks(fraction: float, x: Tensor, back: Tensor) -> str:
+    """As :func:`wrong`, of chunktopk. Single values have no bound: two sizes stand for all of a chunk."""
+    for part, read in zip(x.split(BLOCKS["chunktopk"]), back.split(BLOCKS["chunktopk"]), strict=True):
+        kept = read != 0
+        if int(kept.sum()) != max(1, math.ceil(fraction * len(part))):
+            return "another number of values in a chunk"
+        if not torch.equal(read[kept].sign(), part[kept].sign()) or len(read[kept].abs().unique()) > 2:
+            return "other signs, or more than two sizes in a chunk"
+        if not bool(kept.all()) and part[kept].abs().min() < part[~kept].abs().max():
+            return "the values sent are not the largest"
+    return ""
 
 
 def seconds(name: str, n: int, repeats: int) -> dict[str, list[float]]:

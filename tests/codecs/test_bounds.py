@@ -12,6 +12,7 @@ from tests.reference import codecs as reference
 from tests.support.checks import close, equal
 from tests.support.codec_cases import (
     BLOCKWISE,
+    CHUNKED,
     DTYPES,
     LONG,
     MAX,
@@ -79,7 +80,7 @@ def test_error_of_halves(name: str, places: int) -> None:
     close(through(codecs.find(name), x), x, x.abs().double() * 2.0**-places, name)
 
 
-@pytest.mark.parametrize("name", ["bf16", *BLOCKWISE, *SPARSE])
+@pytest.mark.parametrize("name", ["bf16", *BLOCKWISE, *SPARSE, *CHUNKED])
 def test_small_numbers_are_not_coarser(name: str) -> None:
     """Gradients of size 1e-9 (and 1e-25, 1e25) keep what numbers of size 1 keep; exactly, by powers of 2."""
     codec, x = codecs.find(name), normal(5003)

@@ -1,4 +1,8 @@
-"""The codec chunktopk: its numbers are those of a reference, its size is known, and it trusts no bytes."""
+"""The codec chunktopk: its numbers are those of a reference, its code for GPU tensors has the same bits, and
+it trusts no bytes.
+
+The tests of all codecs beside this one have it too.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ import torch
 from tests.reference.codec_roundtrip import decoded as reference
 from tests.reference.codec_roundtrip import encoded_size
 from tests.support.checks import raises
-from tests.support.codec_cases import floats, normal
+from tests.support.codec_cases import DTYPES, floats, normal
+from tests.support.kernel_run import TARGETS, kinds, same
 from trigram import codecs
+from trigram.codecs.registry import find_kernel
 from trigram.errors import CorruptError, MisuseError, UnsupportedError
 
 LENGTHS = [1, 2, 63, 4095, 4096, 4097, 3 * 4096 + 5]
@@ -67,11 +73,26 @@ def test_feedback(dtype: torch.dtype) -> None:
     torch.testing.assert_close(out + residual, x.float())
 
 
-def test_decoding_adds() -> None:
-    codec, x = codecs.find("chunktopk:0.05"), normal(5000)
-    out, once = torch.ones(5000), through("chunktopk:0.05", x)
-    codec.decode(codec.encode(x), out, -0.5)
-    torch.testing.assert_close(out, 1 - 0.5 * once)
+@pytest.mark.parametrize("fraction", ["0.0001", "0.02", "0.3", "1"])
+@pytest.mark.parametrize("n", [0, *LENGTHS])
+def test_the_code_for_gpus_has_the_same_bits(n: int, fraction: str) -> None:
+    """It is made of torch's operations, which work on CPU tensors too."""
+    name = f"chunktopk:{fraction}"
+    codec, kernel = codecs.find(name), find_kernel(name)
+    for salt, (kind, values) in enumerate(kinds(name, n, 3)):
+        x, code = values.to(DTYPES[salt % 3]), torch.empty(codec.size(n), dtype=torch.uint8)
+        kernel.encode(x, code)
+        same(codec.encode(x), code, kind)
+        for dtype, weight in TARGETS:
+            out, expected = normal(n, 1).to(dtype), normal(n, 1).to(dtype)
+            codec.decode(code, out, weight)
+            kernel.decode(code, expected, weight)
+            same(out, expected, f"{kind} {dtype} {weight}")
+        for feedback in (True, False):
+            residual, expected = normal(n, 2), normal(n, 2)
+            kernel.encode(x, code, expected, feedback)
+            same(codec.encode(x, residual=residual, feedback=feedback), code, f"{kind} {feedback}")
+            same(residual, expected, f"{kind} {feedback}: residual")
 
 
 DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -80,6 +101,7 @@ DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "no places": lambda code: torch.cat([code[:60], torch.zeros_like(code[60:])]),
     "an infinite magnitude": lambda code: torch.cat([torch.tensor([math.inf]).view(torch.uint8), code[4:]]),
     "a negative magnitude": lambda code: torch.cat([torch.tensor([-1.0]).view(torch.uint8), code[4:]]),
+    "half a magnitude": lambda code: torch.cat([torch.tensor([math.nan]).view(torch.uint8), code[4:]]),
 }
 
 
@@ -87,9 +109,12 @@ DAMAGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_damaged_bytes(damage: str) -> None:
     codec, out = codecs.find("chunktopk:0.02"), torch.zeros(4096)
     code = DAMAGES[damage](codec.encode(normal(4096)))
-    with pytest.raises(CorruptError, match="chunktopk") as error:
+    with pytest.raises(CorruptError, match=r"chunktopk|bytes") as error:
         codec.decode(code, out, None, 3)
     assert error.value.rank == 3
+    assert not out.any()
+    find_kernel("chunktopk:0.02").decode(code, out)  # on a GPU nothing raises
+    assert bool(out.isnan().all())
 
 
 def test_any_bytes_decode_or_raise() -> None:

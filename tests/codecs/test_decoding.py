@@ -120,7 +120,7 @@ def test_any_bytes(name: str) -> None:
                 try:
                     codec.decode(encoded, wide[GUARD : GUARD + n], weight)
                 except trigram.CorruptError:
-                    assert name.startswith(("topk", "randomk")), (
+                    assert name.startswith(("topk", "randomk", "chunktopk")), (
                         f"{name}: any code of the right length is one"
                     )
                 guard = torch.cat([wide[:GUARD], wide[GUARD + n :]])
@@ -170,6 +170,7 @@ BAD = [
     "randomk:2",
     "randomk:nan",
 ]
+BAD += ["chunktopk", "chunktopk:", "chunktopk:0", "chunktopk:1.1", "chunktopk:x", "chunktopk:nan"]
 BAD += ["topk", "topk:", "topk:0", "topk:-0.1", "topk:1.01", "topk:nan", "topk:inf", "topk:a", "topk:0.1:2"]
 
 

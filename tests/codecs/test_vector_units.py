@@ -12,7 +12,7 @@ import trigram
 from tests.support.harness import run
 from trigram import codecs
 
-NAMES = ("bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.1")
+NAMES = ("bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.1", "chunktopk:0.1")
 FLAGS = {"scalar": (), "avx2": ("avx2", "fma"), "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl")}
 
 

@@ -213,54 +213,67 @@ def kept(fraction: float, n: int) -> int:
     return max(1, math.ceil(fraction * n))
 
 
+class Places:
+    """k ascending places below n as Elias-Fano."""
+
+    def __init__(self, n: int, k: int) -> None:
+        self.k, self.b = k, 0
+        while k << (self.b + 1) <= n:
+            self.b += 1
+        self.bits = k + (n - 1 >> self.b) + 1  # of the bitmap
+        self.low = (k * self.b + 7) // 8
+        self.size = self.low + (self.bits + 7) // 8
+
+    def write(self, places: npt.NDArray[np.int64]) -> Bytes:
+        """Any ascending places, beyond n also."""
+        low = (places[:, None] >> np.arange(self.b)[None, :] & 1).astype(np.uint8).reshape(-1)
+        bitmap = np.zeros(-(-self.bits // 8) * 8, np.uint8)
+        bitmap[(places >> self.b) + np.arange(self.k)] = 1
+        return np.concatenate([np.packbits(low, bitorder="little"), np.packbits(bitmap, bitorder="little")])
+
+    def read(self, encoded: Bytes) -> npt.NDArray[np.int64]:
+        low = np.unpackbits(encoded[: self.low], bitorder="little")[: self.k * self.b]
+        ones = np.flatnonzero(np.unpackbits(encoded[self.low :], bitorder="little"))
+        assert len(ones) == self.k, f"{len(ones)} bits are set, not {self.k}"
+        high = ones - np.arange(self.k)
+        lows = low.reshape(self.k, self.b).astype(np.int64) << np.arange(self.b)
+        return (high << self.b) + lows.sum(axis=1)
+
+
+def largest(x: Floats, k: int) -> npt.NDArray[np.int64]:
+    """The places of the k largest by size, ascending; of equal values the first."""
+    size = np.where(np.isnan(x), np.uint32(0x7F800001), np.abs(x).view(np.uint32)).astype(np.int64)
+    return np.sort(np.argsort(-size, kind="stable")[:k])
+
+
 class TopK(Codec):
-    """The largest, and where they are as Elias-Fano."""
+    """The largest, and where they are."""
 
     def __init__(self, fraction: float) -> None:
         self.fraction = fraction
 
     def shape(self, n: int) -> tuple[int, int, int]:
         """How many values, low bits of each index, bits of the bitmap."""
-        k, b = kept(self.fraction, n), 0
-        while k << (b + 1) <= n:
-            b += 1
-        return k, b, k + (n - 1 >> b) + 1
+        places = Places(n, kept(self.fraction, n))
+        return places.k, places.b, places.bits
 
     def size(self, n: int) -> int:
-        k, b, bitmap = self.shape(n)
-        return 4 * k + (k * b + 7) // 8 + (bitmap + 7) // 8
-
-    def chosen(self, x: Floats) -> npt.NDArray[np.int64]:
-        size = np.where(np.isnan(x), np.uint32(0x7F800001), np.abs(x).view(np.uint32)).astype(np.int64)
-        return np.sort(np.argsort(-size, kind="stable")[: kept(self.fraction, len(x))])
+        k = kept(self.fraction, n)
+        return 4 * k + Places(n, k).size
 
     def write(self, values: Floats, indices: npt.NDArray[np.int64], n: int) -> Bytes:
         """Any values at any ascending indices, beyond n also."""
-        k, b, bits = self.shape(n)
-        low = (indices[:, None] >> np.arange(b)[None, :] & 1).astype(np.uint8).reshape(-1)
-        bitmap = np.zeros(-(-bits // 8) * 8, np.uint8)
-        bitmap[(indices >> b) + np.arange(k)] = 1
-        return np.concatenate(
-            [
-                values.astype("<f4").view(np.uint8),
-                np.packbits(low, bitorder="little"),
-                np.packbits(bitmap, bitorder="little"),
-            ]
-        )
+        places = Places(n, kept(self.fraction, n)).write(indices)
+        return np.concatenate([values.astype("<f4").view(np.uint8), places])
 
     def read(self, encoded: Bytes, n: int) -> tuple[Floats, npt.NDArray[np.int64]]:
         """Values and indices."""
-        k, b, _ = self.shape(n)
-        middle = 4 * k + (k * b + 7) // 8
+        k = kept(self.fraction, n)
         values = encoded[: 4 * k].copy().view("<f4").astype(F32)
-        low = np.unpackbits(encoded[4 * k : middle], bitorder="little")[: k * b].reshape(k, b)
-        ones = np.flatnonzero(np.unpackbits(encoded[middle:], bitorder="little"))
-        assert len(ones) == k, f"{len(ones)} bits are set, not {k}"
-        high = ones - np.arange(k)
-        return values, (high << b) + (low.astype(np.int64) << np.arange(b)).sum(axis=1)
+        return values, Places(n, k).read(encoded[4 * k :])
 
     def encode(self, x: Floats, seed: int = 0) -> Bytes:
-        indices = self.chosen(x)
+        indices = largest(x, kept(self.fraction, len(x)))
         return self.write(x[indices], indices, len(x))
 
     def decode(self, encoded: Bytes, n: int) -> Floats:
@@ -268,6 +281,62 @@ class TopK(Codec):
         out = np.zeros(n, F32)
         out[indices] = values
         return out
+
+
+class ChunkTopK(Codec):
+    """Of each chunk the largest: where they are, their signs, and which of two magnitudes."""
+
+    CHUNK = 4096
+
+    def __init__(self, fraction: float) -> None:
+        self.fraction = fraction
+
+    def size(self, n: int) -> int:
+        whole, rest = divmod(n, self.CHUNK)
+        return whole * self.of_one(self.CHUNK) + (self.of_one(rest) if rest else 0)
+
+    def of_one(self, length: int) -> int:
+        """Bytes of a chunk."""
+        k = kept(self.fraction, length)
+        return 8 + (2 * k + 7) // 8 + Places(length, k).size
+
+    def encode(self, x: Floats, seed: int = 0) -> Bytes:
+        chunks = [self.encode_one(x[at : at + self.CHUNK]) for at in range(0, len(x), self.CHUNK)]
+        return np.concatenate([np.zeros(0, np.uint8), *chunks])
+
+    def encode_one(self, x: Floats) -> Bytes:
+        good, k = bool(np.isfinite(x).all()), kept(self.fraction, len(x))
+        x = x if good else np.zeros_like(x)
+        places = largest(x, k)
+        sizes = np.abs(x[places]).astype(np.float64)
+        large = sizes > sizes.cumsum()[-1] / k  # cumsum adds in order
+        low = np.where(large, 0, sizes).cumsum()[-1] / (k - large.sum())
+        high = np.where(large, sizes, 0).cumsum()[-1] / large.sum() if large.any() else low
+        header = np.array([low, high] if good else [np.nan, np.nan]).astype("<f4").view(np.uint8)
+        kinds = np.stack([x[places] < 0, large], 1).astype(np.uint8).reshape(-1)
+        return np.concatenate(
+            [header, np.packbits(kinds, bitorder="little"), Places(len(x), k).write(places)]
+        )
+
+    def decode(self, encoded: Bytes, n: int) -> Floats:
+        out, at = np.zeros(n, F32), 0
+        for start in range(0, n, self.CHUNK):
+            part = out[start : start + self.CHUNK]
+            size = self.of_one(len(part))
+            self.decode_one(encoded[at : at + size], part)
+            at += size
+        return out
+
+    def decode_one(self, encoded: Bytes, out: Floats) -> None:
+        k = kept(self.fraction, len(out))
+        low, high = encoded[:8].copy().view("<f4").astype(F32)
+        if np.isnan(low):
+            out[:] = np.nan
+            return
+        end = 8 + (2 * k + 7) // 8
+        negative, large = np.unpackbits(encoded[8:end], bitorder="little")[: 2 * k].reshape(k, 2).T
+        sizes = np.where(large == 1, high, low)
+        out[Places(len(out), k).read(encoded[end:])] = np.where(negative == 1, -sizes, sizes)
 
 
 def splitmix(z: int) -> int:
@@ -326,4 +395,6 @@ def find(name: str, block: int | None = None) -> Codec:
             return TopK(float(fraction))
         case "randomk":
             return RandomK(float(fraction))
+        case "chunktopk":
+            return ChunkTopK(float(fraction))
     raise AssertionError(name)

@@ -12,7 +12,8 @@ from trigram import codecs
 BLOCKWISE = ["int8", "int4", "fp8", "sign"]
 SPARSE = ["topk:0.01", "topk:0.1", "randomk:0.01", "randomk:0.1"]
 NAMES = ["bf16", "f16", *BLOCKWISE, *SPARSE]
-MORE = [*NAMES, "topk:0.3", "topk:1", "randomk:0.37", "randomk:1"]
+CHUNKED = ["chunktopk:0.02", "chunktopk:0.3", "chunktopk:1"]
+MORE = [*NAMES, "topk:0.3", "topk:1", "randomk:0.37", "randomk:1", *CHUNKED]
 LONG = 100_003
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 MAX = float(reference.MAX)

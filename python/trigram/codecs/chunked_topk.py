@@ -1,8 +1,9 @@
-"""The codec ``chunktopk:FRACTION``: of each chunk the largest values, in two bits each (SparseLoCo, arXiv
-2508.15706).
+"""The codec ``chunktopk:FRACTION`` for GPU tensors: of each chunk the largest values, in two bits each
+(SparseLoCo, arXiv 2508.15706).
 
-It is made of torch's operations, on any device: it encodes weight differences every few steps, where they
-cost little beside the steps between.
+It is made of torch's operations, not of Triton's: it encodes weight differences every few steps, where it
+costs little beside the steps between. It waits for the GPU. The CPU's code is
+``rust/core/src/codec/chunktopk.rs``.
 """
 
 from __future__ import annotations
@@ -11,61 +12,42 @@ import math
 
 import torch
 
-from trigram.codecs.codec import Codec, check_bytes, check_dtype
-from trigram.errors import CorruptError, MisuseError, UnsupportedError
+from trigram.codecs.codec import Codec
+from trigram.errors import MisuseError
 
 CHUNK = 4096
 """Values of a chunk; the last one may be shorter."""
 _HEADER = 8
 
 
-class ChunkedTopK(Codec):
+class ChunkedTopK:
     """Keeps of each chunk of 4096 values the ``ceil(fraction * 4096)`` largest: their places, their signs,
     and one of two magnitudes, the means of those above and up to their mean.
 
-    docs/algorithms.md has the format.
+    docs/algorithms.md has the format. The bytes are those of the CPU's code, except that a sum of float64 may
+    be rounded in another order.
 
     Args:
-        name: ``chunktopk:FRACTION``.
-        block: Must be None.
+        codec: The codec ``chunktopk:FRACTION``.
     """
 
-    __slots__ = ("fraction",)
+    __slots__ = ("codec", "fraction")
 
-    def __init__(self, name: str, block: int | None = None) -> None:
-        self.name, self.block, self._kernel = name, block, None
-        try:
-            self.fraction = float(name.partition(":")[2])
-        except ValueError:
-            self.fraction = 0.0
-        if not 0 < self.fraction <= 1:
-            raise UnsupportedError(
-                f"codec {name!r}: the fraction must be above 0 and up to 1, as in chunktopk:0.02"
-            )
-        if block is not None:
-            raise UnsupportedError(f"codec {name!r} has chunks of {CHUNK} values; remove block={block}")
-
-    def size(self, n: int) -> int:
-        """See :class:`Codec`."""
-        whole, rest = divmod(n, CHUNK)
-        return whole * self._chunk(CHUNK).nbytes + (self._chunk(rest).nbytes if rest else 0)
+    def __init__(self, codec: Codec) -> None:
+        self.codec, self.fraction = codec, float(codec.name.partition(":")[2])
 
     def encode(
         self,
         src: torch.Tensor,
-        out: torch.Tensor | None = None,
+        out: torch.Tensor,
         residual: torch.Tensor | None = None,
         feedback: bool = True,
         seed: int = 0,
-    ) -> torch.Tensor:
-        """See :class:`Codec`."""
-        n = src.numel()
-        check_dtype(src, "encode")
-        if out is None:
-            out = torch.empty(self.size(n), dtype=torch.uint8, device=src.device)
-        check_bytes(out, src, residual, "encode")
-        if out.numel() != self.size(n):
-            raise MisuseError(f"encode: out has {out.numel()} bytes; {n} values need {self.size(n)}")
+    ) -> None:
+        """See :class:`~trigram.codecs.codec.GpuKernel`."""
+        size = self.codec.size(src.numel())
+        if out.numel() != size:
+            raise MisuseError(f"encode: out has {out.numel()} bytes; {src.numel()} values need {size}")
         values = src.float()
         if residual is not None and feedback:
             values = values + residual
@@ -78,42 +60,38 @@ class ChunkedTopK(Codec):
             decoded = torch.empty_like(values)
             self.decode(out, decoded)
             torch.sub(values, decoded, out=residual)
-            residual.nan_to_num_(0.0, 0.0, 0.0)
-        return out
+            if feedback:
+                residual.nan_to_num_(0.0, 0.0, 0.0)
 
-    def decode(
-        self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None, sender: int = 0
-    ) -> None:
-        """See :class:`Codec`; invalid bytes raise on a GPU too."""
-        check_dtype(out, "decode")
-        check_bytes(encoded, out, None, "decode")
-        if weight is not None and out.dtype != torch.float32:
-            raise UnsupportedError(f"decode: with weight, out must be float32, not {out.dtype}")
-        if encoded.numel() != self.size(out.numel()):
-            raise CorruptError(
-                f"{self.name}: {encoded.numel()} bytes do not encode {out.numel()} values "
-                f"({self.size(out.numel())} bytes do)",
-                sender,
-            )
+    def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
+        """See :class:`~trigram.codecs.codec.GpuKernel`: if the bytes are no code of ``out.numel()`` values,
+        all of ``out`` becomes NaN."""
+        if encoded.numel() != self.codec.size(out.numel()):
+            out.fill_(math.nan)
+            return
         if weight is None:
             out.zero_()
         at = 0
         for chunk, rows in self._rows(out):
             code = encoded[at : at + len(rows) * chunk.nbytes].view(len(rows), chunk.nbytes)
             at += code.numel()
-            places, values = chunk.decode(code, sender)
-            rows.scatter_add_(1, places, values.mul_(1.0 if weight is None else weight).to(rows.dtype))
-            # Such a chunk is not a number in all of its values.
-            rows[values[:, 0].isnan()] = math.nan
-
-    def _chunk(self, length: int) -> _Chunk:
-        return _Chunk(length, max(1, math.ceil(self.fraction * length)))
+            found = chunk.decode(code)
+            if found is None:
+                out.fill_(math.nan)
+                return
+            places, values = found
+            spoilt = values[:, 0].isnan()  # a chunk is not a number in all of its values, or in none
+            if weight is None:
+                rows.scatter_(1, places, values.to(rows.dtype))
+            else:
+                rows.scatter_add_(1, places, values.mul_(weight))
+            rows[spoilt] = math.nan
 
     def _rows(self, values: torch.Tensor) -> list[tuple[_Chunk, torch.Tensor]]:
         """The whole chunks as rows, and the rest as one row."""
         whole = values.numel() // CHUNK * CHUNK
         parts = [values[:whole].view(-1, CHUNK), values[whole:].view(1, -1)]
-        return [(self._chunk(part.shape[1]), part) for part in parts if part.numel()]
+        return [(_Chunk(part.shape[1], self.fraction), part) for part in parts if part.numel()]
 
 
 class _Chunk:
@@ -126,11 +104,11 @@ class _Chunk:
         nbytes: Bytes of a chunk's code.
     """
 
-    def __init__(self, length: int, kept: int) -> None:
-        self.length, self.kept = length, kept
-        self.low = (length // kept).bit_length() - 1
-        self.bitmap = kept + ((length - 1) >> self.low) + 1
-        self.parts = [_HEADER, _bytes(2 * kept), _bytes(kept * self.low), _bytes(self.bitmap)]
+    def __init__(self, length: int, fraction: float) -> None:
+        self.length, self.kept = length, max(1, math.ceil(fraction * length))
+        self.low = (length // self.kept).bit_length() - 1
+        self.bitmap = self.kept + ((length - 1) >> self.low) + 1
+        self.parts = [_HEADER, _bytes(2 * self.kept), _bytes(self.kept * self.low), _bytes(self.bitmap)]
         self.nbytes = sum(self.parts)
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
@@ -154,25 +132,25 @@ class _Chunk:
         bitmap.scatter_(1, ones, True)
         return torch.cat([header.view(torch.uint8), _pack(kinds), _pack(lows), _pack(bitmap)], 1)
 
-    def decode(self, code: torch.Tensor, sender: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The places and the values of each row of codes; checks all of it."""
+    def decode(self, code: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The places and the values of each row of codes; None if a row is no code."""
         header, kinds, lows, bitmap = code.split(self.parts, 1)
         magnitudes = header.clone(memory_format=torch.contiguous_format).view(torch.float32)
-        bits = _unpack(bitmap, self.bitmap)
+        bits = _unpack(bitmap, 8 * bitmap.shape[1])
         if not bool((bits.sum(1) == self.kept).all()):
-            raise CorruptError(f"chunktopk: a chunk has another number of values than {self.kept}", sender)
+            return None
         ones = bits.nonzero()[:, 1].view(len(code), self.kept)
         highs = ones - torch.arange(self.kept, device=code.device)
         shifts = torch.arange(self.low, device=code.device)
         low = _unpack(lows, self.kept * self.low).view(len(code), self.kept, self.low).long() << shifts
         places = (highs << self.low) + low.sum(2)
-        if bool((places[:, 1:] <= places[:, :-1]).any()) or bool((places[:, -1] >= self.length).any()):
-            raise CorruptError(f"chunktopk: places that are not in order, or not below {self.length}", sender)
-        if bool(magnitudes.isinf().any()) or bool((magnitudes < 0).any()):
-            raise CorruptError("chunktopk: a magnitude is negative or infinite", sender)
+        in_order = (places[:, 1:] > places[:, :-1]).all() & (places[:, -1] < self.length).all()
+        numbers = ((magnitudes >= 0) & magnitudes.isfinite()).all(1) | magnitudes.isnan().all(1)
+        if not bool(in_order & numbers.all()):
+            return None
         negative, large = _unpack(kinds, 2 * self.kept).view(len(code), self.kept, 2).unbind(2)
         values = torch.where(large, magnitudes[:, 1:], magnitudes[:, :1])
-        return places, torch.where(negative, -values, values)
+        return places, torch.where(negative, 0.0 - values, values)  # no negative zero
 
 
 def _largest(sizes: torch.Tensor, kept: int) -> torch.Tensor:

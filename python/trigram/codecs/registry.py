@@ -20,7 +20,7 @@ def find(name: str, block: int | None = None) -> Codec:
     """
     if block is not None and block <= 0:
         raise UnsupportedError(f"codec {name!r}: block={block} is invalid; it must be positive")
-    return ChunkedTopK(name, block) if name.startswith("chunktopk") else Codec(name, block)
+    return Codec(name, block)
 
 
 def find_kernel(name: str, block: int | None = None) -> GpuKernel:
@@ -33,6 +33,8 @@ def find_kernel(name: str, block: int | None = None) -> GpuKernel:
 
 
 def _kernel(codec: Codec) -> GpuKernel:
+    if codec.name.startswith("chunktopk:"):
+        return ChunkedTopK(codec)
     from trigram.codecs import triton  # only when a GPU needs it: importing Triton takes seconds
 
     return triton.kernel_of(codec)

@@ -17,7 +17,6 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
-from trigram.codecs.chunked_topk import ChunkedTopK
 from trigram.mixing.step import AveragingStep
 
 
@@ -130,7 +129,7 @@ class Differences(AveragingStep):
             # The sign of a mean would lose its magnitude: the second phase uses 8 bits.
             second = find("int8") if codec.name == "sign" else codec
             kept = ((False, True), self.dropped)
-            if isinstance(codec, ChunkedTopK):
+            if codec.name.startswith("chunktopk:"):
                 self.average = GatheredAverage(self.out, groups, codec, self.dropped)
             elif rule is None:
                 self.average = CodedAverage(self.out, groups, codec, second, *kept)

@@ -108,7 +108,8 @@ fn main() {
             }
         }
     }
-    for name in ["f16", "bf16", "int8", "int4", "fp8", "sign", "topk:0.01", "topk:0.001"] {
+    let names = ["f16", "bf16", "int8", "int4", "fp8", "sign", "topk:0.01", "topk:0.001", "chunktopk:0.02"];
+    for name in names {
         let codec = codec::find(name, None).unwrap();
         let n = x.len();
         let (mut code, mut back, mut residual) = (vec![0; codec.size(n)], vec![0f32; n], vec![0f32; n]);

@@ -94,8 +94,20 @@ fn headers() {
 fn codes() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let (count, began) = (inputs(100_000), Instant::now());
-    let names =
-        ["bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.01", "topk:0.3", "topk:1", "randomk:0.2"];
+    let names = [
+        "bf16",
+        "f16",
+        "int8",
+        "int4",
+        "fp8",
+        "sign",
+        "topk:0.01",
+        "topk:0.3",
+        "topk:1",
+        "randomk:0.2",
+        "chunktopk:0.02",
+        "chunktopk:0.5",
+    ];
     let codecs: Vec<_> = names.iter().map(|name| (*name, codec::find(name, None).unwrap())).collect();
     let mut rng = Rng::new(2);
     let (mut refused, mut buf, mut code) = (0, Vec::new(), Vec::new());

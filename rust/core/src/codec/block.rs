@@ -201,7 +201,7 @@ mod tests {
 
     #[test]
     fn feedback_loses_nothing_over_time() {
-        for name in ["bf16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2"] {
+        for name in ["bf16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2", "chunktopk:0.1"] {
             let codec = find(name, None).unwrap();
             let x = wave(1000);
             let mut code = vec![0; codec.size(1000)];
@@ -219,7 +219,8 @@ mod tests {
 
     #[test]
     fn what_is_not_finite_does_not_look_like_a_number_and_is_forgotten() {
-        for name in ["bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2"] {
+        for name in ["bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2", "chunktopk:0.1"]
+        {
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 let codec = find(name, None).unwrap();
                 let mut x = wave(100);
@@ -237,7 +238,8 @@ mod tests {
 
     #[test]
     fn any_bytes_are_numbers_or_an_error() {
-        for name in ["bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2"] {
+        for name in ["bf16", "f16", "int8", "int4", "fp8", "sign", "topk:0.1", "randomk:0.2", "chunktopk:0.1"]
+        {
             let codec = find(name, None).unwrap();
             let mut state = 1u32;
             for n in [0, 1, 7, 33, 600] {

@@ -11,12 +11,16 @@
 
 pub mod affine;
 pub mod block;
+pub mod chunktopk;
 pub mod fp8;
 pub mod halves;
+mod places;
 pub mod randomk;
 pub mod sign;
 pub mod sparse;
 pub mod topk;
+
+use std::ops::Range;
 
 use half::{bf16, f16};
 
@@ -47,6 +51,15 @@ impl Values<'_> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// Those in a range.
+    fn part(self, range: Range<usize>) -> Self {
+        match self {
+            Values::F32(x) => Values::F32(&x[range]),
+            Values::F16(x) => Values::F16(&x[range]),
+            Values::BF16(x) => Values::BF16(&x[range]),
+        }
+    }
 }
 
 /// Where decoded values go.
@@ -76,6 +89,16 @@ impl Target<'_> {
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
+
+    /// For those in a range.
+    fn part(&mut self, range: Range<usize>) -> Target<'_> {
+        match self {
+            Target::F32(x) => Target::F32(&mut x[range]),
+            Target::F16(x) => Target::F16(&mut x[range]),
+            Target::BF16(x) => Target::BF16(&mut x[range]),
+            Target::Add(x, weight) => Target::Add(&mut x[range], *weight),
+        }
+    }
 }
 
 /// What becomes of the part that the code does not hold.
@@ -95,6 +118,15 @@ impl Keep<'_> {
         match self {
             Keep::Nothing => None,
             Keep::Feedback(r) | Keep::Remainder(r) => Some(r.len()),
+        }
+    }
+
+    /// For the values in a range.
+    fn part(&mut self, range: Range<usize>) -> Keep<'_> {
+        match self {
+            Keep::Nothing => Keep::Nothing,
+            Keep::Feedback(r) => Keep::Feedback(&mut r[range]),
+            Keep::Remainder(r) => Keep::Remainder(&mut r[range]),
         }
     }
 }
@@ -161,15 +193,17 @@ pub fn find(name: &str, block: Option<usize>) -> Result<Box<dyn Codec>> {
     if block.is_some_and(|b| b == 0 || b > block::MAX || b % 8 != 0) {
         return refuse(format!("block must be a multiple of 8, at most {}", block::MAX));
     }
-    if block.is_some() && !matches!(kind, "int8" | "int4" | "fp8" | "sign") {
-        return refuse("it has no blocks".into());
+    if let Some(block) = block.filter(|_| !matches!(kind, "int8" | "int4" | "fp8" | "sign")) {
+        return refuse(format!("it has no blocks; remove block={block}"));
     }
     let fraction = match (kind, parameter) {
-        ("topk" | "randomk", Some(p)) => match p.parse::<f64>() {
+        ("topk" | "randomk" | "chunktopk", Some(p)) => match p.parse::<f64>() {
             Ok(f) if f > 0.0 && f <= 1.0 => f,
-            _ => return refuse("the fraction is a number above 0 and up to 1".into()),
+            _ => return refuse(format!("the fraction is a number above 0 and up to 1, as in {kind}:0.02")),
         },
-        ("topk" | "randomk", None) => return refuse(format!("write {kind}:FRACTION")),
+        ("topk" | "randomk" | "chunktopk", None) => {
+            return refuse(format!("write {kind}:FRACTION, as in {kind}:0.02"));
+        }
         (_, Some(_)) => return refuse(format!("{kind} has no parameter")),
         _ => 0.0,
     };
@@ -182,11 +216,10 @@ pub fn find(name: &str, block: Option<usize>) -> Result<Box<dyn Codec>> {
         "sign" => Box::new(block::Blocks::new(sign::Sign, block.unwrap_or(256))),
         "topk" => Box::new(topk::TopK { fraction }),
         "randomk" => Box::new(randomk::RandomK { fraction }),
+        "chunktopk" => Box::new(chunktopk::ChunkTopK { fraction }),
         _ => {
-            return refuse(
-                "unknown; there are bf16, f16, int8, int4, fp8, sign, topk:FRACTION and randomk:FRACTION"
-                    .into(),
-            );
+            let fractions = "topk:FRACTION, randomk:FRACTION and chunktopk:FRACTION";
+            return refuse(format!("unknown; there are bf16, f16, int8, int4, fp8, sign, {fractions}"));
         }
     })
 }

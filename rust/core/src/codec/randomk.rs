@@ -1,7 +1,7 @@
 //! Some values drawn at random: one from each of k equal stretches, so that indices need not be
 //! sent. Values are not scaled up: with error feedback what is not drawn is kept.
 
-use super::sparse::{Left, choose, count, scatter};
+use super::sparse::{Left, choose, count, scatter, spoil};
 use super::{Codec, Keep, Target, Values};
 
 /// A fraction of the values.
@@ -46,23 +46,19 @@ impl Codec for RandomK {
             for (i, v) in values.chunks_exact_mut(4).enumerate() {
                 let at = index(seed, i, k, n);
                 v.copy_from_slice(&x[at].to_le_bytes());
-                take(at);
+                take(at, x[at]);
             }
             if sound { Left::Finite } else { Left::Broken }
         });
     }
 
-    fn decode(&self, code: &[u8], mut out: Target<'_>) -> Result<(), String> {
+    fn decode(&self, code: &[u8], out: Target<'_>) -> Result<(), String> {
         let n = out.len();
         let Some((head, values)) = code.split_first_chunk::<HEADER>() else { return Ok(()) };
         let [seed @ .., p0, p1, p2, p3] = *head;
         let poison = f32::from_le_bytes([p0, p1, p2, p3]);
         if poison != 0.0 {
-            match &mut out {
-                Target::F32(out) | Target::Add(out, _) => out.fill(f32::NAN),
-                Target::F16(out) => out.fill(half::f16::NAN),
-                Target::BF16(out) => out.fill(half::bf16::NAN),
-            }
+            spoil(out);
             return Ok(());
         }
         let (seed, k) = (u64::from_le_bytes(seed), values.len() / 4);

@@ -16,7 +16,7 @@ pub(super) fn count(fraction: f64, n: usize) -> usize {
 }
 
 thread_local! {
-    static TAKEN: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    static TAKEN: RefCell<Vec<(usize, f32)>> = const { RefCell::new(Vec::new()) };
 }
 
 /// What the values are that are not taken.
@@ -30,21 +30,21 @@ pub(super) enum Left {
     Broken,
 }
 
-/// Calls `pick` with the values to choose from; it calls its argument with each index taken, and
-/// says what is left. What is not taken is kept as asked.
+/// Calls `pick` with the values to choose from; it calls its argument with each index taken and the
+/// value that the code holds there, and says what is left. What the code does not hold is kept as asked.
 pub(super) fn choose(
     src: Values<'_>,
     keep: Keep<'_>,
-    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> Left,
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize, f32)) -> Left,
 ) {
     match (src, keep) {
         (Values::F32(x), Keep::Nothing) => {
-            pick(x, &mut |_| {});
+            pick(x, &mut |_, _| {});
         }
         (src, Keep::Nothing) => WIDE.with_borrow_mut(|wide| {
             wide.resize(src.len(), 0.0);
             widen(src, 0..src.len(), wide);
-            pick(wide, &mut |_| {});
+            pick(wide, &mut |_, _| {});
         }),
         (src, Keep::Feedback(r)) => {
             match src {
@@ -52,7 +52,7 @@ pub(super) fn choose(
                 Values::F16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
                 Values::BF16(x) => r.iter_mut().zip(x).for_each(|(r, x)| *r += x.to_f32()),
             }
-            match clear(r, pick, |_| 0.0) {
+            match subtract(r, pick, |lost| if lost.is_finite() { lost } else { 0.0 }) {
                 Left::Finite => {}
                 Left::Mixed => r.iter_mut().for_each(|r| *r = if r.is_finite() { *r } else { 0.0 }),
                 Left::Broken => r.fill(0.0),
@@ -60,24 +60,23 @@ pub(super) fn choose(
         }
         (src, Keep::Remainder(r)) => {
             widen(src, 0..src.len(), r);
-            // Zero, or NaN for what was not finite.
-            if clear(r, pick, |v| v * 0.0) == Left::Broken {
+            if subtract(r, pick, |lost| lost) == Left::Broken {
                 r.fill(f32::NAN);
             }
         }
     }
 }
 
-/// Picks from `r`, then leaves `rest` of what was taken.
-fn clear(
+/// Picks from `r`, then subtracts what the code holds; `rest` of the difference is left.
+fn subtract(
     r: &mut [f32],
-    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize)) -> Left,
+    pick: impl FnOnce(&[f32], &mut dyn FnMut(usize, f32)) -> Left,
     rest: impl Fn(f32) -> f32,
 ) -> Left {
     TAKEN.with_borrow_mut(|taken| {
         taken.clear();
-        let left = pick(r, &mut |i| taken.push(i));
-        taken.iter().for_each(|&i| r[i] = rest(r[i]));
+        let left = pick(r, &mut |i, held| taken.push((i, held)));
+        taken.iter().for_each(|&(i, held)| r[i] = rest(r[i] - held));
         left
     })
 }
@@ -98,5 +97,14 @@ pub(super) fn scatter(pairs: impl Iterator<Item = (usize, f32)>, out: Target<'_>
             pairs.for_each(|(i, v)| out[i] = half::bf16::from_f32(v));
         }
         Target::Add(out, weight) => pairs.for_each(|(i, v)| out[i] += weight * v),
+    }
+}
+
+/// What a code of values that are not finite decodes to, where it does not hold these.
+pub(super) fn spoil(out: Target<'_>) {
+    match out {
+        Target::F32(out) | Target::Add(out, _) => out.fill(f32::NAN),
+        Target::F16(out) => out.fill(half::f16::NAN),
+        Target::BF16(out) => out.fill(half::bf16::NAN),
     }
 }

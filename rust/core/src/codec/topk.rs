@@ -1,10 +1,10 @@
 //! The largest values by size, and where they are: gradients are dominated by few (DGC, arXiv
-//! 1712.01887). Indices are coded as Elias and Fano did (1974): about 2 + log2(n/k) bits each, in
-//! a size that is known before encoding.
+//! 1712.01887).
 
 use std::cell::RefCell;
 
 use super::block::INFINITE;
+use super::places::Places;
 use super::sparse::{Left, choose, count, scatter};
 use super::{Codec, Keep, Target, Values};
 
@@ -13,33 +13,6 @@ use super::{Codec, Keep, Target, Values};
 pub struct TopK {
     /// Above 0, up to 1.
     pub fraction: f64,
-}
-
-/// Where the parts of a code lie.
-#[derive(Clone, Copy)]
-struct Layout {
-    k: usize,
-    /// Low bits of each index.
-    bits: usize,
-    /// First byte of the low parts, after the values.
-    low: usize,
-    /// First byte of the bitmap of the high parts.
-    high: usize,
-    end: usize,
-}
-
-impl TopK {
-    fn layout(&self, n: usize) -> Layout {
-        let k = count(self.fraction, n);
-        if k == 0 {
-            return Layout { k, bits: 0, low: 0, high: 0, end: 0 };
-        }
-        let bits = (n / k).ilog2() as usize;
-        let low = 4 * k;
-        let high = low + (k * bits).div_ceil(8);
-        let span = k + ((n - 1) >> bits) + 1;
-        Layout { k, bits, low, high, end: high + span.div_ceil(8) }
-    }
 }
 
 /// Sizes order as these bits do; NaN is above infinity.
@@ -144,27 +117,28 @@ fn by_bins(x: &[f32], k: usize) -> (u32, usize) {
 
 impl Codec for TopK {
     fn size(&self, n: usize) -> usize {
-        self.layout(n).end
+        let k = count(self.fraction, n);
+        if k == 0 { 0 } else { 4 * k + Places::new(n, k).size() }
     }
 
     fn encode(&self, src: Values<'_>, keep: Keep<'_>, _seed: u64, out: &mut [u8]) {
-        let at = self.layout(src.len());
-        if at.k == 0 {
+        let (n, k) = (src.len(), count(self.fraction, src.len()));
+        if k == 0 {
             return;
         }
-        out[at.low..].fill(0);
+        let (format, (values, places)) = (Places::new(n, k), out.split_at_mut(4 * k));
+        places.fill(0);
         choose(src, keep, |x, take| {
             let mut i = 0;
             let mut send = |index: usize, v: f32| {
-                out[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
-                put(&mut out[at.low..at.high], i * at.bits, index & ((1 << at.bits) - 1));
-                put(&mut out[at.high..], (index >> at.bits) + i, 1);
-                take(index);
+                values[4 * i..4 * i + 4].copy_from_slice(&v.to_le_bytes());
+                format.put(places, i, index);
+                take(index, v);
                 i += 1;
             };
             let least = CANDIDATES.with_borrow_mut(|found| {
-                let sampled = by_sample(x, at.k, found);
-                let (least, mut equals) = sampled.unwrap_or_else(|| by_bins(x, at.k));
+                let sampled = by_sample(x, k, found);
+                let (least, mut equals) = sampled.unwrap_or_else(|| by_bins(x, k));
                 let mut look = |index: usize, v: f32| {
                     if key(v) > least || key(v) == least && equals > 0 {
                         equals -= usize::from(key(v) == least);
@@ -183,53 +157,16 @@ impl Codec for TopK {
     }
 
     fn decode(&self, code: &[u8], out: Target<'_>) -> Result<(), String> {
-        let n = out.len();
-        let at = self.layout(n);
-        let bitmap = &code[at.high..];
-        let ones: u32 = bitmap.iter().map(|b| b.count_ones()).sum();
-        if ones as usize != at.k {
-            return Err(format!("a top-k code of {} values marks {ones}", at.k));
+        let (n, k) = (out.len(), count(self.fraction, out.len()));
+        if k == 0 {
+            return Ok(());
         }
-        let indices = || {
-            let set = bitmap.iter().enumerate().flat_map(|(byte, &b)| {
-                (0..8usize).filter(move |bit| b >> bit & 1 == 1).map(move |bit| 8 * byte + bit)
-            });
-            set.enumerate().map(|(i, p)| {
-                // A bit at p is the i-th, so at least i are before it.
-                (p - i) << at.bits | get(&code[at.low..at.high], i * at.bits, at.bits)
-            })
-        };
-        let mut before = None;
-        for index in indices() {
-            if index >= n || before.is_some_and(|b| index <= b) {
-                return Err(format!("a top-k code of {n} values has index {index} after {before:?}"));
-            }
-            before = Some(index);
-        }
-        let values = code.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]]));
-        scatter(indices().zip(values), out);
+        let (format, (values, places)) = (Places::new(n, k), code.split_at(4 * k));
+        format.check(places)?;
+        let values = values.chunks_exact(4).map(|v| f32::from_le_bytes([v[0], v[1], v[2], v[3]]));
+        scatter(format.read(places).zip(values), out);
         Ok(())
     }
-}
-
-/// Sets the bits of `value` from bit `at` on; they are zero before.
-fn put(bytes: &mut [u8], at: usize, value: usize) {
-    let (mut byte, mut rest) = (at / 8, (value as u128) << (at % 8));
-    while rest > 0 {
-        bytes[byte] |= rest as u8;
-        rest >>= 8;
-        byte += 1;
-    }
-}
-
-/// Reads `bits` bits from bit `at` on.
-fn get(bytes: &[u8], at: usize, bits: usize) -> usize {
-    let mut value = 0u128;
-    let last = (at + bits).div_ceil(8);
-    for byte in (at / 8..last).rev() {
-        value = value << 8 | u128::from(bytes[byte]);
-    }
-    (value >> (at % 8)) as usize & ((1usize << bits) - 1)
 }
 
 #[cfg(test)]

@@ -456,6 +456,17 @@ def test_on_gpus_only_hosts_are_judged() -> None:
     assert (found.cause, found.rank) == ("compute", 2) and "what its host does" in found.verdict
 
 
+def test_asynchronous_ranks_are_not_told_to_wait_less() -> None:
+    waiting = {"asynchronous": True, "wait": 0.02}
+    found = report.judge([row(r, **waiting) for r in range(3)])
+    assert found.cause == "none" and "background" in found.verdict and not found.then
+    assert "20 ms of a 118 ms step" in found.why[0]
+    rows = [row(r, backward=0.2 if r == 1 else 0.05, **waiting) for r in range(3)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("compute", 1)
+    assert not any("async" in line for line in found.then) and "do not wait" in found.why[1]
+
+
 def test_steps_know_where_the_model_is() -> None:
     times = steps.StepTimes("GPT", nn.Linear(2, 2).parameters())
     times.close()

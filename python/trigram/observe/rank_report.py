@@ -78,6 +78,7 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         hosts=len(set(present.engine.hosts)),
         trained_by=times.trained_by if times is not None else "",
         on_gpu=times is not None and times.on_gpu,
+        asynchronous=times is not None and times.asynchronous,
     )
 
 

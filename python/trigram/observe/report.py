@@ -56,6 +56,8 @@ class Rank:
         trained_by: What brings the model's ranks together: ``with_bagua``, or a part of torch.
         on_gpu: Whether the model is on a GPU: times are then those of the host, which launches kernels and
             goes on, and its waiting includes what the GPU still has to do.
+        asynchronous: Whether ranks average in the background: what they wait then is the averaging's own work
+            (copies, codecs), and that for the bound ``staleness``.
     """
 
     rank: int
@@ -73,6 +75,7 @@ class Rank:
     hosts: int = 0
     trained_by: str = WITH_BAGUA
     on_gpu: bool = False
+    asynchronous: bool = False
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -194,6 +197,17 @@ def judge(rows: list[Rank]) -> Finding:
     costly = fetches > _COSTLY * step
     on_gpu = any(row.on_gpu for row in trained)
     far = late.own() > _FAR * usual and not on_gpu  # while the GPU has work, it costs nothing
+    if any(row.asynchronous for row in trained):
+        if slower and (far or costly):
+            return _slow_rank(
+                late, others, usual, "the others do not wait for it, and make more steps than it"
+            )
+        waited = statistics.median(row.mean[WAIT] for row in trained)
+        why = [
+            f"averaging takes {_ms(waited)} of a {_ms(step)} step: copies and codecs, and waiting where "
+            "staleness bounds how far ranks are apart"
+        ]
+        return Finding("none", None, False, "nothing stands out: ranks average in the background", why, [])
     if slower and (far or excess > late.mean[WAIT] or costly):
         return _slow_rank(late, others, usual, waits)
     if on_gpu:
@@ -255,7 +269,7 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
             f"look at {late.host}: other programs, clocks, threads",
             "trigram.data.BalancedBatchSampler with speeds='measured' gives it less work",
         ]
-    if chronic and late.trained_by == WITH_BAGUA:
+    if chronic and late.trained_by == WITH_BAGUA and not late.asynchronous:
         then.append("asynchronous algorithms do not wait for it: algorithm='async'")
     return Finding(
         cause,

@@ -115,6 +115,7 @@ class StepTimes:
         trained_by: ``with_bagua``, or what else brings its ranks together: see
             :mod:`trigram.observe.torch_steps`.
         on_gpu: Whether the model was on a GPU when it got its hooks.
+        asynchronous: Whether ranks average in the background, and do not wait for each other.
         group: The group whose calls carry most, which knows the rates of its links; None: closed.
     """
 
@@ -129,6 +130,7 @@ class StepTimes:
         self.group: Group | None = None
         self.fidelity: Callable[[], dict[str, Any]] = dict
         self.trained_by = WITH_BAGUA
+        self.asynchronous = False
         self._since = 0
         self._now = dict.fromkeys(PHASES, 0)
         self._began = 0

@@ -96,6 +96,7 @@ def _compose(
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = algorithm.options.get("second_moment") == "mean"
     weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
+    weights.times.asynchronous = algorithm.every is None
     if optimizer is not None and _averages_state(algorithm):
         weights.averaged = weakref.ref(optimizer)
     return weights

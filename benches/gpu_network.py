@@ -90,31 +90,16 @@ def rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world", type=int, default=2)
+    parser = gpu_ranks.arguments(__doc__)
     parser.add_argument("--mib", default="4,25,100", help="MiB of float32, with commas")
     parser.add_argument("--codecs", default=CODECS)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=400, help="seconds after which the ranks are killed")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         return rank(options)
     gpu_ranks.needs_gpu()
-    argv = [
-        __file__,
-        "--rank",
-        "--mib",
-        options.mib,
-        "--codecs",
-        options.codecs,
-        "--rounds",
-        str(options.rounds),
-    ]
     extra = {"TRIGRAM_GPU_TRANSPORT": "host", "TRIGRAM_TRANSPORT": "tcp", "NCCL_NET": "Socket"}
-    print(gpu_ranks.start(argv, options.world, extra, options.limit)[0])
+    print(gpu_ranks.start(gpu_ranks.as_rank(), options.world, extra, options.limit)[0])
 
 
 if __name__ == "__main__":

@@ -180,28 +180,20 @@ def rank(options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world", type=int, default=2)
+    parser = gpu_ranks.arguments(__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--waits", type=int, default=200, help="calls that are waited for, per measurement")
-    parser.add_argument("--limit", type=float, default=400, help="seconds after which the ranks are killed")
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         return rank(options)
     gpu_ranks.needs_gpu()
-    argv = [__file__, "--rank"]
-    for name in ("width", "layers", "batch", "steps", "rounds", "waits"):
-        argv += [f"--{name}", str(getattr(options, name))]
     began = time.monotonic()
     extra = {"TRIGRAM_GPU_TRANSPORT": "nccl"}
-    print(gpu_ranks.start(argv, options.world, extra, options.limit)[0])
+    print(gpu_ranks.start(gpu_ranks.as_rank(), options.world, extra, options.limit)[0])
     print(f"{torch.cuda.get_device_name()}: {options.world} ranks, {time.monotonic() - began:.0f} s")
 
 

@@ -70,23 +70,16 @@ def networks(options: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 def main() -> None:
     """Starts the ranks of each candidate."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--world", type=int, default=2)
+    parser = gpu_ranks.arguments(__doc__, limit=120)
     parser.add_argument("--mib", default="1,16,64,256", help="MiB of float32, with commas")
     parser.add_argument("--streams", default="1,2,4")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--calls", type=int, default=20)
-    parser.add_argument(
-        "--limit", type=float, default=120, help="seconds after which the ranks of a candidate are killed"
-    )
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
         return rank(options)
     gpu_ranks.needs_gpu()
-    argv, figures = [__file__, "--rank", "--mib", options.mib, "--calls", str(options.calls)], Figures()
+    argv, figures = gpu_ranks.as_rank(), Figures()
     best: dict[str, dict[str, float]] = {}
     failed = []
     for turn in range(options.rounds):

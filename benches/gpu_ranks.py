@@ -7,6 +7,7 @@ is needed but torch and trigram. With `TRIGRAM_REHEARSAL=1` the scripts run with
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -98,6 +99,20 @@ def start(
         tails = "\n".join(f"--- rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(said))
         raise RuntimeError(f"{argv[0]}: exit codes {codes}, killed: ranks {late}\n{tails}")
     return said
+
+
+def arguments(doc: str | None, limit: float = 400) -> argparse.ArgumentParser:
+    """The arguments that scripts with ranks have in common: --world, --limit, and --rank in a rank."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--limit", type=float, default=limit, help="seconds after which ranks are killed")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def as_rank() -> list[str]:
+    """What :func:`start` runs in each rank: this script, with the arguments it has."""
+    return [*sys.argv, "--rank"]
 
 
 def seconds(call: Callable[[], object], calls: int) -> float:

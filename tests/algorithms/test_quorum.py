@@ -39,9 +39,11 @@ class Walk(nn.Module):
         return float(found[0])
 
 
-def walk(rank: int, quorum: int, **options: Any) -> tuple[Walk, nn.Module, Callable[[], None]]:
+def walk(
+    rank: int, quorum: int, dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Walk, nn.Module, Callable[[], None]]:
     """The module, the model, and a function that makes a training step."""
-    module = Walk()
+    module = Walk().to(dtype)
     model = trigram.with_bagua(module, f"central/full/every:{EVERY}", quorum=quorum, **options)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.125 * (rank + 1))
 
@@ -142,11 +144,12 @@ def a_pause(rank: int, world: int) -> None:
     trigram.unwrap(model)
 
 
-@CASES
-def by_samples(rank: int, world: int) -> None:
-    """A rank counts for its samples; one that has none may hold anything."""
+@CASES.over("float32", "float64")
+def by_samples(rank: int, world: int, dtype: str) -> None:
+    """A rank counts for its samples; one that has none may hold anything, and gets the mean of the others.
+    Weights in float64 get differences, which repair no NaN."""
     for weights in ([3.0, 1.0, 2.0], [1.0, 0.0, 1.0]):
-        module, model, step = walk(rank, world, sample_weight=weights[rank])
+        module, model, step = walk(rank, world, getattr(torch, dtype), sample_weight=weights[rank])
         for number in range(EVERY):
             if number == EVERY - 1 and not weights[rank]:
                 with torch.no_grad():
@@ -275,6 +278,26 @@ def test_killed_peer(dead: int) -> None:
     others = [results[r] for r in range(3) if r != dead]
     assert all("rank" in text for text in others), results
     assert any(f"rank {dead}" in text for text in others), results
+
+
+def _alone_in_consensus(rank: int, world: int, who: int) -> str:
+    _, model, step = walk(rank, world)
+    step()
+    if rank != who:
+        await_flag("the other goes no further", 30)
+        return ""
+    try:
+        raises(trigram.TimeoutError, trigram.consensus, model, timeout=0.3)
+        return raises(trigram.MisuseError, step)
+    finally:
+        flag("the other goes no further")
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_no_step_follows_a_consensus_that_fails(who: int) -> None:
+    """The rank has said that it makes no more averaging steps, so the others may have gone on without it."""
+    said = run(2, _alone_in_consensus, who)[who]
+    says(said, "trigram.consensus", f"rank {who}", "checkpoint")
 
 
 def _stuck(rank: int, world: int) -> str:

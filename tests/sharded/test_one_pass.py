@@ -15,7 +15,7 @@ import trigram
 from tests.sharded.twins import Twins, same_state
 from tests.support.cases import Cases
 from tests.support.checks import equal, raises, same_on_all_ranks, says
-from tests.support.harness import Died, Ranks, say
+from tests.support.harness import Died, Ranks, await_flag, flag, say
 from tests.support.twin_training import mlp, square
 from trigram.training.sharded import rules
 
@@ -48,6 +48,11 @@ def making(name: str) -> Callable[[nn.Module], torch.optim.Optimizer]:
         return kind(groups, **options)
 
     return make
+
+
+def hooks_of(model: nn.Module) -> Any:
+    """What ``with_bagua`` has installed."""
+    return trigram.model.wrapped.wrapped_models[model].hooks
 
 
 def taken(twins: Twins) -> int:
@@ -219,6 +224,36 @@ def overlapped(rank: int, world: int) -> None:
     twins.check_state("overlap")
 
 
+@CASES
+def a_wait_with_a_limit(rank: int, world: int) -> None:
+    """Updates that have not ended when a wait is over have not failed: they stay under way."""
+    twins = trained(rank, world, "adamw", overlap=True)
+    model, hooks = twins.models[1], hooks_of(twins.models[1])
+    begin, before = hooks.one_pass.start, taken(twins)
+
+    def held_up(*given: Any) -> Any:
+        await_flag("a wait with a limit is over")
+        return begin(*given)
+
+    for m, optimizer in twins.pairs:
+        optimizer.zero_grad()
+        if m is model and rank == world - 1:
+            hooks.one_pass.start = held_up
+        twins.loss(m, 5).backward()
+        if m is model and rank == 0:
+            under_way = len(hooks.gathers.under_way)
+            raises(trigram.TimeoutError, hooks.drain, 0.05)
+            assert len(hooks.gathers.under_way) == under_way > 0
+            assert not hooks.fused.broken
+            flag("a wait with a limit is over")
+        optimizer.step()
+    hooks.one_pass.start = begin
+    twins.check("after the wait")
+    twins.train(6, 3)
+    twins.check_state("after the wait")
+    assert taken(twins) > before
+
+
 class Own(ADAMW):
     """An optimizer of the script, which may have any step."""
 
@@ -288,9 +323,8 @@ def _stopped(rank: int, world: int) -> tuple[int, str, str] | None:
     assert trigram.stats(model)["one_pass_updates"] > 0
     say("updates at once")
     optimizer.zero_grad()
-    hooks = trigram.model.wrapped.wrapped_models[model].hooks
     if rank == world - 1:
-        hooks.one_pass.start = lambda *_: signal.pause()
+        hooks_of(model).one_pass.start = lambda *_: signal.pause()
     try:
         square(model, rank, 3).backward()
     except trigram.PeerLostError as e:

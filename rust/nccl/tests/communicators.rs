@@ -308,8 +308,8 @@ fn gives_nothing(comm: &Communicator) -> Result<(), Error> {
 
 #[test]
 fn nor_does_it_hold_up_a_revoke_or_a_shrink_that_interrupts() {
-    let hows: [fn(&Communicator) -> Result<(), Error>; 2] =
-        [|comm| comm.revoke(LIMIT), |comm| comm.shrink(&[1], true, Config::new()).map(drop)];
+    type How = fn(&Communicator) -> Result<(), Error>;
+    let hows: [How; 2] = [|comm| comm.revoke(LIMIT), |comm| comm.shrink(&[1], true, Config::new()).map(drop)];
     for how in hows {
         while_the_stream_is_full(gives_nothing, move |comm| {
             let error = how(&comm).unwrap_err();

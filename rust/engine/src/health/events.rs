@@ -389,8 +389,9 @@ mod tests {
     fn what_stands_for_another_call_or_has_unequal_lengths_says_so() {
         let ring = EventRing::new();
         for extra in [0, Signature::DEVICE, Signature::PAIRWISE] {
-            let signature = Signature { extra, ..made(0).signature };
-            ring.record_ended(&Made { signature, ..made(extra) });
+            let mut one = made(0);
+            one.signature.extra = extra;
+            ring.record_ended(&one);
         }
         let said: Vec<_> = ring.all().iter().map(|e| (e.on_gpu, e.uneven)).collect();
         assert_eq!(said, [(false, false), (true, false), (false, true)]);

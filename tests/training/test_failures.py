@@ -90,6 +90,42 @@ def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
         pair.train(square, 2, first=10 * round + 5)
 
 
+@CASES.over(*GRADIENTS)
+def fault_after_the_last_gradient(rank: int, world: int, algorithm: str) -> None:
+    """One rank's pass fails when it has sent all gradients, and the others complete theirs: no later than in
+    the next pass all have an error, and go on from a checkpoint."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"warmup_steps": 2} if algorithm == "powersgd" else {}
+    model = trigram.with_bagua(mlp(), algorithm, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    errors = 0
+
+    def step(number: int, late_fault: bool = False) -> None:
+        inputs = x(rank, number).requires_grad_() * 1
+        if late_fault:
+            inputs.register_hook(lambda _: 1 / 0)
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    for number in range(4):
+        step(number)
+    kept = copy.deepcopy(model.state_dict())
+    for fault in (rank == world - 1, False):
+        try:
+            step(4, fault)
+        except (ZeroDivisionError, trigram.MismatchError, trigram.AbortedError) as e:
+            errors += 1
+            assert not isinstance(e, trigram.MismatchError) or "load a checkpoint" in str(e)
+        time.sleep(0.1)  # the others complete their pass before that rank begins another one
+    assert errors > 0
+    optimizer.zero_grad()
+    model.load_state_dict(kept)
+    for number in range(5, 8):
+        step(number)
+    same_on_all_ranks(rank, world, f"late-{algorithm}", model.parameters())
+
+
 def told_apart(rank: int, world: int, algorithm: str, passes: list[int], updates: list[bool]) -> None:
     """Steps of so many passes, each with an update or not; the one that meets another raises on all ranks."""
     torch.manual_seed(1)

@@ -368,7 +368,8 @@ class PreparedWorld:
         left = [r for r in self.world.group.ranks if lost.get(r) == "left"]
         if left:
             time.sleep(0.2)  # a rank whose script has ended leaves both epochs: let both losses arrive
-        return any(r not in self.world.engine.losses() for r in left)
+        gone = dict(self.world.engine.losses())
+        return any(r not in gone for r in left)
 
 
 def _switch_to(prepared: PreparedWorld) -> MembershipChange:

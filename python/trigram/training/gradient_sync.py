@@ -78,6 +78,7 @@ class GradientSync(FusedBuckets):
         self.idle = False
         self.order: list[int] | None = []
         self.passes = 0  # since the last update
+        self.since = 0  # passes completed since one has failed on this rank
         self.backup = GradientBackup()
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
@@ -155,7 +156,7 @@ class GradientSync(FusedBuckets):
     def _before_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
         every = self.groups.check_replicas
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
-        if every and self.steps % every == 0 and self.steps and not joining:
+        if every and self.since % every == 0 and self.since and not joining:
             check_replicas(model.parameters(), self.before_passes, self.steps)
         if not self._follow_changes(model, in_backward) and self.order is not None and self.steps:
             self._reorder()
@@ -258,17 +259,27 @@ class GradientSync(FusedBuckets):
             self.groups.non_finite_check.begin()
         if self.fidelity is not None:
             comparable = self.join is None and self.groups.sample_weight is None
-            self.fidelity.begin(self.steps, comparable)
+            self.fidelity.begin(self.since, comparable)
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
 
     def _number_calls(self) -> None:
         """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or
-        fewer updates, is found when its pass meets theirs. Ranks without inputs make no updates, and ranks
-        that join have made none: with these, nothing is numbered."""
+        fewer updates, is found when its pass meets theirs; so is one whose pass has failed so late that the
+        others have completed it. Ranks without inputs make no updates, and ranks that join have made none:
+        with these, nothing is numbered."""
         comparable = self.join is None and not self.elastic.can_redo
-        self.groups.main.core.set_pass(min(self.passes + 1, 0xFFFF) if comparable else 0)
+        counter = self.since and 1 + (self.since - 1) % 0xFF  # 0 only after a failure, or at the beginning
+        self.groups.main.core.set_pass(counter << 8 | min(self.passes + 1, 0xFF) if comparable else 0)
+
+    def count_anew(self) -> None:
+        """A pass has failed on this rank, and others may have completed it: calls that all ranks make in
+        certain passes, and the seeds of codecs, follow from a number that is the same again when the others
+        have failed too, which they do in the next pass at the latest. In elastic jobs it is repeated."""
+        if not self.elastic.can_redo:
+            self.since = 0
+            self.has_failed = True
 
     def weight(self) -> float | None:
         """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
@@ -353,7 +364,7 @@ class GradientSync(FusedBuckets):
         name = partial(self._bucket_name, bucket)
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
         with spans.naming(self.groups.main, name):
-            bucket.average.start(self.steps)
+            bucket.average.start(self.since)
         self.buckets.compressor.after_send(bucket)
         self.next += 1
 
@@ -377,6 +388,8 @@ class GradientSync(FusedBuckets):
         self.elastic.complete(self)
         self.steps += 1
         self.passes += 1
+        self.since += 1
+        self.has_failed = False
         self.local.pass_ended()
         received, self.received = self.received, []
         for buffers in received:
@@ -421,12 +434,12 @@ class GradientSync(FusedBuckets):
 
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
-        return {"order": self.buckets.order, "steps": self.steps}
+        return {"order": self.buckets.order, "steps": self.steps, "since": self.since}
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, with residuals of 0."""
         if part.newcomer:
-            self.steps = meta["steps"]
+            self.steps, self.since = meta["steps"], meta["since"]
         for bucket in self.buckets:
             with contextlib.suppress(TrigramError):
                 bucket.average.await_end()
@@ -486,6 +499,7 @@ class GradientSync(FusedBuckets):
             for end in ends:
                 with contextlib.suppress(TrigramError):
                     end()
+            self.count_anew()
         # A forward pass that fails here fails a pass of the other ranks that updates weights.
         updates = self.fusing if failed is None else self.fused is not None and self.fused.started
         if self.fused is not None and updates and (failed is not None or error is not None):
@@ -533,7 +547,7 @@ class GradientSync(FusedBuckets):
     def leave_join(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""
         super().leave_join()
-        self.passes = 0
+        self.passes = self.since = 0
 
     @torch.no_grad()
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
@@ -627,7 +641,9 @@ class GradientSync(FusedBuckets):
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
+        self.abort_failed()
         super().load(state)
+        self.since = self.steps
         if state["order"] is not None:
             self.build_buckets(state["order"])
             self.order = None
@@ -653,5 +669,7 @@ def explained(error: TrigramError, name: str) -> TrigramError:
         f"{name}: the ranks average different gradients in this backward pass. Either parameters were "
         "frozen, replaced, added or loaded on some ranks only, or some ranks have made more backward passes "
         "for an update than others, or skipped an update that others made; do the same on all ranks, or use "
-        f"trigram.join where ranks have different numbers of batches ({error})"
+        "trigram.join where ranks have different numbers of batches. If a pass has raised an exception on "
+        "one rank only, the others may have completed it (their counters differ then), and weights differ: "
+        f"load a checkpoint on all ranks ({error})"
     )

@@ -122,6 +122,7 @@ class StepHooks:
         self._handled: int | None = None
         self._before_loading: ValuesSnapshot | None = None
         self.steps = self.idle_steps = 0
+        self.has_failed = False  # the last pass
         self.bytes = 0
         self.waited = 0.0
         self.limit = 0
@@ -344,7 +345,8 @@ class StepHooks:
         """Whether ``load_state_dict`` has changed parameters since the last call. A script may load other
         weights on one rank, and then those it had."""
         before, self._before_loading = self._before_loading, None
-        return before is not None and not before.same(self.params)
+        # After a pass that failed on some ranks only, their weights may be those that all load.
+        return before is not None and (self.has_failed or not before.same(self.params))
 
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:

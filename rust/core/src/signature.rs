@@ -146,8 +146,9 @@ impl Signature {
 
     const PASS: u32 = 48;
 
-    /// The same call as part of this backward pass since the last update of the weights, counted from 1; 0: of none.
-    /// A rank that makes more passes than others between two updates is found by it.
+    /// The same call as part of a backward pass; 0: of none. The low byte counts passes since the last update of the
+    /// weights, from 1: a rank that makes more passes than others between two updates is found by it. The high byte
+    /// counts those that have been completed since one failed, which is found where others have completed that one.
     #[must_use]
     pub fn in_pass(mut self, pass: u16) -> Self {
         self.extra |= u64::from(pass) << Self::PASS;
@@ -242,7 +243,11 @@ impl fmt::Display for Signature {
             write!(f, ", on a GPU")?;
         }
         if self.pass() != 0 {
-            write!(f, ", backward pass {}", self.pass())?;
+            write!(f, ", backward pass {}", self.pass() & 0xff)?;
+            match self.pass() >> 8 {
+                0 => {}
+                counter => write!(f, ", counter {counter}")?,
+            }
         }
         write!(f, ")")
     }

@@ -137,6 +137,7 @@ class FusedSlices(DividedWeights):
         if self.fused is not None and self.fusing and not self.fused.broken:
             self.fused.broken = True
             self.steps, self.passes = self.steps - 1, max(self.passes - 1, 0)
+            self.count_anew()
             self._abort_calls(self._call_counts(), "a gather of this pass failed")
 
     def stats(self) -> dict[str, Any]:

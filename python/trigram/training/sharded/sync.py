@@ -90,6 +90,12 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
             self._follow(own)
         self.shards.enter(lambda p: True)
 
+    def count_anew(self) -> None:
+        """See :class:`GradientSync`."""
+        super().count_anew()
+        if self.has_failed:
+            self.updates = 0
+
     def _check_options(self) -> None:
         """Raises on all ranks if their optimizers have other options; rarely: in steps 1, 2, 4, and so on."""
         if self.updates.bit_count() == 1:

@@ -126,6 +126,32 @@ def fault_after_the_last_gradient(rank: int, world: int, algorithm: str) -> None
     same_on_all_ranks(rank, world, f"late-{algorithm}", model.parameters())
 
 
+@CASES.over(*GRADIENTS, "local_sgd", "decentralized")
+def fault_before_another_model(rank: int, world: int, algorithm: str) -> None:
+    """One rank's pass of a model fails, and it goes on with another model: the others do not wait for it."""
+    torch.manual_seed(1)
+    options: dict[str, Any] = {"warmup_steps": 2} if algorithm == "powersgd" else {}
+    models = [trigram.with_bagua(Faulty(), algorithm, **options) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def step(which: int, number: int, fault: bool = False) -> None:
+        optimizers[which].zero_grad()
+        models[which](x(rank, number), fault).square().mean().backward()
+        optimizers[which].step()
+
+    for number in range(3):
+        step(0, number)
+        step(1, number)
+    began = time.monotonic()
+    for number in range(3, 6):
+        for which in (0, 1):
+            try:
+                step(which, number, fault=which == 0 and number == 3 and rank == world - 1)
+            except (RuntimeError, trigram.TrigramError):
+                optimizers[which].zero_grad()
+    assert time.monotonic() - began < 20
+
+
 def told_apart(rank: int, world: int, algorithm: str, passes: list[int], updates: list[bool]) -> None:
     """Steps of so many passes, each with an update or not; the one that meets another raises on all ranks."""
     torch.manual_seed(1)

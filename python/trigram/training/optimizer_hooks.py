@@ -83,6 +83,11 @@ def leave(listener: Updated) -> None:
     _listeners.discard(listener)
 
 
+def listeners() -> list[Updated]:
+    """Who is told of updates now."""
+    return list(_listeners)
+
+
 def has_listener(param: torch.Tensor) -> bool:
     """Whether a model that still exists is told of updates of the parameter."""
     return any(id(param) in listener.param_ids and listener.model() is not None for listener in _listeners)

@@ -357,6 +357,7 @@ class StepHooks:
             return  # torch.func.functional_call with other tensors: not the weights that train
         self.times.enter(steps.FORWARD)
         self.abort_failed()
+        self._abort_others()
         optimizer_hooks.forget_failed(self)
         if not self.updating and (following := self.end_warmup()) is not None:
             following._before_forward(model, args)
@@ -481,6 +482,13 @@ class StepHooks:
             if self.sync:
                 self.begin_pass(None)
                 self.abort_pass()
+
+    def _abort_others(self) -> None:
+        """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
+        while it waits for them in this model."""
+        for other in optimizer_hooks.listeners():
+            if isinstance(other, StepHooks) and other is not self:
+                other.abort_failed()
 
     def _forward_failed(self, model: nn.Module) -> None:
         """The forward pass of a training step has raised an exception: the pass fails on all ranks, for a

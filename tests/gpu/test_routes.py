@@ -68,7 +68,12 @@ def test_fault_by_host(in_launch: Callable[..., None], case: str) -> None:
     in_launch("FAULTS", case, 3, env=gpu_standin.env("host"))
 
 
-@pytest.mark.parametrize("case", [c for c in FAULTS if c != "splits"])  # NCCL does not compare these
+# NCCL does not compare splits. After a pass that failed on one rank when it had sent all gradients, the ranks agree on
+# communicators anew at different times: each error is told to all, but a checkpoint does not end them.
+NOT_BY_NCCL = ("splits", "fault_after_the_last_gradient")
+
+
+@pytest.mark.parametrize("case", [c for c in FAULTS if not c.startswith(NOT_BY_NCCL)])
 def test_fault_by_nccl(in_launch: Callable[..., None], case: str) -> None:
     in_launch("FAULTS", case, 3, env=gpu_standin.env("nccl"))
 

@@ -136,7 +136,7 @@ def _draw(
     if KEEP == FEEDBACK:
         tl.store(residual + index, 0.0, mask=there)
     elif KEEP != LOSE:
-        tl.store(residual + index, x * 0.0, mask=there)
+        tl.store(residual + index, x - x, mask=there)
     if tl.program_id(0) == 0:
         word = tl.arange(0, 4)
         poison = tl.where(tl.load(flag) != 0, NAN, 0)

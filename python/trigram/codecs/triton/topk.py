@@ -345,7 +345,7 @@ def _pack(
         if KEEP == FEEDBACK:
             tl.store(residual + at, 0.0, mask=taken | (there & (key >= INFINITE)))
         elif KEEP != LOSE:
-            tl.store(residual + at, x * 0.0, mask=taken)
+            tl.store(residual + at, x - x, mask=taken)
         all_of_both = tl.sum(both, axis=0)
         above_before += all_of_both & 0xFFFF
         on_edge_before += all_of_both >> 16

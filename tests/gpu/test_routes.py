@@ -68,8 +68,8 @@ def test_fault_by_host(in_launch: Callable[..., None], case: str) -> None:
     in_launch("FAULTS", case, 3, env=gpu_standin.env("host"))
 
 
-# NCCL does not compare splits. After a pass that failed on one rank when it had sent all gradients, the ranks agree on
-# communicators anew at different times: each error is told to all, but a checkpoint does not end them.
+# NCCL does not compare splits. After a pass that failed on one rank when it had sent all gradients, the ranks
+# agree on communicators anew at different times: each error is told to all, but no checkpoint ends them.
 NOT_BY_NCCL = ("splits", "fault_after_the_last_gradient")
 
 

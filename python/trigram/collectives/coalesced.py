@@ -48,6 +48,15 @@ def is_channels_last(t: torch.Tensor) -> bool:
     return t.dim() == 4 and not t.is_contiguous() and t.is_contiguous(memory_format=torch.channels_last)
 
 
+def is_permuted(t: torch.Tensor) -> bool:
+    """Whether the tensor fills its memory, and neither in the order of rows nor in that of
+    ``torch.channels_last``: as a transposed matrix. Coalesced values are in the order of rows then."""
+    if t.dim() < 2 or t.layout != torch.strided or t.is_contiguous() or is_channels_last(t):
+        return False
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    return t.permute(order).is_contiguous()
+
+
 def parts(t: torch.Tensor, most: int) -> list[torch.Tensor]:
     """Views that make up the tensor in row-major order, each of at most ``most`` bytes."""
     if t.nbytes <= most or t.dim() == 0:

@@ -342,7 +342,7 @@ def _communication(rows: list[Rank], why: list[str], late: Rank | None) -> Findi
     if late is not None:
         verdict += f"rank {late.rank} is late by less"
     else:
-        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out"
+        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out, unless ranks are late by turns"
     size = max(row.world_size for row in rows)
     if len(rows) < size:
         verdict += ", or a rank is late whose figures are missing"

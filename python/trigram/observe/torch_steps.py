@@ -67,13 +67,23 @@ class _Model:
         module.register_forward_hook(WeakHook(self, "_forward_ends"), always_call=True)
         weakref.finalize(module, self.times.close).atexit = False
 
-    @torch.compiler.disable
     def _forward_begins(self, *_: Any) -> None:
+        if (
+            not torch.compiler.is_compiling()
+        ):  # in a graph nothing is timed, and fullgraph=True allows no break
+            self._begin_forward()
+
+    def _forward_ends(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self._end_forward(output)
+
+    @torch.compiler.disable
+    def _begin_forward(self) -> None:
         if torch.is_grad_enabled() and not _in_backward():
             self.times.enter(steps.FORWARD)
 
     @torch.compiler.disable
-    def _forward_ends(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _end_forward(self, output: Any) -> None:
         if self.times.phase == steps.FORWARD and not _in_backward():
             self.times.enter(steps.OTHER)
         if torch.is_grad_enabled():

@@ -64,7 +64,7 @@ def read(path: str | os.PathLike[str]) -> Decision:
     """
     try:
         content: Any = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"plan: cannot read {os.fspath(path)}: {error}; write one with trigram plan"
         ) from error
@@ -79,7 +79,7 @@ def read(path: str | os.PathLike[str]) -> Decision:
             f"plan: {os.fspath(path)} has no valid decision ({error}); write a new one with trigram plan"
         ) from error
     sized = decision.bucket_mb is None or (
-        isinstance(decision.bucket_mb, int | float) and decision.bucket_mb > 0
+        isinstance(decision.bucket_mb, int | float) and 0 < decision.bucket_mb < 1 << 40
     )
     if not isinstance(decision.algorithm, str) or not isinstance(decision.options, dict) or not sized:
         raise ConfigError(

@@ -67,6 +67,7 @@ class Bucket:
         self.memory = empty(whole, dtype=chosen[0].dtype, device=device)
         self.memory.zero_()
         self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
+        self.permuted = [k for k, p in enumerate(chosen) if coalesced.is_permuted(p)]
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
         self.nbytes = self.memory.nbytes
@@ -184,6 +185,14 @@ class Bucket:
             if anybody[k]:
                 params[self.params[k]].grad = self.views[k]
         self.average.settle([not anybody[k] for k in self.held])
+
+    def give_strides(self, params: Sequence[torch.Tensor]) -> None:
+        """Gives averages the strides of their parameters, as autograd does, where views of the bucket have
+        other ones: torch's optimizers with ``fused=True`` take memory for memory."""
+        for k in self.permuted:
+            p = params[self.params[k]]
+            if p.grad is not None and p.grad.stride() != p.stride():
+                p.grad = torch.empty_like(p, requires_grad=False).copy_(p.grad)
 
 
 def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from trigram.errors import MisuseError
+from trigram.collectives import coalesced
+from trigram.errors import MisuseError, UnsupportedError
 from trigram.observe import steps
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
@@ -34,9 +35,19 @@ class FusedBuckets(StepHooks):
     fused: FusedSteps | None = None
     fusing = False
     landed = 0
+    moves_parameters = False
+    """Whether parameters move into buckets, and get the strides of their place there."""
 
     def fuse(self, optimizer: Optimizer) -> None:
         """From the second update on, buckets are updated in backward."""
+        for name, p in zip(self.names, self.params, strict=True):
+            if p.requires_grad and not self.moves_parameters and coalesced.is_permuted(p):
+                raise UnsupportedError(
+                    f"{self.groups.name}: fused=True: the dimensions of parameter {name} lie in memory in "
+                    "another order than in its shape, as of a transposed matrix, and gradients lie in "
+                    "buckets as shapes say; make it contiguous (p.data = p.data.contiguous()), or pass "
+                    "fused=False"
+                )
         self.fused = FusedSteps(optimizer)
         self.fused.handles += [
             optimizer.register_state_dict_pre_hook(WeakHook(self, "restore_failed")),

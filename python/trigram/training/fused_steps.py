@@ -42,8 +42,11 @@ class FusedSteps:
         self._groups: GroupValues | None = None  # when the pass began
         self._counted: GroupValues | None = None  # since its first update
         self._place: dict[int, tuple[int, int]] = {}
+        stepped = optimizer.register_step_post_hook(WeakHook(self, "after_step"))
+        # Before the script's own hooks: these see the parameters in the groups.
+        optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
         self.handles = [
-            optimizer.register_step_post_hook(WeakHook(self, "after_step")),
+            stepped,
             optimizer.register_load_state_dict_post_hook(WeakHook(self, "_loaded")),
         ]
 
@@ -52,7 +55,8 @@ class FusedSteps:
 
         Raises:
             MisuseError: The last pass failed, or ``step`` was not called since.
-            UnsupportedError: The pass is in a closure of the optimizer.
+            UnsupportedError: The pass is in a closure of the optimizer, or a hook of the script would see
+                no gradients.
         """
         if self.broken:
             raise MisuseError(
@@ -69,6 +73,13 @@ class FusedSteps:
             raise UnsupportedError(
                 f"{name}: fused=True updates weights in backward, so optimizer.step(closure) would step "
                 "inside itself; call backward() and then step(), or pass fused=False"
+            )
+        hooks = self.optimizer._optimizer_step_pre_hooks.values()  # type: ignore[attr-defined]
+        if any(not type(hook).__module__.startswith("trigram.") for hook in hooks):
+            raise UnsupportedError(
+                f"{name}: fused=True updates weights in backward, so a step pre-hook of the script "
+                "(optimizer.register_step_pre_hook) would see no gradients and change nothing; remove the "
+                "hook, or pass fused=False"
             )
         self.updated = set()
         self._groups, self._counted = GroupValues(self.optimizer), None

@@ -417,6 +417,8 @@ class GradientSync(FusedBuckets):
                 bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
             bucket.assign(self.params, used)
             self.look_at_mean(bucket)
+            if not self.moves_parameters:
+                bucket.give_strides(self.params)
         if self.fidelity is not None:
             self.fidelity.end()
         for i in self.sparse:

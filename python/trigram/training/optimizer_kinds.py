@@ -78,13 +78,38 @@ def updates_values(optimizer: Any, options: Mapping[str, Any], name: str) -> boo
                 f"{name}: {kind.__name__} cannot be fused: it counts its steps, and a step for each bucket "
                 "is more than one; remove fused=True"
             )
-        values = found.values
+        values = found.values and not _knows_parameters(optimizer)
     if elementwise and not values:
         raise MisuseError(
             f"{name}: elementwise=True, but {kind.__name__} updates slices of parameters otherwise than "
             "whole parameters; remove elementwise=True"
         )
     return values if elementwise is None else elementwise
+
+
+def _knows_parameters(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has a table of parameters, or of their ``id()``, besides its groups and state: it
+    would not find slices there."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+    def found(value: Any, depth: int) -> bool:
+        if isinstance(value, torch.Tensor):
+            return id(value) in own
+        if isinstance(value, int):
+            return value in own
+        if depth and isinstance(value, Mapping):
+            return any(found(of, depth - 1) for pair in value.items() for of in pair)
+        if depth and isinstance(value, list | tuple | set | frozenset):
+            return any(found(of, depth - 1) for of in value)
+        return False
+
+    attributes = {
+        name: value
+        for name, value in vars(optimizer).items()
+        if name not in ("param_groups", "state") and not name.startswith("_optimizer_")
+    }
+    options = [{name: of for name, of in g.items() if name != "params"} for g in optimizer.param_groups]
+    return found(attributes, 3) or found(options, 4)
 
 
 def check_state_dict(optimizer: Optimizer, name: str) -> None:

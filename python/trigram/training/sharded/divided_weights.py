@@ -48,6 +48,8 @@ class DividedWeights(GradientSync):
         divides_gradients: Whether each rank keeps a part of the gradients.
     """
 
+    moves_parameters = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -235,12 +237,13 @@ class DividedWeights(GradientSync):
 
     @torch.no_grad()
     def collect(self) -> None:
-        """Collects the weights from the parts, which others than the optimizer have changed; all ranks call
-        it."""
+        """Collects the weights from the parts, which others than the optimizer have changed, and waits for
+        them; all ranks call it."""
         for bucket in self.shards.buckets:
             for p in bucket.params:
                 increment_version(p)
         self._gather_all(set())
+        self.drain()
 
     def drain(self, timeout: float | None = None, *_: Any, between_steps: bool = False) -> None:
         """Waits until all weights are there."""

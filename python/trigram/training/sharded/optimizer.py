@@ -170,6 +170,8 @@ class ShardedOptimizer:
             pieces = self.held(p)
             for piece in pieces:
                 piece.value.requires_grad_(p.requires_grad)
+                if not piece.whole and (attributes := vars(p)):
+                    vars(piece.value).update(attributes)  # an optimizer may read them, as p.lr_scale
             return [(piece.value, piece.gradient if gradients else None) for piece in pieces]
 
         self.shown.show(choose, given)

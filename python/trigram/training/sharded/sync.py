@@ -53,6 +53,7 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
         stepped = optimizer.register_step_post_hook(WeakHook(self, "_stepped"))
         # Before the script's own hooks, which may save a checkpoint.
         optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
+        self._first_hook = stepped.id
         self.optimizer_handles: list[Any] = [
             OtherMethods(optimizer, self),
             stepped,
@@ -62,6 +63,11 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_load_optimizer")),
             optimizer.register_load_state_dict_post_hook(WeakHook(self, "_after_load_optimizer")),
         ]
+
+    def fuse(self, optimizer: Optimizer) -> None:
+        """See :class:`FusedBuckets`; slices leave the groups before anything else happens after a step."""
+        super().fuse(optimizer)
+        optimizer._optimizer_step_post_hooks.move_to_end(self._first_hook, last=False)  # type: ignore[attr-defined]
 
     # The optimizer's step.
 

@@ -143,7 +143,7 @@ def transposed_weight(rank: int, world: int, algorithm: str) -> None:
     for p, q in zip(ours.parameters(), plain.parameters(), strict=True):
         close(p, q, 1e-6 if algorithm == "gradient_allreduce" else 2e-2, "transposed")
     model = Transposed()
-    adam = torch.optim.AdamW(model.parameters())
+    adam = torch.optim.AdamW(model.parameters(), fused=True)
     said = raises(
         trigram.UnsupportedError, trigram.with_bagua, model, "gradient_allreduce", optimizer=adam, fused=True
     )

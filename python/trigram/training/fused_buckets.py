@@ -40,13 +40,15 @@ class FusedBuckets(StepHooks):
 
     def fuse(self, optimizer: Optimizer) -> None:
         """From the second update on, buckets are updated in backward."""
+        # torch's fused kernels take gradients memory for memory, whatever the strides.
+        by_memory = {id(p) for g in optimizer.param_groups if g.get("fused") for p in g["params"]}
         for name, p in zip(self.names, self.params, strict=True):
-            if p.requires_grad and not self.moves_parameters and coalesced.is_permuted(p):
+            if id(p) in by_memory and not self.moves_parameters and coalesced.is_permuted(p):
                 raise UnsupportedError(
                     f"{self.groups.name}: fused=True: the dimensions of parameter {name} lie in memory in "
-                    "another order than in its shape, as of a transposed matrix, and gradients lie in "
-                    "buckets as shapes say; make it contiguous (p.data = p.data.contiguous()), or pass "
-                    "fused=False"
+                    "another order than in its shape, as of a transposed matrix, which the optimizer's own "
+                    "fused=True does not support with gradients in buckets; make the parameter contiguous "
+                    "(p.data = p.data.contiguous()), or make the optimizer without fused=True"
                 )
         self.fused = FusedSteps(optimizer)
         self.fused.handles += [

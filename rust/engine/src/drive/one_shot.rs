@@ -5,7 +5,6 @@
 //! does all this too, and has an error for what can go wrong.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use trigram_core::Result;
 use trigram_core::planner::{self, Opening};
@@ -119,8 +118,7 @@ impl Progress {
             slot.leave(id.0);
         }
         self.counters.events.record_ended(&call.body.made(call.rest.made));
-        self.counters.calls.fetch_add(1, Ordering::Relaxed);
-        self.counters.direct_bytes.fetch_add(call.body.direct_bytes, Ordering::Relaxed);
+        self.counters.count(1, call.body.direct_bytes);
         OneShot::Ended
     }
 }

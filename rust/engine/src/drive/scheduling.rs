@@ -330,14 +330,8 @@ impl Scheduling<'_> {
             op_slot.leave(body.call_id.0);
             body.members.ring();
         }
-        let outcome = match active.error.take() {
-            Some(error) => Err(error),
-            None => {
-                self.counters.calls.fetch_add(1, Ordering::Relaxed);
-                Ok(())
-            }
-        };
-        self.counters.direct_bytes.fetch_add(body.direct_bytes, Ordering::Relaxed);
+        let outcome = active.error.take().map_or(Ok(()), Err);
+        self.counters.count(u64::from(outcome.is_ok()), body.direct_bytes);
         for (counter, tx) in self.counters.sent.iter().zip(self.out.connections()) {
             // A peer that has left had its bytes all the same.
             if let Some(tx) = tx {

@@ -43,6 +43,15 @@ impl Counters {
         }
     }
 
+    /// Counts a call that has ended well, and bytes moved directly. Only under the progress lock, as all that counts
+    /// these: so no instruction has to lock the bus, which would take as long as the rest of the bookkeeping of a short
+    /// call.
+    pub(crate) fn count(&self, calls: u64, direct_bytes: u64) {
+        for (counter, more) in [(&self.calls, calls), (&self.direct_bytes, direct_bytes)] {
+            counter.store(counter.load(Ordering::Relaxed) + more, Ordering::Relaxed);
+        }
+    }
+
     /// Records that this rank slept while it waited for these ranks.
     pub(crate) fn note_wait(&self, ranks: &[u32], slept: Duration) {
         for &rank in ranks {

@@ -271,7 +271,7 @@ class GradientSync(FusedBuckets):
         with these, nothing is numbered."""
         comparable = self.join is None and not self.elastic.can_redo
         counter = self.since and 1 + (self.since - 1) % 0xFF  # 0 only after a failure, or at the beginning
-        self.groups.main.core.set_pass(counter << 8 | min(self.passes + 1, 0xFF) if comparable else 0)
+        self.groups.main.core.set_pass(counter << 8 | 1 + self.passes % 0xFF if comparable else 0)
 
     def count_anew(self) -> None:
         """A pass has failed on this rank, and others may have completed it: calls that all ranks make in

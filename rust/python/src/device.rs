@@ -12,7 +12,8 @@ use trigram_engine::device::failure::from_nccl;
 use trigram_engine::device::group::{DeviceGroup as Ranks, PeerMessage};
 
 use crate::errors::Raise;
-use crate::{Asked, Group, Memory, Splits, request, seconds, wait};
+use crate::waits::{seconds, wait};
+use crate::{Asked, Group, Memory, Splits, request};
 
 /// NCCL, loaded.
 #[pyclass(module = "trigram._core", frozen)]

@@ -1,13 +1,11 @@
 //! The records of calls, for Python.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
 use pyo3::prelude::*;
 use trigram_engine::health::events;
 
-use crate::{Engine, park_if_exiting, waiting};
+use crate::{Engine, waits};
 
 /// See [`events::Event`]; times in nanoseconds of the monotonic clock.
 #[pyclass(module = "trigram._core", frozen, get_all)]
@@ -97,15 +95,8 @@ impl EventReader {
         seen: u64,
         timeout_seconds: f64,
     ) -> (u64, Vec<(u64, Option<u64>, String)>) {
-        let limit =
-            Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default().min(Duration::from_secs(3600));
-        waiting().fetch_add(1, Ordering::AcqRel);
-        let (count, last) = py.detach(|| {
-            let found = self.ring.wait_for_failure(seen, limit);
-            park_if_exiting();
-            found
-        });
-        waiting().fetch_sub(1, Ordering::AcqRel);
+        let limit = waits::up_to_an_hour(timeout_seconds);
+        let (count, last) = waits::detached(py, || self.ring.wait_for_failure(seen, limit));
         (count, last.into_iter().map(|f| (f.group, f.sequence, f.why)).collect())
     }
 }

@@ -1,20 +1,20 @@
 //! `trigram._core`: conversions and error mapping, nothing else.
 //!
 //! Tensors arrive as addresses and lengths; `trigram/collectives` has checked what they are and
-//! keeps them alive. No wait holds the interpreter lock (invariant PY-2), and every wait answers
-//! Ctrl-C (PY-3).
+//! keeps them alive. What waits does so by [`waits`].
 
 mod callbacks;
 mod codec;
 mod device;
 mod errors;
 mod events;
+mod logs;
 mod simulation;
 mod tensors;
 mod update;
+mod waits;
 
-use std::cell::Cell;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
@@ -30,75 +30,9 @@ use trigram_engine::call::request::{Message, Request, Tensors};
 use trigram_engine::health::losses::LossKind;
 use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
-use trigram_engine::sys::completion::{self, Completion};
-use trigram_engine::sys::{address, clock, fork, memory};
-
-/// The interpreter is about to end.
-static EXITING: AtomicBool = AtomicBool::new(false);
-/// Threads that wait here and may come back to the interpreter.
-/// One count for each depth of forks: a child has none of its parent's threads.
-static WAITING: [AtomicUsize; 8] = [const { AtomicUsize::new(0) }; 8];
-
-thread_local! {
-    /// Ticks that this thread has spent in [`wait`].
-    static BLOCKED: Cell<u64> = const { Cell::new(0) };
-}
-
-fn waiting() -> &'static AtomicUsize {
-    &WAITING[fork::depth() % WAITING.len()]
-}
-
-/// Waits without the interpreter lock. Ctrl-C ends the wait with its own exception.
-///
-/// A thread that outlives the interpreter must not come back to it (invariant PY-4): it would be
-/// torn down in the middle of our frames. So when the interpreter ends, waiting threads stay here,
-/// and the process ends around them.
-fn wait<T: Send>(
-    py: Python<'_>,
-    f: impl Send + FnOnce(completion::InterruptCheck<'_>) -> trigram_core::Result<T>,
-) -> PyResult<T> {
-    let mut signal: Option<PyErr> = None;
-    let began = clock::ticks();
-    waiting().fetch_add(1, Ordering::AcqRel);
-    let outcome = py.detach(|| {
-        let outcome = f(&mut || {
-            if EXITING.load(Ordering::Acquire) {
-                return Err(Error::Aborted(
-                    "the call was aborted because the Python interpreter exits".into(),
-                ));
-            }
-            match Python::try_attach(|py| py.check_signals()) {
-                Some(Err(e)) => {
-                    signal = Some(e);
-                    Err(Error::Aborted("interrupted".into()))
-                }
-                _ => Ok(()),
-            }
-        });
-        park_if_exiting();
-        outcome
-    });
-    waiting().fetch_sub(1, Ordering::AcqRel);
-    BLOCKED.with(|ticks| ticks.set(ticks.get() + clock::ticks().saturating_sub(began)));
-    match signal {
-        Some(signal) => Err(signal),
-        None => outcome.raise(py),
-    }
-}
-
-/// Keeps a thread that has waited from coming back to an interpreter that ends, see [`wait`].
-fn park_if_exiting() {
-    if EXITING.load(Ordering::Acquire) {
-        waiting().fetch_sub(1, Ordering::AcqRel);
-        loop {
-            std::thread::park();
-        }
-    }
-}
-
-fn seconds(s: Option<f64>) -> Option<Duration> {
-    s.and_then(|s| Duration::try_from_secs_f64(s).ok())
-}
+use trigram_engine::sys::completion::Completion;
+use trigram_engine::sys::{address, fork, memory};
+use waits::{seconds, wait};
 
 /// A rank that has not met the others.
 #[pyclass(module = "trigram._core")]
@@ -200,23 +134,19 @@ impl Engine {
         Ok(RegisteredMemory(self.0.world().allocate(nbytes).raise(py)?))
     }
 
-    /// Hands what the engine has noted for the log to the queue that [`next_log_lines`] reads.
+    /// Hands what the engine has noted for the log to the queue that [`logs::next_log_lines`] reads.
     fn write_out_log(&self, py: Python<'_>) {
         py.detach(|| self.0.write_out_log());
     }
 
     /// Ends everything. `exiting`: the interpreter ends too.
     fn shutdown(&self, py: Python<'_>, exiting: bool) {
-        EXITING.store(exiting, Ordering::Release);
+        waits::set_exiting(exiting);
         log_sink::wake();
         callbacks::wake();
         py.detach(|| {
             self.0.shutdown();
-            // Those on their way back need the interpreter lock to get there: let them have it.
-            let deadline = Instant::now() + Duration::from_secs(1);
-            while exiting && waiting().load(Ordering::Acquire) > 0 && Instant::now() < deadline {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            waits::let_return();
         });
     }
 
@@ -598,12 +528,6 @@ impl Work {
     }
 }
 
-/// How long this thread has waited in calls, and the present moment, both in ticks of the engine's clock.
-#[pyfunction]
-fn blocked() -> (u64, u64) {
-    (BLOCKED.with(Cell::get), clock::ticks())
-}
-
 /// Names and addresses of this machine's network interfaces.
 #[pyfunction]
 fn interfaces() -> Vec<(String, String)> {
@@ -616,62 +540,11 @@ fn is_endpoint_record(py: Python<'_>, record: &[u8], rank: u32) -> PyResult<bool
     Ok(rendezvous::is_record(&Security::from_env().raise(py)?, record, rank))
 }
 
-/// Lines with their levels as Python's `logging` counts them.
-fn levelled(lines: Vec<(log::Level, String)>) -> Vec<(i32, String)> {
-    let number = |level| match level {
-        log::Level::Error => 40,
-        log::Level::Warn => 30,
-        log::Level::Info => 20,
-        log::Level::Debug | log::Level::Trace => 10,
-    };
-    lines.into_iter().map(|(level, text)| (number(level), text)).collect()
-}
-
-/// Queues a log line beside the engine's; `level` as `logging` counts levels. Returns at once.
-#[pyfunction]
-fn log_line(level: i32, text: &str) {
-    let level = match level {
-        40.. => log::Level::Error,
-        30.. => log::Level::Warn,
-        _ => log::Level::Info,
-    };
-    log::log!(target: "trigram", level, "{text}");
-}
-
-/// The engine's log lines since the last call, the oldest first, each with its level as `logging` counts them. Where
-/// there are none, waits up to `timeout_seconds` for one.
-#[pyfunction]
-fn next_log_lines(py: Python<'_>, timeout_seconds: f64) -> Vec<(i32, String)> {
-    let now = Instant::now();
-    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
-    if limit.is_zero() {
-        return levelled(log_sink::next(now, || false)); // the queue's lock is held for a moment only
-    }
-    let is_over = || EXITING.load(Ordering::Acquire);
-    let deadline = now + limit.min(Duration::from_secs(3600));
-    waiting().fetch_add(1, Ordering::AcqRel);
-    let lines = py.detach(|| {
-        let lines = levelled(log_sink::next(deadline, is_over));
-        park_if_exiting();
-        lines
-    });
-    waiting().fetch_sub(1, Ordering::AcqRel);
-    lines
-}
-
 /// The callbacks of calls that have ended. Where there are none, waits up to `timeout_seconds` for one.
 #[pyfunction]
 fn next_done_callbacks(py: Python<'_>, timeout_seconds: f64) -> Vec<Py<PyAny>> {
-    let limit = Duration::try_from_secs_f64(timeout_seconds).unwrap_or_default();
-    let deadline = Instant::now() + limit.min(Duration::from_secs(3600));
-    waiting().fetch_add(1, Ordering::AcqRel);
-    let callbacks = py.detach(|| {
-        let callbacks = callbacks::next(deadline, || EXITING.load(Ordering::Acquire));
-        park_if_exiting();
-        callbacks
-    });
-    waiting().fetch_sub(1, Ordering::AcqRel);
-    callbacks
+    let deadline = Instant::now() + waits::up_to_an_hour(timeout_seconds);
+    waits::detached(py, || callbacks::next(deadline, waits::is_exiting))
 }
 
 #[pymodule]
@@ -700,9 +573,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
     m.add_function(wrap_pyfunction!(update::update_alone, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
-    m.add_function(wrap_pyfunction!(blocked, m)?)?;
-    m.add_function(wrap_pyfunction!(log_line, m)?)?;
-    m.add_function(wrap_pyfunction!(next_log_lines, m)?)?;
+    m.add_function(wrap_pyfunction!(waits::blocked, m)?)?;
+    m.add_function(wrap_pyfunction!(logs::log_line, m)?)?;
+    m.add_function(wrap_pyfunction!(logs::next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(next_done_callbacks, m)?)?;
     m.add_function(wrap_pyfunction!(interfaces, m)?)
 }

@@ -1,0 +1,114 @@
+//! Waits of Python's threads: none holds the interpreter lock (invariant PY-2), every wait for a call answers Ctrl-C (PY-3),
+//! and none comes back to an interpreter that ends (PY-4).
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use trigram_core::Error;
+use trigram_engine::sys::completion::InterruptCheck;
+use trigram_engine::sys::{clock, fork};
+
+use crate::errors::Raise;
+
+/// The interpreter is about to end.
+static EXITING: AtomicBool = AtomicBool::new(false);
+/// Threads that wait here and may come back to the interpreter.
+/// One count for each depth of forks: a child has none of its parent's threads.
+static WAITING: [AtomicUsize; 8] = [const { AtomicUsize::new(0) }; 8];
+
+thread_local! {
+    /// Ticks that this thread has spent in [`wait`].
+    static BLOCKED: Cell<u64> = const { Cell::new(0) };
+}
+
+fn waiting() -> &'static AtomicUsize {
+    &WAITING[fork::depth() % WAITING.len()]
+}
+
+/// Whether the interpreter is about to end: whatever waits in [`detached`] ends its wait soon.
+pub(crate) fn is_exiting() -> bool {
+    EXITING.load(Ordering::Acquire)
+}
+
+/// Says whether the interpreter is about to end.
+pub(crate) fn set_exiting(exiting: bool) {
+    EXITING.store(exiting, Ordering::Release);
+}
+
+/// Gives threads that are on their way back to an interpreter that ends up to a second to get there. The caller does not
+/// hold the interpreter lock: they need it.
+pub(crate) fn let_return() {
+    let deadline = Instant::now() + Duration::from_secs(1);
+    while is_exiting() && waiting().load(Ordering::Acquire) > 0 && Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Runs what may wait, without the interpreter lock.
+///
+/// A thread that outlives the interpreter must not come back to it (invariant PY-4): it would be
+/// torn down in the middle of our frames. So when the interpreter ends, waiting threads stay here,
+/// and the process ends around them.
+pub(crate) fn detached<T: Send>(py: Python<'_>, f: impl Send + FnOnce() -> T) -> T {
+    waiting().fetch_add(1, Ordering::AcqRel);
+    let outcome = py.detach(|| {
+        let outcome = f();
+        if is_exiting() {
+            waiting().fetch_sub(1, Ordering::AcqRel);
+            loop {
+                std::thread::park();
+            }
+        }
+        outcome
+    });
+    waiting().fetch_sub(1, Ordering::AcqRel);
+    outcome
+}
+
+/// Waits for a call by [`detached`]. Ctrl-C ends the wait with its own exception.
+pub(crate) fn wait<T: Send>(
+    py: Python<'_>,
+    f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<T>,
+) -> PyResult<T> {
+    let mut signal: Option<PyErr> = None;
+    let began = clock::ticks();
+    let outcome = detached(py, || {
+        f(&mut || {
+            if is_exiting() {
+                return Err(Error::Aborted(
+                    "the call was aborted because the Python interpreter exits".into(),
+                ));
+            }
+            match Python::try_attach(|py| py.check_signals()) {
+                Some(Err(e)) => {
+                    signal = Some(e);
+                    Err(Error::Aborted("interrupted".into()))
+                }
+                _ => Ok(()),
+            }
+        })
+    });
+    BLOCKED.with(|ticks| ticks.set(ticks.get() + clock::ticks().saturating_sub(began)));
+    match signal {
+        Some(signal) => Err(signal),
+        None => outcome.raise(py),
+    }
+}
+
+/// How long this thread has waited in calls, and the present moment, both in ticks of the engine's clock.
+#[pyfunction]
+pub(crate) fn blocked() -> (u64, u64) {
+    (BLOCKED.with(Cell::get), clock::ticks())
+}
+
+/// A limit in seconds; none for what is no duration.
+pub(crate) fn seconds(s: Option<f64>) -> Option<Duration> {
+    s.and_then(|s| Duration::try_from_secs_f64(s).ok())
+}
+
+/// How long one of Python's own threads waits for work at most: an hour, and no time for what is no duration.
+pub(crate) fn up_to_an_hour(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds).unwrap_or_default().min(Duration::from_secs(3600))
+}

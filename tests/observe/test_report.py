@@ -142,6 +142,39 @@ def test_the_slow_rank_is_named_where_torch_trains(kind: str, plant: str, tmp_pa
     assert ("algorithm=" in report.text(rows)) == (kind == "with_bagua")
 
 
+def without_hooks(rank: int, world: int, kind: str) -> None:
+    """Trains with the script's own calls what calls no hooks, or none that may do much."""
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    if kind == "script":
+        model = torch.jit.script(model)
+    elif kind == "trace":
+        model = torch.jit.trace(model, torch.randn(4, 16))
+
+    def loss(inputs: torch.Tensor) -> Any:
+        return model(inputs).square().mean()
+
+    function = torch.compile(loss, backend="eager", fullgraph=True) if kind == "compiled function" else loss
+    traced = torch._dynamo.compiled_autograd._enable if kind == "compiled autograd" else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        with traced(torch.compile(backend="eager")) if traced else contextlib.nullcontext():
+            function(torch.randn(4, 16)).backward()
+        for p in model.parameters():
+            trigram.all_reduce(p.grad, "avg")
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["script", "trace", "compiled function", "compiled autograd"])
+def test_steps_are_counted_where_hooks_are_not_called(kind: str, tmp_path: Path) -> None:
+    """And looking ends no training."""
+    run(2, without_hooks, kind, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=120)
+    rows = report.read(tmp_path)
+    assert all((row.model, row.steps >= STEPS - 3) == ("Sequential", True) for row in rows), rows
+    assert all(row.mean["input"] < 0.2 * row.mean["step"] for row in rows), report.text(rows)
+
+
 class Slow(torch.autograd.Function):
     """Takes its time, forward and backward."""
 
@@ -354,6 +387,52 @@ def test_ranks_that_are_late_by_turns_are_nobodys_fault() -> None:
     found = report.judge(rows)
     assert (found.cause, found.rank) == ("none", None)
     assert "by turns" in report.text(rows)
+
+
+def by_turns(alike: int = 20) -> list[report.Rank]:
+    """Four ranks, each 60 ms late in one of four steps, so that each waits 45 ms; own times are alike."""
+    rows = [row(r, wait=0.045) for r in range(4)]
+    for one in rows:
+        one.recent = [0.098 + 0.06 * (step % 4 == one.rank) for step in range(alike)]
+    return rows
+
+
+def test_ranks_that_are_late_by_turns_are_told_from_a_slow_network() -> None:
+    rows = by_turns()
+    rows[3].steps, rows[3].recent = 51, [*rows[3].recent, 9.0]  # it has written its figures one step later
+    found = report.judge(rows)
+    assert (found.cause, found.rank) == ("turns", None), found
+    assert "45 ms of a 143 ms step (31%)" in found.verdict
+    assert "the longest of a step takes 158 ms, half of the ranks 98 ms at most" in found.why[0]
+    assert "rank 0 was the longest most often, in 25% of them" in found.why[1]
+    for one in rows:  # they wait much longer than that explains
+        one.mean["wait"] = 0.2
+    assert report.judge(rows).cause == "network"
+    assert report.judge(rows).verdict.endswith("no rank stands out")
+    assert report.judge(by_turns(7)).cause == "network"
+
+
+def test_all_slow_ranks_are_named() -> None:
+    """Two of three, by as much; and two of four for different reasons."""
+    rows = [row(r, wait=0.0 if r else 0.08, forward=0.1 if r else 0.02) for r in range(3)]
+    found = report.judge(rows)
+    assert (found.cause, found.rank, sorted(found.ranks)) == ("compute", found.ranks[0], [1, 2])
+    assert found.verdict.startswith(
+        "rank 1 on node1 and rank 2 on node2 are slow in their computation (most in: forward)"
+    )
+    rows = [row(r, wait=0.1) for r in range(4)]
+    rows[1] = row(1, wait=0.01, input=0.09)
+    rows[2] = row(2, wait=0.0, backward=0.15)
+    found = report.judge(rows)
+    assert (found.cause, found.rank, found.ranks) == ("compute", 2, [2, 1])
+    assert "; rank 1 on node1 is slow in its input, in most steps" in found.verdict
+    assert "DataLoader" in report.text(rows)
+
+
+def test_most_ranks_are_not_called_slow() -> None:
+    """Three of four take as long; the fourth is faster, and nobody is late."""
+    rows = [row(r, forward=0.03 if r else 0.02) for r in range(4)]
+    assert report.judge(rows).cause == "none"
 
 
 def test_the_commands(tmp_path: Path) -> None:

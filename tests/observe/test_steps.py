@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -54,6 +55,26 @@ def test_which_model_is_shown() -> None:
     assert steps.latest() is teacher
     teacher.close()
     assert steps.latest() is None and steps.longest() is teacher
+
+
+def test_what_another_model_computes_is_no_input() -> None:
+    """Two models take turns, as those of a GAN: the first waits for the second between its steps, and not for
+    its input."""
+    first, second = steps.StepTimes("Generator"), steps.StepTimes("Discriminator")
+    for _ in range(5):
+        for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER, steps.INPUT):
+            first.enter(phase)
+        for phase in (steps.FORWARD, steps.BACKWARD, steps.OPTIMIZER):
+            second.enter(phase)
+            time.sleep(0.01)
+        second.enter(steps.INPUT)
+        time.sleep(0.005)  # the input of both
+    first.enter(steps.FORWARD)
+    found = first.summary()
+    assert found["step"]["count"] == 4
+    assert 0.005 <= found["input"]["median"] < 0.015 and found["other"]["median"] >= 0.03, found
+    first.close()
+    second.close()
 
 
 def test_other_threads_look_while_models_are_made() -> None:

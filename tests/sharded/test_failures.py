@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from typing import Any
 
 import pytest
@@ -136,6 +137,71 @@ def a_checkpoint_ends_it(rank: int, world: int, way: str) -> None:
             step += 2
     twins.check_state(way)
     assert trigram.stats(model)["steps"] == step
+
+
+def failing_step(optimizer: Any, before: bool) -> None:
+    """A step that raises: in a hook of the script, or when one group was updated."""
+    if before:
+        handle = optimizer.register_step_pre_hook(fails)
+        try:
+            optimizer.step()
+        finally:
+            handle.remove()
+    prepare, calls = optimizer._init_group, count()
+    optimizer._init_group = lambda *given: fails() if next(calls) else prepare(*given)
+    try:
+        optimizer.step()
+    finally:
+        del optimizer._init_group
+
+
+def backward(twins: Twins, step: int) -> None:
+    """A pass of the sharded model."""
+    twins.optimizers[1].zero_grad()
+    twins.loss(twins.models[1], step).backward()
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "in step": {},
+    "shards": {"gradients": "shards"},
+    "overlap": {"overlap": True},
+    "whole parameters": {"elementwise": False},
+}
+
+
+@CASES.over(*STEPS)
+def a_checkpoint_ends_a_step(rank: int, world: int, way: str) -> None:
+    """A step of one rank raises while the others wait for its weights: all get an error, and load a
+    checkpoint."""
+    twins = Twins(rank, world, mlp, **STEPS[way])
+    model, optimizer = twins.pairs[1]
+    twins.train(steps=3)
+    step = 3
+    for before in (True, False):
+        for who in (0, world - 1):
+            optimizer.zero_grad()
+            weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            twins.loss(model, step).backward()
+            if rank == who:
+                raises(Failed, failing_step, optimizer, before)
+                optimizer.zero_grad()
+            elif way == "overlap":
+                optimizer.step()
+                says(raises(trigram.AbortedError, twins.loss, model, step), f"rank {who}")
+            else:
+                says(raises(trigram.AbortedError, optimizer.step), f"rank {who}")
+                says(raises(trigram.MisuseError, partial(backward, twins, step)), "checkpoint")
+            optimizer.zero_grad()
+            model.load_state_dict(weights)
+            optimizer.load_state_dict(state)
+            twins.train(step, 2)
+            step += 2
+    twins.check_state(way)
+    # On all ranks alike, before anything was updated: nothing is lost but the step.
+    optimizer.zero_grad()
+    twins.loss(model, step).backward()
+    raises(Failed, failing_step, optimizer, True)
+    twins.train(step, 2)
 
 
 @pytest.mark.parametrize("case", list(CASES))

@@ -82,6 +82,35 @@ def state_is_divided(rank: int, world: int) -> None:
 
 
 @CASES
+def an_empty_parameter_elsewhere(rank: int, world: int) -> None:
+    """A parameter without values is not the sharded optimizer's; the one that has it is stepped too."""
+    twins = Twins(rank, world, WithEmpty, with_values)
+    others = [torch.optim.SGD([m.empty], lr=0.1, momentum=0.9) for m in twins.models]
+    for step in range(4):
+        twins.train(step, 1)
+        for other, model in zip(others, twins.models, strict=True):
+            other.step()
+            assert model.empty.grad.shape == (0, 6)
+
+
+class WithEmpty(nn.Module):
+    """A layer without outputs, as a width of 0 makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 6))
+        self.out = nn.Linear(6, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.out(inputs) + nn.functional.linear(inputs, self.empty).sum()
+
+
+def with_values(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW of the parameters that are not empty."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.numel()], lr=0.01)
+
+
+@CASES
 def fewer_values_than_ranks(rank: int, world: int) -> None:
     Twins(rank, world, lambda: nn.Linear(6, 1, bias=False), adamw).train(steps=3)
 

@@ -79,6 +79,7 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         trained_by=times.trained_by if times is not None else "",
         on_gpu=times is not None and times.on_gpu,
         asynchronous=times is not None and times.asynchronous,
+        recent=[ns * 1e-9 for ns in times.recent.copy()] if times is not None else [],
     )
 
 

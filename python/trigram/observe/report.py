@@ -8,6 +8,7 @@ because it waited for another one is not blamed.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -31,6 +32,8 @@ _EXPOSED = 0.1
 _SLOW_LINK = 2 / 3
 """A link is slow if it carries less than this part of the median: of four links, one of a quarter of the rate
 was seen at a half, because the others carry no more than it takes; on a busy machine equal ones at 0.75."""
+_ALIKE = 8
+"""Steps of all ranks, at least, that tell whether ranks are late by turns."""
 _SMALL_BUCKET = 256 << 10
 _MANY_BUCKETS = 8
 
@@ -58,6 +61,7 @@ class Rank:
             goes on, and its waiting includes what the GPU still has to do.
         asynchronous: Whether ranks average in the background: what they wait then is the averaging's own work
             (copies, codecs), and that for the bound ``staleness``.
+        recent: The last steps without the waiting, oldest first.
     """
 
     rank: int
@@ -76,6 +80,7 @@ class Rank:
     trained_by: str = WITH_BAGUA
     on_gpu: bool = False
     asynchronous: bool = False
+    recent: list[float] = field(default_factory=list)
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -93,8 +98,9 @@ class Finding:
     """What the figures say.
 
     Attributes:
-        cause: ``input``, ``compute``, ``link``, ``buckets``, ``network``, or ``none``.
-        rank: The rank that holds the others up; None: no single one does.
+        cause: ``input``, ``compute``, ``turns``, ``link``, ``buckets``, ``network``, or ``none``.
+        rank: The rank that holds the others up, the slowest if there are several; None: no single one does.
+        ranks: All that hold the others up, the slowest first.
         chronic: Whether it does so in most steps, not in some.
         verdict: One sentence.
         why: Figures behind it, one sentence each.
@@ -107,6 +113,7 @@ class Finding:
     verdict: str
     why: list[str]
     then: list[str]
+    ranks: list[int] = field(default_factory=list)
 
 
 def write(folder: Path, row: Rank) -> None:
@@ -135,7 +142,8 @@ def parsed(values: dict[str, Any]) -> Rank:
     row = Rank(**values)
     if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
         raise ValueError("it lacks phases of a step")
-    for number in (row.rank, row.world_size, row.steps, *row.mean.values(), *row.median.values()):
+    times = (*row.mean.values(), *row.median.values(), *row.recent)
+    for number in (row.rank, row.world_size, row.steps, *times):
         if not isinstance(number, int | float) or not 0 <= number < math.inf:
             raise ValueError(f"{number!r} is no time or count")
     if not all(isinstance(t, str) and t.isprintable() for t in (row.host, row.model, row.trained_by)):
@@ -186,8 +194,9 @@ def judge(rows: list[Rank]) -> Finding:
     step = statistics.median(row.mean["step"] for row in trained)
     exposed = statistics.median(row.exposed for row in trained)
     waits = f"half of the ranks wait for more than {exposed:.0%} of a step"
-    late = max(trained, key=Rank.own)
-    others = [row for row in trained if row is not late]
+    slowest = _apart(trained)
+    late = slowest[0]
+    others = [row for row in trained if row not in slowest]
     usual = statistics.median(row.own() for row in others) if others else late.own()
     excess = late.own() - usual
     slower = bool(others) and late.own() > _LATE * usual and excess > 0.05 * step
@@ -199,9 +208,8 @@ def judge(rows: list[Rank]) -> Finding:
     far = late.own() > _FAR * usual and not on_gpu  # while the GPU has work, it costs nothing
     if any(row.asynchronous for row in trained):
         if slower and (far or costly):
-            return _slow_rank(
-                late, others, usual, "the others do not wait for it, and make more steps than it"
-            )
+            waits = "the other ranks do not wait, and make more steps"
+            return _slow_ranks(slowest, others, usual, waits)
         waited = statistics.median(row.mean[WAIT] for row in trained)
         why = [
             f"averaging takes {_ms(waited)} of a {_ms(step)} step: copies and codecs, and waiting where "
@@ -209,7 +217,7 @@ def judge(rows: list[Rank]) -> Finding:
         ]
         return Finding("none", None, False, "nothing stands out: ranks average in the background", why, [])
     if slower and (far or excess > late.mean[WAIT] or costly):
-        return _slow_rank(late, others, usual, waits)
+        return _slow_ranks(slowest, others, usual, waits)
     if on_gpu:
         return Finding(
             "none",
@@ -238,10 +246,80 @@ def judge(rows: list[Rank]) -> Finding:
             f"rank {late.rank} computes {_ms(excess)} longer than the others, "
             f"and waits {_ms(late.mean[WAIT])}"
         )
+    elif (turns := _by_turns(trained)) is not None:
+        return turns
     return _communication(trained, why, late if slower else None)
 
 
-def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Finding:
+def _apart(rows: list[Rank]) -> list[Rank]:
+    """The ranks with the longest own times, longest first: those above the widest gap between two ranks if
+    these are half of all at most (of an odd number, one more), and else the slowest alone."""
+    ordered = sorted(rows, key=Rank.own, reverse=True)
+    gaps = [a.own() - b.own() for a, b in itertools.pairwise(ordered)]
+    above = gaps.index(max(gaps)) + 1 if gaps else 1
+    return ordered[: above if above <= (len(rows) + 1) // 2 else 1]
+
+
+def _by_turns(rows: list[Rank]) -> Finding | None:
+    """Ranks wait mostly for whichever of them computes longest in a step, and that is not always the same
+    one; None: they do not, or it is not known."""
+    last = min(row.steps for row in rows)
+    known = min(len(row.recent) - (row.steps - last) for row in rows)
+    if known < _ALIKE or len(rows) < 2:
+        return None
+    of_steps = list(
+        zip(*(row.recent[: len(row.recent) - (row.steps - last)][-known:] for row in rows), strict=True)
+    )
+    waits = [statistics.fmean(max(step) - step[k] for step in of_steps) for k in range(len(rows))]
+    waited = statistics.median(row.mean[WAIT] for row in rows)
+    lateness = statistics.median(waits)
+    if lateness < 0.5 * waited:
+        return None
+    times_last = [sum(step[k] == max(step) for step in of_steps) for k in range(len(rows))]
+    k = max(range(len(rows)), key=times_last.__getitem__)
+    step = statistics.median(row.mean["step"] for row in rows)
+    longest = statistics.median(max(own) for own in of_steps)
+    usual = statistics.median(statistics.median(own) for own in of_steps)
+    then = [
+        "trigram timeline shows which steps: look for batches of unequal work, and for logging, evaluation, "
+        "checkpoints and other programs that stop one rank at a time",
+        "trigram.data.BalancedBatchSampler gives ranks batches of equal work",
+    ]
+    if all(row.trained_by == WITH_BAGUA for row in rows):
+        then.append("asynchronous algorithms do not wait for each other: algorithm='async'")
+    return Finding(
+        "turns",
+        None,
+        True,
+        f"ranks are late by turns: half of the ranks wait {_ms(waited)} of a {_ms(step)} step "
+        f"({waited / step:.0%}), most of it for the one that computes longest in that step",
+        [
+            f"without waiting the longest of a step takes {_ms(longest)}, half of the ranks {_ms(usual)} at "
+            f"most; over the last {known} steps that would make half of the ranks wait {_ms(lateness)}",
+            f"rank {rows[k].rank} was the longest most often, in {times_last[k] / known:.0%} of them",
+        ],
+        then,
+    )
+
+
+@dataclass
+class _Slowness:
+    """In what a rank is slow.
+
+    Attributes:
+        cause: See :class:`Finding`.
+        chronic: See :class:`Finding`.
+        phase: Where most of the difference is.
+        excess: The difference there, in seconds.
+    """
+
+    cause: str
+    chronic: bool
+    phase: str
+    excess: float
+
+
+def _slowness(late: Rank, others: list[Rank], usual: float) -> _Slowness:
     excess = {
         phase: late.mean[phase] - statistics.median(row.mean[phase] for row in others)
         for phase in (INPUT, FORWARD, BACKWARD, OPTIMIZER, OTHER)
@@ -250,39 +328,58 @@ def _slow_rank(late: Rank, others: list[Rank], usual: float, waits: str) -> Find
     typical = statistics.median(row.own(typical=True) for row in others)
     # A rank that is late once has a long mean and an ordinary median.
     chronic = late.own(typical=True) - typical > 0.5 * (late.own() - usual)
-    often = "in most steps" if chronic else "in some steps"
-    cause = "input" if phase == INPUT else "compute"
-    part = "what its host does" if late.on_gpu else "its computation"
-    what = "its input" if cause == "input" else f"{part} (most in: {phase})"
-    if cause == "input" and not chronic:
-        then = [
-            "look at what its script does from an update to the next forward pass in these steps: "
-            "evaluation, checkpoints, logging, a new epoch; do it on all ranks, or beside the training"
-        ]
-    elif cause == "input":
-        then = [
-            "give its DataLoader more workers or a longer prefetch_factor, or cache what it reads "
-            "(trigram.data.CachedDataset)"
-        ]
-    else:
-        then = [
-            f"look at {late.host}: other programs, clocks, threads",
-            "trigram.data.BalancedBatchSampler with speeds='measured' gives it less work",
-        ]
-    if chronic and late.trained_by == WITH_BAGUA and not late.asynchronous:
-        then.append("asynchronous algorithms do not wait for it: algorithm='async'")
-    return Finding(
-        cause,
-        late.rank,
-        chronic,
-        f"rank {late.rank} on {late.host} is slow in {what}, {often}",
-        [
-            f"without waiting its step takes {_ms(late.own())}, the others' {_ms(usual)}; "
-            f"{_ms(excess[phase])} of the difference are in {phase}",
-            waits,
-        ],
-        then,
+    return _Slowness("input" if phase == INPUT else "compute", chronic, phase, excess[phase])
+
+
+def _slow_ranks(slowest: list[Rank], others: list[Rank], usual: float, waits: str) -> Finding:
+    """These ranks hold the others up; the slowest comes first."""
+    found = [_slowness(late, others, usual) for late in slowest]
+    alike: dict[str, list[Rank]] = {}
+    then: list[str] = []
+    for late, slow in zip(slowest, found, strict=True):
+        host = "what {} host does" if late.on_gpu else "{} computation"
+        what = "{} input" if slow.cause == "input" else f"{host} (most in: {slow.phase})"
+        alike.setdefault(
+            f"slow in {what}, {'in most steps' if slow.chronic else 'in some steps'}", []
+        ).append(late)
+        if slow.cause == "input" and not slow.chronic:
+            then.append(
+                "look at what the script does from an update to the next forward pass in these steps: "
+                "evaluation, checkpoints, logging, a new epoch; do it on all ranks, or beside the training"
+            )
+        elif slow.cause == "input":
+            then.append(
+                "give the DataLoader more workers or a longer prefetch_factor, or cache what it reads "
+                "(trigram.data.CachedDataset)"
+            )
+        else:
+            then += [
+                f"look at {late.host}: other programs, clocks, threads",
+                "trigram.data.BalancedBatchSampler with speeds='measured' gives slow ranks less work",
+            ]
+    first = slowest[0]
+    if found[0].chronic and first.trained_by == WITH_BAGUA and not first.asynchronous:
+        then.append("asynchronous algorithms do not wait for slow ranks: algorithm='async'")
+    verdict = "; ".join(
+        f"{_names(rows)} " + (f"is {how}".format("its") if len(rows) == 1 else f"are {how}".format("their"))
+        for how, rows in alike.items()
     )
+    why = [
+        f"without waiting a step of rank {late.rank} takes {_ms(late.own())}, the others' {_ms(usual)}; "
+        f"{_ms(slow.excess)} of the difference are in {slow.phase}"
+        for late, slow in zip(slowest, found, strict=True)
+    ]
+    ranks = [late.rank for late in slowest]
+    return Finding(
+        found[0].cause, first.rank, found[0].chronic, verdict, [*why, waits], list(dict.fromkeys(then)), ranks
+    )
+
+
+def _names(rows: list[Rank]) -> str:
+    """Ranks with their hosts."""
+    ordered = sorted(rows, key=lambda row: row.rank)
+    names = [f"rank {row.rank} on {row.host}" for row in ordered]
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _communication(rows: list[Rank], why: list[str], late: Rank | None) -> Finding:
@@ -342,7 +439,9 @@ def _communication(rows: list[Rank], why: list[str], late: Rank | None) -> Findi
     if late is not None:
         verdict += f"rank {late.rank} is late by less"
     else:
-        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out, unless ranks are late by turns"
+        verdict += f"no rank{' or link' if len(rates) > 2 else ''} stands out"
+        if not all(row.recent for row in rows):
+            verdict += ", unless ranks are late by turns"
     size = max(row.world_size for row in rows)
     if len(rows) < size:
         verdict += ", or a rank is late whose figures are missing"

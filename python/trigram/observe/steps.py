@@ -20,6 +20,7 @@ import operator
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -41,11 +42,13 @@ INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER = (
 PHASES = (INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
 """``input``: from the update, or a backward pass that no update follows, to the next forward pass (the script
 fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication;
-``other``: the rest, such as the loss, clipping and logging."""
+``other``: the rest, such as the loss, clipping, logging, and another model's passes and updates."""
 WITH_BAGUA = "with_bagua"
 """Who trains a model, if no library of torch does."""
 _KEPT = 512
 """Values of which medians are computed."""
+_RECENT = 64
+"""Last steps of which each is known by itself."""
 
 
 class Distribution:
@@ -108,6 +111,7 @@ class StepTimes:
         step: The whole step, as a :class:`Distribution` of nanoseconds per step. The first is left out: ranks
             begin it at different times, compile and allocate in it.
         phases: The same of each phase: all of its time in a step is one value.
+        recent: The last steps without their waiting, in nanoseconds.
         sums: The number of steps, and the nanoseconds of them and of each of :data:`PHASES`. Each step makes
             it anew, so another thread reads values of the same steps.
         buckets: Bytes of each gradient bucket; whoever makes buckets says so.
@@ -126,6 +130,7 @@ class StepTimes:
         self.earlier = self.stepped = 0
         self.step = Distribution()
         self.phases = {phase: Distribution() for phase in PHASES}
+        self.recent: deque[int] = deque(maxlen=_RECENT)
         self.buckets: list[int] = []
         self.group: Group | None = None
         self.fidelity: Callable[[], dict[str, Any]] = dict
@@ -140,6 +145,7 @@ class StepTimes:
         self._accumulates = False  # the last thing it did was a backward pass
         # When the phase began: the thread, how long it had waited in calls, and the time, both in ticks.
         self._blocked = 0, 0, 0
+        self._busy = 0  # what all models of this process have computed, in nanoseconds, when the phase began
         self._event: profiling.Event | None = None
         self.sums = _NOTHING
         self._job = world.job()
@@ -201,6 +207,7 @@ class StepTimes:
 
     def _add(self, phase: str, spent: int, fetches: bool) -> None:
         """Time of a phase that has ended; ``fetches``: the next forward pass of the same step follows."""
+        global _busy
         blocked = threading.get_ident(), *_core.blocked()
         thread, waited, passed = map(operator.sub, blocked, self._blocked)
         if phase != WAIT and thread == 0 and 0 < waited <= passed:
@@ -208,11 +215,24 @@ class StepTimes:
             self._now[WAIT] += waited
             spent -= waited
         self._blocked = blocked
+        if phase in (INPUT, OTHER):  # what another model computes meanwhile, as that of a GAN, is no input
+            computed = min(spent, _busy - self._busy)
+            self._now[OTHER] += computed
+            spent -= computed
+        else:
+            _busy += spent
+        self._busy = _busy
         self._now[INPUT if phase == OTHER and fetches and self._accumulates else phase] += spent
 
     def end_pass(self) -> None:
         """A backward pass has ended that an update follows: not one of those in ``no_sync``."""
         self._has_passed = True
+
+    def step_unseen(self) -> None:
+        """A step ends of which only updates were seen: all that came since the last one is ``other``."""
+        self.enter(FORWARD)
+        self._now[OTHER] += self._now[INPUT]
+        self._now[INPUT] = 0
 
     def _close(self, now: int) -> None:
         """Ends a step; what came after its update is the input of the next."""
@@ -224,6 +244,7 @@ class StepTimes:
             self.step.add(step)
             for phase, spent in self._now.items():
                 self.phases[phase].add(spent)
+            self.recent.append(sum(self._now.values()) - self._now[WAIT])
         new = 1, step, *self._now.values()
         self.sums = _sum(self.sums, new)
         with _adding:
@@ -246,6 +267,8 @@ _numbers = itertools.count()
 _NOTHING = (0,) * (2 + len(PHASES))
 _totals: dict[str, tuple[int, ...]] = {}
 _adding = threading.Lock()
+_busy = 0
+"""Nanoseconds that the models of this process have spent in passes and updates."""
 
 
 def _sum(before: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:

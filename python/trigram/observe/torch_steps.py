@@ -62,9 +62,12 @@ class _Model:
         self.times.group = None if present is None else present.group
         self.times.trained_by = _trained_by(module)
         self._backward: int | None = None  # the number of the backward pass under way
-        # First of all hooks: that of FSDP2 waits for parameters.
-        module.register_forward_pre_hook(WeakHook(self, "_forward_begins"), prepend=True)
-        module.register_forward_hook(WeakHook(self, "_forward_ends"), always_call=True)
+        self._passed = False  # a pass was seen since the last update
+        self._updated_by: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # since the last pass
+        if not isinstance(module, torch.jit.ScriptModule):  # which has no hooks: only updates are seen
+            # First of all hooks: that of FSDP2 waits for parameters.
+            module.register_forward_pre_hook(WeakHook(self, "_forward_begins"), prepend=True)
+            module.register_forward_hook(WeakHook(self, "_forward_ends"), always_call=True)
         weakref.finalize(module, self.times.close).atexit = False
 
     def _forward_begins(self, *_: Any) -> None:
@@ -80,6 +83,7 @@ class _Model:
     @torch.compiler.disable
     def _begin_forward(self) -> None:
         if torch.is_grad_enabled() and not _in_backward():
+            self._passed = True
             self.times.enter(steps.FORWARD)
 
     @torch.compiler.disable
@@ -92,6 +96,12 @@ class _Model:
                     t.register_hook(WeakHook(self, "_backward_begins"))
 
     def _backward_begins(self, _grad: torch.Tensor) -> None:
+        if not torch.compiler.is_compiling():  # compiled autograd traces this, and allows no callbacks
+            self._begin_backward()
+
+    @torch.compiler.disable
+    def _begin_backward(self) -> None:
+        self._passed = True
         task = torch._C._current_graph_task_id()
         self.times.enter(steps.BACKWARD)
         if self._backward != task:
@@ -109,6 +119,18 @@ class _Model:
         self.times.end_pass()
         self.times.enter(steps.OTHER)
 
+    def update_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer of the model steps. If it has stepped since the last pass that was seen, passes are
+        not seen: a function that torch.compile has made of the whole step calls no hooks."""
+        if self._passed:
+            self._updated_by.clear()
+        elif optimizer in self._updated_by:
+            self.times.step_unseen()
+            self._updated_by.clear()
+        self._passed = False
+        self._updated_by.add(optimizer)
+        self.times.enter(steps.OPTIMIZER)
+
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
@@ -118,6 +140,8 @@ def _name(module: nn.Module) -> str:
     """The class that a user knows: of what wrappers of torch hold, and that ``fully_shard`` was given."""
     while (inner := _wrapped(module)) is not None:
         module = inner
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(module.original_name)
     name = type(module).__name__
     return name.removeprefix("FSDP") if _is_fsdp(module) else name
 
@@ -125,6 +149,8 @@ def _name(module: nn.Module) -> str:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return module.module
+    if isinstance(module, torch.jit.ScriptModule):  # its dictionary of modules is another one
+        return None
     inner = module._modules.get("_orig_mod")  # torch.compile
     return inner
 
@@ -173,7 +199,7 @@ def _found(optimizer: Optimizer) -> list[_Model]:
 @torch.compiler.disable
 def _before(optimizer: Optimizer, *_: Any) -> None:
     for model in _found(optimizer):
-        model.times.enter(steps.OPTIMIZER)
+        model.update_begins(optimizer)
 
 
 @torch.compiler.disable

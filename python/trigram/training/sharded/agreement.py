@@ -73,9 +73,14 @@ class Job:
         """See the class."""
         self.check("optimizer.step()")
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether ``trigram.shutdown`` has ended it."""
+        return self.job != world.job()
+
     def check(self, call: str) -> None:
         """Raises if the job has ended."""
-        if self.job != world.job():
+        if self.has_ended:
             raise MisuseError(
                 f"sharded: {call}: trigram.shutdown has ended the job whose ranks hold the other parts of "
                 "this optimizer's state; save optimizer.state_dict() before, or call trigram.unwrap(model) "

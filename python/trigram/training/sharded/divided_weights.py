@@ -223,6 +223,10 @@ class DividedWeights(GradientSync):
 
     # All ranks get all weights.
 
+    def _gathers(self, updated: set[int]) -> int:
+        """The calls of :meth:`_gather_all`."""
+        return sum(_is_left(bucket, updated) for bucket in self.shards.buckets)
+
     def _gather(self, k: int, group: Group) -> None:
         """Starts to collect a bucket of weights."""
         self.gathers.start(k, self.shards.buckets[k], group)
@@ -230,7 +234,7 @@ class DividedWeights(GradientSync):
     def _gather_all(self, updated: set[int]) -> None:
         """Collects the buckets of weights, but for those of which all parameters are in ``updated``."""
         for k, bucket in enumerate(self.shards.buckets):
-            if any(id(p) not in updated for p in bucket.params):
+            if _is_left(bucket, updated):
                 self._gather(k, self.groups.main)
         if not self.overlap:
             self.drain()
@@ -268,3 +272,8 @@ class DividedWeights(GradientSync):
         found["bytes"] += self.gathers.sent
         found["bytes_per_step"] = found["bytes"] // self.steps if self.steps else 0
         return {**found, "sharded_values": own}
+
+
+def _is_left(bucket: WeightBucket, updated: set[int]) -> bool:
+    """Whether a step updates some of a bucket's parameters that backward has not."""
+    return any(id(p) not in updated for p in bucket.params)

@@ -173,7 +173,10 @@ class ShardBucket(Bucket):
         assert used is not None
         for i, gradient, anybody in zip(self.params, self.gradients, used.tolist(), strict=True):
             gradient.begin()
-            params[i].grad = gradient if anybody else None
+            if anybody and not gradient.numel():  # nothing that could be divided; any optimizer may have it
+                params[i].grad = torch.zeros_like(params[i])
+            else:
+                params[i].grad = gradient if anybody else None
 
 
 class ShardsCompressor(GradientCompressor):

@@ -20,14 +20,14 @@ from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded.agreement import Job, agree_on_options
+from trigram.training.sharded.failed_steps import FailedSteps
 from trigram.training.sharded.fused_slices import FusedSlices
 from trigram.training.sharded.lent_slices import LentSlices
-from trigram.training.sharded.optimizer_calls import OptimizerCalls
 from trigram.training.sharded.other_methods import OtherMethods
 from trigram.training.shown_params import disclaim
 
 
-class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
+class ShardedSync(FailedSteps, FusedSlices, LentSlices):
     """Averages the gradients of one model, and gives each rank a part of the optimizer's work.
 
     Args:
@@ -74,6 +74,8 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
     def before_update(self, mine: set[int]) -> None:
         """See :meth:`GradientSync.before_update`; then the slices take the place of the parameters."""
         self.shards.leave()  # after a step that has raised an exception
+        self.abort_step()
+        self.check_steps()
         super().before_update(mine)
         optimizer = self.updating[-1]() if self.updating else None
         own = optimizer_hooks.parameters_of(self.optimizer)
@@ -89,12 +91,18 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
         self.updates += 1
         self._check_options()
         if self.shards.entered:  # the rest after an update in backward
+            self.step_begins(self._gathers(self._updated()))
             return
         self._check_collected()
         self.drain()
         with torch.no_grad():
             self._follow(own)
         self.shards.enter(lambda p: True)
+        self.step_begins(0 if self.lent else self._gathers(self._updated()))
+
+    def _updated(self) -> set[int]:
+        """Parameters that this pass has updated in backward."""
+        return self.fused.updated if self.fused is not None and self.fusing else set()
 
     def count_anew(self) -> None:
         """See :class:`GradientSync`."""
@@ -115,10 +123,11 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
         if not self.shards.entered or running > 1:  # nothing to update, or a step of its class inside its own
             return
         self.shards.leave()
+        self.step_ended()
         if self.lent:
             self.owed = True
             return
-        updated = self.fused.updated if self.fused is not None and self.fusing else set()
+        updated = self._updated()
         # Slices have changed the parameters' memory, of which autograd does not know.
         for p, _, _ in self.shards.places.values():
             if p.grad is not None and id(p) not in updated:
@@ -140,6 +149,7 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
         """See :class:`GradientSync`."""
         self._check_collected()
         self.drain()
+        self.check_steps()
         super().begin(param)
 
     def _before_load(self, *_: Any) -> None:
@@ -159,6 +169,7 @@ class ShardedSync(FusedSlices, LentSlices, OptimizerCalls):
             self.shards.leave()
             for p in self.shards.parameters():
                 p.grad = None
+            self.abort_step()
         self.drain(timeout)
         super().abort_failed()
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import trigram
 from tests.reference.torch_gloo import gloo
 from tests.support.cases import Cases
-from tests.support.checks import close, fingerprint, same_on_all_ranks
+from tests.support.checks import close, fingerprint, raises, same_on_all_ranks, says
 from tests.support.marks import long
 from tests.support.twin_training import Pair, mlp, sgd, square
 
@@ -78,6 +78,78 @@ def join(rank: int, world: int, kind: str) -> None:
         return after
 
     like_ddp(rank, world, train, f"join-{kind}")
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=0.1),
+    "rprop": lambda params: torch.optim.Rprop(params, lr=0.01),
+    "tensor lr": lambda params: torch.optim.Adam(params, lr=torch.tensor(0.01), amsgrad=True),
+}
+
+
+def inputs_of(rank: int, epoch: int, world: int) -> int:
+    """How many inputs a rank has in an epoch: in three of them others have most in turn, and one has none."""
+    return 3 if epoch == 3 else 2 * ((rank + epoch) % world)
+
+
+@CASES.over(*OPTIMIZERS)
+def joined_optimizers(rank: int, world: int, kind: str) -> None:
+    """After each block all ranks have the moments and counts of the rank that trained longest: as one process
+    that makes all updates, where a rank without inputs adds gradients of 0."""
+    torch.manual_seed(3)
+    model, alone = mlp(), mlp()
+    alone.load_state_dict(model.state_dict())
+    optimizer, reference = OPTIMIZERS[kind](model.parameters()), OPTIMIZERS[kind](alone.parameters())
+    trigram.with_bagua(model)
+    for epoch in range(4):
+        with trigram.join(model):
+            for k in range(inputs_of(rank, epoch, world)):
+                optimizer.zero_grad()
+                square(model, rank, 10 * epoch + k).backward()
+                optimizer.step()
+        counts = [inputs_of(r, epoch, world) for r in range(world)]
+        for k in range(max(counts)):
+            reference.zero_grad()
+            torch.stack([square(alone, r, 10 * epoch + k) for r in range(world) if k < counts[r]]).sum().div(
+                world
+            ).backward()
+            reference.step()
+        for a, e in zip(model.parameters(), alone.parameters(), strict=True):
+            close(a, e, 1e-5, f"{kind}: epoch {epoch}")
+        same_on_all_ranks(rank, world, f"joined-{kind}-{epoch}", [p.detach() for p in model.parameters()])
+        assert set(optimizer.state_dict()["state"]) == set(reference.state_dict()["state"])
+
+
+@CASES.over("epoch", "batch", "batch, as many")
+def joined_schedulers(rank: int, world: int, stepped: str) -> None:
+    """A scheduler that is stepped with each batch differs after the block, and all ranks get an error."""
+    torch.manual_seed(3)
+    model = trigram.with_bagua(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n))
+    each = stepped.startswith("batch")
+
+    def train(batches: int) -> None:
+        for step in range(batches):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            optimizer.step()
+            if each:
+                scheduler.step()
+
+    for _ in range(2):
+        with trigram.join(model):
+            train(1 + 2 * rank if stepped != "batch, as many" else 2)
+        if not each:
+            scheduler.step()
+    if stepped == "batch":
+        text = raises(trigram.MismatchError, train, 3)
+        says(text, "trigram.join", "scheduler", "rank(s) 1")
+        optimizer.zero_grad()
+    else:
+        train(5)
+        same_on_all_ranks(rank, world, f"scheduled-{stepped}", weights(model))
 
 
 @CASES

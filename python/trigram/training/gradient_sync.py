@@ -35,6 +35,7 @@ from trigram.errors import MismatchError, MisuseError, TrigramError, Unsupported
 from trigram.gpu import routes
 from trigram.observe import spans, steps
 from trigram.runtime.group import Group
+from trigram.training import joined_optimizers
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
@@ -79,6 +80,7 @@ class GradientSync(FusedBuckets):
         self.order: list[int] | None = []
         self.passes = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
+        self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
         self.backup = GradientBackup()
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
@@ -551,6 +553,11 @@ class GradientSync(FusedBuckets):
         super().leave_join()
         self.passes = self.since = 0
 
+    def made_fewer_updates(self) -> None:
+        """See :class:`StepHooks`. What a script changes there itself, such as a scheduler the learning rate,
+        may differ from now on."""
+        self.since_fewer = 0
+
     @torch.no_grad()
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it contributes gradients of 0."""
@@ -594,6 +601,10 @@ class GradientSync(FusedBuckets):
                 "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "
                 "(local_sgd, decentralized)"
             )
+        if self.since_fewer is not None and self.join is None and self.updating:
+            self.since_fewer += 1
+            if self.since_fewer.bit_count() == 1 and (optimizer := self.updating[-1]()) is not None:
+                joined_optimizers.check_options(self.groups, optimizer)
         if not self.local.any(self.buckets.placed(), self.params, mine):
             self.finish_fused()
             return

@@ -98,13 +98,11 @@ def parameters_of(optimizer: Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def any_optimizer_of(param_ids: set[int]) -> bool:
-    """Whether some optimizer exists that has one of the parameters. It looks at all objects of the process,
-    so it is for the rare case in which weights change and no optimizer has stepped."""
-    return any(
-        issubclass(type(o), Optimizer) and hasattr(o, "param_groups") and parameters_of(o) & param_ids
-        for o in gc.get_objects()
-    )
+def optimizers_of(param_ids: set[int]) -> list[Optimizer]:
+    """The optimizers that have some of the parameters. It looks at all objects of the process, so it is for
+    rare cases, such as that weights change and no optimizer has stepped."""
+    found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and hasattr(o, "param_groups")]
+    return [o for o in found if parameters_of(o) & param_ids]
 
 
 def forget_failed(listener: Updated) -> None:

@@ -188,6 +188,9 @@ class StepHooks:
         """The block of ``trigram.join`` is over on all ranks."""
         self.join = None
 
+    def made_fewer_updates(self) -> None:
+        """Some ranks have made fewer updates in ``trigram.join``, and have got the optimizers of others."""
+
     def inputs_end(self) -> None:
         """This rank has no inputs left, inside ``trigram.join``."""
         self.abort_failed()

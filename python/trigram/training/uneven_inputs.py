@@ -17,6 +17,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
 from trigram.errors import MisuseError
+from trigram.training import joined_optimizers
 
 
 class Joinable(Protocol):
@@ -41,6 +42,9 @@ class Joinable(Protocol):
 
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
+
+    def made_fewer_updates(self) -> None:
+        """Some ranks have made fewer updates than others, and have got the optimizers of these."""
 
     def drain(self, timeout: float | None = None) -> None:
         """Ends the averaging steps under way, on all ranks."""
@@ -102,8 +106,12 @@ class UnevenInputs:
                 self._share_longest(model, hooks, before)
 
     def _share_longest(self, model: nn.Module, hooks: Joinable, before: int) -> None:
-        """All ranks get the weights and buffers of the rank that trained longest; of several, the last."""
+        """All ranks get weights, buffers and optimizers of the rank that trained longest; of several, the
+        last."""
         made = hooks.steps - hooks.idle_steps - before
         counts = [count for (count,) in tell_all([made], hooks.groups.control)]
         longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
         coalesced.broadcast([*model.parameters(), *model.buffers()], longest, hooks.groups.control)
+        if min(counts) < max(counts):
+            joined_optimizers.share(list(model.parameters()), longest, hooks.groups)
+            hooks.made_fewer_updates()

@@ -39,7 +39,7 @@ class WarmupEnd:
         Raises:
             MisuseError: It is over, and nothing tells where it may end: it would last for ever.
         """
-        if self._managed or steps < limit + _LATE or optimizer_hooks.any_optimizer_of(param_ids):
+        if self._managed or steps < limit + _LATE or optimizer_hooks.optimizers_of(param_ids):
             return
         raise MisuseError(
             f"{name}: the warm-up of {limit} steps cannot end, because the weights of {model} are changed "

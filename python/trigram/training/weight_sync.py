@@ -277,7 +277,7 @@ class WeightSync(StepHooks):
         """Whether an optimizer of ``torch.optim`` has the parameters, even if it has not stepped yet."""
         if not self.has_optimizer and not self.has_looked:  # looking takes long; one made later shows itself
             self.has_looked = True
-            self.has_optimizer = optimizer_hooks.any_optimizer_of(self.param_ids)
+            self.has_optimizer = bool(optimizer_hooks.optimizers_of(self.param_ids))
         return self.has_optimizer
 
     def _model_name(self) -> str:

@@ -48,7 +48,13 @@ def loaded_by_assignment_at_once(t: Loop) -> None:
     train(t, model, 0, 10)
 
 
-@row(spread=False, linear=True, tolerance=1e-3)
+@row(
+    # An asynchronous algorithm does not notice that weights were loaded, and sends the jump in 8 bits.
+    only=tuple(a for a in ALGORITHMS if a != "async_low_precision"),
+    spread=False,
+    linear=True,
+    tolerance=1e-3,
+)
 def loaded_stays_where_it_is(t: Loop) -> None:
     """At learning rate 0, loaded weights stay: nothing remembers those of before."""
     torch.manual_seed(21)

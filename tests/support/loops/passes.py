@@ -348,9 +348,10 @@ def step_every_second_backward(t: Loop) -> None:
             optimizer.zero_grad()
 
 
-@row(linear=True)
+@row(linear=True, tolerance=0.02)
 def unequal_batches(t: Loop) -> None:
-    """Ranks have batches of different sizes; every rank counts the same."""
+    """Ranks have batches of different sizes; every rank counts the same. Their gradients are other functions
+    of the weights, so the mean of replicas that are apart is only near the one process's weights."""
     model = t.wrap(Flat())
     train_by_rank(t, model, lambda r, _step, x, y: mse(model(x[: 8 - 3 * r]), y[: 8 - 3 * r]))
 

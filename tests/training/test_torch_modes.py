@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import os
 import shutil
 import tempfile
@@ -119,6 +121,110 @@ def joined_optimizers(rank: int, world: int, kind: str) -> None:
             close(a, e, 1e-5, f"{kind}: epoch {epoch}")
         same_on_all_ranks(rank, world, f"joined-{kind}-{epoch}", [p.detach() for p in model.parameters()])
         assert set(optimizer.state_dict()["state"]) == set(reference.state_dict()["state"])
+
+
+class Counting(torch.optim.Optimizer):
+    """SGD whose learning rate shrinks with what it counts in lists and for all parameters together."""
+
+    kept: type = list
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        together: Any = self.state.setdefault("all", {"count": 0})  # type: ignore[call-overload]
+        together["count"] += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                norms = self.state[p].setdefault("norms", self.kept())
+                norms.append(float(p.grad.norm()))
+                p.sub_(p.grad, alpha=group["lr"] / (1 + together["count"] + sum(norms)))
+
+
+class CountingInDeque(Counting):
+    """The same; its state cannot be sent."""
+
+    kept = collections.deque
+
+
+@CASES
+def joined_states(rank: int, world: int) -> None:
+    """State that is no tensor, or of no parameter, and beside it an older optimizer of the same class and an
+    unused one of another."""
+    torch.manual_seed(3)
+    model = trigram.with_bagua(mlp())
+    older, optimizer, unused = Counting(model.parameters()), Counting(model.parameters()), sgd(model)
+    for one, most in ((older, 0), (optimizer, 2)):
+        with trigram.join(model):
+            for step in range(1 + most * rank):
+                one.zero_grad()
+                square(model, rank, step).backward()
+                one.step()
+    for step in range(3):
+        optimizer.zero_grad()
+        square(model, rank, step).backward()
+        optimizer.step()
+    same_on_all_ranks(rank, world, "joined-states", weights(model))
+    assert optimizer.state["all"]["count"] == 4 + 2 * (world - 1)  # type: ignore[index]
+    assert not unused.state
+    optimizer = CountingInDeque(model.parameters())
+
+    def uneven() -> None:
+        with trigram.join(model):
+            for step in range(1 + rank):
+                optimizer.zero_grad()
+                square(model, rank, step).backward()
+                optimizer.step()
+
+    says(raises(trigram.UnsupportedError, uneven), "deque", "state_dict()", f"rank {world - 1}")
+
+
+@CASES
+def joined_in_one_backward(rank: int, world: int) -> None:
+    """One backward pass of two models, when a rank has no inputs left: an error at once on all ranks."""
+    models = [trigram.with_bagua(mlp()) for _ in range(2)]
+
+    def both() -> None:
+        with trigram.join(*models):
+            for step in range(1 + rank):
+                sum(square(m, rank, step) for m in models).backward()  # type: ignore[union-attr]
+
+    error: type[trigram.TrigramError] = trigram.AbortedError if rank == 0 else trigram.MisuseError
+    says(raises(error, both), "backward")
+    for model in models:  # and training goes on
+        model.zero_grad()
+        square(model, rank, 9).backward()
+        same_on_all_ranks(rank, world, f"after-{id(model) and models.index(model)}", gradients_of(model))
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@CASES
+def one_rank_skips_an_update(rank: int, world: int) -> None:
+    """A step of the optimizer raises on one rank only: the next pass fails on all, and a checkpoint that all
+    load ends it."""
+    torch.manual_seed(3)
+    model = trigram.with_bagua(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    saved = copy.deepcopy(model.state_dict())
+
+    def train(first: int, fails: bool = False) -> None:
+        for step in range(first, first + 3):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            if not (fails and step == first):
+                optimizer.step()
+
+    train(0)
+    text = raises(trigram.MismatchError, train, 3, rank == 0)
+    says(text, "skipped an update", "checkpoint")
+    optimizer.zero_grad()
+    model.load_state_dict(saved)
+    train(6)
+    same_on_all_ranks(rank, world, "after-a-skipped-update", weights(model))
 
 
 @CASES.over("epoch", "batch", "batch, as many")

@@ -44,8 +44,9 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
     A rank that reaches the end of the block early takes part in the averages of the others until all ranks
     are there: with gradients of 0, or with the weights it has; averages are over all ranks. If the algorithm
     averages gradients, at the end all ranks get the weights and buffers of the rank that trained longest, as
-    with ``DistributedDataParallel.join``; optimizers are not changed. Asynchronous algorithms do not wait
-    during the block; at its end all ranks wait for all.
+    with ``DistributedDataParallel.join``, and if ranks have made unequal numbers of updates, also the state
+    and the options of its optimizers. Asynchronous algorithms do not wait during the block; at its end all
+    ranks wait for all.
 
     Args:
         *models: The models that are trained in the block, which all ranks call in the same order: write
@@ -57,7 +58,8 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
         MisuseError: A model is not wrapped, the models are trained by different ranks, or one is in a block
             already.
         UnsupportedError: A model is elastic, its optimizer is sharded or fused, or
-            ``throw_on_early_termination`` is used with an asynchronous algorithm.
+            ``throw_on_early_termination`` is used with an asynchronous algorithm; or, at the end of the
+            block, the state of an optimizer cannot be sent.
     """
     if not models:
         raise MisuseError("join: pass the models that are trained in the block, as in trigram.join(model)")

@@ -553,6 +553,11 @@ class GradientSync(FusedBuckets):
         super().leave_join()
         self.passes = self.since = 0
 
+    def _before_load(self, *_: Any) -> None:
+        """See :class:`StepHooks`. An update that only some ranks have made is made up for."""
+        self.passes = 0
+        super()._before_load()
+
     def made_fewer_updates(self) -> None:
         """See :class:`StepHooks`. What a script changes there itself, such as a scheduler the learning rate,
         may differ from now on."""

@@ -10,6 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+KERNELS = "capturable", "foreach", "fused", "differentiable"
+"""Options that choose a kernel, and not what is computed; torch.compile sets some, on the ranks where it
+compiles."""
+
 
 class GroupValues:
     """The options of an optimizer's groups, among them what some count there: steps, sums of weights."""

@@ -5,6 +5,7 @@ that average gradients would update equal weights differently from then on.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.errors import MismatchError, UnsupportedError
 from trigram.runtime import logs
 from trigram.training import optimizer_hooks
-from trigram.training.group_values import GroupValues
+from trigram.training.group_values import KERNELS, GroupValues
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
@@ -30,14 +31,21 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
         params: The model's parameters.
         longest: The group rank that has them.
         groups: The model's process groups.
+
+    Raises:
+        UnsupportedError: On all ranks: a state cannot be sent.
     """
     group = groups.control
     place = {id(p): i for i, p in enumerate(params)}
-    here = {_key(o, place): o for o in optimizer_hooks.optimizers_of(set(place))}
+    here: dict[_Key, list[Optimizer]] = {}
+    for optimizer in sorted(optimizer_hooks.optimizers_of(set(place)), key=optimizer_hooks.last_step):
+        here.setdefault(_key(optimizer, place), []).append(optimizer)
     told, tensors = torch.empty(0, dtype=torch.uint8), list[torch.Tensor]()
     if group.rank == longest:
-        try:
-            told = serialization.pack([_described(key, o, place, tensors) for key, o in here.items()], "join")
+        try:  # of equal ones, that which has stepped last
+            told = serialization.pack(
+                [_described(key, some[-1], place, tensors) for key, some in here.items()], "join"
+            )
         except UnsupportedError as error:
             told, tensors = serialization.pack(str(error), "join"), []
     length = tell_all([told.numel()], group)[longest][0]
@@ -46,91 +54,103 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
     calls.broadcast(told, longest, group)
     found = serialization.unpack(told, group.ranks[longest])
     if isinstance(found, str):
-        logs.warning(
-            f"{groups.name}: join: the state of an optimizer cannot be sent, so that of ranks with fewer "
-            f"inputs is older than that of rank {group.ranks[longest]}: {found}"
+        raise UnsupportedError(
+            f"{groups.name}: join: ranks have made unequal numbers of updates, and the state of an optimizer "
+            f"of rank {group.ranks[longest]} cannot be sent to the others: {found}. Give all ranks its "
+            "state_dict() after the block before they go on"
         )
-        return
-    for described in found:
-        given = [v for _, state in described["state"] for v in state.values() if isinstance(v, list)]
-        if group.rank != longest:
-            tensors += [torch.empty(shape, dtype=getattr(torch, dtype)) for _, dtype, shape in given]
+    if group.rank != longest:
+        for described in found:
+            for _, _, apart in described["state"]:
+                tensors += [
+                    torch.empty(shape, dtype=getattr(torch, dtype)) for _, dtype, shape in apart.values()
+                ]
     coalesced.broadcast(tensors, longest, group)
     if group.rank == longest:
         return
     received = iter(tensors)
     for described in found:
-        key = tuple(tuple(indices) for indices in described["key"])
-        _follow(here.get(key), described, params, received, groups.name)
+        optimizers = here.get((described["class"], tuple(map(tuple, described["key"]))), [])
+        if not optimizers:
+            logs.warning(
+                f"{groups.name}: join: this rank has no {described['class']} of the "
+                f"parameters of that of rank {group.ranks[longest]}; make the same optimizers on all ranks"
+            )
+        _follow(optimizers, described, params, received)
 
 
-def _key(optimizer: Optimizer, place: dict[int, int]) -> tuple[tuple[int, ...], ...]:
-    """What tells an optimizer from others on all ranks: the model's parameters in its groups."""
-    return tuple(tuple(place.get(id(p), -1) for p in g["params"]) for g in optimizer.param_groups)
+_Key = tuple[str, tuple[tuple[int, ...], ...]]
+
+
+def _key(optimizer: Optimizer, place: dict[int, int]) -> _Key:
+    """What tells an optimizer from others on all ranks: its class, and the model's parameters in its
+    groups."""
+    groups = tuple(tuple(place.get(id(p), -1) for p in g["params"]) for g in optimizer.param_groups)
+    return type(optimizer).__name__, groups
 
 
 def _described(
-    key: Any, optimizer: Optimizer, place: dict[int, int], tensors: list[torch.Tensor]
+    key: _Key, optimizer: Optimizer, place: dict[int, int], tensors: list[torch.Tensor]
 ) -> dict[str, Any]:
-    """An optimizer's state and options, with its tensors apart."""
-    states = []
+    """An optimizer's state and options; the tensors of parameters' states are apart."""
+    states: list[list[Any]] = []
+    general: dict[str, Any] = {}
     for p, state in optimizer.state.items():
-        if id(p) not in place:
+        if isinstance(p, str):
+            general[p] = state
+        if not isinstance(p, torch.Tensor) or id(p) not in place:
             continue
-        values: dict[str, Any] = {}
+        plain, apart = {}, {}
         for name, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if type(value) is torch.Tensor:
                 tensors.append(value.detach().cpu().contiguous())
-                dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
-                values[name] = [value.device.type, dtype, shape]
+                dtype = str(value.dtype).removeprefix("torch.")
+                apart[name] = value.device.type, dtype, list(value.shape)
             else:
-                values[name] = value
-        states.append([place[id(p)], values])
-    options = [
-        {k: v for k, v in kept.items() if isinstance(v, _PLAIN)} for kept in GroupValues(optimizer).plain()
-    ]
-    return {"key": [list(k) for k in key], "state": states, "options": options}
+                plain[name] = value
+        states.append([place[id(p)], plain, apart])
+    options = [{k: v for k, v in kept.items() if _is_plain(k, v)} for kept in GroupValues(optimizer).plain()]
+    return {
+        "class": key[0],
+        "key": [list(k) for k in key[1]],
+        "state": states,
+        "general": general,
+        "options": options,
+    }
 
 
 def _follow(
-    optimizer: Optimizer | None,
-    described: dict[str, Any],
-    params: Sequence[torch.Tensor],
-    received: Any,
-    name: str,
+    optimizers: Sequence[Optimizer], described: dict[str, Any], params: Sequence[torch.Tensor], received: Any
 ) -> None:
-    """Takes over a state and options; of an optimizer that this rank has not, only what was received."""
-    if optimizer is None:
-        logs.warning(
-            f"{name}: join: this rank has no optimizer of the parameters that one has where training was "
-            "longest; make the same optimizers on all ranks"
-        )
-    for i, values in described["state"]:
-        p, new = params[i], {}
-        for key, value in values.items():
-            if isinstance(value, list):
-                tensor = next(received)
-                if tensor.shape == p.shape and tensor.dim():
-                    tensor = torch.empty_like(p, dtype=tensor.dtype).copy_(tensor)
-                new[key] = tensor if value[0] == "cpu" else tensor.to(p.device)
-            else:
-                new[key] = value
-        if optimizer is not None:
-            optimizer.state[p] = new
-    for group, options in zip(
-        optimizer.param_groups if optimizer is not None else (), described["options"], strict=False
-    ):
-        for option, value in options.items():
-            if isinstance(group.get(option), torch.Tensor):
-                group[option].fill_(value)  # a compiled step may hold it
-            else:
-                group[option] = value
+    """Takes over a state and options."""
+    for i, plain, apart in described["state"]:
+        p, values = params[i], dict(plain)
+        for name, (device, _, _) in apart.items():
+            tensor = next(received)
+            if tensor.shape == p.shape and tensor.dim():
+                tensor = torch.empty_like(p, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+            values[name] = tensor if device == "cpu" else tensor.to(p.device)
+        for optimizer in optimizers:
+            optimizer.state[p] = copy.deepcopy(values)
+    for optimizer in optimizers:
+        optimizer.state.update(copy.deepcopy(described["general"]))
+        for group, options in zip(optimizer.param_groups, described["options"], strict=True):
+            for option, value in options.items():
+                if isinstance(group.get(option), torch.Tensor):
+                    group[option].fill_(value)  # a compiled step may hold it
+                else:
+                    group[option] = value
+
+
+def _is_plain(option: str, value: Any) -> bool:
+    """Whether an option is a value that all ranks must have; which kernel computes is of each rank."""
+    return isinstance(value, _PLAIN) and option not in KERNELS
 
 
 def check_options(groups: ModelGroups, optimizer: Optimizer) -> None:
     """Raises on all ranks if the options of their optimizers differ, after a block in which some made fewer
     updates; all ranks call it."""
-    plain = [{k: v for k, v in o.items() if isinstance(v, _PLAIN)} for o in GroupValues(optimizer).plain()]
+    plain = [{k: v for k, v in o.items() if _is_plain(k, v)} for o in GroupValues(optimizer).plain()]
     if other := ranks_unlike_first(repr(plain), groups.main):
         raise MismatchError(
             f"{groups.name}: after trigram.join, rank(s) {listed(other)} have other options in the groups of "

@@ -8,6 +8,7 @@ beginning of the outer ``step`` to its end.
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import weakref
 from collections import OrderedDict
@@ -53,6 +54,8 @@ _listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
 _handles: list[Any] = []
 _TORCH = Optimizer.step.__code__.co_filename
 _unheard: set[int] = set()
+_stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_order = itertools.count(1)
 
 
 def step_unheard(optimizer: Optimizer) -> None:
@@ -103,6 +106,11 @@ def optimizers_of(param_ids: set[int]) -> list[Optimizer]:
     rare cases, such as that weights change and no optimizer has stepped."""
     found = [o for o in gc.get_objects() if issubclass(type(o), Optimizer) and hasattr(o, "param_groups")]
     return [o for o in found if parameters_of(o) & param_ids]
+
+
+def last_step(optimizer: Optimizer) -> int:
+    """A number that is larger for optimizers that have stepped later; 0: it has not."""
+    return _stepped.get(optimizer, 0)
 
 
 def forget_failed(listener: Updated) -> None:
@@ -178,6 +186,7 @@ def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return
     closure = _closure(args, kwargs)
     ignored = isinstance(closure, _Closure) and not closure.called
+    _stepped[optimizer] = next(_order)
     for listener, mine in _concerned(optimizer):
         if ignored and listener.waits_for_closure:
             listener.closure_ignored(mine, type(optimizer).__name__)

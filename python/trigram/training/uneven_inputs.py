@@ -27,11 +27,13 @@ class Joinable(Protocol):
         steps: The number of steps made.
         idle_steps: Those of them that this rank made without inputs.
         weights_differ: Whether ranks may hold different weights.
+        prepared: Whether a pass has been announced to all ranks, and is not over.
     """
 
     steps: int
     idle_steps: int
     weights_differ: bool
+    prepared: bool
     groups: ModelGroups
 
     def inputs_end(self) -> None:
@@ -42,6 +44,12 @@ class Joinable(Protocol):
 
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
+
+    def begin_pass(self, param: int | None) -> None:
+        """Begins a pass."""
+
+    def abort_pass(self) -> None:
+        """Aborts it on all ranks."""
 
     def made_fewer_updates(self) -> None:
         """Some ranks have made fewer updates than others, and have got the optimizers of these."""
@@ -62,6 +70,7 @@ class UnevenInputs:
         self.models = list(models)
         self.throw = throw
         self.control = models[0][1].groups.control
+        self.present = list(range(self.control.size))
         self.at_start = [hooks.steps - hooks.idle_steps for _, hooks in models]
 
     def meet(self, hooks: Joinable | None) -> list[int]:
@@ -73,6 +82,8 @@ class UnevenInputs:
         Raises:
             MisuseError: Ranks are at steps of different models; or ``throw``, and a rank has no inputs left.
         """
+        if hooks is not None and len(self.present) < self.control.size:
+            self._check_apart(hooks)
         number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
         told = [theirs for (theirs,) in tell_all([number], self.control)]
         self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
@@ -91,6 +102,20 @@ class UnevenInputs:
                 "in the same order"
             )
         return self.present
+
+    def _check_apart(self, hooks: Joinable) -> None:
+        """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it
+        until it is aborted."""
+        under_way = [other for _, other in self.models if other is not hooks and other.prepared]
+        for other in under_way:
+            other.begin_pass(None)
+            other.abort_pass()
+        if under_way:
+            raise MisuseError(
+                "join: a forward pass of one model begins before the backward pass of another is over, and a "
+                "rank has no inputs left: it takes part in one pass after the other; call backward() of the "
+                "first before the second, or make both models one module and wrap that"
+            )
 
     @torch.no_grad()
     def run_without_inputs(self) -> None:

@@ -12,7 +12,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_unlike_first
 from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime import world
-from trigram.training.group_values import GroupValues
+from trigram.training.group_values import KERNELS, GroupValues
 
 
 def agree(groups: ModelGroups, call: str, text: str) -> None:
@@ -42,7 +42,7 @@ def plain_options(optimizer: Optimizer) -> str:
     """The options in the optimizer's groups that are plain values."""
     plain = (bool, int, float, str, tuple, type(None))
     groups = GroupValues(optimizer).plain()
-    return repr([{k: v for k, v in options.items() if isinstance(v, plain)} for options in groups])
+    return repr([{k: v for k, v in o.items() if isinstance(v, plain) and k not in KERNELS} for o in groups])
 
 
 def _ranks_unlike_first(groups: ModelGroups, call: str, text: str) -> list[int]:

@@ -156,7 +156,8 @@ for step in range(trigram.stats(model)["steps"], 100_000):
     seen.back += seen.lost > 0 and trigram.world_size() == 3
     if seen.back == 5: break  # the same step on all ranks
     time.sleep(0.02)
-print(f"end: {step} {trigram.world_size()} {net.weight.tolist()}", flush=True)
+# In one write: print makes two, and lines of two ranks would mix.
+sys.stdout.write(f"end: {step} {trigram.world_size()} {net.weight.tolist()}\\n")
 """
 
 

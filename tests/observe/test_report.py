@@ -7,11 +7,13 @@ import copy
 import io
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from typer.testing import CliRunner
 
 import trigram
-from tests.support.checks import raises
+from tests.support.checks import raises, says
 from tests.support.harness import free_port, run, scratch
 from tests.support.netns import limited
 from trigram.cli import app
@@ -412,6 +414,46 @@ def test_ranks_that_are_late_by_turns_are_told_from_a_slow_network() -> None:
     assert report.judge(by_turns(7)).cause == "network"
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ranks_late_by_turns_at_random(world: int) -> None:
+    """One rank in each step sleeps 30 ms: whichever is late more often by chance is not blamed; a rank that
+    always is, or is in every tenth step, and two that always are, are."""
+    random = Random(world)
+    for kind in ("turns", "slow", "once in ten", *(["two"] if world > 2 else [])):
+        for _ in range(20):
+            steps_of = [
+                [
+                    2 + random.random() + 30 * is_late(kind, r, step, random.randrange(world))
+                    for r in range(world)
+                ]
+                for step in range(60)
+            ]
+            if kind == "turns":
+                for own in steps_of:
+                    own[random.randrange(world)] += 30
+            rows = []
+            for r in range(world):
+                own = statistics.fmean(of[r] for of in steps_of) / 1e3
+                late = statistics.fmean(max(of) - of[r] for of in steps_of) / 1e3
+                rows.append(row(r, input=own, forward=0, backward=0, optimizer=0, wait=late + 0.0005))
+                rows[-1].recent = [of[r] / 1e3 for of in steps_of]
+                rows[-1].world_size = world
+            found = report.judge(rows)
+            if kind == "turns":
+                assert found.cause == "turns", found
+            else:
+                expected = [1, 2] if kind == "two" else [1]
+                assert (found.cause, sorted(found.ranks)) == ("input", expected), (kind, found)
+
+
+def is_late(kind: str, rank: int, step: int, chosen: int) -> bool:
+    return (
+        (kind == "slow" and rank == 1)
+        or (kind == "once in ten" and rank == 1 and step % 10 == 0)
+        or (kind == "two" and rank in (1, 2))
+    )
+
+
 def test_all_slow_ranks_are_named() -> None:
     """Two of three, by as much; and two of four for different reasons."""
     rows = [row(r, wait=0.0 if r else 0.08, forward=0.1 if r else 0.02) for r in range(3)]
@@ -471,6 +513,54 @@ def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     assert [found.rank for found in report.read(tmp_path)] == [0, 1, 2, 3]
 
 
+WRONG = [
+    {"rates": ["1"]},
+    {"fidelity": []},
+    {"buckets": ["a"]},
+    {"buckets": None},
+    {"steps": 0.5},
+    {"rank": True},
+    {"world_size": 10**9},
+    {"recent": [-1.0]},
+    {"job": 3},
+    {"sent": -1},
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_values_that_no_rank_writes_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
+    values = {**json.loads(report.line(row(0))), **wrong}
+    (tmp_path / "report-rank0.json").write_text(json.dumps(values))
+    says(raises(ConfigError, report.read, tmp_path), "report-rank0.json")
+
+
+def test_of_several_jobs_one_is_shown(tmp_path: Path) -> None:
+    """Files of an earlier job, and those that no rank has written, are left out."""
+    for r in range(4):
+        one = row(r)
+        one.job = "now" if r < 2 else "earlier"
+        report.write(tmp_path, one)
+    late = row(1)  # it came late into an elastic job, and does not know its name
+    report.write(tmp_path, late)
+    (tmp_path / "report-rankx.json").write_text("{}")
+    (tmp_path / "report-rank01.json").write_text(report.line(row(1)))
+    assert [one.rank for one in report.read(tmp_path)] == [0, 1]
+    mine = row(0)
+    mine.job, mine.steps = "earlier", 7
+    assert [(one.rank, one.steps) for one in report.read(tmp_path, mine)] == [
+        (0, 7),
+        (1, 50),
+        (2, 50),
+        (3, 50),
+    ]
+    assert [one.rank for one in report.read(tmp_path / "none", mine)] == [0]
+
+
+def test_a_codec_is_no_advice_where_there_is_one() -> None:
+    rows = [row(r, wait=0.1, hosts=2, coded=True) for r in range(4)]
+    assert "bytegrad" not in " ".join(report.judge(rows).then)
+
+
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     report.write(tmp_path, row(0))
     argv = [
@@ -514,7 +604,8 @@ def test_figures_of_other_hosts_are_awaited_until_the_deadline(
     """A store that cannot be reached is tried once, not for each rank."""
     store = Store(gone)
     far = set(range(1, 51))
-    awaited = rank_report._Awaited(tmp_path, {0}, far, ReconnectingStore(store, lambda: store), "job")
+    reconnecting = ReconnectingStore(store, lambda: store)
+    awaited = rank_report._Awaited(tmp_path, {0}, far, reconnecting, "job", row(0))
     awaited.fetch(None, time.monotonic() + left)
     assert store.asked == tries and len(awaited.far) == 50
 

@@ -98,12 +98,20 @@ def measured(command: list[str], ranks: int, steps: int, json_file: Path, allowe
     if launch.is_rank():
         os.environ.update(setting)
         os.execvp(command[0], command)
-    json_file.unlink(missing_ok=True)
+    before = _version(json_file)
     code = launch.launch(ranks, command, environment=setting).code
-    if code == 0 and not json_file.exists():
+    if code == 0 and _version(json_file) == before:
         sys.stderr.write(
             "trigram plan: the script has ended and has measured nothing; it must call with_bagua on more "
             "than one rank and train for enough steps\n"
         )
         return 1
     return code
+
+
+def _version(file: Path) -> tuple[int, int] | None:
+    """Another value once a file was replaced; None: there is none."""
+    if not file.exists():
+        return None
+    about = file.stat()
+    return about.st_ino, about.st_mtime_ns

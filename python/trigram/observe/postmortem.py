@@ -86,6 +86,18 @@ def read(folder: Path) -> dict[int, dict[str, Any]]:
     return {rank: dump for rank, dump in sorted(dumps.items()) if _job(dump) in ("", _job(last))}
 
 
+_KEYS = {
+    "is_p2p",
+    "process_group",
+    "collective_seq_id",
+    "state",
+    "profiling_name",
+    "input_sizes",
+    "input_dtypes",
+    "time_created_ns",
+}
+
+
 def _checked(dump: Any) -> dict[str, Any]:
     if not (
         isinstance(dump, dict)
@@ -93,6 +105,11 @@ def _checked(dump: Any) -> dict[str, Any]:
         and isinstance(dump.get("entries"), list)
     ):
         raise ValueError("it has no groups and calls")
+    for entry in dump["entries"]:
+        if not isinstance(entry, dict) or not entry.keys() >= _KEYS:
+            raise ValueError("a call lacks what a flight recorder says of it")
+    if not all(isinstance(of.get("trigram", {}), dict) for of in (dump, *dump["entries"])):
+        raise ValueError("what Trigram says of a call is no dictionary")
     return dump
 
 
@@ -157,8 +174,11 @@ def find(dumps: dict[int, dict[str, Any]]) -> list[Finding]:
             if any(entry["state"] != "completed" for entry in entries.values()):
                 if _survived(group, number):
                     continue
-                began = min(e["time_created_ns"] for e in entries.values() if e["state"] != "completed")
-                open_calls.append((began, group, number, newest))
+                waiting = [e for e in entries.values() if e["state"] != "completed"]
+                missing = [r for r in group.ranks if r not in entries and r in dumps]
+                # A rank that has skipped a call waits in the next one for the others, who wait for it.
+                order = len(missing) > len(waiting), min(e["time_created_ns"] for e in waiting)
+                open_calls.append((order, group, number, newest))
                 break
     for _, group, number, newest in sorted(open_calls, key=lambda o: o[0]):
         found += _in_call(group, number, newest, dumps)

@@ -79,6 +79,8 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.
         trained_by=times.trained_by if times is not None else "",
         on_gpu=times is not None and times.on_gpu,
         asynchronous=times is not None and times.asynchronous,
+        job=present.name,
+        coded=times is not None and times.coded,
         recent=[ns * 1e-9 for ns in times.recent.copy()] if times is not None else [],
     )
 
@@ -103,6 +105,7 @@ class _Awaited:
         far: The others.
         store: Where these leave their figures; None: nowhere.
         job: Which job it was.
+        mine: The figures of this rank.
     """
 
     folder: Path
@@ -110,6 +113,7 @@ class _Awaited:
     far: set[int]
     store: ReconnectingStore | None
     job: str
+    mine: report.Rank
 
     def fetch(self, key: bytes | None, deadline: float) -> None:
         """Writes what has come from other hosts into the folder; ends at the ``deadline``, a time of
@@ -150,7 +154,7 @@ def _finish() -> None:
         return
     if not exit_status.has_failed():
         near = {r for r in range(present.size) if hosts[r] == hosts[0]}
-        _awaited = _Awaited(folder, near, set(range(present.size)) - near, store, present.name)
+        _awaited = _Awaited(folder, near, set(range(present.size)) - near, store, present.name, row)
 
 
 def _print() -> None:
@@ -163,7 +167,7 @@ def _print() -> None:
     try:
         while True:
             awaited.fetch(snapshots.secret(), deadline)
-            rows = report.read(awaited.folder)
+            rows = report.read(awaited.folder, awaited.mine)
             here = {row.rank for row in rows}
             # Without a store others may still share the disk: their files are there, or are not awaited.
             if awaited.near <= here and (awaited.store is None or awaited.far <= here):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -32,8 +33,12 @@ _EXPOSED = 0.1
 _SLOW_LINK = 2 / 3
 """A link is slow if it carries less than this part of the median: of four links, one of a quarter of the rate
 was seen at a half, because the others carry no more than it takes; on a busy machine equal ones at 0.75."""
+_CHANCE = 0.25
+"""Of the time that is waited for the longest rank of each step, one rank is to blame for all but this part at
+most, and of several each for as much less. One of ranks that are late by turns has 0.26 to 0.71 of it."""
 _ALIKE = 8
 """Steps of all ranks, at least, that tell whether ranks are late by turns."""
+_MOST_RANKS = 1 << 20
 _SMALL_BUCKET = 256 << 10
 _MANY_BUCKETS = 8
 
@@ -62,6 +67,8 @@ class Rank:
         asynchronous: Whether ranks average in the background: what they wait then is the averaging's own work
             (copies, codecs), and that for the bound ``staleness``.
         recent: The last steps without the waiting, oldest first.
+        job: Which job it is; "": it came late into an elastic one, so it cannot say.
+        coded: Whether a codec compresses what it sends.
     """
 
     rank: int
@@ -81,6 +88,8 @@ class Rank:
     on_gpu: bool = False
     asynchronous: bool = False
     recent: list[float] = field(default_factory=list)
+    job: str = ""
+    coded: bool = False
 
     def own(self, typical: bool = False) -> float:
         """Seconds of a step, without waiting for others: the mean, or the median."""
@@ -142,34 +151,51 @@ def parsed(values: dict[str, Any]) -> Rank:
     row = Rank(**values)
     if set(row.mean) != {"step", *PHASES} or set(row.median) != {"step", *PHASES}:
         raise ValueError("it lacks phases of a step")
-    times = (*row.mean.values(), *row.median.values(), *row.recent)
-    for number in (row.rank, row.world_size, row.steps, *times):
-        if not isinstance(number, int | float) or not 0 <= number < math.inf:
-            raise ValueError(f"{number!r} is no time or count")
-    if not all(isinstance(t, str) and t.isprintable() for t in (row.host, row.model, row.trained_by)):
+    counts = (row.rank, row.world_size, row.steps, row.sent, row.hosts, *row.buckets, *row.ranks)
+    if not all(type(n) is int and n >= 0 for n in counts) or row.world_size > _MOST_RANKS:
+        raise ValueError("a count is none")
+    for number in (*row.mean.values(), *row.median.values(), *row.recent, *row.rates):
+        if type(number) not in (int, float) or not 0 <= number < math.inf:
+            raise ValueError(f"{number!r} is no time or rate")
+    texts = (row.host, row.model, row.trained_by, row.job)
+    if not all(isinstance(t, str) and t.isprintable() for t in texts):
         raise ValueError("it names no host or model")
+    if not isinstance(row.fidelity, dict):
+        raise ValueError("it does not say what averages lose")
     return row
 
 
-def read(where: Path) -> list[Rank]:
-    """The ranks of a folder, by rank, without those that an earlier, larger job has left.
+def read(where: Path, mine: Rank | None = None) -> list[Rank]:
+    """The ranks of a folder, by rank, without those that an earlier job has left.
+
+    Args:
+        where: The folder.
+        mine: The rank that reads it, whatever its file says.
 
     Raises:
         ConfigError: There is no file of a rank, or one is no report.
     """
-    rows = []
-    for path in sorted(where.glob(f"{PREFIX}*.json")) if where.is_dir() else []:
+    rows = {} if mine is None else {mine.rank: mine}
+    for path in where.glob(f"{PREFIX}*.json") if where.is_dir() else []:
+        found = re.fullmatch(rf"{PREFIX}(0|[1-9]\d*)\.json", path.name)
+        if found is None or (mine is not None and int(found[1]) == mine.rank):
+            continue
         try:
             row = parsed(json.loads(path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
             raise ConfigError(f"{path} is no report of a rank: {error}") from error
-        rows.append(row)
+        if row.rank == int(found[1]):
+            rows[row.rank] = row
     if not rows:
         raise ConfigError(
             f"{where} has no {PREFIX}N.json; the ranks of a job write them there with TRIGRAM_REPORT={where}"
         )
-    rows.sort(key=lambda row: row.rank)
-    return [row for row in rows if row.rank < rows[0].world_size]
+    first = mine if mine is not None else rows[min(rows)]
+    return [
+        row
+        for _, row in sorted(rows.items())
+        if row.rank < first.world_size and ("" in (row.job, first.job) or row.job == first.job)
+    ]
 
 
 def judge(rows: list[Rank]) -> Finding:
@@ -216,6 +242,8 @@ def judge(rows: list[Rank]) -> Finding:
             "staleness bounds how far ranks are apart"
         ]
         return Finding("none", None, False, "nothing stands out: ranks average in the background", why, [])
+    if not on_gpu and exposed >= _EXPOSED and (turns := _by_turns(trained, slowest)) is not None:
+        return turns
     if slower and (far or excess > late.mean[WAIT] or costly):
         return _slow_ranks(slowest, others, usual, waits)
     if on_gpu:
@@ -246,9 +274,7 @@ def judge(rows: list[Rank]) -> Finding:
             f"rank {late.rank} computes {_ms(excess)} longer than the others, "
             f"and waits {_ms(late.mean[WAIT])}"
         )
-    elif (turns := _by_turns(trained)) is not None:
-        return turns
-    return _communication(trained, why, late if slower else None)
+    return _communication(trained, why, late if slower and excess > _EXPOSED * step else None)
 
 
 def _apart(rows: list[Rank]) -> list[Rank]:
@@ -260,9 +286,9 @@ def _apart(rows: list[Rank]) -> list[Rank]:
     return ordered[: above if above <= (len(rows) + 1) // 2 else 1]
 
 
-def _by_turns(rows: list[Rank]) -> Finding | None:
-    """Ranks wait mostly for whichever of them computes longest in a step, and that is not always the same
-    one; None: they do not, or it is not known."""
+def _by_turns(rows: list[Rank], slowest: list[Rank]) -> Finding | None:
+    """Ranks wait mostly for whichever of them computes longest in a step, and these are not always the
+    ``slowest`` ones; None: they do not, or it is not known."""
     last = min(row.steps for row in rows)
     known = min(len(row.recent) - (row.steps - last) for row in rows)
     if known < _ALIKE or len(rows) < 2:
@@ -274,6 +300,18 @@ def _by_turns(rows: list[Rank]) -> Finding | None:
     waited = statistics.median(row.mean[WAIT] for row in rows)
     lateness = statistics.median(waits)
     if lateness < 0.5 * waited:
+        return None
+    apart = [row in slowest for row in rows]
+    late = {
+        True: 0.0,
+        False: 0.0,
+    }  # by how much the longest of a step is longer than those who are not with it
+    for own in of_steps:
+        longest_of = max(range(len(rows)), key=own.__getitem__)
+        with_it = apart if apart[longest_of] else [k == longest_of for k in range(len(rows))]
+        rest = [t for t, together in zip(own, with_it, strict=True) if not together]
+        late[apart[longest_of]] += own[longest_of] - max(rest)
+    if late[True] >= (1 - _CHANCE / len(slowest)) * sum(late.values()):
         return None
     times_last = [sum(step[k] == max(step) for step in of_steps) for k in range(len(rows))]
     k = max(range(len(rows)), key=times_last.__getitem__)
@@ -466,6 +504,8 @@ def _less(row: Rank) -> list[str]:
             "weights='bf16' half of the weights'"
         ]
     then = ["algorithm='bytegrad' sends a quarter of the bytes and trains as DDP does within noise"]
+    if row.coded:
+        then = ["larger batches, or local_sgd or diloco, communicate less often"]
     if bagua:
         return ["trigram plan -- python SCRIPT predicts the step with every algorithm", *then]
     return [f"trigram.with_bagua(model) in place of {row.trained_by}: its {then[0]}"]

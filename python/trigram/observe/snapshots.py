@@ -219,7 +219,14 @@ _publisher: Publisher | None = None
 def _begin() -> None:
     global _publisher
     present = world.present()
-    if present is None or present.store is None or not world.asks(world.TOP):
+    if present is None or not world.asks(world.TOP):
+        return
+    if present.store is None:
+        if present.size == 1:
+            logs.warning(
+                f"{world.TOP}: the only rank of a job has met nobody, so there is no store for trigram top; "
+                "TRIGRAM_METRICS shows it while it runs"
+            )
         return
     store = connect_again(present.store)
     if present.rank == 0:

@@ -120,6 +120,7 @@ class StepTimes:
             :mod:`trigram.observe.torch_steps`.
         on_gpu: Whether the model was on a GPU when it got its hooks.
         asynchronous: Whether ranks average in the background, and do not wait for each other.
+        coded: Whether a codec compresses what ranks send.
         group: The group whose calls carry most, which knows the rates of its links; None: closed.
     """
 
@@ -135,7 +136,7 @@ class StepTimes:
         self.group: Group | None = None
         self.fidelity: Callable[[], dict[str, Any]] = dict
         self.trained_by = WITH_BAGUA
-        self.asynchronous = False
+        self.asynchronous = self.coded = False
         self._since = 0
         self._now = dict.fromkeys(PHASES, 0)
         self._began = 0

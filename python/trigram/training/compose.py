@@ -60,11 +60,14 @@ def compose(
     if "state" in algorithm.options or "fused" in algorithm.options:
         claim(optimizer, model, algorithm.name)
         try:
-            return _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
+            hooks = _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
         except BaseException:
             disclaim(optimizer)
             raise
-    return _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
+    else:
+        hooks = _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
+    hooks.times.coded = algorithm.value.what != "full"
+    return hooks
 
 
 def _compose(

@@ -29,7 +29,7 @@ from tests.support.harness import free_port, run, scratch
 from tests.support.netns import limited
 from trigram.cli import app
 from trigram.errors import ConfigError
-from trigram.observe import rank_report, report, steps
+from trigram.observe import figures, rank_report, report, steps, verdict
 from trigram.observe.steps import PHASES
 from trigram.runtime.live_store import ReconnectingStore
 
@@ -67,8 +67,8 @@ def slowly(grad: torch.Tensor) -> None:
 )
 def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path: Path) -> None:
     run(3, train, plant, env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = report.read(tmp_path)
-    found = report.judge(rows)
+    rows = figures.read(tmp_path)
+    found = verdict.judge(rows)
     assert [row.rank for row in rows] == [0, 1, 2]
     assert all(row.steps >= STEPS - 2 for row in rows)
     assert (found.rank, found.cause, found.chronic) == (1, cause, chronic), report.text(rows)
@@ -78,8 +78,8 @@ def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path:
 def test_small_buckets_are_named(tmp_path: Path) -> None:
     """Forty calls in each step, for 20 KiB each."""
     run(3, train, "buckets", transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = report.read(tmp_path)
-    found = report.judge(rows)
+    rows = figures.read(tmp_path)
+    found = verdict.judge(rows)
     assert (found.rank, found.cause) == (None, "buckets"), report.text(rows)
     assert "bucket_mb" in report.text(rows)
 
@@ -90,8 +90,8 @@ def test_a_slow_link_is_named(slow: int | None, tmp_path: Path, several_hosts: N
     rates = {host: "150mbit" if slow in (None, host) else "600mbit" for host in range(3)}
     with limited(rates):
         run(3, train, "link", hosts=[0, 1, 2], transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = report.read(tmp_path)
-    found = report.judge(rows)
+    rows = figures.read(tmp_path)
+    found = verdict.judge(rows)
     assert (found.rank, found.cause) == (slow, "network" if slow is None else "link"), report.text(rows)
 
 
@@ -136,8 +136,8 @@ def process_group() -> Iterator[None]:
 def test_the_slow_rank_is_named_where_torch_trains(kind: str, plant: str, tmp_path: Path) -> None:
     counted = run(2, over_torch, kind, plant, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=60)
     assert counted == [[kind]] * 2
-    rows = report.read(tmp_path)
-    found = report.judge(rows)
+    rows = figures.read(tmp_path)
+    found = verdict.judge(rows)
     assert [(row.model, row.trained_by) for row in rows] == [("Sequential", kind)] * 2
     assert all(STEPS - 3 <= row.steps <= STEPS - 1 for row in rows)
     assert (found.rank, found.cause, found.chronic) == (1, plant, True), report.text(rows)
@@ -172,7 +172,7 @@ def without_hooks(rank: int, world: int, kind: str) -> None:
 def test_steps_are_counted_where_hooks_are_not_called(kind: str, tmp_path: Path) -> None:
     """And looking ends no training."""
     run(2, without_hooks, kind, env={"TRIGRAM_REPORT": str(tmp_path)}, timeout=120)
-    rows = report.read(tmp_path)
+    rows = figures.read(tmp_path)
     assert all((row.model, row.steps >= STEPS - 3) == ("Sequential", True) for row in rows), rows
     assert all(row.mean["input"] < 0.2 * row.mean["step"] for row in rows), report.text(rows)
 
@@ -225,18 +225,18 @@ def loop(rank: int, world: int, style: str) -> None:
 def test_a_slow_input_is_named_in_other_loops(style: str, tmp_path: Path) -> None:
     """Also where the others wait for it in a call of the script."""
     run(3, loop, style, env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = report.read(tmp_path)
-    found = report.judge(rows)
+    rows = figures.read(tmp_path)
+    found = verdict.judge(rows)
     assert (found.rank, found.cause, found.chronic) == (1, "input", True), report.text(rows)
 
 
 def test_a_late_start_is_nobodys_fault(tmp_path: Path) -> None:
     run(3, loop, "late start", env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = report.read(tmp_path)
-    assert report.judge(rows).cause == "none", report.text(rows)
+    rows = figures.read(tmp_path)
+    assert verdict.judge(rows).cause == "none", report.text(rows)
 
 
-def row(rank: int, **other: object) -> report.Rank:
+def row(rank: int, **other: object) -> figures.Rank:
     """A rank with a step of 100 ms."""
     values = {
         "input": 0.01,
@@ -249,24 +249,24 @@ def row(rank: int, **other: object) -> report.Rank:
     values |= {k: v for k, v in other.items() if k in PHASES}  # type: ignore[misc]
     values["step"] = sum(values[phase] for phase in PHASES)
     given = {k: v for k, v in other.items() if k not in PHASES}
-    return report.Rank(rank, 4, f"node{rank}", "GPT", 50, values, dict(values), **given)  # type: ignore[arg-type]
+    return figures.Rank(rank, 4, f"node{rank}", "GPT", 50, values, dict(values), **given)  # type: ignore[arg-type]
 
 
 def test_nobody_is_named_when_nothing_is_wrong() -> None:
-    found = report.judge([row(r, input=0.01 + 0.001 * r) for r in range(4)])
+    found = verdict.judge([row(r, input=0.01 + 0.001 * r) for r in range(4)])
     assert (found.cause, found.rank) == ("none", None)
 
 
 def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     waiting = {"wait": 0.05}
     rates = [1.2e8, 1.2e8, 3e7, 1.2e8]
-    found = report.judge([row(r, ranks=[0, 1, 2, 3], rates=rates, **waiting) for r in range(4)])
+    found = verdict.judge([row(r, ranks=[0, 1, 2, 3], rates=rates, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("link", 2)
-    found = report.judge([row(r, buckets=[20_000] * 40, **waiting) for r in range(4)])
+    found = verdict.judge([row(r, buckets=[20_000] * 40, **waiting) for r in range(4)])
     assert (found.cause, found.rank) == ("buckets", None)
     rates = [1.2e8] * 4
     rows = [row(r, ranks=[0, 1, 2, 3], buckets=[4 << 20] * 10, rates=rates, **waiting) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
     assert found.verdict == (
         "communication takes longer than backward can hide: 50 ms of a 148 ms step (34%) are waited for it; "
@@ -274,24 +274,24 @@ def test_a_slow_link_and_small_buckets_and_a_slow_network() -> None:
     )
     for one in rows:  # of two links, both ends see the slower one
         one.rates, one.ranks = [1.2e8, 1.2e8], [0, 1]
-    assert report.judge(rows).verdict.endswith("; no rank stands out, unless ranks are late by turns")
+    assert verdict.judge(rows).verdict.endswith("; no rank stands out, unless ranks are late by turns")
 
 
 def test_a_rank_that_is_a_little_slower_is_not_blamed_for_communication() -> None:
     """Where all wait for longer than it is late. What it costs is said."""
     rows = [row(r, wait=0.05, backward=0.065 if r == 2 else 0.05) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("network", None)
     assert found.verdict.endswith("; rank 2 is late by less")
     assert "rank 2 computes 15 ms longer" in report.text(rows)
     rows = [row(r, wait=0.01 if r == 2 else 0.025, backward=0.065 if r == 2 else 0.05) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("compute", 2)
 
 
 def test_rates_of_helpers_are_no_links_of_ranks() -> None:
     rates = [1.2e8, 1.2e8, 1.2e8, 1e7]
-    found = report.judge([row(r, ranks=[0, 1, 2], rates=rates, wait=0.5) for r in range(3)])
+    found = verdict.judge([row(r, ranks=[0, 1, 2], rates=rates, wait=0.5) for r in range(3)])
     assert (found.cause, found.rank) == ("network", None)
 
 
@@ -311,7 +311,7 @@ def test_a_rank_that_fails_prints_no_report(tmp_path: Path) -> None:
     )
     assert done.returncode == 1 and "planned" in done.stderr
     assert done.stdout == "begins\n"
-    assert len(report.read(tmp_path / "figures")) == 1
+    assert len(figures.read(tmp_path / "figures")) == 1
 
 
 def leave_first(rank: int, world: int) -> str:
@@ -364,14 +364,14 @@ def test_figures_in_the_store_are_not_believed() -> None:
 
 
 def test_missing_figures_may_be_those_of_the_late_rank() -> None:
-    found = report.judge([row(r, wait=0.1) for r in range(3)])
+    found = verdict.judge([row(r, wait=0.1) for r in range(3)])
     assert found.cause == "network" and "figures are missing" in found.verdict
 
 
 @pytest.mark.parametrize(("trained_by", "hosts"), [("with_bagua", 1), ("with_bagua", 2), ("FSDP2", 2)])
 def test_advice_fits_the_job(trained_by: str, hosts: int) -> None:
     """A codec is no advice inside a host, nor an algorithm of with_bagua for FSDP2."""
-    found = report.judge([row(r, wait=0.1, hosts=hosts, trained_by=trained_by) for r in range(4)])
+    found = verdict.judge([row(r, wait=0.1, hosts=hosts, trained_by=trained_by) for r in range(4)])
     then = " ".join(found.then)
     assert ("bytegrad" in then) == (trained_by == "with_bagua" and hosts > 1)
     assert ("codec='int8'" in then) == (trained_by == "FSDP2")
@@ -379,19 +379,19 @@ def test_advice_fits_the_job(trained_by: str, hosts: int) -> None:
 
 def test_a_late_rank_is_named_beside_slow_communication() -> None:
     rows = [row(r, wait=0.05 if r == 2 else 0.09, input=0.05 if r == 2 else 0.01) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("input", 2)
 
 
 def test_ranks_that_are_late_by_turns_are_nobodys_fault() -> None:
     """One waits for hardly anything, so it is no communication; who is late differs."""
     rows = [row(r, wait=0.004 if r == 1 else 0.02, backward=0.054 if r == 1 else 0.05) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("none", None)
     assert "by turns" in report.text(rows)
 
 
-def by_turns(alike: int = 20) -> list[report.Rank]:
+def by_turns(alike: int = 20) -> list[figures.Rank]:
     """Four ranks, each 60 ms late in one of four steps, so that each waits 45 ms; own times are alike."""
     rows = [row(r, wait=0.045) for r in range(4)]
     for one in rows:
@@ -402,16 +402,16 @@ def by_turns(alike: int = 20) -> list[report.Rank]:
 def test_ranks_that_are_late_by_turns_are_told_from_a_slow_network() -> None:
     rows = by_turns()
     rows[3].steps, rows[3].recent = 51, [*rows[3].recent, 9.0]  # it has written its figures one step later
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("turns", None), found
     assert "45 ms of a 143 ms step (31%)" in found.verdict
     assert "the longest of a step takes 158 ms, half of the ranks 98 ms at most" in found.why[0]
     assert "rank 0 was the longest most often, in 25% of them" in found.why[1]
     for one in rows:  # they wait much longer than that explains
         one.mean["wait"] = 0.2
-    assert report.judge(rows).cause == "network"
-    assert report.judge(rows).verdict.endswith("no rank stands out")
-    assert report.judge(by_turns(7)).cause == "network"
+    assert verdict.judge(rows).cause == "network"
+    assert verdict.judge(rows).verdict.endswith("no rank stands out")
+    assert verdict.judge(by_turns(7)).cause == "network"
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -438,7 +438,7 @@ def test_ranks_late_by_turns_at_random(world: int) -> None:
                 rows.append(row(r, input=own, forward=0, backward=0, optimizer=0, wait=late + 0.0005))
                 rows[-1].recent = [of[r] / 1e3 for of in steps_of]
                 rows[-1].world_size = world
-            found = report.judge(rows)
+            found = verdict.judge(rows)
             if kind == "turns":
                 assert found.cause == "turns", found
             else:
@@ -457,7 +457,7 @@ def is_late(kind: str, rank: int, step: int, chosen: int) -> bool:
 def test_all_slow_ranks_are_named() -> None:
     """Two of three, by as much; and two of four for different reasons."""
     rows = [row(r, wait=0.0 if r else 0.08, forward=0.1 if r else 0.02) for r in range(3)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank, sorted(found.ranks)) == ("compute", found.ranks[0], [1, 2])
     assert found.verdict.startswith(
         "rank 1 on node1 and rank 2 on node2 are slow in their computation (most in: forward)"
@@ -465,7 +465,7 @@ def test_all_slow_ranks_are_named() -> None:
     rows = [row(r, wait=0.1) for r in range(4)]
     rows[1] = row(1, wait=0.01, input=0.09)
     rows[2] = row(2, wait=0.0, backward=0.15)
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank, found.ranks) == ("compute", 2, [2, 1])
     assert "; rank 1 on node1 is slow in its input, in most steps" in found.verdict
     assert "DataLoader" in report.text(rows)
@@ -474,13 +474,13 @@ def test_all_slow_ranks_are_named() -> None:
 def test_most_ranks_are_not_called_slow() -> None:
     """Three of four take as long; the fourth is faster, and nobody is late."""
     rows = [row(r, forward=0.03 if r else 0.02) for r in range(4)]
-    assert report.judge(rows).cause == "none"
+    assert verdict.judge(rows).cause == "none"
 
 
 def test_the_commands(tmp_path: Path) -> None:
     for r in range(4):
-        report.write(tmp_path / "a", row(r))
-        report.write(tmp_path / "b", row(r, forward=0.06))
+        figures.write(tmp_path / "a", row(r))
+        figures.write(tmp_path / "b", row(r, forward=0.06))
     out = tmp_path / "all.json"
     said = CliRunner().invoke(app, ["report", str(tmp_path / "a"), "--json", str(out)])
     assert said.exit_code == 0
@@ -492,25 +492,25 @@ def test_the_commands(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no report-rankN"):
-        report.read(tmp_path)
+        figures.read(tmp_path)
     (tmp_path / "report-rank3.json").write_text("{}")
     with pytest.raises(ConfigError, match="report-rank3"):
-        report.read(tmp_path)
+        figures.read(tmp_path)
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), -1.0, "0.1", None, float("inf")])
 def test_a_time_that_is_none_is_refused(wrong: object, tmp_path: Path) -> None:
     broken = row(0)
     broken.mean["input"] = wrong  # type: ignore[assignment]
-    report.write(tmp_path, broken)
+    figures.write(tmp_path, broken)
     with pytest.raises(ConfigError, match=r"report-rank0.*is no report"):
-        report.read(tmp_path)
+        figures.read(tmp_path)
 
 
 def test_ranks_of_an_earlier_job_are_left_out(tmp_path: Path) -> None:
     for r in range(7):  # row() says that the job has four
-        report.write(tmp_path, row(r))
-    assert [found.rank for found in report.read(tmp_path)] == [0, 1, 2, 3]
+        figures.write(tmp_path, row(r))
+    assert [found.rank for found in figures.read(tmp_path)] == [0, 1, 2, 3]
 
 
 WRONG = [
@@ -529,9 +529,9 @@ WRONG = [
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_values_that_no_rank_writes_are_refused(wrong: dict[str, Any], tmp_path: Path) -> None:
-    values = {**json.loads(report.line(row(0))), **wrong}
+    values = {**json.loads(figures.line(row(0))), **wrong}
     (tmp_path / "report-rank0.json").write_text(json.dumps(values))
-    says(raises(ConfigError, report.read, tmp_path), "report-rank0.json")
+    says(raises(ConfigError, figures.read, tmp_path), "report-rank0.json")
 
 
 def test_of_several_jobs_one_is_shown(tmp_path: Path) -> None:
@@ -539,30 +539,30 @@ def test_of_several_jobs_one_is_shown(tmp_path: Path) -> None:
     for r in range(4):
         one = row(r)
         one.job = "now" if r < 2 else "earlier"
-        report.write(tmp_path, one)
+        figures.write(tmp_path, one)
     late = row(1)  # it came late into an elastic job, and does not know its name
-    report.write(tmp_path, late)
+    figures.write(tmp_path, late)
     (tmp_path / "report-rankx.json").write_text("{}")
-    (tmp_path / "report-rank01.json").write_text(report.line(row(1)))
-    assert [one.rank for one in report.read(tmp_path)] == [0, 1]
+    (tmp_path / "report-rank01.json").write_text(figures.line(row(1)))
+    assert [one.rank for one in figures.read(tmp_path)] == [0, 1]
     mine = row(0)
     mine.job, mine.steps = "earlier", 7
-    assert [(one.rank, one.steps) for one in report.read(tmp_path, mine)] == [
+    assert [(one.rank, one.steps) for one in figures.read(tmp_path, mine)] == [
         (0, 7),
         (1, 50),
         (2, 50),
         (3, 50),
     ]
-    assert [one.rank for one in report.read(tmp_path / "none", mine)] == [0]
+    assert [one.rank for one in figures.read(tmp_path / "none", mine)] == [0]
 
 
 def test_a_codec_is_no_advice_where_there_is_one() -> None:
     rows = [row(r, wait=0.1, hosts=2, coded=True) for r in range(4)]
-    assert "bytegrad" not in " ".join(report.judge(rows).then)
+    assert "bytegrad" not in " ".join(verdict.judge(rows).then)
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    report.write(tmp_path, row(0))
+    figures.write(tmp_path, row(0))
     argv = [
         sys.executable,
         "-m",
@@ -613,26 +613,26 @@ def test_figures_of_other_hosts_are_awaited_until_the_deadline(
 def test_on_gpus_only_hosts_are_judged() -> None:
     """What the GPU computes is in the waiting of its host, so neither network nor launches are to blame."""
     rows = [row(r, on_gpu=True, wait=0.1, backward=0.12 if r == 2 else 0.05) for r in range(4)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("none", None)
     assert "not known" in found.verdict and "what the GPU still has to do" in report.text(rows)
-    found = report.judge([row(r, on_gpu=True, wait=0.1, input=0.08 if r == 2 else 0.01) for r in range(4)])
+    found = verdict.judge([row(r, on_gpu=True, wait=0.1, input=0.08 if r == 2 else 0.01) for r in range(4)])
     assert (found.cause, found.rank) == ("input", 2)
     # Its GPU is done before its host comes to wait for it.
     rows = [
         row(r, on_gpu=True, wait=0.01 if r == 2 else 0.1, other=0.09 if r == 2 else 0.0) for r in range(4)
     ]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("compute", 2) and "what its host does" in found.verdict
 
 
 def test_asynchronous_ranks_are_not_told_to_wait_less() -> None:
     waiting = {"asynchronous": True, "wait": 0.02}
-    found = report.judge([row(r, **waiting) for r in range(3)])
+    found = verdict.judge([row(r, **waiting) for r in range(3)])
     assert found.cause == "none" and "background" in found.verdict and not found.then
     assert "20 ms of a 118 ms step" in found.why[0]
     rows = [row(r, backward=0.2 if r == 1 else 0.05, **waiting) for r in range(3)]
-    found = report.judge(rows)
+    found = verdict.judge(rows)
     assert (found.cause, found.rank) == ("compute", 1)
     assert not any("async" in line for line in found.then) and "do not wait" in found.why[1]
 

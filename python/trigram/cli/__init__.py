@@ -289,9 +289,9 @@ def report_command(
     ] = None,
 ) -> None:
     """Say where the steps of a job went, which rank or link held it up, and what to change."""
-    from trigram.observe import report  # each command loads what it needs
+    from trigram.observe import figures, report  # each command loads what it needs
 
-    rows = report.read(folder)
+    rows = figures.read(folder)
     typer.echo(report.text(rows))
     if json_file is not None:
         json_file.write_text(json.dumps(report.as_json(rows), indent=1), encoding="utf-8")
@@ -318,9 +318,9 @@ def compare_command(
     second: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of another.")],
 ) -> None:
     """Compare the reports of two jobs."""
-    from trigram.observe import report  # each command loads what it needs
+    from trigram.observe import figures, report  # each command loads what it needs
 
-    typer.echo(report.compare(report.read(first), report.read(second)))
+    typer.echo(report.compare(figures.read(first), figures.read(second)))
 
 
 @app.command("postmortem")

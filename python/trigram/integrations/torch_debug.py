@@ -16,7 +16,7 @@ import json
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import rank_report, report, steps, torch_steps
+from trigram.observe import figures, rank_report, report, steps, torch_steps
 from trigram.runtime import world
 
 try:
@@ -46,7 +46,7 @@ def _answer(_request: Any, response: Any) -> None:
         response.set_status(503)
         return
     row = rank_report.of_this_rank(present, steps.latest())
-    response.set_content(report.line(row).encode(), "application/json")
+    response.set_content(figures.line(row).encode(), "application/json")
     response.set_status(200)
 
 
@@ -77,7 +77,7 @@ class TrigramPage(DebugHandler):  # type: ignore[misc]
             try:
                 if answer.status_code != 200:
                     raise ConfigError(f"status {answer.status_code}: {answer.text}")
-                rows.append(report.parsed(json.loads(answer.text)))
+                rows.append(figures.parsed(json.loads(answer.text)))
             except (ConfigError, ValueError, TypeError, KeyError, AttributeError) as error:
                 lines.append(f"rank {rank} at {address} has not answered: {error}")
         return "\n".join([*([report.text(rows)] if rows else []), *lines])

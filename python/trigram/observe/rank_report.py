@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from trigram.errors import ConfigError
-from trigram.observe import report, snapshots, steps
+from trigram.observe import figures, report, snapshots, steps
 from trigram.runtime import exit_status, logs, world
 from trigram.runtime.live_store import ReconnectingStore, connect_again
 
@@ -37,32 +37,32 @@ def _folder() -> Path | None:
     return Path("trigram-report" if asked == "1" else asked) if world.asks(VARIABLE) else None
 
 
-def sealed(row: report.Rank, key: bytes | None) -> bytes:
+def sealed(row: figures.Rank, key: bytes | None) -> bytes:
     """A rank's figures as they are stored: a seal, and JSON."""
-    body = report.line(row).encode()
+    body = figures.line(row).encode()
     return snapshots.mac(key, row.rank, body, _KIND) + body
 
 
-def unsealed(value: bytes, rank: int, key: bytes | None) -> report.Rank | None:
+def unsealed(value: bytes, rank: int, key: bytes | None) -> figures.Rank | None:
     """The figures of a rank that a store holds; None if they are something else, or sealed otherwise: any
     process may write to a store."""
     mine, body = value[: snapshots.SEAL], value[snapshots.SEAL :]
     if len(value) > _LONGEST or not hmac.compare_digest(mine, snapshots.mac(key, rank, body, _KIND)):
         return None
     try:
-        row = report.parsed(json.loads(body))
+        row = figures.parsed(json.loads(body))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return row if row.rank == rank else None
 
 
-def of_this_rank(present: world.World, times: steps.StepTimes | None) -> report.Rank:
+def of_this_rank(present: world.World, times: steps.StepTimes | None) -> figures.Rank:
     """What this rank says of itself and of a model now."""
     whole = times.summary() if times is not None else None
     keys = ("step", *steps.PHASES)
     ranks, rates = times.links() if times is not None else steps.links(present.group)
     counters: dict[str, Any] = dict(present.engine.counters())
-    return report.Rank(
+    return figures.Rank(
         rank=present.rank,
         world_size=present.size,
         host=socket.gethostname(),
@@ -92,7 +92,7 @@ def _begin() -> None:
         # Rank 0 removes what an earlier job has left of ranks of other hosts.
         for rank in range(present.size) if present.rank == 0 else [present.rank]:
             with contextlib.suppress(OSError):  # what cannot be written is told at the end
-                (folder / f"{report.PREFIX}{rank}.json").unlink(missing_ok=True)
+                (folder / f"{figures.PREFIX}{rank}.json").unlink(missing_ok=True)
 
 
 @dataclass
@@ -113,7 +113,7 @@ class _Awaited:
     far: set[int]
     store: ReconnectingStore | None
     job: str
-    mine: report.Rank
+    mine: figures.Rank
 
     def fetch(self, key: bytes | None, deadline: float) -> None:
         """Writes what has come from other hosts into the folder; ends at the ``deadline``, a time of
@@ -126,7 +126,7 @@ class _Awaited:
                 return
             row = unsealed(value, rank, key) if value is not None else None
             if row is not None:
-                report.write(self.folder, row)
+                figures.write(self.folder, row)
             if value is not None:
                 self.far.discard(rank)
 
@@ -141,7 +141,7 @@ def _finish() -> None:
         return
     row = of_this_rank(present, steps.longest())
     try:
-        report.write(folder, row)
+        figures.write(folder, row)
     except OSError as error:
         logs.warning(f"{VARIABLE}: rank {present.rank} cannot write its figures to {folder}: {error}")
     hosts = present.engine.hosts
@@ -167,7 +167,7 @@ def _print() -> None:
     try:
         while True:
             awaited.fetch(snapshots.secret(), deadline)
-            rows = report.read(awaited.folder, awaited.mine)
+            rows = figures.read(awaited.folder, awaited.mine)
             here = {row.rank for row in rows}
             # Without a store others may still share the disk: their files are there, or are not awaited.
             if awaited.near <= here and (awaited.store is None or awaited.far <= here):

@@ -28,23 +28,10 @@ import torch
 
 from trigram import _core
 from trigram.observe import profiling, spans
+from trigram.observe.phases import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PHASES, WAIT, WITH_BAGUA
 from trigram.runtime import world
 from trigram.runtime.group import Group
 
-INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER = (
-    "input",
-    "forward",
-    "backward",
-    "wait",
-    "optimizer",
-    "other",
-)
-PHASES = (INPUT, FORWARD, BACKWARD, WAIT, OPTIMIZER, OTHER)
-"""``input``: from the update, or a backward pass that no update follows, to the next forward pass (the script
-fetches its batch, and whatever else it does there); ``wait``: the training thread waits for communication;
-``other``: the rest, such as the loss, clipping, logging, and another model's passes and updates."""
-WITH_BAGUA = "with_bagua"
-"""Who trains a model, if no library of torch does."""
 _KEPT = 512
 """Values of which medians are computed."""
 _RECENT = 64

@@ -558,9 +558,10 @@ class GradientSync(FusedBuckets):
         self.passes = 0
         super()._before_load()
 
-    def made_fewer_updates(self) -> None:
+    def share_optimizers(self, model: nn.Module, longest: int) -> None:
         """See :class:`StepHooks`. What a script changes there itself, such as a scheduler the learning rate,
         may differ from now on."""
+        joined_optimizers.share(list(model.parameters()), longest, self.groups)
         self.since_fewer = 0
 
     @torch.no_grad()

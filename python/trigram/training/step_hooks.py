@@ -188,8 +188,8 @@ class StepHooks:
         """The block of ``trigram.join`` is over on all ranks."""
         self.join = None
 
-    def made_fewer_updates(self) -> None:
-        """Some ranks have made fewer updates in ``trigram.join``, and have got the optimizers of others."""
+    def share_optimizers(self, model: nn.Module, longest: int) -> None:
+        """Some ranks have made fewer updates in ``trigram.join``: all get the optimizers of a group rank."""
 
     def inputs_end(self) -> None:
         """This rank has no inputs left, inside ``trigram.join``."""

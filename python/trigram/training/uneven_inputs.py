@@ -17,7 +17,6 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
 from trigram.errors import MisuseError
-from trigram.training import joined_optimizers
 
 
 class Joinable(Protocol):
@@ -51,8 +50,8 @@ class Joinable(Protocol):
     def abort_pass(self) -> None:
         """Aborts it on all ranks."""
 
-    def made_fewer_updates(self) -> None:
-        """Some ranks have made fewer updates than others, and have got the optimizers of these."""
+    def share_optimizers(self, model: nn.Module, longest: int) -> None:
+        """Some ranks have made fewer updates: all get the optimizers of the group rank ``longest``."""
 
     def drain(self, timeout: float | None = None) -> None:
         """Ends the averaging steps under way, on all ranks."""
@@ -138,5 +137,4 @@ class UnevenInputs:
         longest = max(group_rank for group_rank, count in enumerate(counts) if count == max(counts))
         coalesced.broadcast([*model.parameters(), *model.buffers()], longest, hooks.groups.control)
         if min(counts) < max(counts):
-            joined_optimizers.share(list(model.parameters()), longest, hooks.groups)
-            hooks.made_fewer_updates()
+            hooks.share_optimizers(model, longest)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trigram.errors import MisuseError
 from trigram.gpu import routes
-from trigram.training.sharded.optimizer_calls import OptimizerCalls
+from trigram.training.sharded.agreement import Job
+from trigram.training.sharded.divided_weights import DividedWeights
 
 
-class FailedSteps(OptimizerCalls):
+class FailedSteps(DividedWeights):
     """Divided weights whose optimizer may fail.
 
     Attributes:
+        job: The job whose ranks make the step.
         ends_at: The number of the next call after the step that runs; None: none runs, or it makes no call.
         gathers_of_step: Whether the gathers under way are those of a step.
         broken: Whether a step has failed after some of its values were updated.
     """
 
+    job: Job
     ends_at: int | None = None
     gathers_of_step = broken = False
     _versions: tuple[int, ...] = ()
@@ -73,11 +74,6 @@ class FailedSteps(OptimizerCalls):
             super()._gather_failed()
         elif not self.elastic.can_redo:
             self._failed(True)
-
-    def _after_load_optimizer(self, *_: Any) -> None:
-        """See :class:`OptimizerCalls`. A checkpoint ends a failure."""
-        self.broken = False
-        super()._after_load_optimizer()
 
     def check_steps(self) -> None:
         """Raises if ranks may hold different weights."""

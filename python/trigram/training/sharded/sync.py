@@ -23,11 +23,12 @@ from trigram.training.sharded.agreement import Job, agree_on_options
 from trigram.training.sharded.failed_steps import FailedSteps
 from trigram.training.sharded.fused_slices import FusedSlices
 from trigram.training.sharded.lent_slices import LentSlices
+from trigram.training.sharded.optimizer_calls import OptimizerCalls
 from trigram.training.sharded.other_methods import OtherMethods
 from trigram.training.shown_params import disclaim
 
 
-class ShardedSync(FailedSteps, FusedSlices, LentSlices):
+class ShardedSync(FailedSteps, FusedSlices, LentSlices, OptimizerCalls):
     """Averages the gradients of one model, and gives each rank a part of the optimizer's work.
 
     Args:
@@ -133,6 +134,11 @@ class ShardedSync(FailedSteps, FusedSlices, LentSlices):
             if p.grad is not None and id(p) not in updated:
                 increment_version(p)
         self._gather_all(updated)
+
+    def _after_load_optimizer(self, *_: Any) -> None:
+        """See :class:`OptimizerCalls`. A checkpoint ends a failure."""
+        self.broken = False
+        super()._after_load_optimizer()
 
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
         """See :class:`GradientSync`; the optimizer has seen whole parameters."""

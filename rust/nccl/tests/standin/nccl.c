@@ -201,6 +201,7 @@ static int exchange(const struct call *k, const char *from, size_t count, size_t
         if (barrier(c)) return -1;
         usleep(slow() * 1000);
         while (getenv("STANDIN_STUCK") && !atomic_load(&c->aborted)) usleep(200); // as where a link is silent
+        if (atomic_load(&c->aborted)) return -1; // its part never comes: the others must not end the call with it
         if (k->kind == ALL_GATHER) for (int r = 0; r < c->size; r++) memcpy(k->to + ((size_t)r * k->count + at) * width, c->shared->slots[r], n * width);
         else if (k->kind == BROADCAST) memcpy(k->to + at * width, c->shared->slots[k->root], n * width);
         else for (size_t i = 0; i < n; i++) {

@@ -169,7 +169,9 @@ def test_a_dump_is_no_program(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[object, ...]:
             return os.mkdir, (str(tmp_path / "made"),)
 
-    for content in (Evil(), 5, {"entries": []}, {"pg_config": {}, "entries": 3}):
+    lacking = {"pg_config": {}, "entries": [{"is_p2p": False}]}
+    others = {"pg_config": {}, "entries": [], "trigram": 3}
+    for content in (Evil(), 5, {"entries": []}, {"pg_config": {}, "entries": 3}, lacking, others):
         (tmp_path / "rank0").write_bytes(pickle.dumps(content))
         with pytest.raises(trigram.MisuseError, match="no dump"):
             postmortem.read(tmp_path)
@@ -227,6 +229,20 @@ def test_a_failure_that_was_survived_hides_no_hang() -> None:
     began[1] = _entry(1, "started")
     [finding] = postmortem.find(dict.fromkeys(range(3), _dump(began)))
     assert "call 1" in finding.call
+
+
+def test_a_rank_that_skipped_a_call_is_named_before_those_that_wait() -> None:
+    """It waits in the next call, of another group, for the others, and may have begun that one first."""
+    dumps = {}
+    for rank in range(3):
+        world, gradients = (
+            [_entry(0), _entry(1, "started")],
+            {**_entry(0, "started"), "process_group": ("8", "g")},
+        )
+        dumps[rank] = _dump([_entry(0), gradients] if rank == 1 else world)
+        dumps[rank]["pg_config"]["8"] = {"name": "8", "desc": "gradients", "ranks": "[0, 1, 2]"}
+    first, second = postmortem.find(dumps)
+    assert (first.ranks, second.ranks) == ((1,), (0, 2))
 
 
 def _uneven(rank: int, world: int, folder: str) -> None:

@@ -125,9 +125,11 @@ def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_script_that_is_too_short(tmp_path: Path) -> None:
+    (tmp_path / "plan.json").write_text("an earlier plan")
     done = planned(tmp_path, 5)
     assert done.returncode == 1
     says(done.stderr, "ended after 5 training steps, and 14 are needed", "measured nothing")
+    assert (tmp_path / "plan.json").read_text() == "an earlier plan"
 
 
 def test_a_plan_that_cannot_be_written_whole_leaves_the_one_before(

@@ -82,6 +82,18 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+def saved(model: Any, optimizer: Any) -> Callable[[], None]:
+    """Saves both; what it returns loads them again."""
+    weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+
+    def load() -> None:
+        optimizer.zero_grad()
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(state)
+
+    return load
+
+
 def failing_pass(twins: Twins, model: Any, where: str) -> None:
     """A pass that raises: in forward, or when no parameter, some or all of them have their gradients."""
 
@@ -125,14 +137,12 @@ def a_checkpoint_ends_it(rank: int, world: int, way: str) -> None:
     for where in places:
         for who in (0, world - 1):
             optimizer.zero_grad()
-            weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            load = saved(model, optimizer)
             if rank == who:
                 raises(Failed, failing_pass, twins, model, where)
             else:
                 raises(trigram.AbortedError, whole_step)
-            optimizer.zero_grad()
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
+            load()
             twins.train(step, 2)
             step += 2
     twins.check_state(way)
@@ -180,7 +190,7 @@ def a_checkpoint_ends_a_step(rank: int, world: int, way: str) -> None:
     for before in (True, False):
         for who in (0, world - 1):
             optimizer.zero_grad()
-            weights, state = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+            load = saved(model, optimizer)
             twins.loss(model, step).backward()
             if rank == who:
                 raises(Failed, failing_step, optimizer, before)
@@ -191,9 +201,7 @@ def a_checkpoint_ends_a_step(rank: int, world: int, way: str) -> None:
             else:
                 says(raises(trigram.AbortedError, optimizer.step), f"rank {who}")
                 says(raises(trigram.MisuseError, partial(backward, twins, step)), "checkpoint")
-            optimizer.zero_grad()
-            model.load_state_dict(weights)
-            optimizer.load_state_dict(state)
+            load()
             twins.train(step, 2)
             step += 2
     twins.check_state(way)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import gc
 import os
 import shutil
 import tempfile
@@ -178,6 +179,31 @@ def joined_states(rank: int, world: int) -> None:
                 optimizer.step()
 
     says(raises(trigram.UnsupportedError, uneven), "deque", "state_dict()", f"rank {world - 1}")
+
+
+@CASES
+def joined_scaler(rank: int, world: int) -> None:
+    """Scales grow with the updates, so they would differ after the block."""
+    gc.collect()  # scalers of other cases
+    torch.manual_seed(3)
+    model = trigram.with_bagua(mlp())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+
+    def update(step: int) -> None:
+        optimizer.zero_grad()
+        scaler.scale(square(model, rank, step)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    with trigram.join(model):
+        for step in range(2 * rank):  # one has none, and so no scale yet
+            update(step)
+    assert scaler.get_scale() == 8.0 * 2 ** (world - 1)
+    for step in range(3):
+        update(step)
+    same_on_all_ranks(rank, world, "joined-scaler", weights(model))
+    same_on_all_ranks(rank, world, "joined-scale", [torch.tensor(scaler.get_scale())])
 
 
 @CASES

@@ -161,10 +161,8 @@ def _by_turns(rows: list[Rank], slowest: list[Rank]) -> Finding | None:
     if lateness < 0.5 * waited:
         return None
     apart = [row in slowest for row in rows]
-    late = {
-        True: 0.0,
-        False: 0.0,
-    }  # by how much the longest of a step is longer than those who are not with it
+    # By how much the longest of a step takes longer than those who are not with it.
+    late = {True: 0.0, False: 0.0}
     for own in of_steps:
         longest_of = max(range(len(rows)), key=own.__getitem__)
         with_it = apart if apart[longest_of] else [k == longest_of for k in range(len(rows))]

@@ -6,6 +6,7 @@ that average gradients would update equal weights differently from then on.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ _PLAIN = (bool, int, float, str, tuple, type(None))
 
 @torch.no_grad()
 def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> None:
-    """Gives all ranks the state and the options of one rank's optimizers of a model; all ranks call it.
+    """Gives all ranks the state and the options of one rank's optimizers of a model, and the scale of its
+    GradScaler; all ranks call it.
 
     Args:
         params: The model's parameters.
@@ -66,6 +68,7 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
                     torch.empty(shape, dtype=getattr(torch, dtype)) for _, dtype, shape in apart.values()
                 ]
     coalesced.broadcast(tensors, longest, group)
+    _share_scaler(longest, groups)
     if group.rank == longest:
         return
     received = iter(tensors)
@@ -122,7 +125,10 @@ def _described(
 def _follow(
     optimizers: Sequence[Optimizer], described: dict[str, Any], params: Sequence[torch.Tensor], received: Any
 ) -> None:
-    """Takes over a state and options."""
+    """Takes over a state and options. A parameter without state there has none here either."""
+    for p in params:
+        for optimizer in optimizers:
+            optimizer.state.pop(p, None)
     for i, plain, apart in described["state"]:
         p, values = params[i], dict(plain)
         for name, (device, _, _) in apart.items():
@@ -145,6 +151,28 @@ def _follow(
 def _is_plain(option: str, value: Any) -> bool:
     """Whether an option is a value that all ranks must have; which kernel computes is of each rank."""
     return isinstance(value, _PLAIN) and option not in KERNELS
+
+
+def _share_scaler(longest: int, groups: ModelGroups) -> None:
+    """Gives all ranks the scale of one rank's GradScaler: with unequal scales the mean of scaled gradients is
+    no mean. It is found among the objects of the process, because nothing else leads to it."""
+    group = groups.control
+    found = gc.get_objects()
+    scalers = [o for o in found if issubclass(type(o), torch.amp.GradScaler) and o.is_enabled()]
+    counts = [count for (count,) in tell_all([len(scalers)], group)]
+    if max(counts) == 0:
+        return
+    if counts != [1] * group.size:
+        logs.warning(
+            f"{groups.name}: join: ranks have {counts} GradScalers, so it is not known which belongs to the "
+            "model; give all ranks the state_dict() of the one on the rank with most inputs"
+        )
+        return
+    state = scalers[0].state_dict()
+    values = torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)
+    calls.broadcast(values, longest, group)
+    scale, tracker = values.tolist()
+    scalers[0].load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
 
 
 def check_options(groups: ModelGroups, optimizer: Optimizer) -> None:

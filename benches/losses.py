@@ -3,6 +3,10 @@
     python benches/losses.py --out losses-out [--ranks 4] [--seeds 0,1,2] [--algorithms ...] [--workloads ...]
         [--steps N] [--skew 0.8] [--optimizer adamw|muon]
 
+An algorithm's settings may be replaced, to switch one part of it at a time:
+`--algorithms decentralized,decentralized:topology=complete:overlap=false:warmup=0.2`, with the attributes of
+`Card` and options of `with_bagua`; each is a row.
+
 Runs that `--out` already has are not made again, so a long measurement can be made in parts.
 
 All runs of a seed have the same initial weights, batches and schedule (linear warm-up over 5 % of the steps,
@@ -22,7 +26,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -86,6 +90,26 @@ CARDS: dict[str, Card] = {
     # With random receivers a rank may receive nothing for some steps, and its weight halves in each.
     "push_sum": Card(options={"topology": "one_peer"}),
 }
+
+
+def variant(name: str) -> tuple[str, Card]:
+    """An algorithm and its card, with the settings after its name: `async:staleness=4:warmup=0.2`."""
+    algorithm, *settings = name.split(":")
+    card = CARDS.get(algorithm, Card())
+    options = dict(card.options)
+    for setting in settings:
+        key, _, text = setting.partition("=")
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        if key == "lr":
+            card = replace(card, lr=dict.fromkeys(TASKS, value))
+        elif key in ("warmup", "optimizer"):
+            card = replace(card, **{key: value})
+        else:
+            options[key] = value
+    return algorithm, replace(card, options=options)
 
 
 class Task(NamedTuple):
@@ -262,16 +286,16 @@ def wrap(
     """The module made data-parallel by an algorithm, or by DDP, and its optimizer.
 
     Args:
-        algorithm: The name of an algorithm, or `DDP`.
+        algorithm: The name of an algorithm, maybe with settings (see `variant`), or `DDP`.
         module: The model.
         lr: The learning rate of DDP.
         kind: As for `make_optimizer`.
         steps: The number of training steps.
         workload: The workload whose learning rate and options in `CARDS` to use; None: the defaults, and a
             warm-up of two steps.
-        **more: Additional options of `with_bagua`.
+        **more: Additional options of `with_bagua`; those of the card have precedence.
     """
-    card = CARDS.get(algorithm, Card())
+    algorithm, card = variant(algorithm)
     lr *= card.lr.get(workload, 1.0) if workload else 1.0
     optimizer: torch.optim.Optimizer | Optimizers
     if algorithm == "qadam":
@@ -285,7 +309,7 @@ def wrap(
         options["warmup_steps"] = max(2, round(card.warmup * steps)) if workload else 2
     if card.optimizer and not isinstance(optimizer, Optimizers):
         options["optimizer"] = optimizer
-    return trigram.with_bagua(module, algorithm, **options, **more), optimizer
+    return trigram.with_bagua(module, algorithm, **more | options), optimizer
 
 
 def train(
@@ -295,14 +319,14 @@ def train(
 
     Args:
         workload: Its name.
-        algorithm: The algorithm, `DDP` or `DDP_ADAM`.
+        algorithm: The algorithm, maybe with settings (see `variant`), `DDP` or `DDP_ADAM`.
         seed: Of the weights and batches.
         steps: The number of steps.
         skew: As for `batches`.
         uses: One of `OPTIMIZERS`; None: the workload's.
     """
     task, split = TASKS[workload], data(workload)
-    kind = "adam" if algorithm in ("qadam", DDP_ADAM) else uses or task.uses
+    kind = "adam" if variant(algorithm)[0] in ("qadam", DDP_ADAM) else uses or task.uses
     # Ranks that share processors need several of these small steps for one averaging step; bound the
     # staleness.
     more = {"staleness": 1} if algorithm.startswith("async") else {}
@@ -348,7 +372,7 @@ def table(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for (workload, algorithm), values in held.items():
         if (workload, DDP) not in held:
             continue
-        against = DDP_ADAM if algorithm == "qadam" and TASKS[workload].uses == "sgd" else DDP
+        against = DDP_ADAM if variant(algorithm)[0] == "qadam" and TASKS[workload].uses == "sgd" else DDP
         reference = held[workload, against]
         mean, base = statistics.fmean(values), statistics.fmean(reference)
         spread = statistics.stdev(reference) if len(reference) > 1 else 0.0
@@ -384,6 +408,7 @@ def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
     known = {each["name"]: each for each in trigram.algorithms()}
 
     def family(name: str) -> str:
+        name, _ = variant(name)
         if known[name]["when"].startswith("async"):
             return "asynchronous"
         if known[name]["when"].startswith("every"):
@@ -402,12 +427,12 @@ def draw(runs: Sequence[dict[str, Any]], file: Path) -> None:
                 curves.setdefault(run["algorithm"], []).append(run["losses"])
         for axes, title in zip(row, families, strict=True):
             for name, losses in curves.items():
-                if name in known and family(name) != title:
+                if variant(name)[0] in known and family(name) != title:
                     continue
                 mean = torch.tensor(losses).mean(0)
                 width = min(SMOOTH, len(mean))
                 smooth = mean.unfold(0, width, 1).mean(1)
-                style = {} if name in known else {"color": "black", "alpha": 0.4, "linewidth": 3}
+                style = {} if variant(name)[0] in known else {"color": "black", "alpha": 0.4, "linewidth": 3}
                 if name == DDP_ADAM:
                     style["linestyle"] = ":"
                 axes.plot(range(width, width + len(smooth)), smooth, label=name, **style)
@@ -448,9 +473,10 @@ def rank_main(args: argparse.Namespace) -> None:
     done = {(run["workload"], run["algorithm"], run["seed"]) for run in runs}
     dist.barrier()  # all have read the file before rank 0 writes it
     first = dist.get_rank() == 0
+    names = {variant(algorithm)[0] for algorithm in args.algorithms}
     for workload in args.workloads:
         with_sgd = TASKS[workload].uses == "sgd" and args.optimizer is None
-        references = [DDP, DDP_ADAM] if with_sgd and "qadam" in args.algorithms else [DDP]
+        references = [DDP, DDP_ADAM] if with_sgd and "qadam" in names else [DDP]
         for algorithm in (*references, *args.algorithms):
             for seed in args.seeds:
                 if (workload, algorithm, seed) in done:

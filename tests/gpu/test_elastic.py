@@ -3,18 +3,85 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from tests.support import elastic_run, gpu_standin
 from tests.support.harness import Ranks
+from trigram import _core
 
 STEPS = 30
 TIMEOUT = 60.0
 
 
-def test_the_ranks_that_are_left_go_on() -> None:
-    args = (STEPS, "gradient_allreduce", {1: 8}, 0.02)
-    with Ranks(3, elastic_run.train, *args, env=gpu_standin.env("nccl")) as ranks:
-        results = ranks.results(TIMEOUT, dies=[1])
-    first = elastic_run.the_same(results, [0, 2])
-    assert first["history"][0] == (0, 1, 2) and first["history"][-1] == (0, 2)
+def _train(rank: int, world: int, *args: Any) -> dict[str, Any]:
+    """Trains, and counts the communicators that were made of others."""
+    shrunk = []
+    shrink = _core.DeviceGroup.shrink
+
+    class Counting:
+        """The class cannot be changed: it is Rust's."""
+
+        def __init__(self, *made: Any) -> None:
+            self.real = _core_group(*made)
+
+        def shrink(self, *asked: Any) -> Any:
+            other = object.__new__(Counting)
+            other.real = shrink(self.real, *asked)
+            shrunk.append(list(asked[2]))
+            return other
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    _core_group = _core.DeviceGroup
+    _core.DeviceGroup = Counting  # type: ignore[misc, assignment]
+    return elastic_run.train(rank, world, *args) | {"shrunk": shrunk}
+
+
+def goes_on(env: dict[str, str], dies: dict[int, int]) -> list[Any]:
+    """The ranks that are left take the steps of the job alone; how each went on."""
+    args = (STEPS, "gradient_allreduce", dies, 0.02)
+    with Ranks(4, _train, *args, env=env) as ranks:
+        results = ranks.results(TIMEOUT, dies=dies)
+    living = [r for r in range(4) if r not in dies]
+    first = elastic_run.the_same(results, living)
+    assert first["history"][0] == (0, 1, 2, 3) and first["history"][-1] == tuple(living)
     want = elastic_run.reference(first["history"])
     assert float((first["weights"] - want).norm() / want.norm()) < 1e-9
+    return [results[r]["shrunk"] for r in living]
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_the_ranks_that_are_left_go_on(way: str) -> None:
+    assert goes_on(gpu_standin.env(way), {1: 8}) == [[]] * 3
+
+
+SHRINK = {"TRIGRAM_GPU_SHRINK": "1"}
+
+
+def test_they_shrink_the_communicator_again_and_again() -> None:
+    told = goes_on(gpu_standin.env("nccl") | SHRINK, {1: 8, 2: 16})
+    assert told[0] and told == [told[0]] * 2, told
+    # Rank 2 has the place of rank 1 when that is gone.
+    assert {tuple(lost) for lost in told[0]} == {(1,)}, told
+
+
+@pytest.mark.parametrize("who", ["all", "2"])
+def test_they_make_a_new_one_if_nccl_cannot_shrink(who: str) -> None:
+    """NCCL's network has seen an error, on all ranks or on one."""
+    env = gpu_standin.env("nccl") | SHRINK | {"STANDIN_NETWORK_ERROR": who}
+    assert goes_on(env, {1: 8}) == [[]] * 3
+
+
+@pytest.mark.parametrize(("way", "more"), [("host", {}), ("nccl", {}), ("nccl", SHRINK)])
+def test_a_rank_comes_back(way: str, more: dict[str, str]) -> None:
+    args = (200, "gradient_allreduce", {1: 8}, 0.01)
+    with Ranks(3, _train, *args, env=gpu_standin.env(way) | more) as ranks:
+        elastic_run.await_step(ranks, 0, 12)
+        elastic_run.come(ranks, 1, *args, True)
+        results = ranks.results(TIMEOUT)
+    first = elastic_run.the_same(results, [0, 1, 2])
+    assert first["history"][-1] == (0, 1, 2) and (0, 2) in first["history"]
+    assert {tuple(lost) for lost in results[0]["shrunk"]} == ({(1,)} if more else set())

@@ -212,8 +212,9 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
     """The group of the members that this rank reaches."""
     key = tuple(reachable)
     if key not in mine.reachable_groups:
-        core = now.engine.group(_REACHABLE, reachable, _REACHABLE_GROUPS + mine.epoch, 0)
-        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None)
+        ordinal = _REACHABLE_GROUPS + mine.epoch
+        core = now.engine.group(_REACHABLE, reachable, ordinal, 0)
+        mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None, (), ordinal)
     return mine.reachable_groups[key]
 
 

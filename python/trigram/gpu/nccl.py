@@ -11,9 +11,8 @@ import torch
 
 from trigram import _core
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
-from trigram.gpu.device import PRIORITY, Call, Device, FailedCall, Message
+from trigram.gpu.device import Call, Device, FailedCall, Message
 from trigram.runtime.engine_codes import Asked, Splits
-from trigram.runtime.group import Group
 
 
 class _OnStream:
@@ -69,19 +68,15 @@ class NcclRoute:
     """The NCCL route, inside hosts and between them.
 
     Args:
-        group: The group.
-        alarm: A group of the same ranks without calls; the engine reports failures through it.
         device: This rank's device.
-        nccl: The NCCL library.
-        id: The communicator's unique id, the same on all ranks.
+        core: The communicator.
     """
 
     two_levels = False
 
-    def __init__(self, group: Group, alarm: Group, device: Device, nccl: _core.Nccl, id: bytes) -> None:
-        self.device = device
+    def __init__(self, device: Device, core: _core.DeviceGroup) -> None:
+        self.device, self.core = device, core
         self.broken = False
-        self.core = _core.DeviceGroup(group.core, alarm.core, nccl, device.index, id, PRIORITY, group.timeout)
 
     def start(
         self,

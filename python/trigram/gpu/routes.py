@@ -25,9 +25,9 @@ from typing import cast
 
 import torch
 
-from trigram import _core
-from trigram.errors import ConfigError, TrigramError, UnsupportedError
-from trigram.gpu.device import Call, Device, FailedCall, Message, Route, find
+from trigram.errors import ConfigError, TrigramError
+from trigram.gpu.communicators import WRONG, error, forget, make, shrinks
+from trigram.gpu.device import Call, FailedCall, Message, Route, find
 from trigram.gpu.host import HostRoute
 from trigram.gpu.nccl import NcclRoute, library
 from trigram.runtime import world
@@ -37,7 +37,6 @@ from trigram.runtime.records import all_gather_bytes
 from trigram.runtime.world import current
 
 _ROUTES = ("auto", "nccl", "hierarchical", "host")
-_WRONG = 255
 
 _message_routes: dict[torch.device, HostRoute] = {}
 """By device, the route of messages with tags."""
@@ -50,7 +49,7 @@ def route(group: Group, device: torch.device) -> Route:
     failure."""
     found = _usable(group, device)
     if found is None:
-        found = group.routes[device] = _agree(group, find(device))
+        found = group.routes[device] = _agree(group, device)
         _agreed.add(group)
     return found
 
@@ -105,13 +104,14 @@ def batch_send_recv(group: Group, messages: Sequence[Message]) -> Call:
     return route(group, messages[0][2].device).batch_send_recv(messages, group.timeout)
 
 
-def _agree(group: Group, device: Device) -> Route:
+def _agree(group: Group, t: torch.device) -> Route:
     """Gathers what each rank has, and creates the route that all can use.
 
     Raises:
         UnsupportedError: NCCL is requested, and a rank has none; all ranks raise it, and it names the rank.
         ConfigError: Ranks request different routes, or an unknown one.
     """
+    device = find(t)
     asked = os.environ.get("TRIGRAM_GPU_TRANSPORT", "auto")
     wrong = (
         ""
@@ -125,11 +125,12 @@ def _agree(group: Group, device: Device) -> Route:
     except TrigramError as e:
         wrong = str(e) if asked == "nccl" else ""
     fabric = any(Path("/sys/class/infiniband").glob("*"))
-    flags = bytes([_ROUTES.index(asked) if not wrong else _WRONG, nccl is not None, fabric])
+    known = _ROUTES.index(asked) if not wrong else WRONG
+    flags = bytes([known, nccl is not None, fabric, shrinks(nccl)])
     records = all_gather_bytes(alarm, flags + wrong.encode())
     for place, record in enumerate(records):
-        if record[0] == _WRONG:
-            raise _error(group.ranks[place], record[3:])
+        if record[0] == WRONG:
+            raise error(group.ranks[place], record[4:])
         if record[0] != records[0][0]:
             raise ConfigError(
                 f"TRIGRAM_GPU_TRANSPORT is {_ROUTES[records[0][0]]} on rank {group.ranks[0]} and "
@@ -141,29 +142,10 @@ def _agree(group: Group, device: Device) -> Route:
         asked = "hierarchical" if not fast else "nccl" if all(r[1] for r in records) else "host"
     if asked == "nccl":
         assert nccl is not None
-        return NcclRoute(group, alarm, device, nccl, _unique_id(group, alarm, nccl))
+        shrink = all(r[3] for r in records)
+        return NcclRoute(device, make(group, alarm, t, device, nccl, shrink))
     inside = start if asked == "hierarchical" else None
     return HostRoute(group, _derive(group, "through the host"), device, inside)
-
-
-def _unique_id(group: Group, alarm: Group, nccl: _core.Nccl) -> bytes:
-    """The unique id of a new NCCL communicator, which the first rank creates and all ranks receive."""
-    mine = b"\0"
-    if group.rank == 0:
-        try:
-            mine += nccl.unique_id()
-        except TrigramError as e:  # for example: no network interface
-            mine = bytes([_WRONG]) + str(e).encode()
-    first = all_gather_bytes(alarm, mine)[0]
-    if first[0] == _WRONG:
-        raise _error(group.ranks[0], first[1:])
-    return first[1:129]
-
-
-def _error(rank: int, text: bytes) -> TrigramError:
-    message = text.decode(errors="replace")
-    kind = ConfigError if "TRIGRAM_GPU_TRANSPORT" in message else UnsupportedError
-    return kind(f"rank {rank}: {message}")
 
 
 def _derive(group: Group, name: str) -> Group:
@@ -176,6 +158,7 @@ def _end() -> None:
     _message_routes.clear()
     for group in list(_agreed):
         group.routes.clear()
+    forget()
 
 
 world.at_exit.append(_end)

@@ -40,6 +40,12 @@ impl Nccl {
         self.0.path().to_owned()
     }
 
+    /// Whether the ranks that are left of a communicator can go on with it.
+    #[getter]
+    fn can_shrink(&self) -> bool {
+        self.0.can_shrink()
+    }
+
     /// A new id, 128 bytes.
     fn unique_id<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let id = py.detach(|| self.0.unique_id()).map_err(from_nccl).raise(py)?;
@@ -59,10 +65,11 @@ pub(crate) struct DeviceGroup(Ranks);
 
 #[pymethods]
 impl DeviceGroup {
-    /// Meets the other ranks of `group` by `id`; failures are reported in `alarm`.
+    /// Meets the other ranks of `group` by `id`; failures are reported in `alarm`. `revokes`: those who are left after
+    /// one will shrink it.
     #[new]
     #[allow(clippy::too_many_arguments)] // one call from one place
-    #[pyo3(signature = (group, alarm, nccl, device, id, priority, timeout=None))]
+    #[pyo3(signature = (group, alarm, nccl, device, id, priority, revokes, timeout=None))]
     fn new(
         py: Python<'_>,
         group: &Group,
@@ -71,14 +78,34 @@ impl DeviceGroup {
         device: i32,
         id: [u8; UniqueId::BYTES],
         priority: i32,
+        revokes: bool,
         timeout: Option<f64>,
     ) -> PyResult<Self> {
         let (id, limit) = (UniqueId::from_bytes(id), seconds(timeout));
         let (group, alarm, nccl) = (&group.0, &alarm.0, &nccl.0);
         wait(py, |check_interrupt| {
-            Ranks::join(group, alarm, nccl, device, id, priority, limit, check_interrupt)
+            Ranks::join(group, alarm, nccl, device, id, priority, revokes, limit, check_interrupt)
         })
         .map(Self)
+    }
+
+    /// Ends what is under way, before `shrink`.
+    fn revoke(&self, py: Python<'_>, timeout: f64) -> PyResult<()> {
+        let limit = seconds(Some(timeout)).unwrap_or_default();
+        py.detach(|| self.0.revoke(limit)).raise(py)
+    }
+
+    /// The ranks that are left when `lost` places are gone: those of the new `group`.
+    fn shrink(
+        &self,
+        py: Python<'_>,
+        group: &Group,
+        alarm: &Group,
+        lost: Vec<u32>,
+        timeout: f64,
+    ) -> PyResult<Self> {
+        let (group, alarm, limit) = (&group.0, &alarm.0, seconds(Some(timeout)).unwrap_or_default());
+        wait(py, |check_interrupt| self.0.shrink(group, alarm, &lost, limit, check_interrupt)).map(Self)
     }
 
     /// `CUstream` of its work.

@@ -14,13 +14,23 @@ pub(crate) const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// A rank that has died may have finished its part of a call that is still under way here.
 pub(crate) const DYING: Duration = Duration::from_millis(30);
 
+/// How long a communicator may take to be revoked before it is aborted.
+const REVOKING: Duration = Duration::from_secs(3);
+
 /// The first failure of a device group.
-#[derive(Default)]
-pub(crate) struct Failure(Mutex<Option<Error>>);
+pub(crate) struct Failure {
+    first: Mutex<Option<Error>>,
+    /// The communicator is revoked, not aborted, so that the ranks that are left can shrink it.
+    revokes: bool,
+}
 
 impl Failure {
+    pub(crate) fn new(revokes: bool) -> Self {
+        Self { first: Mutex::default(), revokes }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Option<Error>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.first.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn get(&self) -> Result<()> {
@@ -36,7 +46,9 @@ impl Failure {
         if is_first {
             abort_others(error, abort_group); // first: aborting takes its time
         }
-        comm.abort();
+        if !self.revokes || comm.revoke(REVOKING).is_err() {
+            comm.abort();
+        }
     }
 }
 

@@ -4,13 +4,14 @@
 //! of a death. So every call has a *consistency check* in the engine, an empty call of the same group with the same
 //! signature: if ranks disagree, all get an error, and calls on both kinds of memory have one order. While a call is
 //! under way on the GPU, a thread checks whether all ranks are alive and whether its time is over. On any failure the
-//! communicator is aborted, which ends what is stuck on the GPU, and the error is the one that CPU tensors would have raised.
+//! communicator is aborted (or revoked, if the ranks that are left will shrink it), which ends what is stuck on the
+//! GPU, and the error is the one that CPU tensors would have raised.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Stream, UniqueId};
+use nccl_rs::{Communicator, Config, Cuda, Data, Event, Nccl, Pending, Shrinking, Stream, UniqueId};
 use trigram_core::error::name_ranks;
 use trigram_core::signature::{Collective, Signature};
 use trigram_core::{DType, Error, ReduceOp, Result};
@@ -52,7 +53,7 @@ pub struct PeerMessage {
 impl DeviceGroup {
     /// Connects to the other ranks, each of which calls this with the same `id`. `abort_group` is a group of the same
     /// ranks in which no calls are made: a rank that fails aborts it to tell the others. Lower numbers of `priority`
-    /// go first on the GPU.
+    /// go first on the GPU. `revokes`: after a failure the ranks that are left will [`DeviceGroup::shrink`].
     ///
     /// # Errors
     ///
@@ -65,10 +66,12 @@ impl DeviceGroup {
         device: i32,
         id: UniqueId,
         priority: i32,
+        revokes: bool,
         limit: Option<Duration>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
-        let joined = Self::meet(group, abort_group, nccl, device, id, priority, limit, check_interrupt);
+        let joined =
+            Self::meet(group, abort_group, nccl, device, id, priority, revokes, limit, check_interrupt);
         joined.inspect_err(|error| abort_others(error, abort_group)) // the others wait for this rank
     }
 
@@ -80,6 +83,7 @@ impl DeviceGroup {
         device: i32,
         id: UniqueId,
         priority: i32,
+        revokes: bool,
         limit: Option<Duration>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Self> {
@@ -90,34 +94,48 @@ impl DeviceGroup {
         // Leaked: PyTorch's allocator records events on the stream when tensors used on it are freed, however late.
         std::mem::forget(stream.clone());
         let patience = limit.unwrap_or(Duration::MAX);
-        let mut pending = Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience)
+        let pending = Communicator::init(nccl, &stream, id, members.me, size, Config::new(), patience)
             .map_err(from_nccl)?;
-        let (since, mut checked) = (Instant::now(), Instant::now());
-        let what = Request::nothing().signature();
-        let comm = loop {
-            match pending.poll().map_err(from_nccl)? {
-                Ok(comm) => break comm,
-                Err(still) => pending = still,
-            }
-            // Returning drops the communicator, which aborts it.
-            group.engine().check_peers(abort_group.members(), &what)?;
-            if limit.is_some_and(|l| since.elapsed() > l) {
-                let millis = since.elapsed().as_millis() as u64;
-                let waiting_for = "NCCL to connect all ranks".into();
-                return Err(Error::Timeout {
-                    what: format!("connecting group {} over NCCL", members.name),
-                    millis,
-                    waiting_for,
-                });
-            }
-            if checked.elapsed() > INTERRUPT_INTERVAL {
-                check_interrupt()?;
-                checked = Instant::now();
-            }
-            std::thread::sleep(POLL_INTERVAL);
-        };
+        let comm = all_come(pending, Pending::poll, group, abort_group, limit, check_interrupt)?;
         let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), nccl.clone());
-        Ok(Self { group, abort_group, nccl, comm, failure: Arc::default() })
+        let failure = Arc::new(Failure::new(revokes && nccl.can_shrink()));
+        Ok(Self { group, abort_group, nccl, comm, failure })
+    }
+
+    /// Ends what is under way, so that the ranks that are left can [`DeviceGroup::shrink`].
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] before NCCL 2.28.7; [`Error::Aborted`]; [`Error::Io`] if NCCL keeps an error, one of its
+    /// network for example: it cannot shrink then.
+    pub fn revoke(&self, limit: Duration) -> Result<()> {
+        self.comm.revoke(limit).map_err(from_nccl)
+    }
+
+    /// The ranks that are left, after `lost` ranks of this group have gone: members of the new `group`, in the same order. This
+    /// group is of no use then. All of them call it; a rank for which it fails has aborted the communicator, and
+    /// tells the others.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Unsupported`] before NCCL 2.28.7; [`Error::Io`] if NCCL cannot, because its network has seen an error for
+    /// one; [`Error::Timeout`]; [`Error::PeerLost`].
+    pub fn shrink(
+        &self,
+        group: &Group,
+        abort_group: &Group,
+        lost: &[u32],
+        limit: Duration,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Self> {
+        let mut shrunk = || {
+            self.revoke(limit)?; // once more does no harm
+            let pending = self.comm.begin_shrink(lost, false, Config::new()).map_err(from_nccl)?;
+            all_come(pending, Shrinking::poll, group, abort_group, Some(limit), check_interrupt)
+        };
+        let comm = shrunk().inspect_err(|_| self.comm.abort())?;
+        let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), self.nccl.clone());
+        Ok(Self { group, abort_group, nccl, comm, failure: Arc::new(Failure::new(true)) })
     }
 
     /// The `CUstream` of its work.
@@ -262,6 +280,40 @@ impl DeviceGroup {
     /// Aborts the group now, on all ranks.
     pub fn abort(&self, why: &str) {
         self.fail(&Error::Aborted(why.to_owned()));
+    }
+}
+
+/// Waits until all ranks of a group have come to a communicator.
+fn all_come<P>(
+    mut pending: P,
+    poll: impl Fn(P) -> nccl_rs::Result<std::result::Result<Communicator, P>>,
+    group: &Group,
+    abort_group: &Group,
+    limit: Option<Duration>,
+    check_interrupt: InterruptCheck<'_>,
+) -> Result<Communicator> {
+    let (since, mut checked) = (Instant::now(), Instant::now());
+    let what = Request::nothing().signature();
+    loop {
+        match poll(pending).map_err(from_nccl)? {
+            Ok(comm) => return Ok(comm),
+            Err(still) => pending = still,
+        }
+        // Returning drops the communicator, which aborts it.
+        group.engine().check_peers(abort_group.members(), &what)?;
+        if limit.is_some_and(|l| since.elapsed() > l) {
+            let millis = since.elapsed().as_millis() as u64;
+            return Err(Error::Timeout {
+                what: format!("connecting group {} over NCCL", group.members().name),
+                millis,
+                waiting_for: "NCCL to connect all ranks".into(),
+            });
+        }
+        if checked.elapsed() > INTERRUPT_INTERVAL {
+            check_interrupt()?;
+            checked = Instant::now();
+        }
+        std::thread::sleep(POLL_INTERVAL);
     }
 }
 

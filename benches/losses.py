@@ -54,12 +54,14 @@ class Card:
         options: Options for `with_bagua`.
         warmup: The fraction of all steps that average full gradients first (`warmup_steps`).
         optimizer: Whether to pass the optimizer to `with_bagua`.
+        matrix_lr: With Muon: the factor of the learning rate of matrices.
     """
 
     lr: dict[str, float] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     warmup: float = 0.0
     optimizer: bool = False
+    matrix_lr: float = 1.0
 
 
 CARDS: dict[str, Card] = {
@@ -105,7 +107,7 @@ def variant(name: str) -> tuple[str, Card]:
             value = text
         if key == "lr":
             card = replace(card, lr=dict.fromkeys(TASKS, value))
-        elif key in ("warmup", "optimizer"):
+        elif key in ("warmup", "optimizer", "matrix_lr"):
             card = replace(card, **{key: value})
         else:
             options[key] = value
@@ -259,7 +261,9 @@ class Optimizers:
             one.step()
 
 
-def make_optimizer(kind: str, module: nn.Module, lr: float) -> torch.optim.Optimizer | Optimizers:
+def make_optimizer(
+    kind: str, module: nn.Module, lr: float, matrix_lr: float = 1.0
+) -> torch.optim.Optimizer | Optimizers:
     """The optimizer of a model: `sgd` (with momentum), `adam`, `adamw` or `muon` (of matrices in blocks; the
     rest has AdamW). Tables with sparse gradients have SparseAdam."""
     if kind == "sgd":
@@ -273,7 +277,9 @@ def make_optimizer(kind: str, module: nn.Module, lr: float) -> torch.optim.Optim
         matrices = [p for name, p in module.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
         rest = [p for p in dense if all(p is not m for m in matrices)]
         # Its steps have the size of Adam's, so they have one learning rate.
-        each += [torch.optim.Muon(matrices, lr=lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")]
+        each += [
+            torch.optim.Muon(matrices, lr=matrix_lr * lr, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+        ]
         each += [torch.optim.AdamW(rest, lr=lr)]
     else:
         each += [(torch.optim.AdamW if kind == "adamw" else torch.optim.Adam)(dense, lr=lr)]
@@ -301,7 +307,7 @@ def wrap(
     if algorithm == "qadam":
         optimizer = trigram.QAdam(module.parameters(), lr=lr)
     else:
-        optimizer = make_optimizer(kind, module, lr)
+        optimizer = make_optimizer(kind, module, lr, card.matrix_lr)
     if algorithm in (DDP, DDP_ADAM):
         return DistributedDataParallel(module), optimizer
     options: dict[str, Any] = dict(card.options) if workload else {}

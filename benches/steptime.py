@@ -7,7 +7,8 @@ The model is a byte-level GPT on the text of the standard library (10.9 million 
 trained with Adam, with one rank of one thread per host. Hosts are network namespaces (needs root). With
 `--to-loss` the script measures the time until a method reaches the held-out loss of DDP after `--steps`
 steps, with the learning rates and options of `losses.CARDS`; it averages and evaluates snapshots of the
-weights outside the measured time.
+weights outside the measured time. With `--curves` of an earlier run at another rate, DDP and its fp16 hook do
+not train again: their losses do not depend on the network, so a few of their steps are timed.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
 )
 PEERS = (DDP, ALONE, FP16, POST_LOCAL, TORCHFT)
 SEED = 0
+ALIKE = (DDP, FP16)
+"""All their steps take as long, and their losses do not depend on the network."""
+TIMED = 20
 MEDIANS = ("ms", "mean_ms", "bytes", "aside_ms")
 LIGHTHOUSE_PORT = 29510
 
@@ -243,6 +247,29 @@ def reach(method: str, args: argparse.Namespace, target: float | None, scratch: 
     return {"method": method, "found": found, "curve": gathered(curve)[0]}
 
 
+def curves(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The rows of an earlier run, by method.
+
+    Raises:
+        SystemExit: It was of another training.
+    """
+    if not args.curves:
+        return {}
+    earlier = json.loads(args.curves.read_text())
+    for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate"):
+        if earlier["arguments"][name] != getattr(args, name):
+            sys.exit(f"steptime.py: {args.curves} is of a run with another --{name}")
+    return {row["method"]: row for row in earlier["rows"] if row["method"] in ALIKE}
+
+
+def timed(method: str, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
+    """What `reach` would find, if every step took as long as the median of `TIMED`."""
+    few = argparse.Namespace(**vars(args) | {"steps": TIMED})
+    seconds = measure(method, few)["ms"] / 1000
+    curve = [(at, at * seconds, loss) for at, _, loss in row["curve"]]
+    return {"method": method, "found": (row["found"][0], row["found"][0] * seconds), "curve": curve}
+
+
 def crossing(curve: list[tuple[int, float, float]], target: float | None) -> tuple[float, float] | None:
     """Steps and seconds at which the curve first reaches the target, interpolated linearly."""
     if target is None:
@@ -285,21 +312,24 @@ def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[s
     """Measures the time to DDP's loss, for all methods."""
     rows: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
-    target = None
+    target, known = None, curves(args)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(gathered(folder)[0])
         for method in each_method(args, notes):
             if method == ALONE:
                 continue
             try:
-                row = reach(method, args, target, scratch)
+                if method in known:
+                    row = timed(method, args, known[method])
+                else:
+                    row = reach(method, args, target, scratch)
             except (trigram.UnsupportedError, ModuleNotFoundError, AttributeError) as error:
                 notes[method] = str(error)
                 continue
             clean()
             if target is None:
                 steps, seconds, target = row["curve"][-1]
-                row["found"] = (steps, seconds)
+                row["found"] = (steps, seconds)  # DDP is the first
             rows.append(row)
             row["target"] = target
             row["of_ddp"] = row["found"] and row["found"][1] / rows[0]["found"][1]
@@ -359,7 +389,8 @@ def rank_main(args: argparse.Namespace) -> None:
             text = f"{title}\n\n{markdown(rows, args.to_loss)}\n" + "".join(
                 f"\nskipped: {n}\n" for n in notes
             )
-            facts = {"title": title, "torch": torch.__version__, "arguments": vars(args) | {"out": ""}}
+            arguments = vars(args) | {"out": "", "curves": str(args.curves)}
+            facts = {"title": title, "torch": torch.__version__, "arguments": arguments}
             (args.out / f"{name}.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(text)
 
@@ -386,6 +417,9 @@ def main() -> int:
     parser.add_argument("--evaluate", type=int, default=5, help="--to-loss: every so many steps")
     parser.add_argument(
         "--limit", type=float, default=2.0, help="--to-loss: at most so many times DDP's steps"
+    )
+    parser.add_argument(
+        "--curves", type=Path, help="--to-loss: the .json of an earlier run, for the losses of DDP and fp16"
     )
     parser.add_argument("--out", type=Path, default=Path("steptime-out"))
     args = parser.parse_args()

@@ -300,6 +300,34 @@ def test_a_death_between_calls(transport: str) -> None:
         assert ranks.results(30, dies=[world - 1])[-1] == Died(-signal.SIGKILL)
 
 
+def leaves(rank: int, world: int) -> int:
+    """all_reduce until a peer is lost, and which it is; then the rank leaves the job."""
+    trigram.init()
+    for step in range(10**6):
+        try:
+            trigram.all_reduce(torch.ones(1000))
+        except trigram.PeerLostError as e:
+            say("leaves")
+            return e.rank
+        if step == 10:
+            say("in the loop")
+        time.sleep(0.001)
+    raise AssertionError("nobody was lost")
+
+
+def test_who_left_because_of_a_death_is_not_named_for_it(transport: str) -> None:
+    """A rank that does not run meanwhile finds both gone, the one that left in good order too."""
+    with Ranks(3, leaves, transport=transport) as ranks:
+        for r in range(3):
+            ranks.await_said(r, "in the loop")
+        ranks.signal(1, signal.SIGSTOP)
+        ranks.signal(2, signal.SIGKILL)
+        ranks.await_said(0, "leaves")
+        time.sleep(0.5)
+        ranks.signal(1, signal.SIGCONT)
+        assert ranks.results(30, dies=[2])[:2] == [2, 2]
+
+
 def paused_by_agreement(rank: int, world: int) -> int:
     """As `paused`; only one rank asks for more than a second."""
     os.environ["TRIGRAM_SILENCE"] = "30" if rank == 2 else "1"

@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use trigram_core::Error;
 use trigram_core::wire::{Frame, Kind};
+use trigram_core::{Error, Result};
 
 use crate::call::active_call::ActiveCall;
 use crate::call::calls::Calls;
@@ -225,7 +225,14 @@ impl Progress {
         let mut moved = self.read();
         moved |= self.match_receives();
         // Only now: frames that a peer sent before its connection closed come first.
-        for event in self.peers.take_events() {
+        let mut events = self.peers.take_events();
+        if events.iter().any(|event| event.kind == LossKind::Left) {
+            // A rank often leaves because another is lost, whose connection has closed before: that one is named.
+            self.look_everywhere();
+            events.extend(self.peers.take_events());
+            events.sort_by_key(|event| event.kind == LossKind::Left);
+        }
+        for event in events {
             self.act_on(event);
             moved = true;
         }
@@ -311,14 +318,7 @@ impl Progress {
         for (rank, error) in sink.out.take_unwritable() {
             // What it sent before it closed is still to be read, and may be the reason.
             let Some(rx) = self.rx[rank as usize].as_mut() else { continue };
-            rx.wake();
-            let end = loop {
-                match rx.pump(&mut sink) {
-                    Ok(Pumped::Moved) => {}
-                    end => break end,
-                }
-            };
-            let (kind, why) = match end {
+            let (kind, why) = match read_to_end(rx, &mut sink) {
                 Err(e) => (LossKind::Silent, e),
                 Ok(_) if matches!(error, Error::Aborted(_)) => closed(rx, "its connection has closed"),
                 Ok(_) => (LossKind::Silent, error),
@@ -326,7 +326,9 @@ impl Progress {
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         for rank in std::mem::take(&mut self.gone) {
-            let Some(rx) = self.rx[rank as usize].as_ref() else { continue };
+            let Some(rx) = self.rx[rank as usize].as_mut() else { continue };
+            // Its last words may be that it leaves.
+            let _ = read_to_end(rx, &mut sink);
             let (mine, theirs) =
                 (self.world.index_on_host(self.world.rank), self.world.neighbours.get(&rank));
             let (kind, why) = match theirs.is_some_and(|n| n.control.has_evicted(mine)) {
@@ -339,6 +341,14 @@ impl Progress {
             sink.peers.report(LossEvent { rank, why, kind, reported_by: None });
         }
         moved
+    }
+
+    /// Reads from all peers, also from those of whom epoll has not told yet that there is something.
+    fn look_everywhere(&mut self) {
+        self.rx.iter_mut().flatten().for_each(Rx::wake);
+        let hung_up = self.world.neighbours.iter().filter(|(_, neighbour)| neighbour.has_hung_up());
+        self.gone.extend(hung_up.map(|(&rank, _)| rank));
+        self.read();
     }
 
     /// Matches receives from any source with what has arrived; true if there were any.
@@ -429,6 +439,17 @@ impl Progress {
     fn redirect_failed(&mut self) {
         for active in self.calls.take_failed() {
             self.rx.iter_mut().flatten().for_each(|rx| rx.redirect(active));
+        }
+    }
+}
+
+/// Reads all that has arrived from a peer.
+fn read_to_end(rx: &mut Rx, sink: &mut Matching<'_>) -> Result<Pumped> {
+    rx.wake();
+    loop {
+        match rx.pump(sink) {
+            Ok(Pumped::Moved) => {}
+            end => return end,
         }
     }
 }

@@ -74,6 +74,15 @@ impl Neighbour {
         }
     }
 
+    /// Whether the peer's end of the connection is closed, as it is when its process ends.
+    pub(crate) fn has_hung_up(&self) -> bool {
+        let Some(socket) = &self.socket else { return false };
+        let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let answered = rustix::event::poll(&mut fds, Some(&now)).is_ok();
+        answered && fds[0].revents().intersects(PollFlags::HUP | PollFlags::RDHUP)
+    }
+
     /// Becomes readable when the peer sends a segment or its process ends.
     pub fn socket(&self) -> Option<BorrowedFd<'_>> {
         self.socket.as_ref().map(AsFd::as_fd)

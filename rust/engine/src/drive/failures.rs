@@ -15,6 +15,7 @@ use trigram_core::wire::Kind;
 use crate::call::active_call::CallState;
 use crate::call::calls::Calls;
 use crate::health::log_lines::LogLine;
+use crate::health::losses::LossKind;
 use crate::health::peers::Peers;
 use crate::link::outbox::Outbox;
 
@@ -75,7 +76,11 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
         let ranks = if all { members.ranks.clone() } else { members.ranks_of(&active.waiting_for()) };
         let lost_rank = match message.is_some_and(|m| m.is_from_any()) {
             true => peers.first_missed(&ranks, me),
-            false => peers.first_lost(&ranks),
+            // Who left may have done so because another member was lost.
+            false => peers.first_lost(&ranks).and_then(|rank| match peers.kind(rank) {
+                Some(LossKind::Left) if message.is_none() => peers.first_lost(&members.ranks),
+                _ => Some(rank),
+            }),
         };
         if let Some(rank) = lost_rank {
             // A helper need not tell then: ranks that have left may have had their result without it.

@@ -61,7 +61,13 @@ pub(crate) fn lose(
         let id = calls.active[i].body.id;
         if let Some(tx) = tx.as_mut().filter(|tx| tx.holds(id)) {
             tx.take_back(id);
-            let error = lost(calls, i, rank, peers, world.rank);
+            let body = &calls.active[i].body;
+            // Who left may have done so because another member was lost.
+            let cause = match kind {
+                LossKind::Left if body.request.message.is_none() => peers.first_lost(&body.members.ranks),
+                _ => None,
+            };
+            let error = lost(calls, i, cause.unwrap_or(rank), peers, world.rank);
             calls.fail(i, error, true, out);
         }
     }

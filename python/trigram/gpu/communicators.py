@@ -76,13 +76,14 @@ def make(
         UnsupportedError: NCCL cannot make an id; all ranks raise it.
         TrigramError: The ranks could not be connected.
     """
+    key = (device, group.name)
+    former = _made.pop(key, None)
     if not shrink:
+        del former  # a rank that came later cannot shrink: aborts it, which frees the GPU's memory
         id = _unique_id(group, alarm, nccl)
         return _core.DeviceGroup(
             group.core, alarm.core, nccl, found.index, id, PRIORITY, False, group.timeout
         )
-    key = (device, group.name)
-    former = _made.pop(key, None)
     if former is not None and former.world is current():
         former = None  # its ranks may be in use: another group has the same name, or a call has failed
     made = _shrunk(group, alarm, former)

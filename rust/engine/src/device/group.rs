@@ -114,7 +114,7 @@ impl DeviceGroup {
 
     /// The ranks that are left, after `lost` ranks of this group have gone: members of the new `group`, in the same order. This
     /// group is of no use then. All of them call it; a rank for which it fails has aborted the communicator, and
-    /// tells the others.
+    /// its caller tells the others.
     ///
     /// # Errors
     ///

@@ -46,7 +46,6 @@ ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
     "torchft_diloco",
 )
 PEERS = (DDP, ALONE, FP16, POST_LOCAL, TORCHFT)
-SEED = 0
 ALIKE = (DDP, FP16)
 """All their steps take as long, and their losses do not depend on the network."""
 TIMED = 20
@@ -81,7 +80,7 @@ def build(method: str, args: argparse.Namespace, steps: int) -> Training:
         trigram.UnsupportedError: The algorithm is not in this version.
         ModuleNotFoundError: The peer is not installed.
     """
-    torch.manual_seed(SEED)
+    torch.manual_seed(args.seed)
     module = workloads.TinyGPT(args.width, args.heads, args.layers)
     if method in losses.CARDS or method == DDP:
         model, optimizer = losses.wrap(
@@ -185,7 +184,7 @@ def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
     period = every(method, tuned=False)
     steps, untimed = -(-args.steps // period) * period, max(args.untimed, period + 1 if period > 1 else 0)
     training = build(method, args, args.untimed * 10)
-    stream = losses.batches(workloads.data("gpt"), args.batch, SEED)
+    stream = losses.batches(workloads.data("gpt"), args.batch, args.seed)
     for _ in range(untimed):
         step(training, *next(stream))
     dist.barrier()
@@ -214,7 +213,7 @@ def reach(method: str, args: argparse.Namespace, target: float | None, scratch: 
     target."""
     training = build(method, args, args.steps)
     split = workloads.data("gpt")
-    stream = losses.batches(split, args.batch, SEED)
+    stream = losses.batches(split, args.batch, args.seed)
     judge = workloads.TinyGPT(args.width, args.heads, args.layers)
     seconds: list[float] = []
     curve: list[tuple[int, float, float]] = []  # steps, seconds, loss
@@ -256,8 +255,8 @@ def curves(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     if not args.curves:
         return {}
     earlier = json.loads(args.curves.read_text())
-    for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate"):
-        if earlier["arguments"][name] != getattr(args, name):
+    for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate", "seed"):
+        if earlier["arguments"].get(name, 0) != getattr(args, name):
             sys.exit(f"steptime.py: {args.curves} is of a run with another --{name}")
     return {row["method"]: row for row in earlier["rows"] if row["method"] in ALIKE}
 
@@ -413,6 +412,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, help="timed steps (10); with --to-loss those of DDP (60)")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
     parser.add_argument("--to-loss", action="store_true")
     parser.add_argument("--evaluate", type=int, default=5, help="--to-loss: every so many steps")
     parser.add_argument(

@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.support.checks import close, raises, says
-from tests.support.elastic_run import await_step, come, reference, the_same, train
+from tests.support.elastic_run import await_step, come, reduce, reference, sums, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
 from tests.support.marks import long_unless
 
@@ -32,6 +32,16 @@ def test_the_living_go_on_with_the_same_step(world: int, dies: dict[int, int], t
     expected = [tuple(r for r in range(world) if dies.get(r, steps) > step) for step in range(steps)]
     assert got["history"] == expected
     torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_scripts_own_calls_go_on_too(transport: str) -> None:
+    """The n-th group of all ranks that are left is another than the world of the n-th epoch."""
+    dies = {1: 3, 2: 6}
+    with Ranks(4, reduce, 10, dies, transport=transport) as ranks:
+        results = ranks.results(60, dies=dies)
+    for each in (results[0], results[3]):
+        assert each["history"][-1] == (0, 3) and each["sums"] == sums(each["history"])
 
 
 @pytest.mark.parametrize("where, counts", [("inside", False), ("commit", True), ("after", True)])

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 
+import trigram
 from tests.support import elastic_run, gpu_standin
 from tests.support.harness import Ranks
 from trigram import _core
+from trigram.gpu import communicators
+from trigram.runtime.group import Group
 
 STEPS = 30
 TIMEOUT = 60.0
@@ -17,7 +21,16 @@ TIMEOUT = 60.0
 
 def _train(rank: int, world: int, *args: Any) -> dict[str, Any]:
     """Trains, and counts the communicators that were made of others."""
-    shrunk = []
+    shrunk, names = [], []
+    from_former = communicators._shrunk
+
+    def named(group: Group, *made: Any) -> Any:
+        result = from_former(group, *made)
+        if result is not None:
+            names.append(group.name)
+        return result
+
+    communicators._shrunk = named
     shrink = _core.DeviceGroup.shrink
 
     class Counting:
@@ -28,8 +41,10 @@ def _train(rank: int, world: int, *args: Any) -> dict[str, Any]:
 
         def shrink(self, *asked: Any) -> Any:
             other = object.__new__(Counting)
+            if os.environ.get("TEST_CANNOT_SHRINK") == str(rank):
+                raise trigram.IoError("this rank's NCCL cannot shrink")
             other.real = shrink(self.real, *asked)
-            shrunk.append(list(asked[2]))
+            shrunk.append(list(asked[3]))
             return other
 
         def __getattr__(self, name: str) -> Any:
@@ -37,7 +52,10 @@ def _train(rank: int, world: int, *args: Any) -> dict[str, Any]:
 
     _core_group = _core.DeviceGroup
     _core.DeviceGroup = Counting  # type: ignore[misc, assignment]
-    return elastic_run.train(rank, world, *args) | {"shrunk": shrunk}
+    communicators._SHRINKING = 10 * TIMEOUT  # nobody waits so long for a rank that could not
+    run = elastic_run.reduce if len(args) == 2 else elastic_run.train
+    results = run(rank, world, *args)
+    return results | {"shrunk": shrunk, "names": names, "kept": len(communicators._made)}
 
 
 def goes_on(env: dict[str, str], dies: dict[int, int]) -> list[Any]:
@@ -73,6 +91,21 @@ def test_they_make_a_new_one_if_nccl_cannot_shrink(who: str) -> None:
     """NCCL's network has seen an error, on all ranks or on one."""
     env = gpu_standin.env("nccl") | SHRINK | {"STANDIN_NETWORK_ERROR": who}
     assert goes_on(env, {1: 8}) == [[]] * 3
+
+
+def test_a_rank_that_cannot_shrink_tells_the_others() -> None:
+    env = gpu_standin.env("nccl") | SHRINK | {"TEST_CANNOT_SHRINK": "2"}
+    assert goes_on(env, {1: 8}) == [[]] * 3
+
+
+def test_the_world_shrinks_too_and_old_groups_keep_no_communicator() -> None:
+    dies = {1: 6, 2: 12}
+    with Ranks(4, _train, 20, dies, env=gpu_standin.env("nccl") | SHRINK) as ranks:
+        results = ranks.results(TIMEOUT, dies=dies)
+    for each in (results[0], results[3]):
+        assert each["sums"] == elastic_run.sums(each["history"]) and each["history"][-1] == (0, 3)
+        assert {"world, epoch 1", "world, epoch 2", "gradients"} <= set(each["names"]), each["names"]
+        assert each["kept"] <= 6, "20 groups of the script have come and gone"
 
 
 @pytest.mark.parametrize(("way", "more"), [("host", {}), ("nccl", {}), ("nccl", SHRINK)])

@@ -174,3 +174,30 @@ def the_same(results: list[Any], living: list[int]) -> dict[str, Any]:
         assert results[r]["steps"] == first["steps"]
         assert torch.equal(results[r]["count"], torch.full((3,), float(first["steps"]))), f"rank {r}"
     return first
+
+
+def reduce(rank: int, world: int, steps: int, dies: dict[int, int]) -> dict[str, Any]:
+    """A rank of a job that sums after each step: over the world, and over a new group of its own."""
+    torch.set_num_threads(1)
+    trigram.init(elastic=True)
+    net = model()
+    opt = optimizer(net)
+    net = trigram.with_bagua(net, optimizer=opt, elastic=True)
+    history, found = [], []
+    for step in range(steps):
+        if dies.get(rank) == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss_of(net, step, rank).backward()
+        opt.step()
+        ranks = trigram.stats(net)["ranks"]
+        for group in (None, trigram.new_group(ranks)):
+            t = torch.full((2,), float(rank + 1))
+            trigram.all_reduce(t, group=group)
+            found.append(t.tolist())
+        history.append(tuple(ranks))
+    return {"history": history, "sums": found}
+
+
+def sums(history: list[tuple[int, ...]]) -> list[list[float]]:
+    """What `reduce` finds."""
+    return [[float(sum(ranks) + len(ranks))] * 2 for ranks in history for _ in range(2)]

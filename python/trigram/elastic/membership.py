@@ -31,10 +31,8 @@ from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramErr
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
 from trigram.runtime.records import all_gather_bytes, broadcast_bytes
-from trigram.runtime.world import World
+from trigram.runtime.world import EPOCH_ORDINALS, REACHABLE_ORDINALS, World
 
-_REACHABLE_GROUPS = 4 << 32
-"""The first ordinal of groups of reachable members; the other kinds are in ``runtime/world.py``."""
 _REACHABLE = "the reachable members"
 """The name of their group in error messages."""
 _MAX_TRIES = 20
@@ -212,7 +210,7 @@ def _reachable_group(now: World, mine: Membership, reachable: list[int]) -> Grou
     """The group of the members that this rank reaches."""
     key = tuple(reachable)
     if key not in mine.reachable_groups:
-        ordinal = _REACHABLE_GROUPS + mine.epoch
+        ordinal = REACHABLE_ORDINALS + mine.epoch
         core = now.engine.group(_REACHABLE, reachable, ordinal, 0)
         mine.reachable_groups[key] = Group(_REACHABLE, reachable, core, None, (), ordinal)
     return mine.reachable_groups[key]
@@ -328,9 +326,10 @@ def build(
 ) -> World:
     """The world of a newly connected engine; returns when all of its ranks have called this."""
     name = f"world, epoch {mine.epoch + 1}"
-    core = engine.group(name, ranks, mine.epoch + 1, 0)
+    ordinal = EPOCH_ORDINALS + mine.epoch
+    core = engine.group(name, ranks, ordinal, 0)
     core.run(_BARRIER, _NOTHING, _CONNECT_TIMEOUT)
-    group = Group(name, ranks, core, now.op_timeout)
+    group = Group(name, ranks, core, now.op_timeout, (), ordinal)
     after = Membership(
         ranks,
         slots,

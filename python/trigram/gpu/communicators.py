@@ -4,18 +4,22 @@ With ``TRIGRAM_GPU_SHRINK=1`` the ranks of an elastic job that are left after a 
 communicator from the last one (``ncclCommRevoke`` and ``ncclCommShrink``, NCCL 2.28.7) instead of aborting
 it. They can if the new group has the same name and some of the same ranks, in the same order. If one of them
 cannot, because NCCL's network has seen an error for example, all take a new id.
+
+A communicator is kept for as long as its group can be used, and then until the next epoch of the job has made
+its communicators: after that nobody asks for it.
 """
 
 from __future__ import annotations
 
 import os
 import struct
+import weakref
 from dataclasses import dataclass
 
 import torch
 
 from trigram import _core
-from trigram.errors import ConfigError, PeerLostError, TrigramError, UnsupportedError
+from trigram.errors import AbortedError, ConfigError, PeerLostError, TrigramError, UnsupportedError
 from trigram.gpu.device import PRIORITY, Device
 from trigram.runtime import logs
 from trigram.runtime.group import Group
@@ -26,6 +30,7 @@ WRONG = 255
 """The first byte of a record that holds an error message."""
 _SHRINKING = 30.0
 """Seconds that the ranks which are left may take to shrink a communicator."""
+_ANOTHER = "another rank could not"
 _REVOKING = 5.0
 """Seconds that a rank may take to end what was under way."""
 _ID = 128
@@ -40,6 +45,7 @@ class _Made:
         label: What all its ranks know it by: its unique id, and how often it was shrunk.
         place: This rank's place in it.
         size: The number of its ranks.
+        group: The group.
         world: The epoch of the job that it belongs to.
     """
 
@@ -47,10 +53,13 @@ class _Made:
     label: bytes
     place: int
     size: int
+    group: weakref.ref[Group]
     world: World
 
 
 _made: dict[tuple[torch.device, str], _Made] = {}
+_epochs: list[World] = []
+"""The last two epochs of the job in which a communicator was made."""
 
 
 def shrinks(nccl: _core.Nccl | None) -> bool:
@@ -76,8 +85,8 @@ def make(
         UnsupportedError: NCCL cannot make an id; all ranks raise it.
         TrigramError: The ranks could not be connected.
     """
-    key = (device, group.name)
-    former = _made.pop(key, None)
+    former = release(group, device)
+    _drop_old()
     if not shrink:
         del former  # a rank that came later cannot shrink: aborts it, which frees the GPU's memory
         id = _unique_id(group, alarm, nccl)
@@ -91,9 +100,29 @@ def make(
         del former  # aborts it, which frees the GPU's memory
         id = _unique_id(group, alarm, nccl)
         core = _core.DeviceGroup(group.core, alarm.core, nccl, found.index, id, PRIORITY, True, group.timeout)
-        made = _Made(core, id, group.rank, group.size, current())
-    _made[key] = made
+        made = _Made(core, id, group.rank, group.size, weakref.ref(group), current())
+    _made[_key(group, device)] = made
     return made.core
+
+
+def release(group: Group, device: torch.device) -> _Made | None:
+    """Takes the last communicator that a group of that name had; it ends when the caller forgets it."""
+    return _made.pop(_key(group, device), None)
+
+
+def _key(group: Group, device: torch.device) -> tuple[torch.device, str]:
+    """What a group and the one that follows it in the next epoch have in common."""
+    return device, "world" if group is current().group else group.name
+
+
+def _drop_old() -> None:
+    """Ends communicators that no later group can be made from."""
+    if not _epochs or _epochs[-1] is not current():
+        _epochs.append(current())
+        del _epochs[:-2]
+    for key, made in list(_made.items()):
+        if made.world not in _epochs or (made.world is current() and made.group() is None):
+            del _made[key]
 
 
 def _shrunk(group: Group, alarm: Group, former: _Made | None) -> _Made | None:
@@ -111,25 +140,39 @@ def _shrunk(group: Group, alarm: Group, former: _Made | None) -> _Made | None:
     if not same or former is None or places != sorted(set(places)) or len(places) >= former.size:
         return None
     lost = sorted(set(range(former.size)) - set(places))
+    attempt = current().derive(alarm, f"{group.name}, shrinking", group.ranks)
     core, why = None, ""
     try:
-        core = former.core.shrink(group.core, alarm.core, lost, _SHRINKING)
+        core = former.core.shrink(group.core, alarm.core, attempt.core, lost, _SHRINKING)
     except PeerLostError:
         raise  # another rank is lost: the job changes its membership again
+    except AbortedError:
+        why = _ANOTHER
     except TrigramError as e:
         why = str(e)
+        attempt.core.abort(1, f"rank {current().rank} could not shrink the communicator")
+    except BaseException as e:  # Ctrl-C: the others wait in NCCL, and then for this rank's outcome
+        for each in (attempt, alarm):
+            each.core.abort(each.core.next() + 1, f"rank {current().rank}: {type(e).__name__}")
+        raise
     outcomes = all_gather_bytes(alarm, why.encode())
-    failed = [place for place, outcome in enumerate(outcomes) if outcome]
-    if failed:
-        text = outcomes[failed[0]].decode(errors="replace")
-        logs.warning(
-            f"group {group.name}: rank {group.ranks[failed[0]]} could not shrink the communicator ({text}); "
-            "the ranks make a new one"
-        )
+    texts = [outcome.decode(errors="replace") for outcome in outcomes]
+    for rank, text in zip(group.ranks, texts, strict=True):
+        if text and text != _ANOTHER:
+            logs.warning(
+                f"group {group.name}: rank {rank} could not shrink the communicator ({text}); "
+                "the ranks make a new one"
+            )
+    if any(texts):
         return None
     assert core is not None
     return _Made(
-        core, former.label + struct.pack(f"<{len(lost)}I", *lost) + b"|", group.rank, group.size, current()
+        core,
+        former.label + struct.pack(f"<{len(lost)}I", *lost) + b"|",
+        group.rank,
+        group.size,
+        weakref.ref(group),
+        current(),
     )
 
 
@@ -157,3 +200,4 @@ def error(rank: int, text: bytes) -> TrigramError:
 def forget() -> None:
     """Ends the communicators that were kept, while the engine still runs."""
     _made.clear()
+    _epochs.clear()

@@ -26,7 +26,7 @@ from typing import cast
 import torch
 
 from trigram.errors import ConfigError, TrigramError
-from trigram.gpu.communicators import WRONG, error, forget, make, shrinks
+from trigram.gpu.communicators import WRONG, error, forget, make, release, shrinks
 from trigram.gpu.device import Call, FailedCall, Message, Route, find
 from trigram.gpu.host import HostRoute
 from trigram.gpu.nccl import NcclRoute, library
@@ -144,6 +144,7 @@ def _agree(group: Group, t: torch.device) -> Route:
         assert nccl is not None
         shrink = all(r[3] for r in records)
         return NcclRoute(device, make(group, alarm, t, device, nccl, shrink))
+    release(group, t)
     inside = start if asked == "hierarchical" else None
     return HostRoute(group, _derive(group, "through the host"), device, inside)
 

@@ -40,6 +40,10 @@ _NOTHING = (0, 0, 0, 0)
 # its own range of ordinals, so that a group that one rank creates earlier than another does not shift the
 # others.
 _USER, _BORROWED, _INTERNAL, _AIDED, _TORCH = 0, 1 << 32, 2 << 32, 3 << 32, 4 << 32
+EPOCH_ORDINALS = 5 << 32
+"""Of the default groups of an elastic job after its first epoch."""
+REACHABLE_ORDINALS = 6 << 32
+"""Of the groups in which the ranks of an elastic job that reach each other decide how to go on."""
 _DERIVED = 1 << 62
 
 

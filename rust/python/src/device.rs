@@ -95,17 +95,21 @@ impl DeviceGroup {
         py.detach(|| self.0.revoke(limit)).raise(py)
     }
 
-    /// The ranks that are left when `lost` places are gone: those of the new `group`.
+    /// The ranks that are left when `lost` places are gone: those of the new `group`. A rank that cannot aborts the first
+    /// call of `attempt`.
     fn shrink(
         &self,
         py: Python<'_>,
         group: &Group,
         alarm: &Group,
+        attempt: &Group,
         lost: Vec<u32>,
         timeout: f64,
     ) -> PyResult<Self> {
-        let (group, alarm, limit) = (&group.0, &alarm.0, seconds(Some(timeout)).unwrap_or_default());
-        wait(py, |check_interrupt| self.0.shrink(group, alarm, &lost, limit, check_interrupt)).map(Self)
+        let (group, alarm, attempt) = (&group.0, &alarm.0, &attempt.0);
+        let limit = seconds(Some(timeout)).unwrap_or_default();
+        wait(py, |check_interrupt| self.0.shrink(group, alarm, attempt, &lost, limit, check_interrupt))
+            .map(Self)
     }
 
     /// `CUstream` of its work.

@@ -113,17 +113,19 @@ impl DeviceGroup {
     }
 
     /// The ranks that are left, after `lost` ranks of this group have gone: members of the new `group`, in the same order. This
-    /// group is of no use then. All of them call it; a rank for which it fails has aborted the communicator, and
-    /// its caller tells the others.
+    /// group is of no use then. All of them call it; a rank for which it fails has aborted the communicator, and its
+    /// caller aborts the first call of the group `attempt`, which has no others: that ends the others' wait.
     ///
     /// # Errors
     ///
     /// [`Error::Unsupported`] before NCCL 2.28.7; [`Error::Io`] if NCCL cannot, because its network has seen an error for
-    /// one; [`Error::Timeout`]; [`Error::PeerLost`].
+    /// one; [`Error::Timeout`]; [`Error::PeerLost`]; [`Error::Aborted`] if another rank could not.
+    #[allow(clippy::too_many_arguments)] // one call from one place
     pub fn shrink(
         &self,
         group: &Group,
         abort_group: &Group,
+        attempt: &Group,
         lost: &[u32],
         limit: Duration,
         check_interrupt: InterruptCheck<'_>,
@@ -131,7 +133,7 @@ impl DeviceGroup {
         let mut shrunk = || {
             self.revoke(limit)?; // once more does no harm
             let pending = self.comm.begin_shrink(lost, false, Config::new()).map_err(from_nccl)?;
-            all_come(pending, Shrinking::poll, group, abort_group, Some(limit), check_interrupt)
+            all_come(pending, Shrinking::poll, group, attempt, Some(limit), check_interrupt)
         };
         let comm = shrunk().inspect_err(|_| self.comm.abort())?;
         let (group, abort_group, nccl) = (group.clone(), abort_group.clone(), self.nccl.clone());

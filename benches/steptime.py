@@ -7,8 +7,9 @@ The model is a byte-level GPT on the text of the standard library (10.9 million 
 trained with Adam, with one rank of one thread per host. Hosts are network namespaces (needs root). With
 `--to-loss` the script measures the time until a method reaches the held-out loss of DDP after `--steps`
 steps, with the learning rates and options of `losses.CARDS`; it averages and evaluates snapshots of the
-weights outside the measured time. With `--curves` of an earlier run at another rate, DDP and its fp16 hook do
-not train again: their losses do not depend on the network, so a few of their steps are timed.
+weights outside the measured time. With `--curves` of an earlier run at another rate, DDP, its fp16 hook and
+synchronous algorithms without a warm-up do not train again: their losses do not depend on the network, so a
+few of their steps are timed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,15 @@ ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
     "torchft_diloco",
 )
 PEERS = (DDP, ALONE, FP16, POST_LOCAL, TORCHFT)
-ALIKE = (DDP, FP16)
+ALIKE = (
+    DDP,
+    FP16,
+    "gradient_allreduce",
+    "bytegrad",
+    "decentralized",
+    "low_precision_decentralized",
+    "push_sum",
+)
 """All their steps take as long, and their losses do not depend on the network."""
 TIMED = 20
 MEDIANS = ("ms", "mean_ms", "bytes", "aside_ms")
@@ -266,7 +275,8 @@ def timed(method: str, args: argparse.Namespace, row: dict[str, Any]) -> dict[st
     few = argparse.Namespace(**vars(args) | {"steps": TIMED})
     seconds = measure(method, few)["ms"] / 1000
     curve = [(at, at * seconds, loss) for at, _, loss in row["curve"]]
-    return {"method": method, "found": (row["found"][0], row["found"][0] * seconds), "curve": curve}
+    found = row["found"] and (row["found"][0], row["found"][0] * seconds)
+    return {"method": method, "found": found, "curve": curve}
 
 
 def crossing(curve: list[tuple[int, float, float]], target: float | None) -> tuple[float, float] | None:
@@ -418,9 +428,7 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=2.0, help="--to-loss: at most so many times DDP's steps"
     )
-    parser.add_argument(
-        "--curves", type=Path, help="--to-loss: the .json of an earlier run, for the losses of DDP and fp16"
-    )
+    parser.add_argument("--curves", type=Path, help="--to-loss: the .json of an earlier run, for its losses")
     parser.add_argument("--out", type=Path, default=Path("steptime-out"))
     args = parser.parse_args()
     args.steps = args.steps or (60 if args.to_loss else 10)

@@ -483,7 +483,7 @@ def rank_main(args: argparse.Namespace) -> None:
     for workload in args.workloads:
         with_sgd = TASKS[workload].uses == "sgd" and args.optimizer is None
         references = [DDP, DDP_ADAM] if with_sgd and "qadam" in names else [DDP]
-        for algorithm in (*references, *args.algorithms):
+        for algorithm in dict.fromkeys((*references, *args.algorithms)):
             for seed in args.seeds:
                 if (workload, algorithm, seed) in done:
                     continue

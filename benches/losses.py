@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import trigram
+from trigram.algorithms import parse
 from trigram.cli import launch, workloads
 
 DDP, DDP_ADAM = "ddp", "ddp_adam"
@@ -459,7 +460,12 @@ def earlier(file: Path, settings: dict[str, Any]) -> tuple[list[dict[str, Any]],
         return [], {}
     found = json.loads(file.read_text())
     if {name: found.get(name) for name in settings} != settings:
-        sys.exit(f"losses.py: {file} has runs with other settings; choose another --out")
+        # On rank 0 only: one message is enough.
+        sys.exit(
+            f"losses.py: {file} has runs with other settings ({', '.join(settings)}); choose another --out"
+            if dist.get_rank() == 0
+            else 1
+        )
     return found["runs"], {}
 
 
@@ -509,16 +515,37 @@ def rank_main(args: argparse.Namespace) -> None:
     launch.leave_job()
 
 
+def known_algorithms(text: str) -> list[str]:
+    """The algorithms of a command line, maybe with settings (see `variant`)."""
+    for name in text.split(","):
+        algorithm, card = variant(name)
+        if algorithm in (DDP, DDP_ADAM):
+            continue
+        try:
+            parse.find(algorithm, card.options)
+        except trigram.TrigramError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text.split(",")
+
+
+def known_workloads(text: str) -> list[str]:
+    """The workloads of a command line."""
+    unknown = [name for name in text.split(",") if name not in TASKS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"unknown workload {unknown[0]!r}; use some of {', '.join(TASKS)}")
+    return text.split(",")
+
+
 def main() -> int:
     """Starts the ranks; in a rank, trains."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--algorithms", type=lambda text: text.split(","), default=list(CARDS))
+    parser.add_argument("--algorithms", type=known_algorithms, default=list(CARDS))
     parser.add_argument(
         "--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2]
     )
-    parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(TASKS))
+    parser.add_argument("--workloads", type=known_workloads, default=list(TASKS))
     parser.add_argument("--steps", type=int, help="replaces the number of steps of each workload")
     parser.add_argument("--skew", type=float, default=0.0, help="the part of the samples divided by label")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="replaces SGD and Adam; muon is for gpt")

@@ -212,8 +212,11 @@ def main() -> int:
     """Makes the trainings of the command line."""
     torch.set_num_threads(1)
     split = workloads.data("gpt")
-    for text in sys.argv[1:]:
-        print(f"{text:60} {train(parse(text), split):.4f}", flush=True)
+    settings = [parse(text) for text in sys.argv[1:]]
+    for each in settings:
+        graphs.find(each.graph, each.ranks)  # what is unknown is said before the first training
+    for text, each in zip(sys.argv[1:], settings, strict=True):
+        print(f"{text:60} {train(each, split):.4f}", flush=True)
     return 0
 
 

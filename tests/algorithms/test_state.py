@@ -109,6 +109,24 @@ SAVED = Cases({k.removeprefix("state-"): v for k, v in SAVE.items()})
 LOADED = Cases({k.removeprefix("state_-"): v for k, v in LOAD.items()})
 
 
+@CASES.over("topk", "topk momentum", "topk warmup", "signsgd")
+def from_the_first_step_on(rank: int, world: int, label: str) -> None:
+    """Buckets are in the order of the first pass's gradients from the second pass on, also after a load."""
+    expected = go(*start(rank, label, Reversed, 4), rank, 0, 4)
+    for at in (1, 2):
+        model, optimizer = start(rank, label, Reversed, 4)
+        go(model, optimizer, rank, 0, at)
+        kept = trigram.algorithm_state(model), model.state_dict(), optimizer.state_dict()
+        kept = copy.deepcopy(kept)
+        trigram.unwrap(model)
+        model, optimizer = start(rank, label, Reversed, 1000 + rank)
+        trigram.load_algorithm_state(model, kept[0])
+        model.load_state_dict(kept[1])
+        optimizer.load_state_dict(kept[2])
+        for a, e in zip(go(model, optimizer, rank, at, 4 - at), expected[at:], strict=True):
+            equal(a, e, f"from step {at} on")
+
+
 @CASES.over(*(k for k in ASYNC if "script" in ROWS[k].options))
 def drained(rank: int, world: int, label: str) -> None:
     """Asked for the state, what is in flight lands at once; then training goes on from there."""

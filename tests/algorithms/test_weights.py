@@ -14,10 +14,30 @@ from tests.reference.simulation import Simulation, flatten
 from tests.support.algorithm_rows import NAMES_ONCE, ROWS, Row
 from tests.support.algorithm_run import OPTIMIZERS, Reversed, Run, distance, loss, net, total
 from tests.support.cases import Cases
+from tests.support.checks import same_on_all_ranks
 from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
 
 CASES = Cases()
+
+
+@CASES.over(1, 2)
+def no_boundary_between_two_optimizers(rank: int, world: int, every: int) -> None:
+    """The first averaging step too waits for an optimizer that has not stepped yet."""
+    torch.manual_seed(2)
+    model = net()
+    first, second = (torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2))
+    trigram.with_bagua(model, "local_sgd", every=every)
+    for step in range(2 * every):
+        model.zero_grad()
+        loss(model, rank, step).backward()
+        first.step()
+        if step >= every - 1:
+            second.step()
+        if step % every == every - 1:
+            assert trigram.stats(model)["rounds"] == (step + 1) // every
+            # The last layer has no optimizer, and is the same from the start.
+            same_on_all_ranks(rank, world, f"boundary-{every}-{step}", model.parameters())
 
 
 @CASES.over(*ROWS)

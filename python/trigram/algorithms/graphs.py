@@ -194,6 +194,13 @@ class Graph:
         return Graph(f"{self.kind} (both directions)", self.size, edges, False, self._period)
 
 
+def names(who: str) -> list[str]:
+    """The topologies of ``gossip`` or ``push``."""
+    if who == "push":
+        return [name.removeprefix("push:") for name in _GRAPHS if name.startswith("push:")]
+    return [name for name in _GRAPHS if ":" not in name]
+
+
 def find(kind: str, size: int) -> Graph:
     """The topology of a name over ``size`` ranks.
 

@@ -78,8 +78,11 @@ class _Parser:
         value, entry = self.entry.value, self.entry
         kind, _, graph = value.who.partition(":")
         if kind in ("gossip", "push"):
-            graph = self.option("topology", graph, lambda g: isinstance(g, str), "the name of a topology")
-            graphs.find(f"push:{graph}" if kind == "push" else graph, 2)
+            names = graphs.names(kind)
+            must = f"one of {', '.join(names)}"
+            graph = self.option("topology", graph, lambda g: g in names, must)
+            if graph not in names:
+                raise self.refuse(f"WHO={value.who!r} is invalid; the topology must be {must}")
         elif (
             kind != "central" or (graph and RobustAggregation.parse(graph) is None) or value.who.endswith(":")
         ):
@@ -165,15 +168,14 @@ class _Parser:
         if kind == "full" and not parameter:
             return what
         if kind == "share":
-            try:
-                share = float(self.option("share", parameter, lambda s: True, ""))
-            except (TypeError, ValueError):
-                share = 0.0
-            if not 0 < share <= 1:
+            share = self.option(
+                "share", parameter, lambda s: 0 < float(s) <= 1, "a number above 0 and up to 1"
+            )
+            if not _holds(lambda s: 0 < float(s) <= 1, share):
                 raise self.refuse(
                     f"WHAT={what!r} is invalid; use a number above 0 and up to 1, as in share:0.05"
                 )
-            return f"share:{share:g}"
+            return f"share:{float(share):g}"
         if kind in ("topk", "randomk", "chunktopk"):
             parameter = str(self.option("fraction", parameter, lambda f: 0 < f <= 1, "above 0 and up to 1"))
         elif kind == "powersgd":
@@ -220,7 +222,10 @@ class _Parser:
         codec, gradients = what.partition(":")[0], carry in ("gradients", "momentum")
         if codec in ("int8", "int4", "fp8", "sign"):
             found["block"] = self.option(
-                "block", None, lambda b: b % 8 == 0 and 0 < b <= 2048, "a multiple of 8 up to 2048"
+                "block",
+                None,
+                lambda b: isinstance(b, int) and b % 8 == 0 and 0 < b <= 2048,
+                "an integer, a multiple of 8 up to 2048",
             )
         if codec == "powersgd" and kind != "central":
             raise self.refuse(
@@ -352,5 +357,5 @@ def _positive(value: Any) -> bool:
 def _holds(check: Callable[[Any], bool], value: Any) -> bool:
     try:
         return bool(check(value))
-    except TypeError:
+    except (TypeError, ValueError):
         return False

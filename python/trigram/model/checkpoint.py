@@ -48,6 +48,8 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
         state["auto"] = wrapped.tuner.saved()
     if wrapped.hooks is not None:
         wrapped.hooks.drain(between_steps=True)
+        if isinstance(wrapped.hooks, GradientSync):
+            wrapped.hooks.learn_order()
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
         state["owed"] = copy.deepcopy(wrapped.hooks.buckets.owed)

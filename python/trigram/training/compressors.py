@@ -32,7 +32,13 @@ class GradientCompressor:
     in full.
 
     There is one per model; it may keep state for each bucket.
+
+    Attributes:
+        once: It replaces gradients by something else, so that a second pass before the update cannot add to
+            what the first has left in them; None, or what they hold then.
     """
+
+    once: str | None = None
 
     def begin(self, ranks: int) -> None:
         """All buckets are about to be made, for this number of ranks."""
@@ -54,6 +60,9 @@ class GradientCompressor:
         made = Bucket(indices, params, layout)
         made.average = FullAverage(made.memory, groups) if layout is None else self.average(made, groups)
         return made
+
+    def end(self) -> None:
+        """It averages no more gradients."""
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
         """Called when all gradients are in the bucket, before they are sent; may change them in place."""
@@ -175,11 +184,17 @@ class MomentumCompressor(CodecCompressor):
         block: Values per block; None: the default of the codec.
     """
 
+    once = "Adam's first moments"
+
     def __init__(self, optimizer: QAdam, bits: int, block: int | None) -> None:
         codec = find("int8" if bits == 8 else "sign", block)
         super().__init__(codec, codec, (bits == 1, bits == 1))
         self.optimizer = optimizer
-        optimizer.freeze(follows=bits == 8)
+        optimizer.freeze(self, follows=bits == 8)
+
+    def end(self) -> None:
+        """The optimizer gets gradients again."""
+        self.optimizer.thaw(self)
 
     def before_send(self, bucket: Bucket, params: Sequence[torch.Tensor]) -> None:
         """Replaces each gradient by the first moment that Adam would compute from it."""

@@ -112,7 +112,9 @@ class GradientSync(FusedBuckets):
                 to this rank's next gradients.
         """
         self.buckets.bucket_bytes = bucket_bytes
-        self.buckets.compressor = compressor or self.buckets.compressor
+        if compressor is not None:
+            self.buckets.compressor.end()
+            self.buckets.compressor = compressor
         self.build_buckets(self.buckets.order)
 
     def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
@@ -127,6 +129,11 @@ class GradientSync(FusedBuckets):
         """Hooks the model and its parameters."""
         super().watch(model)
         self.buffers = self._buffers(model)
+
+    def close(self) -> None:
+        """See :class:`StepHooks`."""
+        super().close()
+        self.buckets.compressor.end()
 
     # Before a pass.
 
@@ -160,8 +167,8 @@ class GradientSync(FusedBuckets):
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
         if every and self.since % every == 0 and self.since and not joining:
             check_replicas(model.parameters(), self.before_passes, self.steps)
-        if not self._follow_changes(model, in_backward) and self.order is not None and self.steps:
-            self._reorder()
+        if not self._follow_changes(model, in_backward):
+            self.learn_order()
         if self.at_boundary is not None:
             self.at_boundary()
         if self.groups.broadcast_buffers:
@@ -220,9 +227,11 @@ class GradientSync(FusedBuckets):
                 buffers.broadcast(src, self.before_passes, unpack=not in_backward)
             self.received = self.buffers if in_backward and self.groups.rank != src else []
 
-    def _reorder(self) -> None:
-        """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass."""
-        assert self.order is not None
+    def learn_order(self) -> None:
+        """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass, if there was
+        one; all ranks call it, between passes."""
+        if self.order is None or not self.steps:
+            return
         rest = [i for i in reversed(self.dense) if i not in set(self.order)]
         order = torch.tensor(self.order + rest, dtype=torch.int64)
         collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
@@ -250,6 +259,7 @@ class GradientSync(FusedBuckets):
         # First: what follows may raise, and then all ranks abort this pass.
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
         self.landed, self.fusing = 0, self.begin_fused(param)
+        self._check_once(param)
         self._number_calls()
         self.next = 0
         self.next_second_phase = 0
@@ -265,6 +275,19 @@ class GradientSync(FusedBuckets):
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
+
+    def _check_once(self, param: int | None) -> None:
+        """Raises if gradients of this pass are added to what a compressor has made of those of another."""
+        holds = self.buckets.compressor.once
+        if holds is None or not self.passes or self.redoing:
+            return
+        before = [p.grad for i, p in enumerate(self.params) if i != param and p.grad is not None]
+        if any(bool(g.any()) for g in before):
+            raise MisuseError(
+                f"{self.groups.name}: a second backward pass before the optimizer's step adds to gradients "
+                f"that hold {holds} since the first; run all backward passes but the last under "
+                "trigram.no_sync, or call zero_grad() between them if the update is skipped"
+            )
 
     def _number_calls(self) -> None:
         """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or

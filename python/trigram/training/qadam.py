@@ -7,8 +7,9 @@ gets its first gradient late, such as a rare row of an embedding, has no varianc
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -20,13 +21,24 @@ Otherwise a parameter with almost no gradient in the warm-up would turn a small 
 step."""
 
 
+class Averager(Protocol):
+    """Who averages the first moments of an optimizer.
+
+    Attributes:
+        optimizer: The optimizer.
+    """
+
+    optimizer: QAdam
+
+
 class QAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay, for ``with_bagua(model, "qadam", optimizer=this)``.
 
-    During the warm-up it is ``torch.optim.AdamW``. Then ``p.grad`` holds the averaged first moment m, and
-    a step is ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)``. With 8 bits v is the root of the
-    bias-corrected variance, which goes on with the gradient ``(m - b1 m_before) / (1 - b1)``; with 1 bit the
-    floored root of the variance as it was at the end of the warm-up. Weight decay continues.
+    During the warm-up it is ``torch.optim.AdamW``, and again when the model's algorithm is ``qadam`` no
+    longer. After the warm-up ``p.grad`` holds the averaged first moment m, and a step is
+    ``p -= lr (m / (1 - b1^t) / (v + eps) + weight_decay p)``. With 8 bits v is the root of the bias-corrected
+    variance, which goes on with the gradient ``(m - b1 m_before) / (1 - b1)``; with 1 bit the floored root of
+    the variance as it was at the end of the warm-up. Weight decay continues.
 
     Args:
         params: As for any optimizer.
@@ -35,6 +47,9 @@ class QAdam(torch.optim.Optimizer):
         eps: Added to the root of the variance.
         weight_decay: Fraction of the weight that a step subtracts, times ``lr`` (decoupled, as in AdamW).
     """
+
+    _averager: weakref.ref[Averager] | None = None
+    _follows = False
 
     def __init__(
         self,
@@ -49,7 +64,6 @@ class QAdam(torch.optim.Optimizer):
                 f"QAdam: lr={lr}, eps={eps} and weight_decay={weight_decay} must be 0 or more, and "
                 f"betas={betas} must be in [0, 1)"
             )
-        self.frozen = self.follows = False
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _of(self, p: torch.Tensor) -> dict[str, Any]:
@@ -60,20 +74,40 @@ class QAdam(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         return state
 
+    @property
+    def frozen(self) -> bool:
+        """Whether ``p.grad`` must hold averaged first moments: after the warm-up of ``qadam``."""
+        averager = None if self._averager is None else self._averager()
+        return averager is not None and averager.optimizer is self  # not so in a copy of the optimizer
+
     @torch.no_grad()
-    def freeze(self, follows: bool = False) -> None:
+    def freeze(self, averager: Averager, follows: bool) -> None:
         """Ends the warm-up: from now on ``p.grad`` must hold the averaged first moment.
 
         Args:
+            averager: Who averages them, until :meth:`thaw`.
             follows: The variance goes on with the gradients that the first moments imply; otherwise it is
                 frozen.
         """
-        self.frozen, self.follows = True, follows
+        self._averager, self._follows = weakref.ref(averager), follows
         if follows:
             return
         for group in self.param_groups:
             for p in group["params"]:
                 self._root(p, group)
+
+    def thaw(self, averager: Averager) -> None:
+        """From now on ``p.grad`` holds gradients, unless another averager has begun."""
+        if self._averager is not None and self._averager() is averager:
+            self._averager = None
+
+    @staticmethod
+    def _unfreeze_variance(state: dict[str, Any], beta2: float) -> None:
+        """Goes on with a variance that was frozen, as if it were that of the last step."""
+        root = state.pop("root", None)
+        if root is not None:
+            variance = root.square().masked_fill_(root.isinf(), 0.0)
+            state["exp_avg_sq"].copy_(variance.mul_(1 - beta2 ** state["step"]))
 
     def _root(self, p: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """The floored root of the frozen variance; infinite where it is 0, so that these values do not
@@ -96,7 +130,7 @@ class QAdam(torch.optim.Optimizer):
             if any(q is p for q in group["params"]):
                 beta = group["betas"][0]
                 grad.mul_(1 - beta).add_(self._of(p)["exp_avg"], alpha=beta)
-                if not self.follows:
+                if not self._follows:
                     grad.masked_fill_(self._root(p, group).isinf(), 0.0)
                 return
 
@@ -109,20 +143,23 @@ class QAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        averaged = self.frozen
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for p in group["params"]:
                 if p.grad is None:
                     continue
                 state = self._of(p)
-                state["step"] += 1
                 m = state["exp_avg"]
-                if self.frozen and not self.follows:
+                if averaged and not self._follows:
+                    state["step"] += 1
                     m.copy_(p.grad)
                     root = self._root(p, group)
                 else:
+                    self._unfreeze_variance(state, beta2)
+                    state["step"] += 1
                     grad = p.grad
-                    if self.frozen:
+                    if averaged:
                         grad = m.mul(-beta1).add_(p.grad).div_(1 - beta1)
                         m.copy_(p.grad)
                     else:
@@ -156,13 +193,3 @@ class QAdam(torch.optim.Optimizer):
                     if p.grad is not None:
                         p.grad.div_(scale)
         return bool(found)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of Adam, and whether its warm-up is over."""
-        return {**super().state_dict(), "frozen": self.frozen}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See :meth:`state_dict`."""
-        state_dict = dict(state_dict)
-        self.frozen = bool(state_dict.pop("frozen", False))
-        super().load_state_dict(state_dict)

@@ -32,7 +32,7 @@ from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
-from trigram.runtime import world
+from trigram.runtime import logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
@@ -126,6 +126,7 @@ class StepHooks:
         self.bytes = 0
         self.waited = 0.0
         self.limit = 0
+        self.told = False
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
         self.updating: list[weakref.ref[Optimizer]] = []
@@ -455,7 +456,14 @@ class StepHooks:
 
     def end_warmup(self) -> StepHooks | None:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
-        if self.successor is None or self.steps < self.limit or self.join is not None or self.active:
+        if self.successor is None or self.steps < self.limit or self.active:
+            return None
+        if self.join is not None:  # ranks without inputs follow the others' passes as they are
+            if not self.told and self.groups.rank == 0:
+                self.told = True
+                logs.warning(
+                    f"{self.groups.name}: the warm-up of {self.limit} steps ends when trigram.join does"
+                )
             return None
         return self.successor()
 

@@ -76,6 +76,7 @@ class WeightSync(StepHooks):
         self.skip_until = -1
         self.covered: set[int] = set()
         self.managed: set[int] = set()
+        self.unmanaged: set[int] = set()
         self.used = UsedGradients()
         self.weights: WeightsSnapshot | None = None
         self.has_optimizer = self.has_looked = False
@@ -205,8 +206,16 @@ class WeightSync(StepHooks):
             self.used.clear()  # those of other optimizers were assigned for the same step
         self.used.keep(self.trained, mine)
         used = {id(p) for p in self.trained if p.grad is not None}
+        if self.due and not used <= self.managed | self.unmanaged:
+            self._find_managers(used - self.managed)
         if self.due and used & self.managed <= self.covered:
             self._make_boundaries(self.steps)
+
+    def _find_managers(self, unknown: set[int]) -> None:
+        """Finds optimizers of these parameters that have not stepped yet."""
+        for optimizer in optimizer_hooks.optimizers_of(unknown):
+            self.managed |= optimizer_hooks.parameters_of(optimizer) & unknown
+        self.unmanaged |= unknown - self.managed
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
         """Warns, once, of an optimizer whose state is not averaged although that of another is."""

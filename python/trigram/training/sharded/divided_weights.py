@@ -124,8 +124,8 @@ class DividedWeights(GradientSync):
         if not missing:
             return
         self._before_moving()
-        if self.order is not None and self.steps and not (self.shards.places or self.elastic.can_redo):
-            self._reorder()  # slices never move: take the order of the gradients before they are made
+        if not (self.shards.places or self.elastic.can_redo):
+            self.learn_order()  # slices never move: take the order of the gradients before they are made
             missing = self._missing(own)
         self._divide(self._lay_out(assign(self.params, missing, self.buckets.bucket_bytes), self.loads))
 

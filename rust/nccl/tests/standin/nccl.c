@@ -190,6 +190,17 @@ static double combined(const struct call *k, size_t i) {
     return k->op == 4 ? sum / k->comm->size : sum;
 }
 
+// The combined values `i` of everybody, as value `at` of `to`. A double does not hold 64 bits.
+static void combine(char *to, size_t at, const struct call *k, size_t i) {
+    if (k->type != 4 || (k->op != 2 && k->op != 3)) { put(to, k->type, at, combined(k, i)); return; }
+    int64_t best = 0;
+    for (int r = 0; r < k->comm->size; r++) {
+        int64_t v = ((const int64_t *)k->comm->shared->slots[r])[i];
+        if (r == 0 || (k->op == 2 ? v > best : v < best)) best = v;
+    }
+    ((int64_t *)to)[at] = best;
+}
+
 // Copies or combines `count` values of everybody, slot by slot; `from` null gives nothing.
 static int exchange(const struct call *k, const char *from, size_t count, size_t skip) {
     struct comm *c = k->comm;
@@ -206,7 +217,7 @@ static int exchange(const struct call *k, const char *from, size_t count, size_t
         else if (k->kind == BROADCAST) memcpy(k->to + at * width, c->shared->slots[k->root], n * width);
         else for (size_t i = 0; i < n; i++) {
             size_t place = at + i - skip; // wraps below the part that is wanted
-            if ((k->kind != REDUCE || c->rank == k->root) && place < k->count) put(k->to, k->type, place, combined(k, i));
+            if ((k->kind != REDUCE || c->rank == k->root) && place < k->count) combine(k->to, place, k, i);
         }
         if (barrier(c)) return -1;
     }

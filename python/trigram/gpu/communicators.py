@@ -31,6 +31,7 @@ WRONG = 255
 _SHRINKING = 30.0
 """Seconds that the ranks which are left may take to shrink a communicator."""
 _ANOTHER = "another rank could not"
+"""What a rank says that gave up because another could not shrink."""
 _REVOKING = 5.0
 """Seconds that a rank may take to end what was under way."""
 _ID = 128

@@ -114,6 +114,20 @@ def a_second_pass_cannot_add_to_moments(rank: int, world: int) -> None:
 
 
 @CASES
+def a_second_pass_of_one_rank_fails_on_all(rank: int, world: int) -> None:
+    model, optimizer = trained(rank)
+    optimizer.zero_grad()
+    loss(model, rank, 8).backward()
+    if rank == 0:
+        raises(trigram.MisuseError, lambda: loss(model, rank, 9).backward())
+        trigram.step(model)  # or its next forward pass
+    else:
+        optimizer.step()
+        optimizer.zero_grad()
+        says(raises(trigram.AbortedError, lambda: loss(model, rank, 9).backward()), "rank 0")
+
+
+@CASES
 def one_rank_trains_with_adamw(rank: int, world: int) -> None:
     """Also from a checkpoint of several."""
     model, optimizer = trained(rank)

@@ -287,6 +287,11 @@ def make_optimizer(
     return each[0] if len(each) == 1 else Optimizers(*each)
 
 
+def warmup_steps(card: Card, steps: int) -> int:
+    """How many of a training's steps are its warm-up; 0: it has none."""
+    return max(2, round(card.warmup * steps)) if card.warmup else 0
+
+
 def wrap(
     algorithm: str, module: nn.Module, lr: float, kind: str, steps: int, workload: str | None, **more: Any
 ) -> tuple[nn.Module, torch.optim.Optimizer | Optimizers]:
@@ -313,7 +318,7 @@ def wrap(
         return DistributedDataParallel(module), optimizer
     options: dict[str, Any] = dict(card.options) if workload else {}
     if card.warmup:
-        options["warmup_steps"] = max(2, round(card.warmup * steps)) if workload else 2
+        options["warmup_steps"] = warmup_steps(card, steps) if workload else 2
     if card.optimizer and not isinstance(optimizer, Optimizers):
         options["optimizer"] = optimizer
     return trigram.with_bagua(module, algorithm, **more | options), optimizer

@@ -7,9 +7,9 @@ The model is a byte-level GPT on the text of the standard library (10.9 million 
 trained with Adam, with one rank of one thread per host. Hosts are network namespaces (needs root). With
 `--to-loss` the script measures the time until a method reaches the held-out loss of DDP after `--steps`
 steps, with the learning rates and options of `losses.CARDS`; it averages and evaluates snapshots of the
-weights outside the measured time. With `--curves` of an earlier run at another rate, DDP, its fp16 hook and
-synchronous algorithms without a warm-up do not train again: their losses do not depend on the network, so a
-few of their steps are timed.
+weights outside the measured time. With `--curves` of earlier runs at another rate, DDP, its fp16 hook and
+synchronous algorithms do not train again: their losses do not depend on the network, so a few of their steps
+are timed, and a few of the warm-up, which is the same for all.
 """
 
 from __future__ import annotations
@@ -47,17 +47,9 @@ ALONE, DDP, FP16, POST_LOCAL, TORCHFT = (
     "torchft_diloco",
 )
 PEERS = (DDP, ALONE, FP16, POST_LOCAL, TORCHFT)
-ALIKE = (
-    DDP,
-    FP16,
-    "gradient_allreduce",
-    "bytegrad",
-    "decentralized",
-    "low_precision_decentralized",
-    "push_sum",
-)
-"""All their steps take as long, and their losses do not depend on the network."""
 TIMED = 20
+SHORT = 5
+"""Steps of a training whose warm-up, two of them, ends before its first timed step."""
 MEDIANS = ("ms", "mean_ms", "bytes", "aside_ms")
 LIGHTHOUSE_PORT = 29510
 
@@ -188,11 +180,17 @@ def gathered(value: Any) -> list[Any]:
     return values
 
 
-def measure(method: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Step times and bytes of `args.steps` steps, rounded up to whole periods of averaging."""
-    period = every(method, tuned=False)
+def measure(method: str, args: argparse.Namespace, length: int) -> dict[str, Any]:
+    """Step times and bytes of `args.steps` steps, rounded up to whole periods of averaging.
+
+    Args:
+        method: The method.
+        args: The command's arguments.
+        length: The steps of the training to begin, of which a card's warm-up is a fraction.
+    """
+    period = every(method, args.to_loss)
     steps, untimed = -(-args.steps // period) * period, max(args.untimed, period + 1 if period > 1 else 0)
-    training = build(method, args, args.untimed * 10)
+    training = build(method, args, length)
     stream = losses.batches(workloads.data("gpt"), args.batch, args.seed)
     for _ in range(untimed):
         step(training, *next(stream))
@@ -256,27 +254,55 @@ def reach(method: str, args: argparse.Namespace, target: float | None, scratch: 
 
 
 def curves(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The rows of an earlier run, by method.
+    """The rows of earlier runs, by method, without those whose losses depend on the network.
 
     Raises:
-        SystemExit: It was of another training.
+        SystemExit: They were of another training.
     """
-    if not args.curves:
-        return {}
-    earlier = json.loads(args.curves.read_text())
-    for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate", "seed"):
-        if earlier["arguments"].get(name, 0) != getattr(args, name):
-            sys.exit(f"steptime.py: {args.curves} is of a run with another --{name}")
-    return {row["method"]: row for row in earlier["rows"] if row["method"] in ALIKE}
+    known: dict[str, dict[str, Any]] = {}
+    for path in args.curves:
+        earlier = json.loads(path.read_text())
+        for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate", "seed"):
+            if earlier["arguments"].get(name, 0) != getattr(args, name):
+                sys.exit(f"steptime.py: {path} is of a run with another --{name}")
+        known |= {row["method"]: row for row in earlier["rows"]}
+    alike = {DDP, FP16} | {name for name in losses.CARDS if not name.startswith("async")}
+    return {method: row for method, row in known.items() if method in alike}
 
 
-def timed(method: str, args: argparse.Namespace, row: dict[str, Any]) -> dict[str, Any]:
-    """What `reach` would find, if every step took as long as the median of `TIMED`."""
+def timed(
+    method: str, args: argparse.Namespace, row: dict[str, Any], warmups: dict[str, float]
+) -> dict[str, Any]:
+    """What `reach` would find, if steps took as long as `TIMED` of them do.
+
+    Args:
+        method: The method.
+        args: The command's arguments.
+        row: Its row of an earlier run.
+        warmups: Seconds of a step of the warm-up, which is that of all algorithms; filled by the first.
+    """
     few = argparse.Namespace(**vars(args) | {"steps": TIMED})
-    seconds = measure(method, few)["ms"] / 1000
-    curve = [(at, at * seconds, loss) for at, _, loss in row["curve"]]
-    found = row["found"] and (row["found"][0], row["found"][0] * seconds)
-    return {"method": method, "found": found, "curve": curve}
+    card = losses.CARDS.get(method, losses.Card())
+    warmup = losses.warmup_steps(card, args.steps)
+    after = measure(method, few, SHORT)["ms"] / 1000
+    if warmup and not warmups:
+        clean()
+        warmups[method] = measure(method, few, args.steps)["ms"] / 1000
+    during = next(iter(warmups.values())) if warmup else 0.0
+
+    def when(step: float) -> float:
+        return min(step, warmup) * during + max(step - warmup, 0) * after
+
+    curve = [(at, when(at), loss) for at, _, loss in row["curve"]]
+    found = row["found"] and (row["found"][0], when(row["found"][0]))
+    return {
+        "method": method,
+        "found": found,
+        "curve": curve,
+        "ms": 1000 * after,
+        "warmup": warmup,
+        "warmup_ms": 1000 * during,
+    }
 
 
 def crossing(curve: list[tuple[int, float, float]], target: float | None) -> tuple[float, float] | None:
@@ -300,7 +326,7 @@ def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], lis
     for _ in range(args.repeats):
         for method in each_method(args, notes):
             try:
-                results.setdefault(method, []).append(measure(method, args))
+                results.setdefault(method, []).append(measure(method, args, args.untimed * 10))
             except (trigram.UnsupportedError, ModuleNotFoundError, AttributeError) as error:
                 results.pop(method, None)
                 notes[method] = str(error)
@@ -322,6 +348,7 @@ def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[s
     rows: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
     target, known = None, curves(args)
+    warmups: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(gathered(folder)[0])
         for method in each_method(args, notes):
@@ -329,7 +356,7 @@ def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[s
                 continue
             try:
                 if method in known:
-                    row = timed(method, args, known[method])
+                    row = timed(method, args, known[method], warmups)
                 else:
                     row = reach(method, args, target, scratch)
             except (trigram.UnsupportedError, ModuleNotFoundError, AttributeError) as error:
@@ -398,7 +425,7 @@ def rank_main(args: argparse.Namespace) -> None:
             text = f"{title}\n\n{markdown(rows, args.to_loss)}\n" + "".join(
                 f"\nskipped: {n}\n" for n in notes
             )
-            arguments = vars(args) | {"out": "", "curves": str(args.curves)}
+            arguments = vars(args) | {"out": "", "curves": [str(path) for path in args.curves]}
             facts = {"title": title, "torch": torch.__version__, "arguments": arguments}
             (args.out / f"{name}.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(text)
@@ -428,7 +455,13 @@ def main() -> int:
     parser.add_argument(
         "--limit", type=float, default=2.0, help="--to-loss: at most so many times DDP's steps"
     )
-    parser.add_argument("--curves", type=Path, help="--to-loss: the .json of an earlier run, for its losses")
+    parser.add_argument(
+        "--curves",
+        type=Path,
+        nargs="+",
+        default=[],
+        help="--to-loss: .json files of earlier runs, for losses",
+    )
     parser.add_argument("--out", type=Path, default=Path("steptime-out"))
     args = parser.parse_args()
     args.steps = args.steps or (60 if args.to_loss else 10)

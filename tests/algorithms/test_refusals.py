@@ -47,6 +47,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "bits": ("qadam", {"bits": 4}, ("bits", "4")),
     "block": ("bytegrad", {"block": 7}, ("block", "7")),
     "warmup into the past": ("powersgd", {"warmup_steps": -1}, ("warmup_steps", "-1")),
+    "warmup of truth": ("powersgd", {"warmup_steps": True}, ("warmup_steps", "True")),
+    "overlap by number": ("decentralized", {"overlap": 1}, ("overlap", "1", "True or False")),
     "powersgd over gossip": ("gossip:ring/powersgd:2/sync", {}, ("powersgd", "gossip")),
     "share of gradients": (
         trigram.Trigram("central", "share:0.1", carry="gradients"),

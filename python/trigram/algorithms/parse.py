@@ -224,7 +224,7 @@ class _Parser:
             found["block"] = self.option(
                 "block",
                 None,
-                lambda b: isinstance(b, int) and b % 8 == 0 and 0 < b <= 2048,
+                lambda b: _whole(b) and b % 8 == 0 and 0 < b <= 2048,
                 "an integer, a multiple of 8 up to 2048",
             )
         if codec == "powersgd" and kind != "central":
@@ -250,8 +250,8 @@ class _Parser:
             )
         if not gradients and every is not None:
             overlaps = kind != "central"
-            found["overlap"] = self.option("overlap", overlaps, lambda o: o in (True, False), "True or False")
-            divides = lambda f: isinstance(f, int) and not isinstance(f, bool) and f > 0 and every % f == 0  # noqa: E731
+            found["overlap"] = self.option("overlap", overlaps, _flag, "True or False")
+            divides = lambda f: _whole(f) and f > 0 and every % f == 0  # noqa: E731
             found["fragments"] = self.option("fragments", 1, divides, f"a divisor of the {every} steps")
         if every is None:
             found["script"] = self.option(
@@ -273,7 +273,7 @@ class _Parser:
             )
         if self.name not in (DEFAULT, SHARDED):
             found["warmup_steps"] = self.option(
-                "warmup_steps", 0, lambda s: isinstance(s, int) and s >= 0, "a number of steps, 0 or more"
+                "warmup_steps", 0, lambda s: _whole(s) and s >= 0, "a number of steps, 0 or more"
             )
         return found
 
@@ -297,7 +297,6 @@ class _Parser:
     def _sharding(self, what: str, carry: str) -> dict[str, Any]:
         """Where the optimizer's state lives, and how its slices are updated; nothing if it is on all
         ranks."""
-        both = lambda flag: flag in (True, False)  # noqa: E731
         places = ("replicated", "sharded")
         found: dict[str, Any] = {}
         plain = what == "full" and ":" not in self.entry.value.who
@@ -305,7 +304,7 @@ class _Parser:
         if self.from_environment and (carry != "gradients" or (needs_plain and not plain)):
             return {}  # the script's options belong to another algorithm
         state = self.option("state", "replicated", lambda s: s in places, "replicated or sharded")
-        fused = self.option("fused", False, both, "True or False")
+        fused = self.option("fused", False, _flag, "True or False")
         if (fused or state == "sharded") and carry != "gradients":
             raise self.refuse(
                 "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
@@ -318,10 +317,10 @@ class _Parser:
                 "gradients": self.option(
                     "gradients", "full", lambda g: g in ("full", "shards"), "full or shards"
                 ),
-                "overlap": self.option("overlap", False, both, "True or False"),
+                "overlap": self.option("overlap", False, _flag, "True or False"),
             }
             if "copies" in self.given:
-                several = lambda n: isinstance(n, int) and n > 1  # noqa: E731
+                several = lambda n: _whole(n) and n > 1  # noqa: E731
                 found["copies"] = self.option("copies", COPIES, several, "a number of ranks, 2 or more")
             if found["gradients"] == "shards" and not plain:
                 raise self.refuse(
@@ -337,7 +336,7 @@ class _Parser:
             found["fused"] = True
         if found:
             must = "True, False or None"
-            found["elementwise"] = self.option("elementwise", None, lambda e: e is None or both(e), must)
+            found["elementwise"] = self.option("elementwise", None, lambda e: e is None or _flag(e), must)
         return found
 
 
@@ -351,7 +350,16 @@ def gamma(what: str) -> float:
 
 
 def _positive(value: Any) -> bool:
-    return value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0)
+    return value is None or (_whole(value) and value > 0)
+
+
+def _whole(value: Any) -> bool:
+    """Whether it is a number of something: True is not 1."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _flag(value: Any) -> bool:
+    return isinstance(value, bool)
 
 
 def _holds(check: Callable[[Any], bool], value: Any) -> bool:

@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 import pytest
 
 import trigram
 from tests.support import elastic_run, gpu_standin
-from tests.support.harness import Ranks
+from tests.support.harness import Ranks, until
 from trigram import _core
 from trigram.gpu import communicators
 from trigram.runtime.group import Group
@@ -118,3 +119,21 @@ def test_a_rank_comes_back(way: str, more: dict[str, str]) -> None:
     first = elastic_run.the_same(results, [0, 1, 2])
     assert first["history"][-1] == (0, 1, 2) and (0, 2) in first["history"]
     assert {tuple(lost) for lost in results[0]["shrunk"]} == ({(1,)} if more else set())
+
+
+def test_nobody_shrinks_after_a_rank_has_come_without_the_variable() -> None:
+    """It keeps no communicator: the others end theirs, and a loss after that makes a new one."""
+    env, args = gpu_standin.env("nccl"), (300, "gradient_allreduce", {1: 8}, 0.02)
+    with Ranks(4, _train, *args, env=env | SHRINK) as ranks:
+        elastic_run.await_step(ranks, 0, 12)
+        ranks.extra = env
+        elastic_run.come(ranks, 1, *args, True, run=_train)
+        until((ranks.dir / "flag-entered-1").exists, TIMEOUT, "rank 1")
+        ranks.signal(2, signal.SIGKILL)
+        results = ranks.results(TIMEOUT, dies=[2])
+    first = elastic_run.the_same(results, [0, 1, 3])
+    assert [len(members) for members in dict.fromkeys(first["history"])] == [4, 3, 3], first["history"]
+    # The communicators of rank 2's loss are new: a shrunk one would have lost place 2.
+    shrunk = [{tuple(lost) for lost in results[r]["shrunk"]} for r in (0, 1, 3)]
+    assert shrunk == [{(1,)}, set(), {(1,)}]
+    assert [results[r]["kept"] for r in (0, 1, 3)] == [0, 0, 0]

@@ -96,7 +96,10 @@ CARDS: dict[str, Card] = {
 
 
 def variant(name: str) -> tuple[str, Card]:
-    """An algorithm and its card, with the settings after its name: `async:staleness=4:warmup=0.2`."""
+    """An algorithm and its card, with the settings after its name: `async:staleness=4:warmup=0.2`.
+    One that is written out, `central/int4/async`, has none."""
+    if "/" in name:
+        return name, Card()
     algorithm, *settings = name.split(":")
     card = CARDS.get(algorithm, Card())
     options = dict(card.options)
@@ -324,6 +327,11 @@ def wrap(
     return trigram.with_bagua(module, algorithm, **more | options), optimizer
 
 
+def lr_factor(step: int, steps: int) -> float:
+    """By what the learning rate is multiplied in a step: a linear warm-up, then half a cosine."""
+    return min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
 def train(
     workload: str, algorithm: str, seed: int, steps: int, skew: float = 0.0, uses: str | None = None
 ) -> dict[str, Any]:
@@ -349,9 +357,8 @@ def train(
     peaks = [group["lr"] for group in optimizer.param_groups]
     started = time.perf_counter()
     for step in range(steps):
-        factor = min(1.0, (step + 1) / (0.05 * steps)) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["lr"] = peak * factor
+            group["lr"] = peak * lr_factor(step, steps)
         x, y = next(stream)
         optimizer.zero_grad()
         loss = workloads.loss_of(model, x, y)

@@ -1,15 +1,15 @@
 """Measures the time of a training step between hosts, compared with DistributedDataParallel and other peers.
 
     python benches/steptime.py --hosts 2 --rate 1gbit --out steptime-out
-    python benches/steptime.py --hosts 4 --rate 100mbit --to-loss --width 192 --layers 4 --out steptime-out
+    python benches/steptime.py --hosts 2 --rate 1gbit --train --out steptime-out
 
 The model is a byte-level GPT on the text of the standard library (10.9 million parameters by default),
 trained with Adam, with one rank of one thread per host. Hosts are network namespaces (needs root). With
-`--to-loss` the script measures the time until a method reaches the held-out loss of DDP after `--steps`
-steps, with the learning rates and options of `losses.CARDS`; it averages and evaluates snapshots of the
-weights outside the measured time. With `--curves` of earlier runs at another rate, DDP, its fp16 hook and
-synchronous algorithms do not train again: their losses do not depend on the network, so a few of their steps
-are timed, and a few of the warm-up, which is the same for all.
+`--train` each method makes a whole training of `--steps` steps, with the schedule of the learning rate and
+the `CARDS` of losses.py; the script measures its time and the held-out loss of the averaged weights. With
+`--losses` of earlier runs at another rate, DDP, its fp16 hook and synchronous algorithms do not train again:
+their losses do not depend on the network, so a few of their steps are timed, and a few of the warm-up, which
+is the same for all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -83,10 +82,8 @@ def build(method: str, args: argparse.Namespace, steps: int) -> Training:
     """
     torch.manual_seed(args.seed)
     module = workloads.TinyGPT(args.width, args.heads, args.layers)
-    if method in losses.CARDS or method == DDP:
-        model, optimizer = losses.wrap(
-            method, module, args.lr, "adam", steps, "gpt" if args.to_loss else None
-        )
+    if method not in PEERS[1:]:
+        model, optimizer = losses.wrap(method, module, args.lr, "adam", steps, "gpt" if args.train else None)
         return Training(model, module, optimizer, lambda: None)
     adam = torch.optim.Adam(module.parameters(), args.lr)
     if method == ALONE:
@@ -105,7 +102,7 @@ def build(method: str, args: argparse.Namespace, steps: int) -> Training:
 
     state = post_local.PostLocalSGDState(None, None, 1, post_local_gradient_allreduce=False)
     parallel.register_comm_hook(state, post_local.post_localSGD_hook)
-    averager = PeriodicModelAverager(every(method, args.to_loss), warmup_steps=1)
+    averager = PeriodicModelAverager(every(method, args.train), warmup_steps=1)
     return Training(parallel, module, PostLocalSGDOptimizer(adam, averager), lambda: None)
 
 
@@ -139,12 +136,12 @@ def torchft_diloco(module: nn.Module, adam: torch.optim.Optimizer, args: argpars
         hostname=hosts.address(),
         init_sync=False,
     )
-    told = losses.CARDS["diloco"].options if args.to_loss else {}
+    told = losses.CARDS["diloco"].options if args.train else {}
     momentum = told.get("outer_momentum", 0.9)
     outer = torch.optim.SGD(
         module.parameters(), told.get("outer_lr", 0.7), momentum=momentum, nesterov=momentum > 0
     )
-    diloco = DiLoCo(manager, [module], adam, outer, every(TORCHFT, args.to_loss), pin_memory=False)
+    diloco = DiLoCo(manager, [module], adam, outer, every(TORCHFT, args.train), pin_memory=False)
     diloco.__enter__()
     kept = [store]  # keeps the server of the store alive
 
@@ -188,7 +185,7 @@ def measure(method: str, args: argparse.Namespace, length: int) -> dict[str, Any
         args: The command's arguments.
         length: The steps of the training to begin, of which a card's warm-up is a fraction.
     """
-    period = every(method, args.to_loss)
+    period = every(method, args.train)
     steps, untimed = -(-args.steps // period) * period, max(args.untimed, period + 1 if period > 1 else 0)
     training = build(method, args, length)
     stream = losses.batches(workloads.data("gpt"), args.batch, args.seed)
@@ -207,7 +204,7 @@ def measure(method: str, args: argparse.Namespace, length: int) -> dict[str, Any
         "method": method,
         "every": period,
         # Asynchronous ranks are at different steps at a time: the slowest of each is no step of the job.
-        "ms": 1000 * (float(slowest.median()) if period == 1 and not method.startswith("async") else mean),
+        "ms": 1000 * (float(slowest.median()) if period == 1 and "async" not in method else mean),
         "mean_ms": 1000 * mean,
         "bytes": statistics.fmean(bytes_sent) / steps,
         "aside_ms": 1000 * statistics.fmean(spent) / steps,
@@ -215,110 +212,61 @@ def measure(method: str, args: argparse.Namespace, length: int) -> dict[str, Any
     }
 
 
-def reach(method: str, args: argparse.Namespace, target: float | None, scratch: Path) -> dict[str, Any]:
-    """Trains until the loss reaches the target; without a target for `args.steps` steps, whose loss is the
-    target."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def train(method: str, args: argparse.Namespace) -> dict[str, Any]:
+    """A whole training: its seconds, and the held-out loss of the averaged weights."""
     training = build(method, args, args.steps)
     split = workloads.data("gpt")
     stream = losses.batches(split, args.batch, args.seed)
-    judge = workloads.TinyGPT(args.width, args.heads, args.layers)
     seconds: list[float] = []
-    curve: list[tuple[int, float, float]] = []  # steps, seconds, loss
-    limit = args.steps if target is None else int(args.steps * args.limit)
-    found: tuple[float, float] | None = None
-    # What an asynchronous algorithm has under way arrives while nobody trains: rarely, then.
-    part = args.steps // (2 if method.startswith("async") else 4)
+    peaks = [group["lr"] for group in training.optimizer.param_groups]
     dist.barrier()
-    while found is None and len(seconds) < limit:
-        kept: dict[int, Tensor] = {}
-        for _ in range(min(part, limit - len(seconds))):
-            seconds.append(step(training, *next(stream)))
-            if len(seconds) % args.evaluate == 0 or len(seconds) == limit:
-                kept[len(seconds)] = nn.utils.parameters_to_vector(training.module.parameters()).detach()
-        if len(seconds) <= part:
-            # The first two steps allocate memory and, with DDP, rebuild the buckets: count them as the
-            # median.
-            seconds[:2] = [statistics.median(seconds)] * 2
-        elapsed = torch.tensor(gathered(seconds)).cumsum(1).max(0).values
-        # Through files, not the network, because this averaging must not be measured.
-        torch.save(kept, scratch / f"{rank}.pt")
-        dist.barrier()
-        all_kept = [torch.load(scratch / f"{each}.pt") for each in range(world)]
-        mine = []
-        for at in sorted(kept)[rank::world]:
-            mean = torch.stack([each[at] for each in all_kept]).mean(0)
-            nn.utils.vector_to_parameters(mean, judge.parameters())
-            mine.append((at, float(elapsed[at - 1]), losses.evaluate(judge, split)))
-        curve += sorted(point for points in gathered(mine) for point in points)
-        found = crossing(curve, target)
+    for number in range(args.steps):
+        for group, peak in zip(training.optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak if args.constant else peak * losses.lr_factor(number, args.steps)
+        seconds.append(step(training, *next(stream)))
+    # The first two steps allocate memory and, with DDP, rebuild the buckets: count them as the median.
+    seconds[:2] = [statistics.median(seconds)] * 2
+    mean = nn.utils.parameters_to_vector(training.module.parameters()).detach()
+    dist.all_reduce(mean)
     training.end()
-    return {"method": method, "found": found, "curve": curve}
+    judge = workloads.TinyGPT(args.width, args.heads, args.layers)
+    nn.utils.vector_to_parameters(mean / dist.get_world_size(), judge.parameters())
+    loss = losses.evaluate(judge, split) if dist.get_rank() == 0 else math.nan
+    return {"method": method, "seconds": max(gathered(sum(seconds))), "loss": gathered(loss)[0]}
 
 
-def curves(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The rows of earlier runs, by method, without those whose losses depend on the network.
+def earlier(args: argparse.Namespace) -> dict[str, float]:
+    """The losses of earlier runs, by method, without those that depend on the network.
 
     Raises:
         SystemExit: They were of another training.
     """
-    known: dict[str, dict[str, Any]] = {}
-    for path in args.curves:
-        earlier = json.loads(path.read_text())
-        for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "evaluate", "seed"):
-            if earlier["arguments"].get(name, 0) != getattr(args, name):
+    known: dict[str, float] = {}
+    for path in args.losses:
+        run = json.loads(path.read_text())
+        for name in ("hosts", "steps", "width", "heads", "layers", "batch", "lr", "constant", "seed"):
+            if run["arguments"][name] != getattr(args, name):
                 sys.exit(f"steptime.py: {path} is of a run with another --{name}")
-        known |= {row["method"]: row for row in earlier["rows"]}
-    alike = {DDP, FP16} | {name for name in losses.CARDS if not name.startswith("async")}
-    return {method: row for method, row in known.items() if method in alike}
+        known |= {row["method"]: row["loss"] for row in run["rows"]}
+    return {method: loss for method, loss in known.items() if "async" not in method}
 
 
-def timed(
-    method: str, args: argparse.Namespace, row: dict[str, Any], warmups: dict[str, float]
-) -> dict[str, Any]:
-    """What `reach` would find, if steps took as long as `TIMED` of them do.
+def timed(method: str, args: argparse.Namespace, warmups: dict[str, float]) -> float:
+    """The seconds of a training whose steps take as long as `TIMED` of them do.
 
     Args:
         method: The method.
         args: The command's arguments.
-        row: Its row of an earlier run.
         warmups: Seconds of a step of the warm-up, which is that of all algorithms; filled by the first.
     """
     few = argparse.Namespace(**vars(args) | {"steps": TIMED})
-    card = losses.CARDS.get(method, losses.Card())
-    warmup = losses.warmup_steps(card, args.steps)
+    warmup = losses.warmup_steps(losses.variant(method)[1], args.steps)
     after = measure(method, few, SHORT)["ms"] / 1000
     if warmup and not warmups:
         clean()
         warmups[method] = measure(method, few, args.steps)["ms"] / 1000
     during = next(iter(warmups.values())) if warmup else 0.0
-
-    def when(step: float) -> float:
-        return min(step, warmup) * during + max(step - warmup, 0) * after
-
-    curve = [(at, when(at), loss) for at, _, loss in row["curve"]]
-    found = row["found"] and (row["found"][0], when(row["found"][0]))
-    return {
-        "method": method,
-        "found": found,
-        "curve": curve,
-        "ms": 1000 * after,
-        "warmup": warmup,
-        "warmup_ms": 1000 * during,
-    }
-
-
-def crossing(curve: list[tuple[int, float, float]], target: float | None) -> tuple[float, float] | None:
-    """Steps and seconds at which the curve first reaches the target, interpolated linearly."""
-    if target is None:
-        return None
-    for (at, when, loss), (later_at, later, after) in zip(
-        [(0, 0.0, math.log(256)), *curve], curve, strict=False
-    ):
-        if after <= target:
-            fraction = (loss - target) / (loss - after)
-            return at + fraction * (later_at - at), when + fraction * (later - when)
-    return None
+    return warmup * during + (args.steps - warmup) * after
 
 
 def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[str]], None]) -> None:
@@ -346,33 +294,29 @@ def compare(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], lis
             write(rows, [f"{name}: {why}" for name, why in notes.items()])
 
 
-def race(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[str]], None]) -> None:
-    """Measures the time to DDP's loss, for all methods."""
+def train_all(args: argparse.Namespace, write: Callable[[list[dict[str, Any]], list[str]], None]) -> None:
+    """Measures whole trainings, with all methods."""
     rows: list[dict[str, Any]] = []
     notes: dict[str, str] = {}
-    target, known = None, curves(args)
-    warmups: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        scratch = Path(gathered(folder)[0])
-        for method in each_method(args, notes):
-            if method == ALONE:
-                continue
-            try:
-                if method in known:
-                    row = timed(method, args, known[method], warmups)
-                else:
-                    row = reach(method, args, target, scratch)
-            except (trigram.UnsupportedError, ModuleNotFoundError, AttributeError) as error:
-                notes[method] = str(error)
-                continue
-            clean()
-            if target is None:
-                steps, seconds, target = row["curve"][-1]
-                row["found"] = (steps, seconds)  # DDP is the first
-            rows.append(row)
-            row["target"] = target
-            row["of_ddp"] = row["found"] and row["found"][1] / rows[0]["found"][1]
-            write(rows, [f"{name}: {why}" for name, why in notes.items()])
+    known, warmups = earlier(args), dict[str, float]()
+    for method in each_method(args, notes):
+        if method == ALONE:
+            continue
+        try:
+            if method in known:
+                seconds = timed(method, args, warmups)
+                row = {"method": method, "seconds": seconds, "loss": known[method]}
+            else:
+                row = train(method, args)
+        except (trigram.UnsupportedError, ModuleNotFoundError, AttributeError) as error:
+            notes[method] = str(error)
+            continue
+        clean()
+        rows.append(row)
+        for base in (each for each in rows if each["method"] in (DDP, FP16)):
+            row[f"of_{base['method']}"] = row["seconds"] / base["seconds"]
+        row["loss_of_ddp"] = row["loss"] / rows[0]["loss"]  # DDP is the first
+        write(rows, [f"{name}: {why}" for name, why in notes.items()])
 
 
 def each_method(args: argparse.Namespace, notes: dict[str, str]) -> Iterator[str]:
@@ -388,27 +332,33 @@ def clean() -> None:
     dist.barrier()
 
 
-def markdown(rows: list[dict[str, Any]], to_loss: bool) -> str:
-    """The Markdown table, for step times or for times to a loss."""
-    if not to_loss:
+def markdown(rows: list[dict[str, Any]], trained: bool) -> str:
+    """The Markdown table, for step times or for trainings."""
+    if not trained:
         head = "method | ms per step | of DDP | of DDP's fp16 | MB sent per step and rank"
         lines = [f"| {head} | processor ms of other threads |", "|---|---:|---:|---:|---:|---:|"]
         for row in rows:
             name = row["method"] + (f" (every {row['every']})" if row["every"] > 1 else "")
-            of = " | ".join(f"{row[key]:.3f}" if key in row else "" for key in (f"of_{DDP}", f"of_{FP16}"))
             lines.append(
-                f"| {name} | {row['ms']:.0f} | {of} | {row['bytes'] / 1e6:.2f} | {row['aside_ms']:.1f} |"
+                f"| {name} | {row['ms']:.0f} | {ratios(row)} | {row['bytes'] / 1e6:.2f} "
+                f"| {row['aside_ms']:.1f} |"
             )
         return "\n".join(lines)
-    lines = [f"| method | steps to {rows[0]['target']:.4f} | seconds | of DDP |", "|---|---:|---:|---:|"]
+    lines = [
+        "| method | loss | beside DDP | seconds | of DDP | of DDP's fp16 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for row in rows:
-        if row["found"]:
-            steps, seconds = row["found"]
-            lines.append(f"| {row['method']} | {steps:.0f} | {seconds:.1f} | {row['of_ddp']:.3f} |")
-        else:
-            at, seconds, loss = row["curve"][-1]
-            lines.append(f"| {row['method']} | not in {at}: {loss:.4f} | ({seconds:.1f}) | |")
+        beside = f"{100 * (row['loss_of_ddp'] - 1):+.1f} %"
+        lines.append(
+            f"| {row['method']} | {row['loss']:.4f} | {beside} | {row['seconds']:.1f} | {ratios(row)} |"
+        )
     return "\n".join(lines)
+
+
+def ratios(row: dict[str, Any]) -> str:
+    """Two columns: a row's time relative to DDP's and to its fp16 hook's, as far as these were measured."""
+    return " | ".join(f"{row[key]:.3f}" if key in row else "" for key in (f"of_{DDP}", f"of_{FP16}"))
 
 
 def rank_main(args: argparse.Namespace) -> None:
@@ -416,7 +366,7 @@ def rank_main(args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=30))
     trigram.init()
-    name = f"{args.hosts}x{args.rate or 'unshaped'}" + ("-to-loss" if args.to_loss else "")
+    name = f"{args.hosts}x{args.rate or 'unshaped'}" + ("-train" if args.train else "")
     size = sum(each.numel() for each in workloads.TinyGPT(args.width, args.heads, args.layers).parameters())
     title = f"{size / 1e6:.1f}M parameters, {args.hosts} hosts, {args.rate or 'unshaped'}"
     text = ""
@@ -425,15 +375,13 @@ def rank_main(args: argparse.Namespace) -> None:
         nonlocal text
         if dist.get_rank() == 0:
             print(rows[-1]["method"], file=sys.stderr, flush=True)
-            text = f"{title}\n\n{markdown(rows, args.to_loss)}\n" + "".join(
-                f"\nskipped: {n}\n" for n in notes
-            )
-            arguments = vars(args) | {"out": "", "curves": [str(path) for path in args.curves]}
+            text = f"{title}\n\n{markdown(rows, args.train)}\n" + "".join(f"\nskipped: {n}\n" for n in notes)
+            arguments = vars(args) | {"out": "", "losses": [str(path) for path in args.losses]}
             facts = {"title": title, "torch": torch.__version__, "arguments": arguments}
             (args.out / f"{name}.json").write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
             (args.out / f"{name}.md").write_text(text)
 
-    (race if args.to_loss else compare)(args, write)
+    (train_all if args.train else compare)(args, write)
     print(text)
     launch.leave_job()
 
@@ -449,25 +397,20 @@ def main() -> int:
     parser.add_argument("--methods", type=lambda text: text.split(","), default=methods)
     for flag, value in (("width", 384), ("heads", 6), ("layers", 6), ("batch", 4), ("untimed", 4)):
         parser.add_argument(f"--{flag}", type=int, default=value)
-    parser.add_argument("--steps", type=int, help="timed steps (10); with --to-loss those of DDP (60)")
+    parser.add_argument("--steps", type=int, help="timed steps (10); with --train all (500)")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
-    parser.add_argument("--to-loss", action="store_true")
-    parser.add_argument("--evaluate", type=int, default=5, help="--to-loss: every so many steps")
     parser.add_argument(
-        "--limit", type=float, default=2.0, help="--to-loss: at most so many times DDP's steps"
+        "--lr", type=float, default=5e-4, help="the best of DDP, to a factor of two, with --train"
     )
+    parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
+    parser.add_argument("--train", action="store_true", help="whole trainings of --steps steps")
+    parser.add_argument("--constant", action="store_true", help="--train: with a constant learning rate")
     parser.add_argument(
-        "--curves",
-        type=Path,
-        nargs="+",
-        default=[],
-        help="--to-loss: .json files of earlier runs, for losses",
+        "--losses", type=Path, nargs="+", default=[], help="--train: .json files of earlier runs, for losses"
     )
     parser.add_argument("--out", type=Path, default=Path("steptime-out"))
     args = parser.parse_args()
-    args.steps = args.steps or (60 if args.to_loss else 10)
+    args.steps = args.steps or (500 if args.train else 10)
     if "RANK" in os.environ:
         rank_main(args)
         return 0

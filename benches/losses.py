@@ -349,7 +349,7 @@ def train(
     kind = "adam" if variant(algorithm)[0] in ("qadam", DDP_ADAM) else uses or task.uses
     # Ranks that share processors need several of these small steps for one averaging step; bound the
     # staleness.
-    more = {"staleness": 1} if algorithm.startswith("async") else {}
+    more = {"staleness": 1} if "async" in algorithm else {}
     torch.manual_seed(seed)
     module, lr = make_model(workload), task.sgd if kind == "sgd" else task.adam
     model, optimizer = wrap(algorithm, module, lr, kind, steps, workload, **more)

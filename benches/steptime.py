@@ -66,10 +66,10 @@ def every(method: str, tuned: bool) -> int:
     """Of how many steps one communicates."""
     if method == POST_LOCAL:
         return 8
-    name = "diloco" if method == TORCHFT else method
-    if tuned and "every" in losses.CARDS.get(name, losses.Card()).options:
-        return int(losses.CARDS[name].options["every"])
-    when = next((each["when"] for each in trigram.algorithms() if each["name"] == name), "")
+    name, card = losses.variant("diloco" if method == TORCHFT else method)
+    if tuned and "every" in card.options:
+        return int(card.options["every"])
+    when = next((each["when"] for each in trigram.algorithms() if each["name"] == name), name.split("/")[-1])
     return int(when.removeprefix("every:")) if when.startswith("every:") else 1
 
 

@@ -97,10 +97,10 @@ CARDS: dict[str, Card] = {
 
 def variant(name: str) -> tuple[str, Card]:
     """An algorithm and its card, with the settings after its name: `async:staleness=4:warmup=0.2`.
-    One that is written out, `central/int4/async`, has none."""
-    if "/" in name:
-        return name, Card()
-    algorithm, *settings = name.split(":")
+    One that is written out has no card: `central/int4/every:8:fragments=8`."""
+    parts = name.split(":")
+    algorithm = ":".join(part for part in parts if "=" not in part)
+    settings = [part for part in parts if "=" in part]
     card = CARDS.get(algorithm, Card())
     options = dict(card.options)
     for setting in settings:

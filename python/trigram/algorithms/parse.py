@@ -254,6 +254,8 @@ class _Parser:
             divides = lambda f: _whole(f) and f > 0 and every % f == 0  # noqa: E731
             found["fragments"] = self.option("fragments", 1, divides, f"a divisor of the {every} steps")
         if every is None:
+            several = lambda f: f is None or (_whole(f) and f > 0)  # noqa: E731
+            found["fragments"] = self.option("fragments", None, several, "a number, 1 or more, or None")
             found["script"] = self.option(
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
             )

@@ -42,6 +42,10 @@ class GatheredAverage:
         self.codec.encode(self.memory, self.mine, self.remainder, False)
         self.work = collectives.all_gather(self.all, self.mine, self.groups.main, async_op=True)
 
+    def advance(self) -> bool:
+        """See :class:`~trigram.averaging.average.Average`."""
+        return True
+
     def ready(self) -> bool:
         """See :class:`~trigram.averaging.average.Average`."""
         return self.work is None or self.work.is_completed()

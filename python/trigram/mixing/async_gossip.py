@@ -5,7 +5,9 @@ weights, and each adds half the difference of the two snapshots to its weights w
 waits: a rank looks for messages at its boundaries (between two training steps), and the engine transfers the
 weights in the background.
 
-An offer is a message of 4 bytes; weights are sent only after an offer was accepted. The accepting rank starts
+The weights are averaged in fragments, as many at a time as arrive in about a training step (see
+:class:`trigram.training.schedule.BackgroundSteps`); an offer says which. It is a message of 12 bytes; weights
+are sent only after an offer was accepted. The accepting rank starts
 at once; the offering rank starts when its current averaging step has ended. A rank with an open offer accepts
 offers from higher ranks only. So the ranks that wait for each other have increasing numbers, and no cycle can
 form. If a neighbour does not answer an offer (it is slow, or evaluates), the offer stays open and the rank
@@ -20,8 +22,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,11 +54,12 @@ _AVERAGE = 4
 
 
 class _Neighbour:
-    """Sends and receives the control messages between this rank and one neighbour: one int32 each."""
+    """Sends and receives the control messages between this rank and one neighbour: three int32 each, the kind
+    and, of an offer, the first fragment and their number."""
 
     def __init__(self, groups: ModelGroups, group_rank: int) -> None:
         self.group, self.rank = groups.main, groups.main.ranks[group_rank]
-        self.inbox = torch.zeros(1, dtype=torch.int32)
+        self.inbox = torch.zeros(3, dtype=torch.int32)
         self.gone = False
         self.silent = False  # it has not answered in time, or has ended its training
         self.asked = 0.0  # when this rank made its last offer to it
@@ -64,49 +69,94 @@ class _Neighbour:
         """Starts to receive the next message."""
         self.receiving = collectives.recv(self.inbox, self.rank, _CONTROL, self.group, async_op=True)
 
-    def send(self, kind: int) -> None:
+    def send(self, kind: int, first: int = 0, count: int = 0) -> None:
         """Sends a message."""
-        message = torch.tensor([kind], dtype=torch.int32)
+        message = torch.tensor([kind, first, count], dtype=torch.int32)
         collectives.send(message, self.rank, _CONTROL, self.group, async_op=True)
 
-    def take(self) -> int | None:
+    def take(self) -> list[int] | None:
         """The next message if one has arrived, else None."""
         if self.gone or self.receiving is None or not self.receiving.is_completed():
             return None
         self.receiving.wait()
-        kind = int(self.inbox[0])
-        self.silent = kind == _ENDED
-        if kind == _GOODBYE:
+        message: list[int] = self.inbox.tolist()
+        self.silent = message[0] == _ENDED
+        if message[0] == _GOODBYE:
             self.gone = True
         else:
             self.listen()
-        return kind
+        return message
+
+
+@dataclass(frozen=True)
+class _Fragment:
+    """A fragment of the weights, and what its averaging steps need.
+
+    Attributes:
+        weights: The snapshot of its parameters, and the result of a step.
+        references: The references of a codec.
+        mine: The last message sent.
+        theirs: Receives the partner's.
+    """
+
+    weights: AveragingStep
+    references: References
+    mine: torch.Tensor
+    theirs: torch.Tensor
+
+    @classmethod
+    def make(cls, weights: AveragingStep, codec: Codec | None, groups: ModelGroups) -> _Fragment:
+        """The fragment of these weights."""
+        weights.take()
+        references = References(weights.inp, codec, groups)
+        like = references.code
+        mine, theirs = (empty(like.numel(), dtype=like.dtype, device=like.device) for _ in range(2))
+        return cls(weights, references, mine, theirs)
+
+
+class _Agreed(NamedTuple):
+    """An averaging step that two ranks have agreed on: the neighbour, the first fragment and their number."""
+
+    neighbour: int
+    first: int
+    number: int
 
 
 class AsyncGossip:
     """The schedule of averaging steps between two neighbours, whenever both are free.
 
     Args:
-        weights: The snapshot of all parameters, and the result of a step.
+        weights: By fragment, the snapshot of its parameters, and the result of a step.
         groups: The model's process groups.
         graph: Its edges are the possible averaging steps.
         codec: Compresses the differences to a reference; None: weights are sent in full.
         staleness: Boundaries without an averaging step after which a rank waits for one; None: it never
             waits.
         script: For tests and reproducible runs: see :class:`trigram.training.schedule.BackgroundSteps`; the
-            steps then follow the matchings of the graph, without offers.
+            steps then follow the matchings of the graph, without offers, one fragment after the other.
+
+    Attributes:
+        window: The fragments that this rank offers to average in one step.
     """
+
+    RAREST = 2
+    """Averaging steps for all fragments, if there are so many."""
+    POLL = 0.002
+    """Seconds between two looks at messages inside a backward pass."""
 
     def __init__(
         self,
-        weights: AveragingStep,
+        weights: Sequence[AveragingStep],
         groups: ModelGroups,
         graph: Graph,
         codec: Codec | None,
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        self.weights, self.groups, self.graph = weights, groups, graph.closure()
+        self.groups, self.graph = groups, graph.closure()
+        self.fragments = [_Fragment.make(each, codec, groups) for each in weights]
+        self.window = 1
+        self.averaged = [0] * len(self.fragments)  # when each was averaged last, in averaging steps
         self.staleness, self.script = staleness, script
         self.steps_done = self.waits = self.bytes = self.matchings_started = self.matchings_ended = 0
         self.waited = 0.0
@@ -114,16 +164,13 @@ class AsyncGossip:
         self.step = 0
         self.boundary_at = time.perf_counter()
         self.step_seconds = self.longest = self.begun_at = 0.0
-        weights.take()
-        self.references = References(weights.inp, codec, groups)
-        like = self.references.code
-        self.mine = empty(like.numel(), dtype=like.dtype, device=like.device)
-        self.theirs = empty(like.numel(), dtype=like.dtype, device=like.device)
+        self.polled_at = 0.0
+        self.begun_step = 0  # the boundary at or after which the averaging step under way was started
         self.partner: int | None = None
         self._span: spans.Span | None = None  # of the step under way, if anybody looks
-        self.works: list[Any] = []
-        self.queue: list[int] = []
-        self.offered: dict[int, int] = {}
+        self.works: deque[tuple[_Fragment, list[Any]]] = deque()
+        self.queue: list[_Agreed] = []
+        self.offered: dict[int, tuple[int, _Agreed]] = {}
         self.finishing = False
         self.neighbours: dict[int, _Neighbour] = {}
         if script is None:
@@ -133,39 +180,52 @@ class AsyncGossip:
 
     # One averaging step with a neighbour.
 
-    def _start_step(self, j: int) -> None:
-        group = self.groups.main
-        self.partner, self.begun_at = j, time.perf_counter()
+    def _start_step(self, agreed: _Agreed) -> None:
+        j, group, of = agreed.neighbour, self.groups.main, len(self.fragments)
+        self.partner, self.begun_at, self.begun_step = j, time.perf_counter(), self.step
         n = self.steps_done
         self._span = spans.begin("rounds", lambda: f"round {n} with rank {group.ranks[j]}")
-        self.weights.take()
-        self.references.encode(j, self.weights.inp, self.mine, seed(self.steps_done, self.groups.rank))
-        self.works = [
-            collectives.recv(self.theirs, group.ranks[j], _DATA, group, async_op=True),
-            collectives.send(self.mine, group.ranks[j], _DATA, group, async_op=True),
-        ]
-        self.bytes += self.mine.nbytes
+        for k in range(agreed.first, agreed.first + agreed.number):
+            part = self.fragments[k % of]
+            self.averaged[k % of] = n + 1
+            part.weights.take()
+            part.references.encode(j, part.weights.inp, part.mine, seed(n * of + k % of, self.groups.rank))
+            works = [
+                collectives.recv(part.theirs, group.ranks[j], _DATA, group, async_op=True),
+                collectives.send(part.mine, group.ranks[j], _DATA, group, async_op=True),
+            ]
+            self.works.append((part, works))
+            self.bytes += part.mine.nbytes
 
-    def _ready(self) -> bool:
-        return all(w.is_completed() for w in self.works)
+    def _apply_arrived(self) -> bool:
+        """Applies the fragments that have arrived; True if the averaging step has ended with them."""
+        while self.works and all(w.is_completed() for w in self.works[0][1]):
+            self._apply_next()
+        return self.partner is not None and not self.works
+
+    def _apply_next(self) -> None:
+        assert self.partner is not None
+        since = time.perf_counter()
+        part, works = self.works.popleft()
+        for work in works:
+            self.groups.wait(work)
+        self.waited += time.perf_counter() - since
+        part.weights.out.copy_(part.weights.inp)
+        part.references.apply(self.partner, part.mine, part.theirs, part.weights.out, 0.5)
+        part.weights.apply(moved=True)
 
     def _end_step(self) -> None:
         assert self.partner is not None
-        since = time.perf_counter()
-        works, self.works = self.works, []
-        for work in works:
-            self.groups.wait(work)
-        now = time.perf_counter()
-        self.waited += now - since
-        self.longest = max(self.longest, now - self.begun_at)
-        self.weights.out.copy_(self.weights.inp)
-        self.references.apply(self.partner, self.mine, self.theirs, self.weights.out, 0.5)
-        self.weights.apply(moved=True)
+        while self.works:
+            self._apply_next()
+        self.longest = max(self.longest, time.perf_counter() - self.begun_at)
         if self.neighbours:
             self.neighbours[self.partner].silent = False
         self.partner = None
         span, self._span = self._span, None
         spans.end(span)
+        if self.step - self.begun_step <= 1:
+            self.window = min(max(1, len(self.fragments) // self.RAREST), self.window + 1)
         self.steps_done += 1
         self.ended_at = self.step
 
@@ -179,6 +239,8 @@ class AsyncGossip:
             self._follow_script(step, self.script)
             return
         self._progress()
+        if self.partner is not None and step - self.begun_step > 1:
+            self.window = max(1, self.window - 1)
         if self.staleness is not None and step - self.ended_at >= self.staleness and self._may_average():
             self.waits += 1
             self._await_average(now)
@@ -219,7 +281,7 @@ class AsyncGossip:
         """Does all that is possible without waiting; True if it started or ended a step."""
         self._listen()
         moved = False
-        if self.partner is not None and self._ready():
+        if self._apply_arrived():
             self._end_step()
             moved = True
         if self.partner is None and self.queue:
@@ -238,21 +300,21 @@ class AsyncGossip:
         if self.matchings_started == self.matchings_ended:
             matching, self.matchings_started = self.matchings_started, self.matchings_started + 1
             for j in self.graph.neighbours(self.groups.rank, matching)[0]:
-                self._start_step(j)
+                self._start_step(_Agreed(j, matching % len(self.fragments), 1))
 
     def _listen(self) -> None:
         for j, neighbour in self.neighbours.items():
-            while (kind := neighbour.take()) is not None:
-                if kind == _OFFER:
-                    self._consider(j)
-                elif kind == _ACCEPT:
-                    del self.offered[j]
-                    self.queue.append(j)
+            while (message := neighbour.take()) is not None:
+                if message[0] == _OFFER:
+                    self._consider(_Agreed(j, *message[1:]))
+                elif message[0] == _ACCEPT:
+                    self.queue.append(self.offered.pop(j)[1])
                 else:  # declined, ended or gone
                     self.offered.pop(j, None)
 
-    def _consider(self, j: int) -> None:
-        """Answers an offer of rank ``j``."""
+    def _consider(self, offer: _Agreed) -> None:
+        """Answers an offer of a neighbour."""
+        j = offer.neighbour
         if j in self.offered:  # two offers crossed: the one of the higher rank counts
             if j < self.groups.rank:
                 return
@@ -260,31 +322,47 @@ class AsyncGossip:
         free = self.partner is None and not self.queue and not self.finishing
         if free and (not self.offered or j > self.groups.rank):
             self.neighbours[j].send(_ACCEPT)
-            self.queue.append(j)
+            self.queue.append(offer)
         else:
             self.neighbours[j].send(_ENDED if self.finishing else _DECLINE)
 
     def _offer(self) -> None:
-        waits_for = (at for j, at in self.offered.items() if not self.neighbours[j].silent)
+        waits_for = (at for j, (at, _) in self.offered.items() if not self.neighbours[j].silent)
         if any(self.step - at < _OFFER_PATIENCE for at in waits_for):
             return
         free = [j for j, n in self.neighbours.items() if j not in self.offered and not n.gone]
         if free:
-            j = self.random.choice(free)
-            self.offered[j] = self.step
+            j, of = self.random.choice(free), len(self.fragments)
+            count = self.window if self.staleness is None else max(self.window, -(-of // self.staleness))
+            offer = _Agreed(j, self.averaged.index(min(self.averaged)), count)
+            self.offered[j] = (self.step, offer)
             self.neighbours[j].asked = time.perf_counter()
-            self.neighbours[j].send(_OFFER)
+            self.neighbours[j].send(_OFFER, offer.first, offer.number)
 
     def begin_step(self) -> None:
         """Nothing to do: steps begin and end at boundaries."""
 
-    def before_update(self) -> None:
-        """Nothing to do: steps begin and end at boundaries."""
+    def gradient(self) -> None:
+        """Answers offers, so that an averaging step need not wait for boundaries of both ranks."""
+        if self.script is None and (now := time.perf_counter()) - self.polled_at > self.POLL:
+            self.polled_at = now
+            self._answer()
 
     def backward_over(self) -> None:
-        """Answers offers once more per step; the weights do not change here."""
+        """The same."""
         if self.script is None:
-            self._listen()
+            self._answer()
+
+    def before_update(self) -> None:
+        """Applies what has arrived: the sooner, the less have the weights moved away from it."""
+        if self.script is None and self._apply_arrived():
+            self._end_step()
+
+    def _answer(self) -> None:
+        """Listens, and starts a step that was agreed on. The weights do not change here."""
+        self._listen()
+        if self.partner is None and self.queue:
+            self._start_step(self.queue.pop(0))
 
     # The end.
 
@@ -334,7 +412,7 @@ class AsyncGossip:
         kept = {
             "rounds": self.steps_done,
             "drawn": self.matchings_started,
-            "references": self.references.state(),
+            "references": [part.references.state() for part in self.fragments],
         }
         return {**kept, "random": self.random.getstate()}
 
@@ -342,5 +420,6 @@ class AsyncGossip:
         """See :meth:`state`."""
         self.steps_done = state["rounds"]
         self.matchings_started = self.matchings_ended = state["drawn"]
-        self.references.load(state["references"])
+        for part, kept in zip(self.fragments, state["references"], strict=True):
+            part.references.load(kept)
         self.random.setstate(state["random"])

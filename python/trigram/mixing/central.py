@@ -47,6 +47,10 @@ class Mean(AveragingStep):
         self.average.start(number)
         self.sent += self.average.sent
 
+    def advance(self) -> bool:
+        """See :class:`AveragingStep`."""
+        return self.average.advance()
+
     def ready(self) -> bool:
         """See :class:`AveragingStep`."""
         return self.average.ready()
@@ -159,6 +163,11 @@ class Differences(AveragingStep):
             weight.weigh(self.out)
         self.average.start(number)
         self.sent += self.average.sent
+
+    def advance(self) -> bool:
+        """See :class:`AveragingStep`."""
+        advanced: bool = self.average.advance()
+        return advanced
 
     def ready(self) -> bool:
         """See :class:`AveragingStep`."""

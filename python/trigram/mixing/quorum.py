@@ -269,6 +269,9 @@ class QuorumSteps:
     def begin_step(self) -> None:
         """Nothing to do: averaging steps are made at boundaries."""
 
+    def gradient(self) -> None:
+        """Nothing to do."""
+
     def backward_over(self) -> None:
         """Nothing to do: averaging steps are made at boundaries."""
 

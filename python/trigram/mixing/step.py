@@ -89,6 +89,11 @@ class AveragingStep:
         returns."""
         raise NotImplementedError
 
+    def advance(self) -> bool:
+        """Starts the next phase if the last one is complete, without waiting; True once no call is left to
+        start. Asynchronous averaging steps of other fragments start their phases after it."""
+        return self.ready()
+
     def ready(self) -> bool:
         """Advances the step without waiting; True if :meth:`wait` would return at once."""
         return True

@@ -38,6 +38,11 @@ from trigram.training.shown_params import claim, disclaim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 
+_MOST_FRAGMENTS = 8
+_FRAGMENT_BYTES = 1 << 20
+"""Fragments of asynchronous algorithms: many enough that one of them is averaged in a step on a slow network,
+few enough that small models do not pay for the calls."""
+
 
 def compose(
     model: nn.Module,
@@ -161,12 +166,18 @@ def _schedule(
 ) -> StepSchedule:
     """The schedule (``when``) of the averaging steps."""
     options = algorithm.options
-    if algorithm.every is None and algorithm.kind == "gossip" and algorithm.step is None:
-        all_tensors = [t for same in tensors for t in same]
+    if algorithm.every is None:
+        parts = _fragments(tensors, options["fragments"])
+        if algorithm.kind != "gossip" or algorithm.step is not None:
+            each = [_steps(part, groups, algorithm) for part in parts]
+            return BackgroundSteps(each, groups, options["staleness"], options["script"])
         graph = graphs.find(algorithm.graph, groups.size)
         codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.get("block"))
         plain = codec is None and len(tensors) == 1
-        weights = AveragingStep(all_tensors, groups, None if plain else torch.float32)
+        weights = [
+            AveragingStep([t for same in part for t in same], groups, None if plain else torch.float32)
+            for part in parts
+        ]
         return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
     if "quorum" in options:
         assert algorithm.every is not None
@@ -174,17 +185,24 @@ def _schedule(
         one.exact = all(same[0].dtype != torch.float64 for same in tensors)
         one.heals = groups.sample_weight is not None
         return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
-    if algorithm.every is None:
-        steps = _steps(tensors, groups, algorithm)
-        return BackgroundSteps(steps, groups, options["staleness"], options["script"])
     fragments = [_steps(part, groups, algorithm) for part in _fragments(tensors, options["fragments"])]
     if optimizer is not None and _averages_state(algorithm):
         fragments[0].append(OptimizerState(groups, optimizer))
     return EverySteps(fragments, groups, algorithm.every, options["overlap"])
 
 
-def _fragments(tensors: list[list[torch.Tensor]], count: int) -> list[list[list[torch.Tensor]]]:
-    """The weights in ``count`` fragments of about equal size, in the model's order; each a list per dtype."""
+def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[list[list[torch.Tensor]]]:
+    """The weights in fragments of about equal size, in the model's order; each a list per dtype.
+
+    Args:
+        tensors: The weights, a list per dtype.
+        asked: How many; None: up to `_MOST_FRAGMENTS`, of `_FRAGMENT_BYTES` or more.
+    """
+    if asked is None:
+        size = sum(t.numel() * t.element_size() for same in tensors for t in same)
+        count = max(1, min(_MOST_FRAGMENTS, size // _FRAGMENT_BYTES))
+    else:
+        count = asked
     if count == 1:
         return [tensors]
     fragments: list[list[list[torch.Tensor]]] = [[] for _ in range(count)]
@@ -198,6 +216,8 @@ def _fragments(tensors: list[list[torch.Tensor]], count: int) -> list[list[list[
         for fragment, part in zip(fragments, parts, strict=True):
             if part:
                 fragment.append(part)
+    if asked is None:
+        return [fragment for fragment in fragments if fragment]
     if not all(fragments):
         raise MisuseError(
             f"with_bagua: fragments={count} leaves fragments without a parameter, because a parameter is "

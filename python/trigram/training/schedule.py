@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trigram.averaging.groups import ModelGroups
@@ -37,6 +39,10 @@ class StepSchedule(Protocol):
     def begin_step(self) -> None:
         """Called when a training step begins: in its first forward pass, or when its backward pass begins."""
 
+    def gradient(self) -> None:
+        """Called inside a backward pass, when a parameter on the CPU has its gradient; the weights must not
+        change."""
+
     def backward_over(self) -> None:
         """Called when a backward pass has ended; the weights must not change."""
 
@@ -59,8 +65,23 @@ class StepSchedule(Protocol):
         """Restores what :meth:`state` returned."""
 
 
+@dataclass(frozen=True)
+class _Started:
+    """An averaging step under way.
+
+    Attributes:
+        fragment: The fragment of the weights that it averages.
+        boundary: The boundary at which it was started.
+        span: What observers see of it, if anybody looks.
+    """
+
+    fragment: int
+    boundary: int
+    span: spans.Span | None
+
+
 class _CountedSchedule:
-    """A schedule whose averaging steps all ranks make in the same order, numbered from 0.
+    """A schedule whose averaging steps all ranks start, and end, in the same order, numbered from 0.
 
     Args:
         fragments: For each fragment of the weights, what averages it: averaging steps concern one fragment
@@ -70,15 +91,17 @@ class _CountedSchedule:
 
     def __init__(self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups) -> None:
         self.fragments = [list(steps) for steps in fragments]
-        self.fragment = 0  # of the next averaging step, or of that under way
         self.groups = groups
+        self.under_way: deque[_Started] = deque()
         self.steps_started = 0
         self.steps_done = 0
         self.waits = 0
         self.waited = 0.0
-        self._span: spans.Span | None = None  # of the step under way, if anybody looks
 
     def begin_step(self) -> None:
+        """See :class:`StepSchedule`."""
+
+    def gradient(self) -> None:
         """See :class:`StepSchedule`."""
 
     def backward_over(self) -> None:
@@ -87,27 +110,35 @@ class _CountedSchedule:
     def before_update(self) -> None:
         """See :class:`StepSchedule`."""
 
-    def _start(self) -> None:
+    def _next_fragment(self) -> int:
+        """The fragment of the next averaging step: one after the other."""
+        return self.steps_started % len(self.fragments)
+
+    def _start(self, boundary: int = 0) -> None:
+        """Starts the next averaging step."""
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.start_averaging()
-        n = self.steps_started
-        self._span = spans.begin("rounds", lambda: f"round {n}")
+        n, fragment = self.steps_started, self._next_fragment()
+        span = spans.begin("rounds", lambda: f"round {n}")
         with spans.naming(self.groups.main, lambda: f"round {n}"):
-            for step in self.fragments[self.fragment]:
+            for step in self.fragments[fragment]:
                 step.take()
                 step.start(n // len(self.fragments))
+        self.under_way.append(_Started(fragment, boundary, span))
         self.steps_started += 1
 
     def _finish(self, moved: bool) -> None:
+        """Waits for the averaging step that was started first, and applies it."""
         since = time.perf_counter()
-        steps = self.fragments[self.fragment]
+        oldest = self.under_way[0]
+        steps = self.fragments[oldest.fragment]
         for step in steps:
             step.wait()
         self.waited += time.perf_counter() - since
         for step in steps:
             step.apply(moved)
-        span, self._span = self._span, None
-        spans.end(span)
+        self.under_way.popleft()
+        spans.end(oldest.span)
         self.steps_done += 1
 
     def drain(self, timeout: float | None = None) -> None:
@@ -115,7 +146,7 @@ class _CountedSchedule:
         control = self.groups.control
         most = max(started for (started,) in tell_all([self.steps_started], control))
         while self.steps_done < most:
-            if self.steps_started == self.steps_done:
+            if not self.under_way:
                 self._start()
             self._finish(moved=True)
 
@@ -161,13 +192,17 @@ class EverySteps(_CountedSchedule):
         super().__init__(fragments, groups)
         self.every, self.overlap = every // len(fragments), overlap
         self.steps_due = 0
+        self.fragment = 0
+
+    def _next_fragment(self) -> int:
+        """By the boundary, which all ranks count alike, also those that have joined."""
+        return self.fragment
 
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
         if self.steps_started > self.steps_done:
             self._finish(moved=True)  # this training step had no update before which it could end
         if step % self.every == 0:
-            # By the step, which all ranks count alike, also those that have joined.
             self.fragment = step // self.every % len(self.fragments)
             self.steps_due = self.steps_started + 1
             if not self.overlap:
@@ -196,64 +231,113 @@ class EverySteps(_CountedSchedule):
 
 
 class BackgroundSteps(_CountedSchedule):
-    """One averaging step after the other in the background, without waiting: a snapshot of the weights is
+    """Averaging steps in the background, without waiting: a snapshot of a fragment of the weights is
     averaged, and the difference is added to the weights as they are when it arrives.
 
-    Only one averaging step is under way, and the next snapshot is taken after it was applied; otherwise
-    training diverges.
+    What makes a training worse is not that averages are rare but that they are late: a replica then moves
+    away from what the average would correct (docs/adr/0038). So the weights travel in fragments, one after
+    the other, and only as many at a time as arrive within one training step (:attr:`window`). Each rank finds
+    that number by itself: one more after a boundary at which nothing was left under way, one fewer when an
+    averaging step takes more than two training steps. The next snapshot of a fragment is taken after its last
+    averaging step was applied; otherwise training diverges.
 
     Args:
-        steps: The averaging steps, which start together.
+        fragments: For each fragment of the weights its averaging steps, which start together.
         groups: The model's process groups.
-        staleness: Boundaries after which this rank waits for the averaging step; None: it never waits.
+        staleness: Boundaries after which this rank waits for an averaging step, and after which each fragment
+            has its next; None: it never waits.
         script: For tests and reproducible runs: True for the training steps at which the averaging step is
-            awaited, instead of asking whether it has ended.
+            awaited, instead of asking whether it has ended. One averaging step is under way at a time.
+
+    Attributes:
+        window: Averaging steps that may be under way at a time.
     """
+
+    RAREST = 4
+    """Boundaries between two averaging steps of a fragment, if there are so many fragments: averages that are
+    in time need not be more frequent, and cost time on the processor."""
+    POLL = 0.002
+    """Seconds between two looks at averaging steps inside a backward pass."""
 
     def __init__(
         self,
-        steps: Sequence[AveragingStep],
+        fragments: Sequence[Sequence[AveragingStep]],
         groups: ModelGroups,
         staleness: int | None,
         script: Callable[[int], bool] | None,
     ) -> None:
-        super().__init__([steps], groups)
+        super().__init__(fragments, groups)
         self.staleness, self.script = staleness, script
-        self.started_at = 0
+        self.window = 1
+        self.last_boundary = 0
+        self.polled_at = 0.0
+        self.begun: dict[int, int] = {}  # by fragment: the boundary of its last averaging step
 
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
-        if self.steps_started > self.steps_done and self._must_finish(step):
+        self.last_boundary = step
+        waits = self.waits
+        while self.under_way and self._must_finish(step):
             self._finish(moved=True)
-        if self.steps_started == self.steps_done:
-            self.started_at = step
-            self._start()
+        if self.script is None:
+            self._adapt(step, self.waits > waits)
+        while len(self.under_way) < len(self.fragments) and (
+            len(self.under_way) < self.window or self._is_due(step)
+        ):
+            self.begun[self._next_fragment()] = step
+            self._start(step)
 
     def _must_finish(self, step: int) -> bool:
         if self.script is not None:
             return self.script(step)
         if self._ready():
             return True
-        if self.staleness is not None and step - self.started_at >= self.staleness:
+        if self.staleness is not None and step - self.under_way[0].boundary >= self.staleness:
             self.waits += 1
             return True
         return False
 
+    def _adapt(self, step: int, waited: bool) -> None:
+        """Finds how many averaging steps end within a training step."""
+        if not self.under_way and not waited:
+            self.window = min(max(1, len(self.fragments) // self.RAREST), self.window + 1)
+        elif waited or step - self.under_way[0].boundary > 1:
+            self.window = max(1, self.window - 1)
+
+    def _is_due(self, step: int) -> bool:
+        """Whether the next fragment's last averaging step began too long ago."""
+        if self.staleness is None:
+            return False
+        return step - self.begun.setdefault(self._next_fragment(), step - 1) >= self.staleness
+
     def _ready(self) -> bool:
-        """Whether the averaging step has ended; advances all of them."""
-        ready = [step.ready() for step in self.fragments[0]]
-        return all(ready)
+        """Whether the averaging step that was started first has ended; starts second phases, in the order of
+        the averaging steps, as all ranks do."""
+        for started in self.under_way:
+            if not all(step.advance() for step in self.fragments[started.fragment]):
+                break
+        return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
+
+    def gradient(self) -> None:
+        """Starts second phases, so that a training step is enough for both."""
+        if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
+            self.polled_at = now
+            self._ready()
 
     def backward_over(self) -> None:
-        """Starts second phases."""
-        self._ready()
+        """The same."""
+        if self.under_way:
+            self._ready()
+
+    def before_update(self) -> None:
+        """Applies what has arrived: the sooner, the less have the weights moved away from it."""
+        while self.script is None and self.under_way and self._ready():
+            self._finish(moved=True)
 
     def progress(self) -> bool:
         """Makes progress for the other ranks while this rank has no boundaries; True if a step ended."""
-        if self.script is not None:
+        if self.script is not None or not self.under_way or not self._ready():
             return False
-        moved = self.steps_started > self.steps_done and self._ready()
-        if moved:
-            self._finish(moved=True)
-            self._start()
-        return moved
+        self._finish(moved=True)
+        self._start(self.last_boundary)
+        return True

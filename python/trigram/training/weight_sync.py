@@ -153,6 +153,17 @@ class WeightSync(StepHooks):
         self.covered.clear()
         self._begin_step()
 
+    def gradient(self, i: int, param: torch.Tensor) -> None:
+        """Makes progress with averaging steps under way."""
+        if not param.is_cpu:
+            return  # this is another thread
+        try:
+            self.schedule.gradient()
+        except TrigramError as e:
+            # Ranks regroup when the pass is over: weights must not change in it. The error comes again there.
+            if not self.elastic.is_loss(e):
+                raise
+
     @torch.no_grad()
     def end(self) -> None:
         """The backward pass has ended: the training step needs a boundary."""

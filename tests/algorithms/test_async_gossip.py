@@ -32,6 +32,10 @@ FREE: dict[str, tuple[str, dict[str, Any]]] = {
     "int8 on a ring": ("async_low_precision_decentralized", {"topology": "ring", "block": 64}),
     "bf16": ("gossip:complete/bf16/async", {}),
     "topk": ("gossip:ring/topk:0.2/async", {}),
+    "async in fragments": ("async", {"fragments": 3}),
+    "async_low_precision in fragments": ("async_low_precision", {"fragments": 3, "staleness": 3}),
+    "pairs in fragments": ("async_decentralized", {"fragments": 3}),
+    "pairs in fragments in int8": ("async_low_precision_decentralized", {"fragments": 2, "staleness": 4}),
 }
 
 

@@ -433,12 +433,14 @@ class Shares(CentralWeights):
 
 
 class Fragments(CentralWeights):
-    """every:H, where one part of the parameters after the other is averaged, every H / len(parts) steps."""
+    """One part of the parameters after the other is averaged: every H / len(parts) steps, or asynchronously
+    by a script, the next when the last has landed."""
 
     def __init__(self, every: int, parts: list[list[int]], overlap: bool = False, **more: Any) -> None:
         super().__init__(every, overlap=overlap, **more)
         self.parts = parts
         self.each = [CentralWeights(every, **more) for _ in parts]
+        self.begun = 0
 
     def attach(self, sim: Simulation) -> None:
         super().attach(sim)
@@ -447,15 +449,25 @@ class Fragments(CentralWeights):
             one.momentum = torch.zeros_like(one.r)
 
     def boundary(self, done: int) -> None:
+        if self.script is not None:
+            if self.flight is not None and self.script(done):
+                self.land()
+            if self.flight is None:
+                self.begin(self.begun % len(self.parts))
+                self.begun += 1
+            return
         period = self.every // len(self.parts)
         if done % period:
             return
-        at = done // period % len(self.parts)
+        self.begin(done // period % len(self.parts))
+        if not self.overlap:
+            self.land()
+
+    def begin(self, at: int) -> None:
+        """Averages the part; it lands later."""
         part, everybody = self.parts[at], [self.sim.parameters(i) for i in range(self.sim.n)]
         moves = self.each[at].agree([flatten([own[k] for k in part]) for own in everybody])
         self.flight = []
         for own, move in zip(everybody, moves, strict=True):
             moved = dict(zip(part, unflatten(move, [own[k] for k in part]), strict=True))
             self.flight.append(flatten([moved.get(k, torch.zeros_like(p)) for k, p in enumerate(own)]))
-        if not self.overlap:
-            self.land()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.reference.codec_roundtrip import decoded
 from tests.reference.graphs import Graph
-from tests.reference.simulation import Algorithm, Script, Simulation
+from tests.reference.simulation import Algorithm, Script, Simulation, flatten
 
 
 class Gossip(Algorithm):
@@ -158,32 +158,40 @@ class PushSum(Gossip):
 
 
 class AsyncPairs(Algorithm):
-    """Gossip in pairs, by a script: exchange k follows matching k."""
+    """Gossip in pairs, by a script: exchange k follows matching k, and concerns the k-th of the parts."""
 
     def __init__(
-        self, graph: Graph, script: Script, codec: str | None = None, block: int | None = None
+        self,
+        graph: Graph,
+        script: Script,
+        codec: str | None = None,
+        block: int | None = None,
+        parts: list[list[int]] | None = None,
     ) -> None:
-        self.graph, self.script, self.codec, self.block = graph, script, codec, block
+        self.graph, self.script, self.codec, self.block, self.parts = graph, script, codec, block, parts
         self.k = 0
         self.flight: list[Tensor] | None = None
-        self.r: dict[tuple[int, int], Tensor] = {}
+        self.r: dict[tuple[int, int, int], Tensor] = {}
 
     def begin(self) -> None:
         x, n = self.sim.all_weights(), self.sim.n
-        w = self.graph(self.k)
+        w, at = self.graph(self.k), self.k % len(self.parts or [0])
         self.k += 1
+        inside = torch.ones_like(x[0], dtype=torch.bool)
+        if self.parts is not None:
+            shapes = self.sim.parameters(0)
+            inside = flatten([torch.full_like(p, k in self.parts[at]) for k, p in enumerate(shapes)]).bool()
         add = [torch.zeros_like(own) for own in x]
         for i in range(n):
             for j in range(i + 1, n):
                 if w[i, j] == 0:
                     continue
-                if self.codec is None:
-                    a, b = x[i], x[j]
-                else:
-                    r = self.r.get((i, j), self.sim.start)
-                    a, b = (decoded(self.codec, x[k] - r, self.block) for k in (i, j))
-                    self.r[i, j] = r + (a + b) / 2
-                add[i], add[j] = (b - a) / 2, (a - b) / 2
+                a, b = x[i][inside], x[j][inside]
+                if self.codec is not None:
+                    r = self.r.get((i, j, at), self.sim.start[inside])
+                    a, b = (decoded(self.codec, own - r, self.block) for own in (a, b))
+                    self.r[i, j, at] = r + (a + b) / 2
+                add[i][inside], add[j][inside] = (b - a) / 2, (a - b) / 2
         self.flight = add
 
     def land(self) -> None:

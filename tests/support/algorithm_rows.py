@@ -353,6 +353,24 @@ for _name, _s in (("third", every_third), ("irregular", irregular), ("always", a
         script=_s,
         coded=True,
     )
+row(
+    "async fragments",
+    "async",
+    lambda n: Fragments(1, THIRDS, script=irregular),
+    script=irregular,
+    fragments=3,
+    optimizer="momentum",
+    steps=10,
+)
+row(
+    "async_low_precision fragments",
+    "async_low_precision",
+    lambda n: Fragments(1, HALVES, codec="int8", script=always),
+    script=always,
+    fragments=2,
+    coded=True,
+    steps=10,
+)
 row("async adam", "async", lambda n: CentralWeights(script=irregular), script=irregular, optimizer="adam")
 row("async staleness", "async", lambda n: CentralWeights(script=always), staleness=1, optimizer="momentum")
 row("async written", "central/full/async:1", lambda n: CentralWeights(script=always))
@@ -527,6 +545,17 @@ for _name, _s in (("third", every_third), ("irregular", irregular)):
         lambda n, s=_s: AsyncPairs(lent("random")(n), s),
         script=_s,
         steps=10,
+    )
+for _name, _codec in (("async_decentralized", None), ("async_low_precision_decentralized", "int8")):
+    row(
+        f"{_name} fragments",
+        _name,
+        lambda n, c=_codec: AsyncPairs(lent("random")(n), always, c, parts=THIRDS),
+        topology="random",
+        script=always,
+        fragments=3,
+        coded=_codec is not None,
+        steps=12,
     )
 row(
     "async_decentralized pairs",

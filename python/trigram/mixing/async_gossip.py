@@ -55,7 +55,7 @@ _AVERAGE = 4
 
 class _Neighbour:
     """Sends and receives the control messages between this rank and one neighbour: three int32 each, the kind
-    and, of an offer, the first fragment and their number."""
+    and, of an offer and its acceptance, the first fragment and their number."""
 
     def __init__(self, groups: ModelGroups, group_rank: int) -> None:
         self.group, self.rank = groups.main, groups.main.ranks[group_rank]
@@ -136,11 +136,12 @@ class AsyncGossip:
             steps then follow the matchings of the graph, without offers, one fragment after the other.
 
     Attributes:
-        window: The fragments that this rank offers to average in one step.
+        window: The fragments to average in one step, as this rank has found.
     """
 
     RAREST = 2
-    """Averaging steps for all fragments, if there are so many."""
+    """Averaging steps for all fragments, if there are so many; each takes about two training steps, with its
+    offer. See :class:`trigram.training.schedule.BackgroundSteps`."""
     POLL = 0.002
     """Seconds between two looks at messages inside a backward pass."""
 
@@ -308,7 +309,8 @@ class AsyncGossip:
                 if message[0] == _OFFER:
                     self._consider(_Agreed(j, *message[1:]))
                 elif message[0] == _ACCEPT:
-                    self.queue.append(self.offered.pop(j)[1])
+                    self.offered.pop(j)
+                    self.queue.append(_Agreed(j, *message[1:]))
                 else:  # declined, ended or gone
                     self.offered.pop(j, None)
 
@@ -321,8 +323,10 @@ class AsyncGossip:
             del self.offered[j]
         free = self.partner is None and not self.queue and not self.finishing
         if free and (not self.offered or j > self.groups.rank):
-            self.neighbours[j].send(_ACCEPT)
-            self.queue.append(offer)
+            # The slower of two ranks knows how long the network takes; the other waits for it too.
+            agreed = offer._replace(number=max(offer.number, self.window))
+            self.neighbours[j].send(_ACCEPT, agreed.first, agreed.number)
+            self.queue.append(agreed)
         else:
             self.neighbours[j].send(_ENDED if self.finishing else _DECLINE)
 
@@ -343,26 +347,20 @@ class AsyncGossip:
         """Nothing to do: steps begin and end at boundaries."""
 
     def gradient(self) -> None:
-        """Answers offers, so that an averaging step need not wait for boundaries of both ranks."""
+        """Answers offers. Averaging steps start at boundaries: a script may move weights for one pass."""
         if self.script is None and (now := time.perf_counter()) - self.polled_at > self.POLL:
             self.polled_at = now
-            self._answer()
+            self._listen()
 
     def backward_over(self) -> None:
         """The same."""
         if self.script is None:
-            self._answer()
+            self._listen()
 
     def before_update(self) -> None:
         """Applies what has arrived: the sooner, the less have the weights moved away from it."""
         if self.script is None and self._apply_arrived():
             self._end_step()
-
-    def _answer(self) -> None:
-        """Listens, and starts a step that was agreed on. The weights do not change here."""
-        self._listen()
-        if self.partner is None and self.queue:
-            self._start_step(self.queue.pop(0))
 
     # The end.
 

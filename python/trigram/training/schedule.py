@@ -15,6 +15,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import tell_all
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
+from trigram.training.pace import Pace
 
 
 class StepSchedule(Protocol):
@@ -234,12 +235,11 @@ class BackgroundSteps(_CountedSchedule):
     """Averaging steps in the background, without waiting: a snapshot of a fragment of the weights is
     averaged, and the difference is added to the weights as they are when it arrives.
 
-    What makes a training worse is not that averages are rare but that they are late: a replica then moves
-    away from what the average would correct (docs/adr/0038). So the weights travel in fragments, one after
-    the other, and only as many at a time as arrive within one training step (:attr:`window`). Each rank finds
-    that number by itself: one more after a boundary at which nothing was left under way, one fewer when an
-    averaging step takes more than two training steps. The next snapshot of a fragment is taken after its last
-    averaging step was applied; otherwise training diverges.
+    What makes a training worse is above all that averages are late: a replica then moves away from what the
+    average would correct (docs/adr/0038). So the weights travel in fragments, one after the other, and only
+    as many at a time as arrive within about one training step: :class:`trigram.training.pace.Pace` finds how
+    many. The next snapshot of a fragment is taken after its last averaging step was applied; otherwise
+    training diverges.
 
     Args:
         fragments: For each fragment of the weights its averaging steps, which start together.
@@ -248,14 +248,8 @@ class BackgroundSteps(_CountedSchedule):
             has its next; None: it never waits.
         script: For tests and reproducible runs: True for the training steps at which the averaging step is
             awaited, instead of asking whether it has ended. One averaging step is under way at a time.
-
-    Attributes:
-        window: Averaging steps that may be under way at a time.
     """
 
-    RAREST = 4
-    """Boundaries between two averaging steps of a fragment, if there are so many fragments: averages that are
-    in time need not be more frequent, and cost time on the processor."""
     POLL = 0.002
     """Seconds between two looks at averaging steps inside a backward pass."""
 
@@ -268,7 +262,7 @@ class BackgroundSteps(_CountedSchedule):
     ) -> None:
         super().__init__(fragments, groups)
         self.staleness, self.script = staleness, script
-        self.window = 1
+        self.pace = Pace(len(fragments), groups)
         self.last_boundary = 0
         self.polled_at = 0.0
         self.begun: dict[int, int] = {}  # by fragment: the boundary of its last averaging step
@@ -279,12 +273,15 @@ class BackgroundSteps(_CountedSchedule):
         waits = self.waits
         while self.under_way and self._must_finish(step):
             self._finish(moved=True)
-        if self.script is None:
-            self._adapt(step, self.waits > waits)
+        if self.script is not None:
+            if not self.under_way:
+                self._start(step)
+            return
+        oldest = self.under_way[0].boundary if self.under_way else None
+        self.pace.boundary(None if oldest is None else step - oldest, self.waits > waits)
         while len(self.under_way) < len(self.fragments) and (
-            len(self.under_way) < self.window or self._is_due(step)
+            self.pace.allows(len(self.under_way)) or self._is_due(step)
         ):
-            self.begun[self._next_fragment()] = step
             self._start(step)
 
     def _must_finish(self, step: int) -> bool:
@@ -297,12 +294,19 @@ class BackgroundSteps(_CountedSchedule):
             return True
         return False
 
-    def _adapt(self, step: int, waited: bool) -> None:
-        """Finds how many averaging steps end within a training step."""
-        if not self.under_way and not waited:
-            self.window = min(max(1, len(self.fragments) // self.RAREST), self.window + 1)
-        elif waited or step - self.under_way[0].boundary > 1:
-            self.window = max(1, self.window - 1)
+    def _start(self, boundary: int = 0) -> None:
+        """See :class:`_CountedSchedule`."""
+        fragment = self._next_fragment()
+        if fragment == 0:
+            self.pace.tell()
+        self.begun[fragment] = boundary
+        super()._start(boundary)
+        self.pace.started()
+
+    def _finish(self, moved: bool) -> None:
+        """See :class:`_CountedSchedule`."""
+        self.pace.ended(self.last_boundary - self.under_way[0].boundary)
+        super()._finish(moved)
 
     def _is_due(self, step: int) -> bool:
         """Whether the next fragment's last averaging step began too long ago."""

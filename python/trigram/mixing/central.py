@@ -184,13 +184,15 @@ class Differences(AveragingStep):
             self.velocity.mul_(self.outer.momentum).add_(step)
             step.add_(self.velocity, alpha=self.outer.momentum)
         self.agreed.add_(step, alpha=self.outer.lr)
-        self.out.copy_(self.agreed)
         if self.dropped is not None:
             self._keep_dropped(self.dropped)
+        if self.dropped is None or self.feedback is not None:
+            self.out.copy_(self.agreed)
+        else:
+            torch.add(self.agreed, self.dropped, out=self.out)
 
     def _keep_dropped(self, dropped: torch.Tensor) -> None:
-        """Adds the encoding error to this rank's weights, or keeps it for the next difference; a sample
-        weight scaled it, so that is undone first."""
+        """Makes the encoding error that of this rank's weights: a sample weight has scaled it."""
         sample_weight = self.groups.sample_weight
         if sample_weight is not None:
             dropped.mul_(1 / sample_weight.mine if sample_weight.mine else 0.0)
@@ -199,8 +201,6 @@ class Differences(AveragingStep):
                 self.unsent = None
         if self.heals:
             dropped.nan_to_num_(0.0, 0.0, 0.0)
-        if self.feedback is None:
-            self.out += dropped
 
     def state(self) -> dict[str, Any]:
         """The agreed weights, the outer momentum and the state of the average."""

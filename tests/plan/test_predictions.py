@@ -71,9 +71,10 @@ def test_communication_takes_processor_time_from_computation() -> None:
     """Half of a core for the link, and a core that computes already: a step is longer by half of the time
     that the link is busy. With a second core it costs nothing."""
     costs = replace(FREE, wire=0.5e-8)
-    shared = predict(job(1.0, 2, 1e8, 1.0, costs), find("async"), MIB)
+    whole = find("async", {"fragments": 1})
+    shared = predict(job(1.0, 2, 1e8, 1.0, costs), whole, MIB)
     assert shared.seconds == pytest.approx(1 + 0.5 * 4 * GPT / 1e8, rel=0.01)
-    assert predict(job(1.0, 2, 1e8, 2.0, costs), find("async"), MIB).seconds == pytest.approx(1.0)
+    assert predict(job(1.0, 2, 1e8, 2.0, costs), whole, MIB).seconds == pytest.approx(1.0)
 
 
 def test_a_slow_link_and_a_slow_rank_are_seen() -> None:

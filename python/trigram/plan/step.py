@@ -19,11 +19,17 @@ from trigram.plan import wire
 from trigram.plan.inputs import CodecCost, Job
 from trigram.training.buckets import FIRST_BUCKET
 from trigram.training.compressors import NEEDS_FEEDBACK
+from trigram.training.pace import RAREST, default_fragments
 
 FLOAT = 4
 """Bytes of a value: predictions are for float32."""
-OFFER_STEPS = 1.5
+OFFER_STEPS = 1.0
 """Training steps between two asynchronous averages of a pair, for the offer and its answer."""
+PAIR_TURNS = 2
+"""In how many averages a pair has had all fragments, see ``mixing/async_gossip.py``."""
+IDLE = 1.3
+"""The part of the time, as its inverse, in which a link that is the bottleneck carries asynchronous averages:
+some wait for a boundary."""
 ROUNDS = 8
 """Iterations to find how many steps an asynchronous averaging step takes."""
 
@@ -394,16 +400,21 @@ def _overlapped(job: Job, step: _Weights, every: int) -> tuple[float, float]:
 
 
 def _background(job: Job, algorithm: Algorithm) -> tuple[float, float]:
-    """One averaging step after the other; each begins and ends at a boundary."""
+    """Averaging steps of fragments, one after the other; each begins at a boundary, and is applied before an
+    update or at a boundary."""
     step = _weights(job, algorithm)
     alone = job.compute.typical or job.compute.step
     staleness = algorithm.options.get("staleness")
+    fragments = algorithm.options.get("fragments") or default_fragments(FLOAT * job.compute.elements)
     seconds, period = alone, 1.0
     pairs = algorithm.kind != "central"
     for _ in range(ROUNDS):
-        # Each phase ends at the next boundary or end of backward; a pair has made and answered an offer.
-        period = max(1.0, float(-(-step.seconds // seconds)))
-        period += OFFER_STEPS if pairs else 0.5 * (step.phases - 1)
+        # Training steps between two averages of a fragment.
+        if pairs:
+            least = fragments / max(1, fragments // PAIR_TURNS) * (1 + OFFER_STEPS)
+        else:
+            least = fragments / max(1, fragments // RAREST)
+        period = max(least, IDLE * step.seconds / seconds if fragments > 1 else -(-step.seconds // seconds))
         waits = 0.0
         if staleness is not None and period > staleness:
             waits, period = max(0.0, step.seconds - staleness * seconds) / staleness, float(staleness)

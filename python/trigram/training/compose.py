@@ -29,6 +29,7 @@ from trigram.mixing.step import AveragingStep
 from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
+from trigram.training.pace import default_fragments
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
 from trigram.training.sharded.elastic.sync import ElasticShardedSync
@@ -37,11 +38,6 @@ from trigram.training.sharded.sync import ShardedSync
 from trigram.training.shown_params import claim, disclaim
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
-
-_MOST_FRAGMENTS = 8
-_FRAGMENT_BYTES = 1 << 20
-"""Fragments of asynchronous algorithms: many enough that one of them is averaged in a step on a slow network,
-few enough that small models do not pay for the calls."""
 
 
 def compose(
@@ -196,11 +192,10 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
 
     Args:
         tensors: The weights, a list per dtype.
-        asked: How many; None: up to `_MOST_FRAGMENTS`, of `_FRAGMENT_BYTES` or more.
+        asked: How many; None: as many as their size asks for, and the parameters allow.
     """
     if asked is None:
-        size = sum(t.numel() * t.element_size() for same in tensors for t in same)
-        count = max(1, min(_MOST_FRAGMENTS, size // _FRAGMENT_BYTES))
+        count = default_fragments(sum(t.numel() * t.element_size() for same in tensors for t in same))
     else:
         count = asked
     if count == 1:

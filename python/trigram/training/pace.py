@@ -21,6 +21,14 @@ from trigram.averaging.groups import ModelGroups
 
 RAREST = 4
 """Training steps of the fastest rank between two averaging steps of a fragment."""
+MOST, LEAST_BYTES = 8, 1 << 20
+"""Fragments that the weights have by default, and bytes of each: many enough that one is averaged in a
+training step on a slow link, few enough that small models do not pay for the calls."""
+
+
+def default_fragments(nbytes: int) -> int:
+    """How many fragments weights of so many bytes have by default."""
+    return max(1, min(MOST, nbytes // LEAST_BYTES))
 
 
 class Pace:

@@ -90,6 +90,9 @@ class _CountedSchedule:
         groups: The model's process groups.
     """
 
+    POLL = 0.002
+    """Seconds between two looks at averaging steps inside a backward pass."""
+
     def __init__(self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups) -> None:
         self.fragments = [list(steps) for steps in fragments]
         self.groups = groups
@@ -98,18 +101,29 @@ class _CountedSchedule:
         self.steps_done = 0
         self.waits = 0
         self.waited = 0.0
+        self.polled_at = 0.0
 
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""
 
     def gradient(self) -> None:
-        """See :class:`StepSchedule`."""
+        """Starts second phases, so that a training step is enough for both."""
+        if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
+            self.polled_at = now
+            self._advance()
 
     def backward_over(self) -> None:
-        """See :class:`StepSchedule`."""
+        """The same."""
+        self._advance()
 
     def before_update(self) -> None:
         """See :class:`StepSchedule`."""
+
+    def _advance(self) -> None:
+        """Starts second phases, in the order of the averaging steps, as all ranks do."""
+        for started in self.under_way:
+            if not all(step.advance() for step in self.fragments[started.fragment]):
+                break
 
     def _next_fragment(self) -> int:
         """The fragment of the next averaging step: one after the other."""
@@ -250,9 +264,6 @@ class BackgroundSteps(_CountedSchedule):
             awaited, instead of asking whether it has ended. One averaging step is under way at a time.
     """
 
-    POLL = 0.002
-    """Seconds between two looks at averaging steps inside a backward pass."""
-
     def __init__(
         self,
         fragments: Sequence[Sequence[AveragingStep]],
@@ -264,7 +275,6 @@ class BackgroundSteps(_CountedSchedule):
         self.staleness, self.script = staleness, script
         self.pace = Pace(len(fragments), groups)
         self.last_boundary = 0
-        self.polled_at = 0.0
         self.begun: dict[int, int] = {}  # by fragment: the boundary of its last averaging step
 
     def boundary(self, step: int) -> None:
@@ -315,23 +325,9 @@ class BackgroundSteps(_CountedSchedule):
         return step - self.begun.setdefault(self._next_fragment(), step - 1) >= self.staleness
 
     def _ready(self) -> bool:
-        """Whether the averaging step that was started first has ended; starts second phases, in the order of
-        the averaging steps, as all ranks do."""
-        for started in self.under_way:
-            if not all(step.advance() for step in self.fragments[started.fragment]):
-                break
+        """Whether the averaging step that was started first has ended; advances all."""
+        self._advance()
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
-
-    def gradient(self) -> None:
-        """Starts second phases, so that a training step is enough for both."""
-        if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
-            self.polled_at = now
-            self._ready()
-
-    def backward_over(self) -> None:
-        """The same."""
-        if self.under_way:
-            self._ready()
 
     def before_update(self) -> None:
         """Applies what has arrived: the sooner, the less have the weights moved away from it."""

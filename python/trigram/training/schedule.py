@@ -330,8 +330,9 @@ class BackgroundSteps(_CountedSchedule):
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
 
     def before_update(self) -> None:
-        """Applies what has arrived: the sooner, the less have the weights moved away from it."""
-        while self.script is None and self.under_way and self._ready():
+        """Applies what has arrived: the sooner, the less have the weights moved away from it. With a bound of
+        1 all wait for all, so averages are applied at boundaries only, and a training is reproducible."""
+        while self.script is None and self.staleness != 1 and self.under_way and self._ready():
             self._finish(moved=True)
 
     def progress(self) -> bool:

@@ -54,8 +54,9 @@ def test_the_window() -> None:
     """One more when all have arrived in time and it was the limit; one fewer when they are late."""
     pace = Pace(8, groups=None)  # type: ignore[arg-type]  # it tells nobody here
     windows = []
-    for oldest, under_way in ((None, 0), (None, 0), (1, 1), (2, 2), (3, 2), (None, 1)):
+    for oldest, waiting in ((None, 0), (None, 0), (1, 1), (2, 2), (3, 2), (None, 1)):
         pace.boundary(oldest, waited=False)
+        under_way = waiting
         while pace.allows(under_way):
             pace.started()
             under_way += 1

@@ -15,6 +15,7 @@ from tests.reference.simulation import flatten
 from tests.support.algorithm_rows import NAMES_ONCE, ROWS
 from tests.support.algorithm_run import OPTIMIZERS, distance, loss, net, total
 from tests.support.cases import Cases
+from tests.support.checks import raises, says
 from tests.support.harness import Died, Ranks, run, say
 from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
@@ -189,6 +190,43 @@ def _ends_stale(rank: int, world: int) -> int:
 def test_ends_at_different_times_with_a_bound() -> None:
     """Nobody waits for those that train no more."""
     assert run(3, _ends_stale, timeout=40) == [20, 30, 40]
+
+
+def _idle(rank: int, world: int) -> None:
+    """The last rank has no data in either epoch; the others wait for its averaging steps."""
+    model = trigram.with_bagua(net(), "async", staleness=2, fragments=3)
+    for _ in range(2):
+        for step in range(0 if rank == world - 1 else 12):
+            model.zero_grad()
+            loss(model, rank, step).backward()
+        trigram.consensus(model)
+    mine = flatten(list(model.parameters())).detach()
+    largest = mine.clone()
+    trigram.all_reduce(largest, "max")
+    assert torch.equal(largest, mine)
+
+
+def test_a_rank_without_steps_does_not_hold_up_those_with_a_bound() -> None:
+    run(3, _idle, timeout=30)
+
+
+def _refused(rank: int, world: int) -> None:
+    for name in ("async", "async_low_precision", "async_decentralized"):
+        for more in ({}, {"fragments": 2}):
+            error = raises(
+                trigram.UnsupportedError, trigram.with_bagua, net(), name, sample_weight=2.0, **more
+            )
+            says(error, "sample_weight", name)
+    for asked in (7, 10**9):
+        says(
+            raises(trigram.MisuseError, trigram.with_bagua, net(), "async", fragments=asked),
+            str(asked),
+            "at most",
+        )
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    run(2, _refused)
 
 
 def _until_killed(rank: int, world: int, label: str) -> str:

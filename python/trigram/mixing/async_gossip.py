@@ -357,10 +357,12 @@ class AsyncGossip:
         if self.script is None:
             self._listen()
 
-    def before_update(self) -> None:
+    def before_update(self) -> bool:
         """Applies what has arrived: the sooner, the less have the weights moved away from it."""
+        under_way = len(self.works)
         if self.script is None and self._apply_arrived():
             self._end_step()
+        return len(self.works) != under_way
 
     # The end.
 

@@ -275,8 +275,9 @@ class QuorumSteps:
     def backward_over(self) -> None:
         """Nothing to do: averaging steps are made at boundaries."""
 
-    def before_update(self) -> None:
+    def before_update(self) -> bool:
         """Nothing to do: averaging steps are made at boundaries."""
+        return False
 
     # The end of a training, or a pause in it.
 

@@ -253,7 +253,10 @@ def _difference(mine: Any, saved: Any, at: str) -> str:
         parts = [(f"{at}.{k}", mine[k], saved[k]) for k in mine if k != "order"]
     elif isinstance(mine, list | tuple) and isinstance(saved, list | tuple):
         if len(mine) != len(saved):
-            return f"{what}it has {len(saved)} parts, and {len(mine)} are expected; use the same model"
+            return (
+                f"{what}it has {len(saved)} parts, and {len(mine)} are expected; use the same model and "
+                "options, such as fragments="
+            )
         parts = [(f"{at}[{k}]", a, b) for k, (a, b) in enumerate(zip(mine, saved, strict=True))]
     else:
         return ""

@@ -163,7 +163,8 @@ def _schedule(
     """The schedule (``when``) of the averaging steps."""
     options = algorithm.options
     if algorithm.every is None:
-        parts = _fragments(tensors, options["fragments"])
+        # A registered step may count on its calls being those of one averaging step after the other.
+        parts = _fragments(tensors, options["fragments"] or (None if algorithm.step is None else 1))
         if algorithm.kind != "gossip" or algorithm.step is not None:
             each = [_steps(part, groups, algorithm) for part in parts]
             return BackgroundSteps(each, groups, options["staleness"], options["script"])
@@ -197,7 +198,7 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
     if asked is None:
         count = default_fragments(sum(t.numel() * t.element_size() for same in tensors for t in same))
     else:
-        count = asked
+        count = min(asked, 1 + sum(len(same) for same in tensors))  # one more than there can be
     if count == 1:
         return [tensors]
     fragments: list[list[list[torch.Tensor]]] = [[] for _ in range(count)]
@@ -215,7 +216,7 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
         return [fragment for fragment in fragments if fragment]
     if not all(fragments):
         raise MisuseError(
-            f"with_bagua: fragments={count} leaves fragments without a parameter, because a parameter is "
+            f"with_bagua: fragments={asked} leaves fragments without a parameter, because a parameter is "
             f"never divided and some are large; use at most {sum(map(bool, fragments))}"
         )
     return fragments

@@ -83,11 +83,6 @@ class Options:
             )
         if self.sample_weight is None:
             return
-        if algorithm.options.get("fragments", 1) > 1:
-            raise UnsupportedError(
-                f"{algorithm.name}: sample_weight is not supported with fragments, whose averages begin at "
-                "different steps; remove one of the two"
-            )
         if not callable(self.sample_weight) and not isinstance(self.sample_weight, int | float):
             raise MisuseError(
                 f"with_bagua: sample_weight={self.sample_weight!r} must be a number or a callable that "
@@ -106,6 +101,11 @@ class Options:
             raise UnsupportedError(
                 f"{algorithm.name}: sample_weight is not supported with {algorithm.value}: {why}; remove "
                 "sample_weight"
+            )
+        if (algorithm.options.get("fragments") or 1) > 1:
+            raise UnsupportedError(
+                f"{algorithm.name}: sample_weight is not supported with fragments, whose averages begin at "
+                "different steps; remove one of the two"
             )
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:

@@ -47,8 +47,8 @@ class StepSchedule(Protocol):
     def backward_over(self) -> None:
         """Called when a backward pass has ended; the weights must not change."""
 
-    def before_update(self) -> None:
-        """Called before the optimizer updates the weights."""
+    def before_update(self) -> bool:
+        """Called before the optimizer updates the weights; returns whether it has changed them."""
 
     def drain(self, timeout: float | None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
@@ -116,8 +116,9 @@ class _CountedSchedule:
         """The same."""
         self._advance()
 
-    def before_update(self) -> None:
+    def before_update(self) -> bool:
         """See :class:`StepSchedule`."""
+        return False
 
     def _advance(self) -> None:
         """Starts second phases, in the order of the averaging steps, as all ranks do."""
@@ -229,10 +230,12 @@ class EverySteps(_CountedSchedule):
         if self.steps_due > self.steps_started == self.steps_done:
             self._start()
 
-    def before_update(self) -> None:
+    def before_update(self) -> bool:
         """See :class:`StepSchedule`."""
-        if self.steps_started > self.steps_done:
-            self._finish(moved=False)
+        if self.steps_started == self.steps_done:
+            return False
+        self._finish(moved=False)
+        return True
 
     def state(self) -> dict[str, Any]:
         """See :class:`_CountedSchedule`."""
@@ -329,16 +332,22 @@ class BackgroundSteps(_CountedSchedule):
         self._advance()
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
 
-    def before_update(self) -> None:
+    def before_update(self) -> bool:
         """Applies what has arrived: the sooner, the less have the weights moved away from it. With a bound of
         1 all wait for all, so averages are applied at boundaries only, and a training is reproducible."""
+        done = self.steps_done
         while self.script is None and self.staleness != 1 and self.under_way and self._ready():
             self._finish(moved=True)
+        return self.steps_done != done
 
     def progress(self) -> bool:
-        """Makes progress for the other ranks while this rank has no boundaries; True if a step ended."""
-        if self.script is not None or not self.under_way or not self._ready():
+        """Makes progress for the other ranks while this rank has no boundaries; True if a step was started or
+        has ended. With a bound they may wait for it to start one, before its first boundary too."""
+        if self.script is not None or (not self.under_way and self.staleness is None):
             return False
-        self._finish(moved=True)
+        if self.under_way:
+            if not self._ready():
+                return False
+            self._finish(moved=True)
         self._start(self.last_boundary)
         return True

@@ -196,10 +196,10 @@ class WeightSync(StepHooks):
         if not self.begun:  # the passes are in a closure of the optimizer, or there are none
             self._begin_step()
         before = self.times.enter(steps.WAIT)
-        done = self.schedule.steps_done
+        moved = False
         with self.elastic.forgiving(), self._explaining():
-            self.schedule.before_update()
-        if self.schedule.steps_done != done:
+            moved = self.schedule.before_update()
+        if moved:
             self.moved_here()
         self.times.enter(before)
 

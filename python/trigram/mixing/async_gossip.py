@@ -33,7 +33,7 @@ from trigram import collectives
 from trigram.algorithms.graphs import Graph
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
-from trigram.errors import AbortedError
+from trigram.errors import AbortedError, MisuseError
 from trigram.mixing.gossip import References, seed
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
@@ -420,6 +420,13 @@ class AsyncGossip:
         """See :meth:`state`."""
         self.steps_done = state["rounds"]
         self.matchings_started = self.matchings_ended = state["drawn"]
-        for part, kept in zip(self.fragments, state["references"], strict=True):
+        saved = state["references"]
+        saved = [saved] if isinstance(saved, dict) else saved  # of a version without fragments
+        if len(saved) != len(self.fragments):
+            raise MisuseError(
+                f"the state has the weights in {len(saved)} fragments, not in {len(self.fragments)}; "
+                f"pass fragments={len(saved)}"
+            )
+        for part, kept in zip(self.fragments, saved, strict=True):
             part.references.load(kept)
         self.random.setstate(state["random"])

@@ -1,7 +1,7 @@
 """Averages a tensor of GPUs over TCP, through codecs, beside NCCL over TCP: encode, send, decode, add,
 encode, send, decode.
 
-    python benches/gpu_network.py [--world 2] [--mib 4,25,100] [--codecs int8,topk:0.01] [--rounds 7]
+    python benches/gpu_network.py [--world 2] [--mib 4,25,100] [--codecs int8,topk:0.01] [--rounds 5]
 
 Each rank is a host of its own: Trigram's engine is held to TCP (`TRIGRAM_TRANSPORT=tcp`) and NCCL to its
 sockets (`NCCL_NET=Socket`), both on loopback, where bytes cost the processor's time instead of the network's.
@@ -93,7 +93,7 @@ def main() -> None:
     parser = gpu_ranks.arguments(__doc__)
     parser.add_argument("--mib", default="4,25,100", help="MiB of float32, with commas")
     parser.add_argument("--codecs", default=CODECS)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     if options.rank:
         return rank(options)

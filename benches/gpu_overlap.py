@@ -1,7 +1,7 @@
 """Trains with `with_bagua` on GPUs beside DistributedDataParallel over NCCL: losses, time of a step, overlap,
 cost of a wait.
 
-    python benches/gpu_overlap.py [--world 2] [--width 2048] [--layers 12] [--batch 256]
+    python benches/gpu_overlap.py [--world 2] [--width 1024] [--layers 12] [--batch 16384]
 
 Two ranks share one GPU if there is only one; their step times then hold the work of both. The losses of both
 are compared bit for bit over `--steps` steps. Then the two train in turns, `--rounds` times. Overlap is the
@@ -86,9 +86,9 @@ def merged(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def overlap(training: Training, steps: int) -> tuple[float, float] | None:
-    """Milliseconds of NCCL's kernels per step, and the share of it that others cover; None: no such kernel
-    ran."""
+def overlap(training: Training, steps: int) -> tuple[float, float, float, float] | None:
+    """Milliseconds of NCCL's kernels per step, and the share of it that others cover; the same of the others,
+    and the share that NCCL's cover. None: no kernel of NCCL ran."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     if not gpu_ranks.REHEARSES:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -101,7 +101,10 @@ def overlap(training: Training, steps: int) -> tuple[float, float] | None:
         profile.export_chrome_trace(str(trace))
         ours, others = kernels(trace)
     total, inside = covered(ours, others)
-    return (total / 1000 / steps, inside / total) if total else None
+    computing, hidden = covered(others, ours)
+    if not total:
+        return None
+    return total / 1000 / steps, inside / total, computing / 1000 / steps, hidden / computing
 
 
 def waits(device: torch.device, values: int, calls: int) -> dict[str, float]:
@@ -168,6 +171,8 @@ def rank(options: argparse.Namespace) -> None:
         else:
             say(f"NCCL's kernels, {name}", found[0], "ms per step")
             say(f"overlap of {name}", found[1], "of that time")
+            say(f"other kernels, {name}", found[2], "ms per step")
+            say(f"during which NCCL's run too, {name}", found[3], "of that time")
 
     for values in (256, 1 << 20):
         dist.barrier()
@@ -181,12 +186,12 @@ def rank(options: argparse.Namespace) -> None:
 def main() -> None:
     """Starts the ranks."""
     parser = gpu_ranks.arguments(__doc__)
-    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--waits", type=int, default=200, help="calls that are waited for, per measurement")
+    parser.add_argument("--batch", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--waits", type=int, default=50, help="calls that are waited for, per measurement")
     options = parser.parse_args()
     if options.rank:
         return rank(options)

@@ -1,7 +1,7 @@
 """torch's all_reduce over NCCL, through our network plugin and through NCCL's own sockets: two ranks, each a
 host of its own, on one GPU.
 
-    python benches/gpu_plugin.py [--mib 1,16,64,256] [--streams 1,2,4] [--rounds 2] [--calls 20]
+    python benches/gpu_plugin.py [--mib 1,16,64] [--streams 1,2,4] [--rounds 1] [--calls 5]
 
 Trigram takes no part but the plugin. The candidates take turns; each starts ranks of its own, as NCCL chooses
 a network once. A row has the best median over the turns, as the rate of the tensor's bytes (for two ranks
@@ -71,10 +71,10 @@ def networks(options: argparse.Namespace) -> dict[str, dict[str, str]]:
 def main() -> None:
     """Starts the ranks of each candidate."""
     parser = gpu_ranks.arguments(__doc__, limit=120)
-    parser.add_argument("--mib", default="1,16,64,256", help="MiB of float32, with commas")
+    parser.add_argument("--mib", default="1,16,64", help="MiB of float32, with commas")
     parser.add_argument("--streams", default="1,2,4")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--calls", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--calls", type=int, default=5)
     options = parser.parse_args()
     if options.rank:
         return rank(options)

@@ -8,7 +8,8 @@ of trigram and those of pytest (`make wheel-gpu`). The wheels are unpacked besid
 pip nor a network is needed. A stage that fails or outlasts its limit does not keep the others from running.
 Each writes what it has found as it goes: the page, `report.md`, is written anew after each stage, from all
 that the folder holds, also of earlier runs of other stages. `--within` leaves out the stages that no longer
-fit in so many seconds.
+fit in so many seconds. `--together` runs them at the same time, which is shorter where there are processors
+enough; their times then mean nothing.
 
 `--rehearse` does all this without a GPU, with small sizes: tensors of the CPU over a stand-in for NCCL and
 interpreted kernels.
@@ -53,6 +54,7 @@ ABSENT = ["typer", "rich", "sklearn", "matplotlib", "pytest_timeout"]
 """What a machine with a GPU may lack, and a rehearsal does without."""
 ON_GPU = "tests/gpu/test_on_gpu.py"
 NCCL, HOST = (f"(trains or learns) and {way}" for way in ("not host", "host"))
+FAULTS = "errors or elastic or levels or backend"
 VERDICT = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 TAIL = 40
 """Lines of the log of a stage that failed, on the page."""
@@ -104,6 +106,7 @@ STAGES = [
         "test_bits",
         "places-bf16 or places-int8",
     ),
+    _tests("faults", "errors, losses of ranks, two levels", ON_GPU, FAULTS, "errors or elastic or levels"),
     _script("codecs", "codecs beside a copy", "gpu_codecs.py", "--sizes 0.02 --codecs bf16,int8"),
     _script(
         "overlap",
@@ -124,6 +127,12 @@ STAGES = [
         "NCCL through the plugin beside its sockets",
         "gpu_plugin.py",
         "--mib 0.02 --streams 1 --rounds 1 --calls 2",
+    ),
+    _script(
+        "elastic",
+        "a new communicator after a loss, beside NCCL's shrink",
+        "gpu_elastic.py",
+        "--width 16 --layers 2 --steps 9 --rounds 1",
     ),
 ]
 NAMES = [stage.name for stage in STAGES]
@@ -173,37 +182,49 @@ def stand_in(out: Path) -> dict[str, str]:
     return {"TRIGRAM_NCCL_LIB": str(library), "TRIGRAM_CUDA_LIB": str(library)}
 
 
-def run(stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
-    """Runs a stage and writes how it ended; its figures and its log are written as it goes."""
-    log, figures = out / f"{stage.name}.log", out / f"{stage.name}.figures"
-    figures.write_text("")
-    result: dict[str, Any] = {"state": "started", "limit": limit, "rehearsal": rehearse}
-    kept = out / f"{stage.name}.json"
-    kept.write_text(json.dumps(result))
-    argv, began = stage.rehearsed if rehearse else stage.argv, time.monotonic()
-    with log.open("w") as said:
-        process = subprocess.Popen(
-            [sys.executable, *argv],
-            cwd=ROOT,
-            env=environment(rehearse, figures),
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+class Running:
+    """A stage that runs; it writes its figures and its log as it goes, and `end` how it ended."""
+
+    def __init__(self, stage: Stage, out: Path, limit: float, rehearse: bool) -> None:
+        self.name, self.limit, self.began = stage.name, limit, time.monotonic()
+        self.log, figures = out / f"{stage.name}.log", out / f"{stage.name}.figures"
+        figures.write_text("")
+        self.kept = out / f"{stage.name}.json"
+        self.result: dict[str, Any] = {"state": "started", "limit": limit, "rehearsal": rehearse}
+        self.kept.write_text(json.dumps(self.result))
+        argv = stage.rehearsed if rehearse else stage.argv
+        with self.log.open("w") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, *argv],
+                cwd=ROOT,
+                env=environment(rehearse, figures),
+                stdout=said,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def end(self) -> bool:
+        """Waits until the stage has ended, at most for what is left of its limit; whether it passed."""
         try:
-            code = process.wait(limit)
+            code = self.process.wait(max(0.0, self.limit - (time.monotonic() - self.began)))
             state = "passed" if code == 0 else f"failed (exit code {code})"
-            verdicts = {v for _, v in VERDICT.findall(log.read_text(errors="replace"))}
+            verdicts = {v for _, v in VERDICT.findall(self.log.read_text(errors="replace"))}
             if code == 0 and verdicts == {"SKIPPED"}:
                 state = "failed (all tests were skipped)"
         except subprocess.TimeoutExpired:
-            state = f"ended after {limit:.0f} s"
+            state = f"ended after {self.limit:.0f} s"
         finally:
-            # With all its ranks, whatever ends this one.
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    kept.write_text(json.dumps(result | {"state": state, "seconds": round(time.monotonic() - began, 1)}))
+            self.kill()
+        seconds = round(time.monotonic() - self.began, 1)
+        self.kept.write_text(json.dumps(self.result | {"state": state, "seconds": seconds}))
+        print(f"{self.name}: {state}, {seconds} s", flush=True)
+        return state == "passed"
+
+    def kill(self) -> None:
+        """Kills the stage with all its ranks, whatever ends it."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def read_figures(file: Path) -> tuple[list[dict[str, Any]], int]:
@@ -340,6 +361,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "gpu-report-out")
     parser.add_argument("--limit", type=float, default=540, help="seconds of a stage")
     parser.add_argument("--within", type=float, default=0, help="seconds of all stages; 0: no limit")
+    parser.add_argument("--together", action="store_true", help="at the same time; times mean nothing")
     parser.add_argument("--rehearse", action="store_true", help="without a GPU")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -351,24 +373,35 @@ def main() -> int:
         parser.error(f"there is no stage {', '.join(unknown)}; there are {', '.join(NAMES)}")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    began, failed = time.monotonic(), False
-    if not options.rehearse:
+    began, passed = time.monotonic(), True
+    if options.rehearse:
+        stand_in(options.out)
+    else:
         unpack()
-    for stage in STAGES:
-        if stage.name not in asked:
-            continue
-        left = options.within - (time.monotonic() - began) if options.within else options.limit
-        if left <= 0:
-            print(f"{stage.name}: no time is left", flush=True)
-            failed = True
-            continue
-        run(stage, options.out, min(options.limit, left), options.rehearse)
-        (options.out / "report.md").write_text(page(options.out))
-        state = json.loads((options.out / f"{stage.name}.json").read_text())
-        print(f"{stage.name}: {state['state']}, {state['seconds']} s", flush=True)
-        failed = failed or state["state"] != "passed"
+    running: list[Running] = []
+    try:
+        for stage in STAGES:
+            if stage.name not in asked:
+                continue
+            left = options.within - (time.monotonic() - began) if options.within else options.limit
+            if left <= 0:
+                print(f"{stage.name}: no time is left", flush=True)
+                passed = False
+                continue
+            running.append(Running(stage, options.out, min(options.limit, left), options.rehearse))
+            if not options.together:
+                passed &= running[0].end()
+                running.pop()
+                (options.out / "report.md").write_text(page(options.out))
+        while running:
+            passed &= running[0].end()
+            running.pop(0)
+            (options.out / "report.md").write_text(page(options.out))
+    finally:
+        for stage_left in running:
+            stage_left.kill()
     print(options.out / "report.md")
-    return int(failed)
+    return int(not passed)
 
 
 if __name__ == "__main__":

@@ -44,10 +44,12 @@ FOUND = {
     "kernels": ["2 passed"],
     "codecs": ["a copy", "int8, decode and add, 0.02 MiB"],
     "overlap": ["losses are DDP's, bit for bit", "step of DDP", "Work.wait, stream"],
+    "faults": ["8 passed"],
     "training": ["1 passed"],
     "training-host": ["1 passed"],
     "network": ["0.02 MiB, sign, times faster than NCCL over TCP"],
     "plugin": ["0.02 MiB, the plugin, 1 streams"],
+    "elastic": ["shrink: steps in which a rank is lost"],
 }
 
 

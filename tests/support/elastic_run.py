@@ -20,15 +20,18 @@ FEATURES, CLASSES, BATCH = 20, 5, 12
 def model() -> torch.nn.Module:
     """The same on every call."""
     torch.manual_seed(7)
-    layers = [torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)]
-    return torch.nn.Sequential(*layers).double()
+    with torch.device("cpu"):
+        layers = [torch.nn.Linear(FEATURES, 16), torch.nn.Tanh(), torch.nn.Linear(16, CLASSES)]
+    return torch.nn.Sequential(*layers).double().to(torch.get_default_device())
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     """What a rank sees in a step."""
     g = torch.Generator().manual_seed(1000 * step + rank)
-    x = torch.randn(BATCH, FEATURES, generator=g, dtype=torch.float64)
-    return x, (x @ torch.arange(FEATURES * CLASSES).reshape(FEATURES, CLASSES).sin().double()).argmax(1)
+    x = torch.randn(BATCH, FEATURES, generator=g, dtype=torch.float64, device="cpu")
+    right = torch.arange(FEATURES * CLASSES, device="cpu").reshape(FEATURES, CLASSES).sin().double()
+    here = torch.get_default_device()  # a GPU, in tests/gpu
+    return x.to(here), (x @ right).argmax(1).to(here)
 
 
 def optimizer(net: torch.nn.Module) -> torch.optim.Optimizer:

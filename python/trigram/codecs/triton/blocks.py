@@ -30,7 +30,21 @@ from trigram.codecs.triton.floats import (
 from trigram.codecs.triton.kernel import Kernel
 from trigram.codecs.triton.words import aligned, load_words, pack, store_words, unpack
 
-TILE = 4096  # values per program: 16 for each of its threads
+REGISTERS = 64  # per thread at most; only the last, incomplete tile would need more
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is launched, as measured on an H200 (docs/gpu.md): small programs, of which more are under
+    way at a time, come nearest to the memory's bandwidth.
+
+    Attributes:
+        tile: Values per program.
+        warps: Warps per program, of 32 threads each.
+    """
+
+    tile: int = 1024
+    warps: int = 2
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,8 @@ class BlockFormat:
             (blocks, values), both int32.
         values: From ``(headers, codes, BITS)`` to float32 values (blocks, values).
         mean: Whether ``quantise`` needs the mean of |x|, summed in the CPU's order.
+        encode: How encoding is launched.
+        decode: How decoding is launched.
     """
 
     block: int
@@ -53,30 +69,36 @@ class BlockFormat:
     quantise: Any
     values: Any
     mean: bool = False
+    encode: Launch = Launch()
+    decode: Launch = Launch()
 
 
 class Blocks(Kernel):
     """The GPU kernels of a block codec, one to encode a tensor and one to decode it."""
 
-    __slots__ = ("_quantise", "_shape", "_tile")
+    __slots__ = ("_decode", "_encode")
 
     def __init__(self, codec: Codec, format: BlockFormat) -> None:
         super().__init__(codec)
-        block = codec.block or format.block
+        quantise = {"QUANTISE": format.quantise, "MEAN": format.mean}
+        self._encode = self._launch(format, format.encode) | quantise
+        self._decode = self._launch(format, format.decode)
+
+    def _launch(self, format: BlockFormat, launch: Launch) -> dict[str, Any]:
+        """The arguments of a kernel that do not depend on the tensor."""
+        block = self.block or format.block
         cols = triton.next_power_of_2(block)
-        rows = max(1, TILE // cols)
-        self._tile = rows * block
-        self._quantise = {"QUANTISE": format.quantise, "MEAN": format.mean}
-        self._shape = {
+        arguments = {
             "VALUES": format.values,
             "BITS": format.bits,
             "HEADER": 4 if format.header else 0,
             "BLOCK": block,
             "COLS": cols,
-            "ROWS": rows,
-            "num_warps": 8,
+            "ROWS": max(1, launch.tile // cols),
+            "num_warps": launch.warps * max(1, cols // launch.tile),
             "enable_fp_fusion": False,
         }
+        return arguments if torch.version.hip else arguments | {"maxnreg": REGISTERS}
 
     def encode(
         self,
@@ -93,7 +115,7 @@ class Blocks(Kernel):
         keep = keep_of(residual, feedback)
         code, words = aligned(out)
         with torch.cuda.device_of(src):
-            _encode[(triton.cdiv(n, self._tile),)](
+            _encode[(_programs(n, self._encode),)](
                 raw(src),
                 residual,
                 code,
@@ -101,8 +123,7 @@ class Blocks(Kernel):
                 n,
                 FORMAT=format_of(src),
                 KEEP=keep,
-                **self._quantise,
-                **self._shape,
+                **self._encode,
             )
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
@@ -113,13 +134,31 @@ class Blocks(Kernel):
         add = weight is not None
         code, words = aligned(encoded)
         with torch.cuda.device_of(out):
-            _decode[(triton.cdiv(n, self._tile),)](
-                code, words, raw(out), weight_of(weight), n, FORMAT=format_of(out), ADD=add, **self._shape
+            _decode[(_programs(n, self._decode),)](
+                code, words, raw(out), weight_of(weight), n, FORMAT=format_of(out), ADD=add, **self._decode
             )
 
 
+def _programs(n: int, arguments: dict[str, Any]) -> int:
+    return int(triton.cdiv(n, arguments["ROWS"] * arguments["BLOCK"]))
+
+
 @triton.jit
-def _mean(
+def _any_order(x, COLS: tl.constexpr):
+    """Whether sums of |x| of a row are exact in f64, whatever their order; so they nearly always are.
+
+    All values of a row are multiples of the last place of its smallest, and the sum is less than COLS times
+    the power of two above its largest: it needs 24 bits, those of COLS, and the distance of the exponents.
+    """
+    size = size_of(x)
+    exponent = tl.maximum(size >> 23, 1)
+    least = tl.min(tl.where(size == 0, 255, exponent), axis=1)
+    distance = tl.maximum(tl.max(exponent, axis=1) - least, 0)
+    return tl.max(COLS << tl.minimum(distance, 30).to(tl.int64), axis=0) <= 1 << 29
+
+
+@triton.jit
+def _mean_in_order(
     src,
     residual,
     left,
@@ -190,7 +229,14 @@ def _encode_tile(
     x = fetch(src, residual, at, there, FORMAT, KEEP)
     mean = 0.0
     if MEAN:
-        mean = _mean(src, residual, left, FORMAT, KEEP, BLOCK, ROWS, TAIL)
+        mean = tl.zeros((ROWS, 1), tl.float32)
+        if TAIL:
+            mean = _mean_in_order(src, residual, left, FORMAT, KEEP, BLOCK, ROWS, TAIL)
+        elif _any_order(x, COLS):
+            total = tl.sum(float_of(size_of(x)).to(tl.float64), axis=1, keep_dims=True)
+            mean = (total / BLOCK).to(tl.float32)
+        else:
+            mean = _mean_in_order(src, residual, left, FORMAT, KEEP, BLOCK, ROWS, TAIL)
     headers, codes = QUANTISE(x, mean, BITS)
     codes = tl.where(there, codes, 0)
     if HEADER:

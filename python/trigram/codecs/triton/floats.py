@@ -89,7 +89,9 @@ def to_half(x):
     subnormal = bits_of(float_of(size) + 0.5) - HALF
     short = tl.where(size < NORMAL, subnormal, normal)
     short = tl.where(size >= 0x47800000, 0x7C00, short)
-    short = tl.where(size > INFINITE, 0x7E00 | (size >> 13 & 0x3FF), short)
+    # The payload of a NaN is that of `bits`: a compiler may make a size with an instruction for |x|, which
+    # puts another NaN in its place.
+    short = tl.where(size > INFINITE, 0x7E00 | (bits >> 13 & 0x3FF), short)
     return short | (bits >> 16 & 0x8000)
 
 

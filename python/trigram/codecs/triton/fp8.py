@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trigram.codecs.triton.blocks import BlockFormat
+from trigram.codecs.triton.blocks import BlockFormat, Launch
 from trigram.codecs.triton.floats import INFINITE, NAN, SIZE, bits_of, float_of, hold, largest
 
 TOP = tl.constexpr(448.0)  # the largest value of the format
@@ -44,4 +44,4 @@ def values(headers, codes, BITS: tl.constexpr):
     return hold(number * float_of(headers))
 
 
-FP8 = BlockFormat(128, 8, True, quantise, values)
+FP8 = BlockFormat(128, 8, True, quantise, values, encode=Launch(512, 1), decode=Launch(2048, 2))

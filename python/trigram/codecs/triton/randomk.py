@@ -25,7 +25,7 @@ from trigram.codecs.triton.floats import (
     size_of,
     weight_of,
 )
-from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, nan_if, none, spoil, tiles
+from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, fill_if, none, tiles
 from trigram.codecs.triton.words import load_words, store_words
 
 HEADER = tl.constexpr(12)  # the seed (8 bytes), and NaN (4 bytes) if a value is NaN or infinite
@@ -59,8 +59,7 @@ class RandomK(Sparse):
                 values, residual, out, flag, low, high, n, k, FORMAT=form, KEEP=keep, TILE=DRAWN, **OPTIONS
             )
             if residual is not None:
-                bits = 0 if feedback else NAN.value
-                spoil[(tiles(n),)](residual, flag, n, BITS=bits, FORMAT=0, TILE=TILE, **OPTIONS)
+                fill_if(flag, residual, 0, 0 if feedback else NAN.value)
 
     def decode(self, encoded: torch.Tensor, out: torch.Tensor, weight: float | None = None) -> None:
         """As :meth:`Kernel.decode`; all bytes are valid."""
@@ -76,7 +75,7 @@ class RandomK(Sparse):
             _place[(tiles(k, DRAWN),)](
                 encoded, target, flag, weight_of(weight), n, k, FORMAT=form, ADD=add, TILE=DRAWN, **OPTIONS
             )
-            nan_if(flag, target, form)
+            fill_if(flag, target, form)
 
 
 def _signed(word: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from trigram.codecs.triton.blocks import BlockFormat
+from trigram.codecs.triton.blocks import BlockFormat, Launch
 from trigram.codecs.triton.floats import INFINITE, NAN, bits_of, float_of, largest
 
 
@@ -22,4 +22,4 @@ def values(headers, codes, BITS: tl.constexpr):
     return float_of(headers ^ (codes << 31))
 
 
-SIGN = BlockFormat(256, 1, True, quantise, values, mean=True)
+SIGN = BlockFormat(256, 1, True, quantise, values, mean=True, encode=Launch(512, 1))

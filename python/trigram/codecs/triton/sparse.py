@@ -13,9 +13,9 @@ from trigram.codecs.triton.floats import F16, F32, NAN, float_of
 from trigram.codecs.triton.kernel import Kernel
 from trigram.errors import UnsupportedError
 
-TILE = 2048  # values per program: 8 for each of its threads
+TILE = 2048  # values per program: 16 for each of its threads
 DRAWN = 1024  # indices per program, which are computed in 64 bits
-OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 class Sparse(Kernel):
@@ -52,19 +52,22 @@ def none(device: torch.device, n: int = 1) -> torch.Tensor:
 
 
 @triton.jit
-def spoil(out, flag, n, BITS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr):
-    """If the flag is set, fills `out` with the float32 whose bits are BITS (NaN or 0)."""
+def _fill_if(flag, out, n, BITS: tl.constexpr, FORMAT: tl.constexpr, TILE: tl.constexpr, TURNS: tl.constexpr):
     if tl.load(flag) != 0:
-        at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-        there = at < n
-        if FORMAT == F32:
-            tl.store(out + at, float_of(tl.full([TILE], BITS, tl.int32)), mask=there)
-        else:
-            short: tl.constexpr = 0 if BITS == 0 else 0x7E00 if FORMAT == F16 else 0x7FC0
-            tl.store(out + at, tl.full([TILE], short, tl.int16), mask=there)
+        first = tl.program_id(0).to(tl.int64) * (TILE * TURNS)
+        for turn in range(TURNS):
+            at = first + turn * TILE + tl.arange(0, TILE)
+            there = at < n
+            if FORMAT == F32:
+                tl.store(out + at, float_of(tl.full([TILE], BITS, tl.int32)), mask=there)
+            else:
+                short: tl.constexpr = 0 if BITS == 0 else 0x7E00 if FORMAT == F16 else 0x7FC0
+                tl.store(out + at, tl.full([TILE], short, tl.int16), mask=there)
 
 
-def nan_if(flag: torch.Tensor, out: torch.Tensor, form: int) -> None:
-    """Fills `out` with NaN if the flag is set; otherwise only the flag is read."""
-    n = out.numel()
-    spoil[(tiles(n),)](out, flag, n, BITS=NAN.value, FORMAT=form, TILE=TILE, **OPTIONS)
+def fill_if(flag: torch.Tensor, out: torch.Tensor, form: int, bits: int = NAN.value) -> None:
+    """Fills `out` with the float32 whose bits are `bits` (NaN or 0) if the flag is set; otherwise a few
+    programs read the flag, and nothing else happens."""
+    n, turns = out.numel(), 16
+    grid = (tiles(n, TILE * turns),)
+    _fill_if[grid](flag, out, n, BITS=bits, FORMAT=form, TILE=TILE, TURNS=turns, **OPTIONS)

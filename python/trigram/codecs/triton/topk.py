@@ -30,12 +30,14 @@ from trigram.codecs.triton.floats import (
     size_of,
     weight_of,
 )
-from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, nan_if, none, tiles
+from trigram.codecs.triton.sparse import DRAWN, OPTIONS, TILE, Sparse, fill_if, none, tiles
 from trigram.codecs.triton.words import load_words, store_words
 
 DIGITS = 4  # of 8, 8, 8 and 7 bits, the highest first: the first is the exponent
 BINS = tl.constexpr(256)
 MANTISSA = tl.constexpr(23)
+NEAR = tl.constexpr(32)  # bins for exponents near a program's largest; the last is for exponent 0
+ROOM = tl.constexpr(4)
 
 
 def _turns(n: int) -> int:
@@ -135,7 +137,7 @@ class TopK(Sparse):
                 TILE=DRAWN,
                 **OPTIONS,
             )
-            nan_if(flag, target, form)
+            fill_if(flag, target, form)
 
 
 @triton.jit
@@ -170,8 +172,13 @@ def _count_exponents(
     TILE: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    """Counts exponents; stores the values to encode in the residual, if there is one."""
-    found = tl.zeros((BINS,), tl.int32)
+    """Counts exponents; stores the values to encode in the residual, if there is one.
+
+    The exponents of a program's values are mostly within a factor of 2^26 of the largest, or 0: 32 bins are
+    enough for these, and cost a fraction of 256.
+    """
+    near, every = tl.zeros((NEAR,), tl.int32), tl.zeros((BINS,), tl.int32)
+    top = tl.full((), 0, tl.int32)
     first = tl.program_id(0).to(tl.int64) * (TILE * TURNS)
     for turn in range(TURNS):
         at = first + turn * TILE + tl.arange(0, TILE)
@@ -179,8 +186,19 @@ def _count_exponents(
         x = fetch(values, residual, at, there, FORMAT, KEEP)
         if KEEP != LOSE:
             tl.store(residual + at, x, mask=there)
-        found += tl.histogram(size_of(x) >> MANTISSA, BINS, mask=there)
-    _add(bins, found)
+        exponent = tl.where(there, size_of(x) >> MANTISSA, 0)
+        if turn == 0:
+            top = tl.max(exponent, axis=0) + ROOM  # a later tile may have larger ones
+        below = top - exponent
+        far = (exponent > 0) & ((below < 0) | (below >= NEAR - 1))
+        if tl.max(far.to(tl.int32), axis=0) == 0:
+            near += tl.histogram(tl.where(exponent == 0, NEAR - 1, below), NEAR, mask=there)
+        else:
+            every += tl.histogram(exponent, BINS, mask=there)
+    _add(bins, every)
+    place = tl.arange(0, NEAR)
+    place = tl.where(place == NEAR - 1, 0, top - place)
+    tl.atomic_add(bins + place, near, mask=near > 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["k"])

@@ -125,7 +125,8 @@ def _on_device(
     splits: engine_codes.Splits,
     limit: float | None,
 ) -> Work | None:
-    """The same for GPU tensors, in the order of the current stream."""
+    """The same for GPU tensors, after the work on the current stream. Like `Work.wait`, it returns when the
+    call has ended, and raises its error; with TRIGRAM_GPU_WAIT=stream, at once."""
     if asked[4]:
         raise UnsupportedError(
             f"{what}: via applies to CPU tensors only; for GPU tensors set TRIGRAM_GPU_TRANSPORT"
@@ -135,7 +136,7 @@ def _on_device(
     call = routes.start(group, asked, source, target, splits, limit)
     if async_op:
         return Work(call, (source, target), what, group.describe)
-    call.order()
+    call.wait()
     return None
 
 
@@ -157,10 +158,7 @@ def dispatch_uneven_on_device(
             own.copy_(source.view(-1))
         return dispatch(group, asked, target, target, async_op, what, (lengths, lengths), timeout)
     if async_op:
-        raise UnsupportedError(
-            f"{what}: splits with async_op work on CPU tensors only; leave async_op out, the call does not "
-            "block"
-        )
+        raise UnsupportedError(f"{what}: splits with async_op work on CPU tensors only; leave async_op out")
     whole = source.clone()
     dispatch(group, asked, whole, whole, False, what, (lengths, lengths), timeout)
     target.view(-1).copy_(whole.view(-1)[start : start + lengths[group.rank]])

@@ -157,7 +157,7 @@ class Graph:
     def matrix(self, round: int = 0) -> torch.Tensor:
         """The mixing matrix W, float64 (size, size): W[i, j] is the weight with which i receives from j. Rows
         sum to 1; with ``push`` columns do."""
-        w = torch.zeros(self.size, self.size, dtype=torch.float64)
+        w = torch.zeros(self.size, self.size, dtype=torch.float64, device="cpu")
         for i in range(self.size):
             to, received = self.neighbours(i, round)
             for j, weight in received:
@@ -176,7 +176,7 @@ class Graph:
         if self.size == 1:
             return 1.0
         rounds = self._period or 16
-        product = torch.eye(self.size, dtype=torch.float64)
+        product = torch.eye(self.size, dtype=torch.float64, device="cpu")
         for round in range(rounds):
             product = self.matrix(round) @ product
         second = float(torch.linalg.svdvals(product)[1])

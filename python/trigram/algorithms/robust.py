@@ -123,7 +123,7 @@ def clipped(gram: torch.Tensor, radius: float, iterations: int) -> list[float]:
         iterations: How many.
     """
     n = len(gram)
-    weight = torch.zeros(n, dtype=torch.float64)
+    weight = torch.zeros(n, dtype=torch.float64, device="cpu")
     for _ in range(iterations):
         square = gram.diagonal() - 2 * (gram @ weight) + weight @ gram @ weight
         distance = square.clamp(min=0.0).sqrt()

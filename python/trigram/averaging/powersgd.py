@@ -39,9 +39,9 @@ class _Matrix:
         self.rank = rank
         # The same Q on all ranks.
         generator = torch.Generator().manual_seed(0)
-        self.q = torch.randn(self.values.shape[1], rank, generator=generator, dtype=torch.float32).to(
-            values.device
-        )
+        self.q = torch.randn(
+            self.values.shape[1], rank, generator=generator, dtype=torch.float32, device="cpu"
+        ).to(values.device)
         self.local_q = self.q.clone()
         self.before: tuple[torch.Tensor, torch.Tensor] | None = None
 

@@ -37,7 +37,7 @@ class SampleWeight:
     def __init__(self, given: float | Callable[[], float], group: Group) -> None:
         self.given = given
         self.mine = self.pending = 0.0
-        self.local = torch.zeros(1, dtype=torch.float64)
+        self.local = torch.zeros(1, dtype=torch.float64, device="cpu")
         self.work: collectives.Work | None = None
         self.renew(group)
 
@@ -45,7 +45,7 @@ class SampleWeight:
         """Sets the ranks; an elastic job calls it again when they change."""
         self.group = internal_group(group, "sample weights")
         self.work = None
-        self.weights = torch.zeros(group.size, dtype=torch.float64)
+        self.weights = torch.zeros(group.size, dtype=torch.float64, device="cpu")
         self.last_call = 0
 
     def add_backward(self) -> None:

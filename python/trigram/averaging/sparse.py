@@ -71,4 +71,7 @@ def average(param: torch.Tensor, name: str, group: Group, sample_weight: SampleW
     data = data.view(-1, *param.shape[1:]) / group.size
     if sample_weight is not None:
         sample_weight.normalize(data)
-    param.grad = torch.sparse_coo_tensor(indices[None], data, param.shape, check_invariants=False).coalesce()
+    summed = torch.sparse_coo_tensor(
+        indices[None], data, param.shape, check_invariants=False, device=data.device
+    )
+    param.grad = summed.coalesce()

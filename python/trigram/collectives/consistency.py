@@ -19,8 +19,8 @@ _CHUNK = 4 << 20
 
 def tell_all(words: Sequence[int], group: Group) -> list[list[int]]:
     """Gathers 64-bit integers, the same number from each rank; indexed by group rank."""
-    everyone = torch.empty(group.size, len(words), dtype=torch.int64)
-    calls.all_gather(everyone, torch.tensor(words, dtype=torch.int64), group)
+    everyone = torch.empty(group.size, len(words), dtype=torch.int64, device="cpu")
+    calls.all_gather(everyone, torch.tensor(words, dtype=torch.int64, device="cpu"), group)
     gathered: list[list[int]] = everyone.tolist()
     return gathered
 

@@ -36,7 +36,7 @@ def pack(value: Any, what: str) -> torch.Tensor:
     tensors: list[torch.Tensor] = []
     text = json.dumps(_describe(value, tensors, what)).encode()
     sizes = [t.numel() * t.element_size() for t in tensors]
-    out = torch.empty(_HEADER + len(text) + sum(sizes), dtype=torch.uint8)
+    out = torch.empty(_HEADER + len(text) + sum(sizes), dtype=torch.uint8, device="cpu")
     out[:_HEADER] = torch.frombuffer(bytearray(len(text).to_bytes(_HEADER, "little")), dtype=torch.uint8)
     out[_HEADER : _HEADER + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     at = _HEADER + len(text)
@@ -110,7 +110,7 @@ def _restore(described: Any, data: torch.Tensor, at: int) -> tuple[Any, int]:
         size = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or at + size > data.numel():
             raise ValueError(f"a tensor of shape {shape} in the remaining {data.numel() - at} bytes")
-        t = torch.empty(shape, dtype=dtype)
+        t = torch.empty(shape, dtype=dtype, device="cpu")
         if size:
             t.view(-1).view(torch.uint8).copy_(data[at : at + size])
         return t, at + size

@@ -44,7 +44,7 @@ def _memory(t: torch.Tensor) -> Any:
 
 def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     if not len(memory):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if not isinstance(memory, memoryview):
         memory = bytearray(memory)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -241,7 +241,7 @@ class Server:
 
     def _receive(self) -> None:
         """Receives the packets of all hosts."""
-        header = torch.zeros(_HEADER.size, dtype=torch.uint8)
+        header = torch.zeros(_HEADER.size, dtype=torch.uint8, device="cpu")
         try:
             while True:
                 sender = self._await(header, None, _HEADERS)

@@ -185,7 +185,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if self._cached is not None and self._cached[0] == key:
             return self._cached[1]
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + self.epoch) % (1 << 63))
-        order: list[int] = torch.randperm(len(self._costs), generator=generator).tolist()
+        order: list[int] = torch.randperm(len(self._costs), generator=generator, device="cpu").tolist()
         for speeds, count in self._parts:
             done = {i for step in self._steps(order, speeds)[:count] for batch in step for i in batch}
             order = [i for i in order if i not in done]
@@ -200,7 +200,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         if mixed < 1:
             return planned
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + ~self.epoch) % (1 << 63))
-        shuffled = torch.randperm(mixed, generator=generator).tolist()
+        shuffled = torch.randperm(mixed, generator=generator, device="cpu").tolist()
         return [*(planned[i] for i in shuffled), planned[-1]]
 
     def __len__(self) -> int:
@@ -291,7 +291,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 def _checked_costs(costs: torch.Tensor | Sequence[float]) -> list[float]:
     """The costs as numbers."""
     try:
-        values = torch.as_tensor(costs, dtype=torch.float64).detach().cpu()
+        values = torch.as_tensor(costs, dtype=torch.float64, device="cpu").detach().cpu()
     except (TypeError, ValueError) as e:
         raise MisuseError(
             f"BalancedBatchSampler: costs are not numbers: {e}; pass one for each sample"

@@ -227,8 +227,8 @@ def _exchange_knowledge(
     losses = [
         _LOSS_KINDS.index(lost.get(r, "")) + _STATELESS * (r in mine.stateless) for r in range(mine.slots)
     ]
-    row = torch.tensor([mine.newcomer, mine.commits, *position, *losses], dtype=torch.int64)
-    rows = torch.empty(group.size, row.numel(), dtype=torch.int64)
+    row = torch.tensor([mine.newcomer, mine.commits, *position, *losses], dtype=torch.int64, device="cpu")
+    rows = torch.empty(group.size, row.numel(), dtype=torch.int64, device="cpu")
     collectives.all_gather(rows, row, group)
     return rows
 
@@ -301,7 +301,7 @@ def _connect_epoch(
         }
         for request in joining.values():
             queue.answer(request["id"], answer)
-    succeeded = torch.zeros(slots, dtype=torch.int32)
+    succeeded = torch.zeros(slots, dtype=torch.int32, device="cpu")
     succeeded[now.rank] = rendezvous.handshake(endpoints, _CONNECT_TIMEOUT)
     if queue is not None:
         for rank, request in joining.items():

@@ -182,16 +182,16 @@ class ElasticModel:
         rank = control.ranks[control.rank]
         if rank == change.source and change.newcomers:
             state = serialization.pack(self._state(), "elastic: the training state for a joining rank")
-            size = torch.tensor([state.numel()])
+            size = torch.tensor([state.numel()], device="cpu")
             for newcomer in change.newcomers:
                 for message in (size.clone(), state):
                     work = collectives.send(message, newcomer, _STATE_TAG, control, async_op=True)
                     assert work is not None
                     self.sending.append(work)
         elif rank in change.newcomers:
-            size = torch.zeros(1, dtype=torch.int64)
+            size = torch.zeros(1, dtype=torch.int64, device="cpu")
             collectives.recv(size, change.source, _STATE_TAG, control)
-            data = torch.empty(int(size), dtype=torch.uint8)
+            data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
             work = collectives.recv(data, change.source, _STATE_TAG, control, async_op=True)
             assert work is not None
             self.receiving = data, work, change.source
@@ -359,7 +359,7 @@ class ElasticModel:
         """The largest of all members: whether a rank waits to join, and these numbers."""
         _, mine = current()
         pending = mine.queue is not None and bool(mine.queue.pending)
-        values = torch.tensor([int(pending), *numbers])
+        values = torch.tensor([int(pending), *numbers], device="cpu")
         collectives.all_reduce(values, "max", None, self.groups.control)
         found: list[int] = values.tolist()
         return found

@@ -59,7 +59,7 @@ class _Neighbour:
 
     def __init__(self, groups: ModelGroups, group_rank: int) -> None:
         self.group, self.rank = groups.main, groups.main.ranks[group_rank]
-        self.inbox = torch.zeros(3, dtype=torch.int32)
+        self.inbox = torch.zeros(3, dtype=torch.int32, device="cpu")
         self.gone = False
         self.silent = False  # it has not answered in time, or has ended its training
         self.asked = 0.0  # when this rank made its last offer to it
@@ -71,7 +71,7 @@ class _Neighbour:
 
     def send(self, kind: int, first: int = 0, count: int = 0) -> None:
         """Sends a message."""
-        message = torch.tensor([kind, first, count], dtype=torch.int32)
+        message = torch.tensor([kind, first, count], dtype=torch.int32, device="cpu")
         collectives.send(message, self.rank, _CONTROL, self.group, async_op=True)
 
     def take(self) -> list[int] | None:
@@ -384,8 +384,10 @@ class AsyncGossip:
 
     def drain(self, timeout: float | None) -> None:
         """Ends scripted steps; all ranks call it when :meth:`finish_pending` has returned True on all."""
-        counts = torch.empty(self.groups.size, dtype=torch.int64)
-        collectives.all_gather(counts, torch.tensor([self.matchings_started]), self.groups.control)
+        counts = torch.empty(self.groups.size, dtype=torch.int64, device="cpu")
+        collectives.all_gather(
+            counts, torch.tensor([self.matchings_started], device="cpu"), self.groups.control
+        )
         while self.script is not None and self.matchings_ended < int(counts.max()):
             if self.matchings_started == self.matchings_ended:
                 self._follow_script(self.step, lambda _: False)

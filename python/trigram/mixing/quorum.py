@@ -39,7 +39,7 @@ class _Inbox:
 
     def __init__(self, groups: ModelGroups, sender: int, tag: int) -> None:
         self.group, self.sender, self.tag = groups.main, groups.main.ranks[sender], tag
-        self.memory = torch.zeros(1 + groups.size, dtype=torch.int32)
+        self.memory = torch.zeros(1 + groups.size, dtype=torch.int32, device="cpu")
         self.receiving: Any = None
         self.listen()
 
@@ -185,8 +185,8 @@ class QuorumSteps:
         return self.steps_done > before
 
     def _tell(self, j: int, words: Sequence[int]) -> None:
-        message = torch.zeros(1 + self.groups.size, dtype=torch.int32)
-        message[: len(words)] = torch.tensor(words, dtype=torch.int32)
+        message = torch.zeros(1 + self.groups.size, dtype=torch.int32, device="cpu")
+        message[: len(words)] = torch.tensor(words, dtype=torch.int32, device="cpu")
         group = self.groups.main
         tag = _FROM_LEADER if self.rank == 0 else _TO_LEADER
         collectives.send(message, group.ranks[j], tag, group, async_op=True)
@@ -214,9 +214,9 @@ class QuorumSteps:
     def _exchange(self, values: torch.Tensor, members: Sequence[int], mine: float) -> None:
         shards = list(values.tensor_split(len(members)))
         place, others = members.index(self.rank), [k for k, j in enumerate(members) if j != self.rank]
-        weight = torch.tensor([mine], dtype=values.dtype)
+        weight = torch.tensor([mine], dtype=values.dtype, device="cpu")
         # A part of each rank: its values of the receiver's shard, and its weight.
-        parts = {k: torch.empty(shards[place].numel() + 1, dtype=values.dtype) for k in others}
+        parts = {k: torch.empty(shards[place].numel() + 1, dtype=values.dtype, device="cpu") for k in others}
         works = [self._receive(parts[k], members[k], _PART) for k in others]
         works += [self._send(torch.cat([shards[k].cpu(), weight]), members[k], _PART) for k in others]
         self._wait(works)
@@ -227,7 +227,7 @@ class QuorumSteps:
         for part, factor in zip(ranked, factors, strict=True):
             if factor:  # a rank that weighs nothing may hold NaN
                 mean.add_(part[:-1], alpha=factor)
-        into = {k: torch.empty(shards[k].numel(), dtype=values.dtype) for k in others}
+        into = {k: torch.empty(shards[k].numel(), dtype=values.dtype, device="cpu") for k in others}
         works = [self._receive(into[k], members[k], _MEAN) for k in others]
         works += [self._send(mean, members[k], _MEAN) for k in others]
         self._wait(works)

@@ -303,7 +303,7 @@ class Auto:
         """The text of a rank of the group, on all ranks."""
         group, mine = self.groups.control, text.encode()
         length = tell_all([len(mine)], group)[rank][0]
-        values = torch.zeros(length, dtype=torch.uint8)
+        values = torch.zeros(length, dtype=torch.uint8, device="cpu")
         if group.rank == rank:
             values.copy_(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         collectives.broadcast(values, group.ranks[rank], group)

@@ -101,7 +101,7 @@ def dispatch(
     route = Route(_own_group(g), counts.view(n, local).sum(1).tolist(), arriving.sum(1).tolist(), coding)
     rows = travel(x.index_select(0, order // kept.shape[1]), route)
     # What came is sorted by rank, then by expert.
-    experts = torch.arange(local).repeat(n).repeat_interleave(arriving.reshape(-1))
+    experts = torch.arange(local, device="cpu").repeat(n).repeat_interleave(arriving.reshape(-1))
     arrival = experts.argsort(stable=True).to(x.device)
     tokens = _Scaled.apply(rows.index_select(0, arrival), float(n))  # type: ignore[no-untyped-call]
     shape = (kept.shape[0], kept.shape[1])
@@ -204,7 +204,7 @@ def _wrong(x: torch.Tensor, expert_index: torch.Tensor, num_experts: int, codec:
 def _exchange_counts(group: Group, counts: torch.Tensor, facts: list[int]) -> torch.Tensor:
     """By group rank: how many tokens it has for each of this rank's experts, then the facts that it gives."""
     n = group.size
-    given = torch.cat([counts.view(n, -1), torch.tensor([facts]).expand(n, -1)], 1).contiguous()
+    given = torch.cat([counts.view(n, -1), torch.tensor([facts], device="cpu").expand(n, -1)], 1).contiguous()
     heard = torch.empty_like(given)
     all_to_all(heard, given, group=_own_group(group))
     return heard

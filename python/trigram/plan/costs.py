@@ -45,9 +45,9 @@ def measure(
         The costs. ``shared`` is the copy's: within a host every byte is read and written once. ``wire`` is 0.
     """
     generator = torch.Generator().manual_seed(0)
-    values = torch.randn(elements, generator=generator, dtype=torch.float32)
+    values = torch.randn(elements, generator=generator, dtype=torch.float32, device="cpu")
     found = {name: _codec(name, values) for name in (*CODECS, _CHUNKED)}
-    source = torch.ones(touched // 8, dtype=torch.float32)
+    source = torch.ones(touched // 8, dtype=torch.float32, device="cpu")
     target = torch.empty_like(source)
     copy = seconds(lambda: target.copy_(source)) / source.nbytes
     return Costs(found, {str(rank): _powersgd(shapes, rank) for rank in ranks}, copy, copy, 0.0)
@@ -55,8 +55,12 @@ def measure(
 
 def _codec(name: str, values: torch.Tensor) -> CodecCost:
     codec, n = codecs.find(name), values.numel()
-    residual = torch.zeros(n, dtype=torch.float32) if name.partition(":")[0] in NEEDS_FEEDBACK else None
-    out, code = torch.zeros(n, dtype=torch.float32), codec.encode(values)
+    residual = (
+        torch.zeros(n, dtype=torch.float32, device="cpu")
+        if name.partition(":")[0] in NEEDS_FEEDBACK
+        else None
+    )
+    out, code = torch.zeros(n, dtype=torch.float32, device="cpu"), codec.encode(values)
     return CodecCost(
         seconds(lambda: codec.encode(values, code, residual)) / n,
         seconds(lambda: codec.decode(code, out)) / n,
@@ -77,7 +81,11 @@ def _powersgd(shapes: Sequence[tuple[int, ...]], rank: int) -> float:
     if not sample:
         return 0.0
     matrices = [
-        (torch.randn(r, c, dtype=torch.float32), torch.randn(c, rank, dtype=torch.float32)) for r, c in sample
+        (
+            torch.randn(r, c, dtype=torch.float32, device="cpu"),
+            torch.randn(c, rank, dtype=torch.float32, device="cpu"),
+        )
+        for r, c in sample
     ]
     return seconds(lambda: [arithmetic(m, q) for m, q in matrices]) / sum(r * c for r, c in sample)
 

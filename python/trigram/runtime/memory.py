@@ -39,7 +39,7 @@ def empty(
     if any(d < 0 for d in sizes):
         raise MisuseError(f"empty: shape {sizes} has a negative dimension; all must be 0 or more")
     if count == 0 or (device is not None and torch.device(device).type != "cpu"):
-        return torch.empty(sizes, dtype=dtype, device=device)
+        return torch.empty(sizes, dtype=dtype, device="cpu" if device is None else device)
     block = current().engine.allocate(count * dtype.itemsize)
     # The tensor keeps the array alive, and the array keeps the block alive.
     array = _Owned.of(block)

@@ -28,7 +28,7 @@ def broadcast_bytes(group: Group, mine: bytes, root: int) -> bytes:
 
 def _gather(group: Group, mine: bytes) -> list[bytes]:
     source = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-    target = torch.empty(group.size * len(mine), dtype=torch.uint8)
+    target = torch.empty(group.size * len(mine), dtype=torch.uint8, device="cpu")
     memory = (source.data_ptr(), source.nbytes, target.data_ptr(), target.nbytes)
     group.core.run((engine_codes.ALL_GATHER, _BYTE, len(mine), 0, 0, 0), memory, group.timeout)
     data = target.numpy().tobytes()

@@ -111,7 +111,7 @@ class BucketSet(Sequence[Bucket]):
                 bucket.views[k].copy_(old.of_this_rank() if isinstance(old, ShardedGradient) else old)
                 self.params[i].grad = bucket.views[k]
         count = sum(len(b.params) for b in self._all if b.flags is None)
-        self.flags = torch.zeros(count, dtype=torch.uint8) if count else None
+        self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
         self.two_phase = [b for b in self._all if b.average.calls]
 
     def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:

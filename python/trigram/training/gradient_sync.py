@@ -233,7 +233,7 @@ class GradientSync(FusedBuckets):
         if self.order is None or not self.steps:
             return
         rest = [i for i in reversed(self.dense) if i not in set(self.order)]
-        order = torch.tensor(self.order + rest, dtype=torch.int64)
+        order = torch.tensor(self.order + rest, dtype=torch.int64, device="cpu")
         collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
         self.order = None
         if order.tolist() != self.buckets.order:
@@ -480,7 +480,7 @@ class GradientSync(FusedBuckets):
             for i in self.sparse if self.weight() != 0.0 else ():
                 grad = self.params[i].grad
                 non_finite_check.check(
-                    grad._values() if grad is not None and grad.is_sparse else torch.empty(0)
+                    grad._values() if grad is not None and grad.is_sparse else torch.empty(0, device="cpu")
                 )
             non_finite_check.raise_if_any()
         if sample_weight is not None:

@@ -42,7 +42,7 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
     here: dict[_Key, list[Optimizer]] = {}
     for optimizer in sorted(optimizer_hooks.optimizers_of(set(place)), key=optimizer_hooks.last_step):
         here.setdefault(_key(optimizer, place), []).append(optimizer)
-    told, tensors = torch.empty(0, dtype=torch.uint8), list[torch.Tensor]()
+    told, tensors = torch.empty(0, dtype=torch.uint8, device="cpu"), list[torch.Tensor]()
     if group.rank == longest:
         try:  # of equal ones, that which has stepped last
             told = serialization.pack(
@@ -52,7 +52,7 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
             told, tensors = serialization.pack(str(error), "join"), []
     length = tell_all([told.numel()], group)[longest][0]
     if group.rank != longest:
-        told = torch.empty(length, dtype=torch.uint8)
+        told = torch.empty(length, dtype=torch.uint8, device="cpu")
     calls.broadcast(told, longest, group)
     found = serialization.unpack(told, group.ranks[longest])
     if isinstance(found, str):
@@ -65,7 +65,8 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
         for described in found:
             for _, _, apart in described["state"]:
                 tensors += [
-                    torch.empty(shape, dtype=getattr(torch, dtype)) for _, dtype, shape in apart.values()
+                    torch.empty(shape, dtype=getattr(torch, dtype), device="cpu")
+                    for _, dtype, shape in apart.values()
                 ]
     coalesced.broadcast(tensors, longest, group)
     _share_scaler(longest, groups)
@@ -169,7 +170,7 @@ def _share_scaler(longest: int, groups: ModelGroups) -> None:
         )
         return
     state = scalers[0].state_dict()
-    values = torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64)
+    values = torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64, device="cpu")
     calls.broadcast(values, longest, group)
     scale, tracker = values.tolist()
     scalers[0].load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})

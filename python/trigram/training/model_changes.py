@@ -32,7 +32,7 @@ def agree_on_change(tensors: Sequence[tuple[str, torch.Tensor]], groups: ModelGr
     ]
     digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     word = int.from_bytes(digest, "little") >> 2
-    extremes = torch.tensor([word, -word], dtype=torch.int64)
+    extremes = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
     collectives.all_reduce(extremes, "max", None, groups.main)
     if int(extremes[0]) != word or int(extremes[1]) != -word:
         raise MismatchError(

@@ -246,7 +246,7 @@ def _can_be_sent(state: Any) -> bool:
 
 def _normal(shape: torch.Size, like: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
     dtype = like.dtype if like.dtype == torch.float64 else torch.float32  # fewer bits hide small steps
-    return torch.randn(shape, generator=numbers, dtype=dtype).to(like.device)
+    return torch.randn(shape, generator=numbers, dtype=dtype, device="cpu").to(like.device)
 
 
 def _near(expected: list[torch.Tensor], actual: list[torch.Tensor] | None) -> bool:

@@ -52,7 +52,7 @@ class Pace:
         self.started_here = 0  # averaging steps, at the last boundary
         self.boundaries, self.since = 0, time.perf_counter()
         self.mine = 0.0  # seconds of a training step of this rank
-        self.told = torch.zeros(2, dtype=torch.float64)
+        self.told = torch.zeros(2, dtype=torch.float64, device="cpu")
         self.work: collectives.Work | None = None
 
     def boundary(self, oldest: int | None, waited: bool) -> None:

@@ -393,7 +393,8 @@ class WeightSync(StepHooks):
         step of all ranks, so that it misses no collective of the script.
         """
         position = torch.tensor(
-            [-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.last_boundary]
+            [-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.last_boundary],
+            device="cpu",
         )
         collectives.all_reduce(position, "max", None, self.groups.control)
         self.skip_until = int(position[0])

@@ -45,7 +45,7 @@ class Barriers(PointToPoint):
         group = self.trigram_group
         limit = group.timeout if timeout is None else timeout.total_seconds()
         end = None if limit is None else time.monotonic() + limit
-        word = torch.zeros(1, dtype=torch.uint8)
+        word = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
         def left() -> timedelta | None:
             if end is None:

@@ -28,8 +28,8 @@ def all_reduce(group: Starting, t: torch.Tensor, opts: Any) -> Work:
     ours = group._group()
     mine = t.detach().coalesce()
     indices, values = mine.indices().contiguous(), mine.values().contiguous()
-    counts = torch.empty(ours.size, dtype=torch.int64)
-    calls.all_gather(counts, torch.tensor([values.shape[0]]), ours)
+    counts = torch.empty(ours.size, dtype=torch.int64, device="cpu")
+    calls.all_gather(counts, torch.tensor([values.shape[0]], device="cpu"), ours)
     lengths = counts.tolist()
     most = max(lengths)
     gathered = []
@@ -39,7 +39,7 @@ def all_reduce(group: Starting, t: torch.Tensor, opts: Any) -> Work:
         everyone = part.new_empty((ours.size, most, *part.shape[1:]))
         calls.all_gather(everyone, padded, ours)
         gathered.append(torch.cat([everyone[r, :n] for r, n in enumerate(lengths)]))
-    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], t.shape).coalesce()
+    total = torch.sparse_coo_tensor(gathered[0].t(), gathered[1], t.shape, device=t.device).coalesce()
     with torch.no_grad():
         t.copy_(total)
     return handle(group._callbacks, [t])

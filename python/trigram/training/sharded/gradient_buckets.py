@@ -42,7 +42,7 @@ class _Turns:
         """Memory for a bucket; waits for the bucket that used it before."""
         most = ShardBucket.in_turn
         if len(self.places) < most:
-            self.places.append(_Place(torch.empty(0)))
+            self.places.append(_Place(torch.empty(0, device="cpu")))
         place = self.places[self.next % most if len(self.places) == most else -1]
         self.next += 1
         if place.user is not None:
@@ -107,7 +107,7 @@ class ShardBucket(Bucket):
         self.dtype, self.device = like.dtype, like.device
         self.params = list(layout.indices)
         self.gaps = self.backup = None
-        self.flags = torch.empty(len(self.params), dtype=torch.uint8) if fused else None
+        self.flags = torch.empty(len(self.params), dtype=torch.uint8, device="cpu") if fused else None
         self.calls = 2 if fused else 1
         self.nbytes = layout.length * like.dtype.itemsize
         self.memory = self.values = torch.empty(0, dtype=self.dtype, device=self.device)

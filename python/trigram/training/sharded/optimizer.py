@@ -91,7 +91,7 @@ class ShardedOptimizer:
         self._kept: list[tuple[torch.Tensor, Any]] | None = None
         # A key of the state on ranks without slices too: torch.distributed.checkpoint steps an optimizer that
         # has no state, which would be a step of these ranks only.
-        self._key = nn.Parameter(torch.empty(0), False)
+        self._key = nn.Parameter(torch.empty(0, device="cpu"), False)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The parameters in the optimizer's groups."""
@@ -312,7 +312,7 @@ def _gather_objects(mine: Any, group: Group) -> list[Any]:
     """Collects a nested container of tensors and numbers from all ranks; indexed by group rank."""
     data = serialization.pack(mine, "optimizer.state_dict")
     lengths = [length for (length,) in tell_all([data.numel()], group)]
-    everything = torch.empty(sum(lengths), dtype=torch.uint8)
+    everything = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     collectives.all_gather(everything, data, group, splits=lengths)
     parts = everything.split(lengths)
     return [serialization.unpack(part, rank) for part, rank in zip(parts, group.ranks, strict=True)]

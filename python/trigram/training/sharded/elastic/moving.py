@@ -175,7 +175,7 @@ def _exchange(outgoing: list[list[list[Any]]], group: Group) -> Iterator[list[li
     ]
     sizes = tell_all([p.numel() for p in packs], group)
     lengths = [of[group.rank] for of in sizes]
-    data = torch.empty(sum(lengths), dtype=torch.uint8)
+    data = torch.empty(sum(lengths), dtype=torch.uint8, device="cpu")
     collectives.all_to_all(data, torch.cat(packs), lengths, [p.numel() for p in packs], group)
     for place, (part, rank) in enumerate(zip(data.split(lengths), group.ranks, strict=True)):
         yield serialization.unpack(part, rank) if place != group.rank else outgoing[place]

@@ -237,7 +237,7 @@ class ElasticShardedSync(ShardedSync):
         following = NextCut(cut, self._lay_out(composition, loads), loads)
         whole = move_state(self.shards, self.params, self.cut, holders, following, group)
         self.next_cut = following
-        complete = torch.tensor([int(whole)])
+        complete = torch.tensor([int(whole)], device="cpu")
         # It ends on no rank before all ranks have what they will hold.
         collectives.all_reduce(complete, "min", None, group)
         if not complete:

@@ -59,6 +59,19 @@ def test_ranks_that_disagree_are_told_and_go_on(way: str) -> None:
         assert "999 elements" in told[0][1]
 
 
+def _raises_its_own_error(rank: int, world: int) -> str:
+    """On a GPU, what only orders a stream knows of no error: the synchronous call waits on the host."""
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    nccl._OnStream.order = lambda call: None  # type: ignore[method-assign]
+    return _error(lambda: trigram.all_reduce(x[: 999 + rank]))[0]
+
+
+def test_a_synchronous_call_raises_its_own_error() -> None:
+    for name in run(2, _raises_its_own_error, env=gpu_standin.env("nccl"), timeout=60):
+        assert name in ("MismatchError", "AbortedError")
+
+
 def _written_after_the_error(rank: int, world: int) -> float:
     x = torch.ones(1000)
     with pytest.raises(trigram.MismatchError):

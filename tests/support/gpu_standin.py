@@ -96,13 +96,7 @@ def _on_device(
     if t is None or asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
         return _dispatch(group, asked, source, target, async_op, what, splits, timeout)
     COUNT["calls"] += 1
-    if target is not None and target.requires_grad:
-        torch.autograd.graph.increment_version(target)
-    call = routes.start(group, asked, source, target, splits, timeout or group.timeout)
-    if async_op:
-        return Work(call, (source, target), what)
-    call.order()
-    return None
+    return dispatch._on_device(group, asked, source, target, async_op, what, splits, timeout or group.timeout)
 
 
 def _message(

@@ -128,14 +128,14 @@ wheel-gpu: wheel  ## what a machine with a GPU needs, into dist/: the wheel, and
 	$(BIN)/pip download --quiet --disable-pip-version-check --only-binary :all: -d dist $(shell grep '^pytest==' requirements-dev.txt)
 
 # STAGES=kernels,codecs runs some of them; REHEARSE=--rehearse all of them without a GPU.
-STAGES ?= machine,collectives,kernels,codecs,overlap,training,training-host,network,plugin
+STAGES ?= machine,collectives,faults,kernels,codecs,overlap,training,training-host,network,plugin,elastic
 GPU_OUT ?= gpu-report-out
 
 gpu-report:  ## tests and measurements on a GPU, in stages, and a page of what they found: needs dist/ from make wheel-gpu
 	$(GPU_PYTHON) tools/gpu_report.py --stages "$(STAGES)" --out $(GPU_OUT) $(REHEARSE)
 
 test-gpu:  ## the tests of gpu-report
-	$(GPU_PYTHON) tools/gpu_report.py --stages machine,collectives,kernels,training,training-host --out $(GPU_OUT) $(REHEARSE)
+	$(GPU_PYTHON) tools/gpu_report.py --stages machine,collectives,faults,kernels,training,training-host --out $(GPU_OUT) $(REHEARSE)
 
 # Scripts on transformers, PEFT, timm, torchvision and libraries of optimizers; no weights are downloaded.
 .venv/libraries: .venv/ready requirements-libraries.txt

@@ -12,15 +12,12 @@ from tests.support.cases import Cases
 
 CALLS = Cases(test_calls.CASES)
 TRAINING = Cases(test_parallelism.CASES)
-# NCCL has no bitwise operators, and neither complex sums nor integers of 16 bits; messages name their sender.
+# NCCL has no bitwise operators and no sums of integers of 16 bits; messages name their sender.
 # The first call of a group waits on the host, so ranks cannot begin with two groups in opposite orders, as
 # `groups` does.
 TAKEN = [
-    *(
-        f"{call}-torch.{dtype}"
-        for call in ("all_reduce", "moves")
-        for dtype in ("float32", "bfloat16", "int64")
-    ),
+    *(f"all_reduce-torch.{dtype}" for dtype in ("float32", "bfloat16", "int64", "complex64")),
+    *(f"moves-torch.{dtype}" for dtype in ("float32", "bfloat16", "int64", "int16", "complex64")),
     *("premultiplied_sum", "coalesced", "older_forms_of_calls", "objects", "tags_and_batches"),
     *("threads", "callbacks_run_in_the_order_asked", "futures_tell_errors", "equal_splits_on_some_ranks"),
 ]

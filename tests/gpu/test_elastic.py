@@ -77,6 +77,16 @@ def test_the_ranks_that_are_left_go_on(way: str) -> None:
     assert goes_on(gpu_standin.env(way), {1: 8}) == [[]] * 3
 
 
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_the_ranks_that_are_left_go_on_in_two_levels(several_hosts: None, algorithm: str) -> None:
+    """A host loses one of its two ranks: each of its shards has another owner then, and another length."""
+    args, env = (STEPS, algorithm, {1: 8}, 0.02), gpu_standin.env("hierarchical")
+    with Ranks(4, _train, *args, env=env, transport="auto", hosts=[0, 0, 1, 1]) as ranks:
+        results = ranks.results(TIMEOUT, dies={1: 8})
+    first = elastic_run.the_same(results, [0, 2, 3])
+    assert first["history"][0] == (0, 1, 2, 3) and first["history"][-1] == (0, 2, 3)
+
+
 SHRINK = {"TRIGRAM_GPU_SHRINK": "1"}
 
 

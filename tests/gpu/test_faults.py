@@ -19,7 +19,12 @@ import trigram
 from tests.support import gpu_standin
 from tests.support.harness import Died, await_flag, flag, run
 from trigram import _core
+from trigram.averaging.coded import CodedAverage
+from trigram.averaging.groups import ModelGroups
+from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
+from trigram.codecs import find
 from trigram.collectives import batch_send_recv
+from trigram.collectives import work as works
 from trigram.gpu import device, nccl
 from trigram.gpu.host import CHUNK, HostRoute
 from trigram.gpu.nccl import library
@@ -224,6 +229,85 @@ def test_a_call_that_nccl_does_not_end_fails_after_the_timeout() -> None:
         assert "all_reduce(sum, float32, 1000 elements" in text and "NCCL" in text, text
         assert 0.5 < seconds < LIMIT, results
     assert any(told[0][0] == "TimeoutError" for told in results), results
+
+
+def _combines_in_vain(rank: int, world: int, codec: str) -> tuple[str, str, float]:
+    """Rank 1's part of the sum inside host 0 does not come, and the stream goes on, as a GPU's does."""
+    group = trigram.init(op_timeout=1.5)
+    nccl._OnStream.order = lambda call: None  # type: ignore[method-assign]
+    x = torch.ones(64 * 1024)
+    levels = HostLevels.of(ModelGroups(group), x)
+    assert levels is not None
+    int8 = find(codec or "int8")
+    average = HierarchicalAverage(x, levels, lambda m, c: CodedAverage(m, c, int8, int8, (False, False)))
+
+    def call() -> None:
+        if codec:
+            average.start(0)
+            average.wait()
+        else:
+            trigram.all_reduce(x)
+
+    call()
+    if rank == 1:
+        os.environ["STANDIN_STUCK"] = "1"
+    trigram.barrier()
+    return _error(call)
+
+
+@pytest.mark.parametrize("codec", ["", "int8"])
+def test_what_nccl_did_not_sum_is_sent_to_no_other_host(several_hosts: None, codec: str) -> None:
+    env = gpu_standin.env("hierarchical")
+    hosts = [0, 0, 1, 1]
+    results = run(4, _combines_in_vain, codec, transport="auto", hosts=hosts, env=env, timeout=60)
+    for name, _, seconds in results:
+        assert name in ("TimeoutError", "AbortedError") and seconds < LIMIT, results
+
+
+def _recv_times_out(rank: int, world: int) -> tuple[str, str, float]:
+    trigram.init(op_timeout=60.0)
+    x = torch.ones(10)
+    with pytest.raises(trigram.MisuseError, match="timeout=-1"):
+        trigram.recv(x, 1 - rank, timeout=-1)
+    if rank == 1:
+        await_flag("told")  # it has not left
+        return "", "", 0.0
+    told = _error(lambda: trigram.recv(x, 1, timeout=0.5))
+    flag("told")
+    return told
+
+
+def test_a_message_has_a_timeout_of_its_own() -> None:
+    name, text, seconds = run(2, _recv_times_out, env=gpu_standin.env("nccl"), timeout=60)[0]
+    assert name == "TimeoutError" and "rank 1" in text and 0.4 < seconds < LIMIT, (name, text, seconds)
+
+
+def _is_interrupted(rank: int, world: int) -> int:
+    """Ctrl-C in a synchronous call: who waits no longer does not take away what the call writes to."""
+    x = torch.ones(1000)
+    trigram.all_reduce(x)
+    if rank == 1:
+        await_flag("interrupted")
+        trigram.all_reduce(x)
+        flag("over")
+        return 1
+    actual = nccl._OnStream.wait
+
+    def interrupted(call: Any, timeout: float | None = None) -> bool:
+        nccl._OnStream.wait = actual  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    nccl._OnStream.wait = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        trigram.all_reduce(x)
+    held = sum(any(t is x for t in each._tensors) for each in works._in_flight)  # type: ignore[attr-defined]
+    flag("interrupted")
+    await_flag("over")  # it has not left
+    return held
+
+
+def test_an_interrupted_call_keeps_its_memory() -> None:
+    assert run(2, _is_interrupted, env=gpu_standin.env("nccl"), timeout=60) == [1, 1]
 
 
 def _message_without_a_peer(rank: int, world: int) -> list[tuple[str, str, float]]:

@@ -3,6 +3,7 @@ for NCCL and the driver (see tests/support/gpu_standin.py), by each way that a g
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 
@@ -11,23 +12,25 @@ import torch
 
 import trigram
 from tests.algorithms import test_consensus, test_state, test_switch, test_weights
-from tests.collectives import test_calls, test_work_and_groups
+from tests.collectives import test_calls, test_uneven, test_work_and_groups
 from tests.faults import test_errors
 from tests.support import gpu_standin
 from tests.support.algorithm_rows import NAMES_ONCE
 from tests.support.cases import Cases
-from tests.support.checks import raises, says
+from tests.support.checks import equal, raises, says
 from tests.support.harness import run
 from tests.support.marks import long, long_unless, pairs_with
 from tests.training import test_failures, test_loops
+from trigram.collectives import batch_send_recv
 
 # NCCL has no bitwise operators, chooses its own schedules, and knows no order of messages by tags.
-COLLECTIVES = Cases(test_calls.CASES)
+COLLECTIVES = Cases(test_calls.CASES | {"premultiplied_sums": test_uneven.CASES["premultiplied_sums"]})
 NCCLS = [c for c in COLLECTIVES if not c.startswith("nan_and")]  # its min and max drop a NaN
 # Callbacks of the engine's own calls, which carry no GPU tensors.
 GROUPS = Cases({name: case for name, case in test_work_and_groups.CASES.items() if "callback" not in name})
 ALGORITHMS = Cases(test_weights.CASES)
 FAULTS = Cases(test_failures.CASES | test_errors.CASES)
+UNKNOWN_TO_NCCL = Cases()
 STATES = Cases(test_state.CASES | test_switch.CASES | test_consensus.CASES | test_loops.CASES)
 
 
@@ -49,6 +52,58 @@ def test_groups(in_launch: Callable[..., None], way: str, case: str) -> None:
     if way == "host" and case == "overlapping_memory":
         pytest.skip("input and output pass through buffers of their own, so nothing overlaps")
     in_launch("GROUPS", case, 3, env=gpu_standin.env(way))
+
+
+@UNKNOWN_TO_NCCL.over(torch.int16, torch.complex64, torch.complex128)
+def dtype(rank: int, world: int, dtype: torch.dtype) -> None:
+    """NCCL has no such numbers: they are moved as bytes, and complex ones summed as pairs."""
+    parts = [(100 * r + torch.arange(5)).to(dtype) * (1j if dtype.is_complex else 1) for r in range(world)]
+    whole = torch.cat(parts)
+    for root in range(world):
+        t = parts[rank].clone()
+        trigram.broadcast(t, root)
+        equal(t, parts[root])
+        out = torch.zeros_like(whole) if rank == root else None
+        trigram.gather(out, parts[rank], root)
+        if out is not None:
+            equal(out, whole)
+        trigram.scatter(t, whole if rank == root else None, root)
+        equal(t, parts[rank])
+    out = torch.zeros_like(whole)
+    trigram.all_gather(out, parts[rank])
+    equal(out, whole)
+    trigram.all_to_all(out, torch.cat([(parts[rank] + r).to(dtype) for r in range(world)]))
+    equal(out, torch.cat([(part + rank).to(dtype) for part in parts]))
+    messages = [(True, (rank + 1) % world, parts[rank]), (False, (rank - 1) % world, t)]
+    batch_send_recv(messages, trigram.init()).wait()
+    equal(t, parts[(rank - 1) % world])
+    if dtype.is_complex:
+        for op, divisor in (("sum", 1), ("avg", world)):
+            t = parts[rank].clone()
+            trigram.all_reduce(t, op)
+            assert torch.allclose(t, torch.stack(parts).sum(0) / divisor)
+            trigram.reduce_scatter(t, torch.cat([parts[rank]] * world), op)
+            assert torch.allclose(t, torch.stack(parts).sum(0) / divisor)
+    elif os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl":
+        says(raises(trigram.UnsupportedError, trigram.all_reduce, t), "int16")
+
+
+@UNKNOWN_TO_NCCL
+def buffers(rank: int, world: int) -> None:
+    net = torch.nn.Linear(3, 2)
+    net.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0) + rank))
+    net.register_buffer("places", torch.arange(7, dtype=torch.int16) + rank)
+    model = trigram.with_bagua(net, "local_sgd", every=2)
+    equal(net.turns, torch.polar(torch.ones(4), torch.arange(4.0)))  # type: ignore[arg-type]
+    equal(net.places, torch.arange(7, dtype=torch.int16))  # type: ignore[arg-type]
+    model(torch.ones(1, 3)).sum().backward()
+    trigram.consensus(model)
+
+
+@pytest.mark.parametrize("case", list(UNKNOWN_TO_NCCL))
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_dtypes_that_nccl_does_not_know(in_launch: Callable[..., None], way: str, case: str) -> None:
+    in_launch("UNKNOWN_TO_NCCL", case, 3, env=gpu_standin.env(way))
 
 
 ONCE = [f"trains-{k}" for k in NAMES_ONCE]  # by NCCL and through the host; of the rest each by one of them

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -208,3 +209,68 @@ def test_a_pass_that_fails_on_one_rank_is_given_up_on_all(several_hosts: None) -
     env = gpu_standin.env("hierarchical")
     told = run(4, _gives_up, transport="auto", hosts=hosts, env=env, timeout=60)
     assert told == ["AbortedError", "ArithmeticError", "AbortedError", "AbortedError"]
+
+
+def _waits_in_another_order(rank: int, world: int) -> list[float]:
+    given = [torch.full((4000,), float((rank + 1) * 10**k)) for k in range(4)]
+    works = [trigram.all_reduce(t, async_op=True) for t in given]
+    for k in (0, 3, 1, 2) if rank % 2 else (2, 1, 0, 3):
+        works[k].wait()
+    assert all(bool((t == t[0]).all()) for t in given)
+    trigram.barrier()
+    return [float(t[0]) for t in given]
+
+
+@pytest.mark.parametrize("layout", ["2+2", "2+2+1"])
+def test_ranks_may_wait_in_any_order(several_hosts: None, layout: str) -> None:
+    """The calls are alike, so that nothing but their order tells the results of one from those of another."""
+    hosts = LAYOUTS[layout]
+    results = run(
+        len(hosts),
+        _waits_in_another_order,
+        transport="auto",
+        hosts=hosts,
+        env=gpu_standin.env("hierarchical"),
+        timeout=60,
+    )
+    total = sum(r + 1 for r in range(len(hosts)))
+    assert results == [[float(total * 10**k) for k in range(4)]] * len(hosts)
+
+
+def _trains_with(rank: int, world: int, algorithm: str, options: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(32, 32) for _ in range(6)]
+    module = torch.nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    if options.pop("fused", False):
+        options |= {"fused": True, "optimizer": optimizer, "bucket_mb": 0.005}
+    model = trigram.with_bagua(module, algorithm, **options)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(30):
+        optimizer.zero_grad()
+        x = torch.randn(8, 32, generator=generator)
+        (model(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+    trigram.consensus(model)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+
+# Asynchronous algorithms are not among them: the stand-in's streams are the host's threads, and a rank would
+# wait in one average for a rank that waits for it elsewhere.
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [
+        ("gradient_allreduce", {"fused": True}),
+        ("bytegrad", {"bucket_mb": 0.005}),
+        ("local_sgd", {"every": 4, "fragments": 4, "overlap": True}),
+    ],
+)
+def test_averages_that_end_at_other_times_on_each_rank(
+    several_hosts: None, algorithm: str, options: dict[str, Any]
+) -> None:
+    env = gpu_standin.env("hierarchical")
+    results = run(
+        4, _trains_with, algorithm, options, transport="auto", hosts=LAYOUTS["2+2"], env=env, timeout=90
+    )
+    assert all(weights == results[0] for weights in results)
+    assert all(abs(w) < 10 for w in results[0])

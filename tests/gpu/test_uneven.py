@@ -38,6 +38,27 @@ def uneven(rank: int, world: int, scale: int) -> None:
         right_sum(part, "sum", [p[mine] for p in inputs], f"{lengths}")
 
 
+@CASES
+def of_parameters(rank: int, world: int) -> None:
+    """Nothing is differentiated through, and a result may be a leaf, as on the CPU."""
+    lengths = [2 + r for r in range(world)]
+    given = torch.nn.Parameter(numbers(rank, lengths[rank]))
+    out, leaf = torch.zeros(sum(lengths)), torch.nn.Parameter(torch.zeros(sum(lengths)))
+    asked = (engine_codes.ALL_GATHER, FLOAT, 0, 0, 0, 0)
+    want = torch.cat([numbers(r, n) for r, n in enumerate(lengths)])
+    for target in (out, leaf):
+        version = target._version
+        dispatch_uneven_on_device(resolve(None), asked, given, target, False, "all_gather", lengths, None)
+        equal(target.detach(), want)
+        assert target.grad_fn is None and target.requires_grad == (target is leaf)
+        assert target._version > version or not target.requires_grad
+    part = torch.nn.Parameter(torch.zeros(lengths[rank]))
+    asked = (engine_codes.REDUCE_SCATTER, FLOAT, 0, SUM, 0, 0)
+    dispatch_uneven_on_device(resolve(None), asked, leaf, part, False, "reduce_scatter", lengths, None)
+    start = sum(lengths[:rank])
+    equal(part.detach(), world * want[start : start + lengths[rank]])
+
+
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("way", ["nccl", "host"])
 def test_uneven(in_launch: Callable[..., None], way: str, case: str) -> None:

@@ -4,6 +4,7 @@ real but the device: agreement, communicators, witnesses, streams' order, stagin
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -17,9 +18,8 @@ import torch
 import trigram
 from trigram.backend.calls import reductions, tensors
 from trigram.collectives import calls, dispatch, messages
-from trigram.collectives.arguments import check
-from trigram.collectives.work import Work
-from trigram.gpu import device, nccl, routes
+from trigram.collectives.arguments import check, seconds
+from trigram.gpu import device, nccl
 from trigram.runtime import engine_codes, memory, world
 
 SOURCE = Path(__file__).resolve().parents[2] / "rust/nccl/tests/standin"
@@ -67,6 +67,9 @@ class StandIn:
         host.copy_(t)
         return lambda: None
 
+    def behind(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
     def here(self) -> Callable[[], None]:
         return lambda: None
 
@@ -104,12 +107,12 @@ def _message(
 ) -> Any:
     what = "send" if sends else "recv"
     g = world.resolve(group)
-    code = check(t, what)
-    call = routes.message(g, sends, g.group_rank(peer, what), tag, t, code)
+    code, limit = check(t, what), g.timeout if timeout is None else seconds(timeout, what)
+    work = messages._on_device(g, sends, g.group_rank(peer, what), tag, t, code, limit)
     COUNT["calls"] += 1
     if async_op:
-        return Work(call, (t,), what), None
-    call.wait()
+        return work, None
+    work.wait()
     return None, peer
 
 

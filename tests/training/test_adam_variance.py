@@ -44,6 +44,14 @@ def reference(
     return seen
 
 
+def test_a_counter_that_is_not_read_gives_the_same_numbers() -> None:
+    """On a GPU; none of its numbers may be infinite in the first steps, when they are multiplied by 0."""
+    for step in range(1, 14):
+        known, part = adam_variance._unread(torch.tensor(float(step)), 0.9, 0.001)
+        want = (0.9 * (1 - 0.9 ** (step - 1)), 0.001) if step > adam_variance._FIRST else (1.0, 0.0)
+        assert [float(known), float(part)] == pytest.approx(want, rel=1e-6), step
+
+
 def train(kind: type[torch.optim.Adam], ranks: int, dtype: torch.dtype, **options: Any) -> list[Array]:
     start = np.random.default_rng(4).normal(size=(6, 5))
     param = nn.Parameter(torch.tensor(start, dtype=dtype))

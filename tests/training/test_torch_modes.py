@@ -124,6 +124,27 @@ def joined_optimizers(rank: int, world: int, kind: str) -> None:
         assert set(optimizer.state_dict()["state"]) == set(reference.state_dict()["state"])
 
 
+@CASES
+def joined_on_some_ranks(rank: int, world: int) -> None:
+    """The model's group has other numbers than the job; each rank's GradScaler has a scale of its own."""
+    members = list(range(1, world))
+    group = trigram.new_group(members)
+    if rank == 0:
+        return
+    torch.manual_seed(3)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    trigram.with_bagua(model, group=group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**rank)
+    with trigram.join(model):
+        for k in range(2 + 2 * (rank == world - 1)):
+            optimizer.zero_grad()
+            square(model, rank, k).backward()
+            optimizer.step()
+    assert scaler.state_dict()["scale"] == 2.0 ** (world - 1)
+    assert {float(s["step"]) for s in optimizer.state_dict()["state"].values()} == {4.0}
+
+
 class Counting(torch.optim.Optimizer):
     """SGD whose learning rate shrinks with what it counts in lists and for all parameters together."""
 
@@ -460,6 +481,11 @@ def test_inductor_is_among_the_cases() -> None:
     if (reason := without_inductor()) is not None:
         pytest.skip(reason)
     assert "compiled-inductor" in CASES
+
+
+@pytest.mark.parametrize("case", ["joined_on_some_ranks"])
+def test_the_group_of_a_model_joins(in_launch: Callable[..., None], case: str) -> None:
+    in_launch("CASES", case, 3)
 
 
 @pytest.mark.parametrize("case", list(CASES))

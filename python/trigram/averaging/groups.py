@@ -73,6 +73,7 @@ class ModelGroups:
         self.group = group
         self.control = internal_group(group, "weights and buffers")
         self.second_phase = internal_group(group, "second phase")
+        self.levels = None  # those of other ranks
         self.size = group.size
         self.rank = group.rank
         if self.sample_weight is not None:

@@ -18,6 +18,7 @@ from trigram.averaging.average import SHARD, Average
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import TrigramError
 from trigram.gpu import device, routes
+from trigram.gpu.device import Call
 from trigram.gpu.two_level import TwoLevelGroups
 from trigram.runtime import engine_codes
 from trigram.runtime.world import current
@@ -109,6 +110,7 @@ class HierarchicalAverage:
         self.average = make(self.mine, levels.between_hosts) if levels.between_hosts is not None else None
         self.sent = self.average.sent if self.average is not None else 0
         self.under_way = False
+        self.combined: Call | None = None
 
     def hold(self, views: Sequence[torch.Tensor]) -> None:
         """See :class:`Average`. The other ranks of this host may use them: a sum that is 0 is held back."""
@@ -135,35 +137,41 @@ class HierarchicalAverage:
         # Another rank may abort this bucket: only calls of the main group report that, so one is made here.
         self.consistency_check = main.core.check_consistency(signature, main.timeout)
         self.under_way = True
-        self.levels.two_level.combine(self.memory, self.shards, _SUM)
-        if self.average is not None:
+        self.combined = self.levels.two_level.combine(self.memory, self.shards, _SUM)
+        if self.average is not None and self.levels.between_hosts is not None:
             # With this factor the mean over hosts is the mean over ranks, also for unequal hosts.
             self.mine.mul_(self.levels.two_level.hosts / self.levels.groups.size)
+            routes.follow(self.levels.between_hosts.main, self.combined)
             self.average.start(step)
 
     def advance(self) -> bool:
-        """See :class:`Average`. The second phase uses separate groups, so its order does not matter: always
-        True."""
-        if self.average is not None:
-            self.average.advance()
-        return True
+        """See :class:`Average`. The buckets share the groups between hosts, so their second phases have the
+        order of the buckets there too."""
+        return self.average is None or self.average.advance()
 
     def ready(self) -> bool:
         """See :class:`Average`."""
         if not self.under_way:
             return True
-        return self.consistency_check.is_completed() and (self.average is None or self.average.ready())
+        if not self.consistency_check.is_completed() or (
+            self.average is not None and not self.average.ready()
+        ):
+            return False
+        return self.combined is None or self.combined.is_completed()
 
     def wait(self) -> None:
         """See :class:`Average`."""
         if not self.under_way:
             return
         self.under_way = False
+        combined, self.combined = self.combined, None  # it keeps a communicator
         try:
             self.consistency_check.wait()
             if self.average is not None:
                 self.average.wait()
-            self.levels.two_level.spread(self.memory, self.shards)
+            assert combined is not None
+            combined.wait()
+            self.levels.two_level.spread(self.memory, self.shards).wait()
         except TrigramError as e:
             self.levels.abort(f"rank {current().rank} aborted a two-level average: {e}")
             if self.average is not None:

@@ -24,10 +24,10 @@ def arithmetic(m: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     :mod:`trigram.plan.costs`, which measures it. ``m``: rows by columns, ``q``: columns by rank."""
     residual = torch.zeros_like(m)
     residual += m
-    p = torch.linalg.qr(residual @ q)[0]
-    local_q = residual.T @ p
-    residual -= p @ local_q.T
-    return m.copy_(p @ local_q.T)
+    p = torch.linalg.qr(_product(residual, q))[0]
+    local_q = _product(residual.T, p)
+    residual -= _product(p, local_q.T)
+    return m.copy_(_product(p, local_q.T))
 
 
 class _Matrix:
@@ -59,6 +59,12 @@ class _Matrix:
             self.q.copy_(q)
         else:
             self.residual += residual
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32, also in a backward pass inside ``torch.autocast``, which leaves ``out=`` alone."""
+    out = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32, device=a.device)
+    return torch.matmul(a, b, out=out)
 
 
 class PowerAverage:
@@ -145,7 +151,7 @@ class PowerAverage:
         for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
             if bool(p.isfinite().all()):
                 p.copy_(torch.linalg.qr(p)[0])
-            m.local_q = m.residual.T @ p
+            m.local_q = _product(m.residual.T, p)
             q.copy_(m.local_q)
         self.work = collectives.all_reduce(
             self.q.memory, "avg", None, self.groups.second_phase, async_op=True
@@ -169,8 +175,8 @@ class PowerAverage:
         if self.rest:
             torch._foreach_copy_(self.rest, self.p.views[k:])
         for m, p, q in zip(self.matrices, self.p.views, self.q.views if self.q else [], strict=False):
-            m.residual -= p @ m.local_q.T
-            m.values.copy_(p @ q.T)
+            m.residual -= _product(p, m.local_q.T)
+            m.values.copy_(_product(p, q.T))
             if bool(q.isfinite().all()):
                 m.q.copy_(q)
             else:  # all ranks got the NaN once; the next step starts without it

@@ -21,7 +21,8 @@ def reach_out_variants() -> None:
     if _library is not None or (major, minor) >= (2, 14):
         return
     _library = torch.library.Library("_c10d_functional", "IMPL")
-    _library.impl("all_gather_into_tensor_out", _all_gather_out, "CPU")
+    for key in ("CPU", "CUDA"):
+        _library.impl("all_gather_into_tensor_out", _all_gather_out, key)
 
 
 def _all_gather_out(given: torch.Tensor, size: int, name: str, *, out: torch.Tensor) -> torch.Tensor:

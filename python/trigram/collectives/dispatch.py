@@ -133,10 +133,13 @@ def _on_device(
         )
     if target is not None and target.requires_grad:
         torch.autograd.graph.increment_version(target)
-    call = routes.start(group, asked, source, target, splits, limit)
+    # Held until it has ended, also where Ctrl-C ends the wait.
+    work = Work(
+        routes.start(group, asked, source, target, splits, limit), (source, target), what, group.describe
+    )
     if async_op:
-        return Work(call, (source, target), what, group.describe)
-    call.wait()
+        return work
+    work.wait()
     return None
 
 
@@ -151,6 +154,9 @@ def dispatch_uneven_on_device(
     timeout: float | None,
 ) -> Work | None:
     """An all_gather or a reduce_scatter of unequal parts of GPU tensors, which the routes do in place."""
+    if target.requires_grad:
+        torch.autograd.graph.increment_version(target)
+    source, target = source.detach(), target.detach()
     start = sum(lengths[: group.rank])
     if asked[0] == engine_codes.ALL_GATHER:
         own = target.view(-1)[start : start + lengths[group.rank]]

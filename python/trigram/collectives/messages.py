@@ -116,19 +116,27 @@ def _message(
     place = None if peer is None else g.group_rank(peer, what)
     if not sends and t.requires_grad:
         torch.autograd.graph.increment_version(t)
-    if not t.is_cpu:
-        if place is None:
-            raise UnsupportedError(
-                "recv: src=None works on CPU tensors only; name the sender, or receive into a CPU tensor"
-            )
-        call = routes.message(g, sends, place, tag, t, dtype)
-        if async_op:
-            return Work(call, (t,), what), None
-        call.wait()
-        return None, peer
     limit = g.timeout if timeout is None else seconds(timeout, what)
+    if not t.is_cpu:
+        work = _on_device(g, sends, place, tag, t, dtype, limit)
+        if async_op:
+            return work, None
+        work.wait()
+        return None, peer
     core, sender = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, limit)
     return None if core is None else Work(core, (t,), what, g.describe), sender
+
+
+def _on_device(
+    group: Group, sends: bool, place: int | None, tag: int, t: torch.Tensor, dtype: int, limit: float | None
+) -> Work:
+    """Starts a message of a GPU tensor; ``place`` is the other's group rank."""
+    if place is None:
+        raise UnsupportedError(
+            "recv: src=None works on CPU tensors only; name the sender, or receive into a CPU tensor"
+        )
+    call = routes.message(group, sends, place, tag, t, dtype, limit)
+    return Work(call, (t,), "send" if sends else "recv", group.describe)
 
 
 def batch_send_recv(messages: Sequence[tuple[bool, int, torch.Tensor]], group: Group) -> Work:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +87,9 @@ class Device(Protocol):
             A function that blocks until the copy has finished.
         """
 
+    def behind(self) -> AbstractContextManager[object]:
+        """Makes a stream of its own the current one, for results."""
+
     def mark(self) -> Callable[[], bool]:
         """Records an event on the current stream.
 
@@ -108,6 +112,7 @@ class Cuda:
         self.device = device
         self.index = device.index if device.index is not None else torch.cuda.current_device()
         self.side = torch.cuda.Stream(device, priority=PRIORITY)
+        self.results = torch.cuda.Stream(device, priority=PRIORITY)
 
     def stream(self) -> int:
         """See :class:`Device`."""
@@ -150,6 +155,10 @@ class Cuda:
             event.record(self.side)
         t.record_stream(self.side)
         return event.synchronize
+
+    def behind(self) -> AbstractContextManager[object]:
+        """See :class:`Device`."""
+        return torch.cuda.stream(self.results)
 
     def mark(self) -> Callable[[], bool]:
         """See :class:`Device`."""
@@ -221,6 +230,9 @@ class Route(Protocol):
         timeout: float | None,
     ) -> Call:
         """Starts the collective ``asked``, which reads ``source`` and writes ``target``."""
+
+    def follow(self, call: Call) -> None:
+        """The next collective reads what this call writes: it sends nothing if the call fails."""
 
     def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """Starts sending and receiving several messages at once."""

@@ -35,6 +35,9 @@ CHUNK = 4 << 20
 _SMALLEST_BUFFER = 1 << 16
 """Bytes."""
 
+_LONG = 3600.0
+"""Seconds: a deadline that a call of NCCL does not read as none at all."""
+
 _SUM, _AVG = engine_codes.OPS["sum"], engine_codes.OPS["avg"]
 
 
@@ -53,10 +56,12 @@ class HostRoute:
         self.asked = asked.core  # not the group, which refers to this route: that would be a cycle
         self.group, self.device = group, device
         self.broken = False
-        self.starter = _Starter()
-        weakref.finalize(self, self.starter.queue.put, None).atexit = False
+        self.starter, self.finisher = _InOrder("trigram-gpu-copies"), _InOrder("trigram-gpu-results")
+        for thread in (self.starter, self.finisher):
+            weakref.finalize(self, thread.queue.put, None).atexit = False
         self.lock = threading.Lock()
         self.free: dict[int, list[tuple[Callable[[], bool], torch.Tensor]]] = {}
+        self.before: Call | None = None
         self.two_levels = inside is not None
         self.levels = TwoLevelGroups(group, inside) if inside and TwoLevelGroups.applies_to(group) else None
 
@@ -77,12 +82,17 @@ class HostRoute:
             assert target is not None
             return self._all_reduce(asked, target.view(-1), timeout)
         transfer = _Transfer(self, self.asked.check_consistency(asked, timeout, splits))
+        transfer.before, self.before = self.before, None
         host = None if source is None else transfer.fetch(source.view(-1))
         wanted = host if target is source else None if target is None else transfer.buffer(target.view(-1))
         memory = _address(host) + _address(wanted)
         core = self.group.core
         transfer.begin(partial(core.start, asked, memory, timeout, splits), wanted, target)
         return transfer.go()
+
+    def follow(self, call: Call) -> None:
+        """The next collective reads what this call writes: it sends nothing if the call fails."""
+        self.before = call
 
     def _check(self) -> None:
         if self.device.capturing():
@@ -99,11 +109,20 @@ class HostRoute:
             self._message(transfer, self.group, sends, peer, 0, t, code, timeout)
         return transfer.go()
 
-    def message(self, group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
+    def message(
+        self,
+        group: Group,
+        sends: bool,
+        peer: int,
+        tag: int,
+        t: torch.Tensor,
+        code: int,
+        timeout: float | None,
+    ) -> Call:
         """Starts sending or receiving one message with a tag, in any group."""
         self._check()
         transfer = _Transfer(self)
-        self._message(transfer, group, sends, peer, tag, t, code, group.timeout)
+        self._message(transfer, group, sends, peer, tag, t, code, timeout)
         return transfer.go()
 
     def _message(
@@ -131,16 +150,19 @@ class HostRoute:
     def _all_reduce(self, asked: Asked, t: torch.Tensor, timeout: float | None) -> Call:
         what, code, count, op, via, root = asked
         transfer = _Transfer(self, self.asked.check_consistency(asked, timeout))
+        transfer.before, self.before = self.before, None
         group = self.group
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
             shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
             try:
-                self.levels.combine(t, shards, inside)
+                transfer.before = self.levels.combine(t, shards, inside)
             except Exception as e:
                 self.abort(f"rank {current().rank}: {e}")  # the other ranks wait for this one's part
                 raise
-            transfer.last = partial(self._spread, t, shards, op)
+            transfer.last = partial(self.levels.spread, t, shards)
+            transfer.total = t
+            transfer.divisor = self.group.size if op == _AVG else 1
             if self.levels.across is None:
                 return transfer.go()
             group, op = self.levels.across, inside
@@ -151,14 +173,6 @@ class HostRoute:
             chunk = (what, code, part.numel(), op, via, root)
             transfer.begin(partial(group.core.start, chunk, _address(host) * 2, timeout), host, part)
         return transfer.go()
-
-    def _spread(self, t: torch.Tensor, shards: list[int], op: int) -> None:
-        """Gives all ranks of the host the shards, when they have arrived; divides by the group size for
-        avg."""
-        assert self.levels is not None
-        self.levels.spread(t, shards)
-        if op == _AVG:
-            t.div_(self.group.size)
 
     def abort(self, why: str) -> None:
         """Aborts the route, on all ranks: others may wait for calls that this one has not made yet."""
@@ -189,11 +203,14 @@ class HostRoute:
                 self.free[m.nbytes].append((is_free, m))
 
 
-class _Starter:
-    """A thread that waits for copies and then starts the engine's calls, in order, so that callers need not
-    wait."""
+class _InOrder:
+    """A thread for one part of all operations of a route, in their order, so that callers need not wait. One
+    waits for copies and then starts the engine's calls. Another gives the ranks of a host each other's
+    shards, when they have arrived: ranks may wait for their operations in any order, and begin others
+    between."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.lock = threading.Lock()
@@ -202,7 +219,7 @@ class _Starter:
         """Queues ``begin``; starts the thread if it does not run yet."""
         with self.lock:
             if self.thread is None:
-                self.thread = threading.Thread(target=self._serve, name="trigram-gpu-copies", daemon=True)
+                self.thread = threading.Thread(target=self._serve, name=self.name, daemon=True)
                 self.thread.start()
         self.queue.put(begin)
 
@@ -222,8 +239,13 @@ class _Transfer:
         self.backs: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
         self.works: list[_core.Work] = []
         self.memory: list[torch.Tensor] = []
-        self.last: Callable[[], None] | None = None
-        self.begun = threading.Event()
+        # With two levels ``before`` writes what the engine's calls send; when they have ended, ``last``
+        # starts the call that spreads the results, which are then divided.
+        self.before: Call | None = None
+        self.last: Callable[[], Call] | None = None
+        self.total: torch.Tensor | None = None
+        self.divisor = 1
+        self.begun, self.finished = threading.Event(), threading.Event()
         self.lock = threading.Lock()
         self.error: BaseException | None = None
         # By threads that wait, under the lock.
@@ -258,6 +280,10 @@ class _Transfer:
         """Hands the calls to the thread that starts them."""
         self.after = self.route.device.here()
         self.route.starter.put(self._start)
+        if self.last is not None:
+            self.route.finisher.put(self._finish)
+        else:
+            self.finished.set()
         return self
 
     def _start(self) -> None:
@@ -265,23 +291,41 @@ class _Transfer:
             for arrivals, call in self.parts:
                 for arrival in arrivals:
                     arrival()
+                self._check_before()
                 self.works.append(call())
         except BaseException as e:
             self.error = e
         self.begun.set()
 
+    def _check_before(self) -> None:
+        """Raises if what the calls send is not whole: the stream goes on after a call of NCCL that failed."""
+        while self.before is not None and not self.before.wait(_LONG):
+            pass  # it has a deadline of its own
+
+    def _finish(self) -> None:
+        """With two levels: waits for the results, on a stream that waits for nothing else."""
+        with self.route.device.behind(), contextlib.suppress(Exception):  # every wait raises it
+            self._wait_within(None)
+        self.finished.set()
+
     # Waiting for it.
 
     def is_completed(self) -> bool:
         """See :class:`trigram.gpu.device.Call`."""
-        if not self.begun.is_set():
+        if not self.begun.is_set() or not self.finished.is_set():
             return False
         if self.consistency_check is not None and not self.consistency_check.is_completed():
+            return False
+        if self.before is not None and not self.before.is_completed():
             return False
         return all(w.is_completed() for w in self.works)
 
     def wait(self, timeout: float | None = None) -> bool:
         """See :class:`trigram.gpu.device.Call`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return self.finished.wait(timeout) and self._wait_within(_left(deadline))
+
+    def _wait_within(self, timeout: float | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self.begun.wait(timeout):
             return False
@@ -307,7 +351,7 @@ class _Transfer:
             if self.error is not None:
                 raise self.error
             if self.last is not None:
-                self.last()
+                self._spread(self.last)
         except Exception as e:
             self.error = e
             if self.consistency_check is not None:
@@ -337,6 +381,13 @@ class _Transfer:
                 self.written = self.route.device.here()
         return True
 
+    def _spread(self, last: Callable[[], Call]) -> None:
+        """Gives all ranks of the host all shards, which have arrived."""
+        self._check_before()  # a rank that sends no shard has not
+        last().wait()
+        if self.total is not None and self.divisor > 1:
+            self.total.div_(self.divisor)
+
     def _drain(self) -> None:
         """Waits until nothing reads or writes the buffers any more."""
         ends: list[Callable[[], object]] = [end for arrivals, _ in self.parts for end in arrivals]
@@ -344,7 +395,7 @@ class _Transfer:
         for end in ends:
             with contextlib.suppress(Exception):
                 end()
-        self.over = True
+        self._forget()
 
     def order(self) -> None:
         """See :class:`trigram.gpu.device.Call`."""
@@ -353,9 +404,14 @@ class _Transfer:
     def _end(self) -> None:
         """Returns the buffers, which are free when the copies back have finished; the current stream comes
         after those on other streams."""
-        self.over = True
         self.route.give(self.memory)
-        self.parts, self.backs, self.memory, self.last = [], [], [], None  # not kept by who keeps this
+        self.parts, self.backs, self.memory = [], [], []
+        self._forget()
+
+    def _forget(self) -> None:
+        """What refers to other calls and tensors is not kept by who keeps this."""
+        self.over = True
+        self.before = self.last = self.total = None
 
 
 def _left(deadline: float | None) -> float | None:

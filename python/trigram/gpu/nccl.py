@@ -95,6 +95,10 @@ class NcclRoute:
             [t for t in (source, target) if t is not None],
         )
 
+    def follow(self, call: Call) -> None:
+        """See :class:`trigram.gpu.device.Route`: it may be a call of another communicator."""
+        call.wait()
+
     def batch_send_recv(self, messages: Sequence[Message], timeout: float | None) -> Call:
         """See :class:`trigram.gpu.device.Route`."""
         records = [(sends, peer, t.data_ptr(), t.numel(), code) for sends, peer, t, code in messages]

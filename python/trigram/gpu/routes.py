@@ -40,6 +40,8 @@ _ROUTES = ("auto", "nccl", "hierarchical", "host")
 
 _message_routes: dict[torch.device, HostRoute] = {}
 """By device, the route of messages with tags."""
+_followed: weakref.WeakKeyDictionary[Group, Call] = weakref.WeakKeyDictionary()
+"""By group, the call whose result its next collective reads."""
 _agreed: weakref.WeakSet[Group] = weakref.WeakSet()
 """Groups that have agreed on a route."""
 
@@ -82,6 +84,7 @@ def start(
     """Starts the collective ``asked`` on tensors of one device."""
     t = source if source is not None else target
     assert t is not None
+    before = _followed.pop(group, None)
     if _usable(group, t.device) is None:
         # The ranks agree on a route in a group of their own. A rank that makes another call instead, such as
         # barrier, would not be compared with them there, and all would wait.
@@ -89,14 +92,24 @@ def start(
             group.core.check_consistency(asked, timeout, splits).wait()
         except TrigramError as e:
             return FailedCall(e)
-    return route(group, t.device).start(asked, source, target, splits, timeout)
+    found = route(group, t.device)
+    if before is not None:
+        found.follow(before)
+    return found.start(asked, source, target, splits, timeout)
 
 
-def message(group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int) -> Call:
+def follow(group: Group, call: Call) -> None:
+    """The group's next collective reads what this call writes: it sends nothing if the call fails."""
+    _followed[group] = call
+
+
+def message(
+    group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int, timeout: float | None
+) -> Call:
     """Starts sending or receiving a message, through the host: NCCL has no tags."""
     if t.device not in _message_routes:
         _message_routes[t.device] = HostRoute(group, group, find(t.device), None)
-    return _message_routes[t.device].message(group, sends, peer, tag, t, code)
+    return _message_routes[t.device].message(group, sends, peer, tag, t, code, timeout)
 
 
 def batch_send_recv(group: Group, messages: Sequence[Message]) -> Call:

@@ -11,7 +11,7 @@ import itertools
 
 import torch
 
-from trigram.gpu.device import StartCall
+from trigram.gpu.device import Call, StartCall
 from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
 from trigram.runtime.world import current
@@ -29,6 +29,7 @@ class TwoLevelGroups:
 
     Attributes:
         local: The group of this host's ranks.
+        results: The same ranks, for results: when they are there differs between ranks.
         across: The group of the ranks that own the same shard; None: this rank owns none.
         count: The number of shards: the number of ranks of the smallest host.
         hosts: The number of hosts.
@@ -42,8 +43,9 @@ class TwoLevelGroups:
         self.across: Group | None = None
         for k, host in enumerate(hosts):
             inside = world.derive(group, f"{group.name}, host {k}", [ranks[p] for p in host])
+            results = world.derive(group, f"{group.name}, results on host {k}", inside.ranks)
             if inside.rank >= 0:
-                self.local = inside
+                self.local, self.results = inside, results
         for k in range(self.count):
             across = world.derive(
                 group, f"{group.name}, shard {k} of each host", [ranks[h[k]] for h in hosts]
@@ -71,20 +73,25 @@ class TwoLevelGroups:
         start = sum(shards[: self.local.rank])
         return t[start : start + shards[self.local.rank]]
 
-    def combine(self, t: torch.Tensor, shards: list[int], op: int) -> None:
+    def combine(self, t: torch.Tensor, shards: list[int], op: int) -> Call:
         """Reduce-scatters ``t`` in place inside the host: each rank's shard becomes the sum (or other
-        ``op``)."""
+        ``op``). Later work on the current stream waits for it, also if it fails: the call tells."""
         asked = (engine_codes.REDUCE_SCATTER, engine_codes.DTYPES[t.dtype], 0, op, 0, 0)
-        self.start(self.local, asked, t, t, (shards, shards), self.local.timeout).order()
+        call = self.start(self.local, asked, t, t, (shards, shards), self.local.timeout)
+        call.order()
+        return call
 
-    def spread(self, t: torch.Tensor, shards: list[int]) -> None:
-        """All-gathers the shards of ``t`` in place inside the host."""
+    def spread(self, t: torch.Tensor, shards: list[int]) -> Call:
+        """All-gathers the shards of ``t`` in place inside the host; as :meth:`combine`. All ranks of the host
+        call it in the same order, which may be another than that of :meth:`combine`."""
         asked = (engine_codes.ALL_GATHER, engine_codes.DTYPES[t.dtype], 0, 0, 0, 0)
-        self.start(self.local, asked, t, t, (shards, shards), self.local.timeout).order()
+        call = self.start(self.results, asked, t, t, (shards, shards), self.results.timeout)
+        call.order()
+        return call
 
     def abort(self, why: str) -> None:
         """Aborts both levels for good, on all their ranks and on this host's GPUs: others may wait for calls
         that this rank has not made yet."""
-        for group in (self.local, self.across):
+        for group in (self.local, self.results, self.across):
             if group is not None:
                 group.abort(why)

@@ -35,6 +35,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
 from trigram.errors import AbortedError, MisuseError
 from trigram.mixing.gossip import References, seed
+from trigram.mixing.rare_averages import RareAverages
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
 from trigram.runtime.memory import empty
@@ -156,6 +157,7 @@ class AsyncGossip:
     ) -> None:
         self.groups, self.graph = groups, graph.closure()
         self.fragments = [_Fragment.make(each, codec, groups) for each in weights]
+        self.rare = RareAverages(groups, len(self.fragments))
         self.window = 1
         self.averaged = [0] * len(self.fragments)  # when each was averaged last, in averaging steps
         self.staleness, self.script = staleness, script
@@ -214,6 +216,7 @@ class AsyncGossip:
         part.weights.out.copy_(part.weights.inp)
         part.references.apply(self.partner, part.mine, part.theirs, part.weights.out, 0.5)
         part.weights.apply(moved=True)
+        self.rare.count()
 
     def _end_step(self) -> None:
         assert self.partner is not None
@@ -236,6 +239,7 @@ class AsyncGossip:
         """Handles messages, applies a step that has completed, and offers the next one."""
         now = time.perf_counter()
         self.step, self.step_seconds, self.boundary_at = step, now - self.boundary_at, now
+        self.rare.boundary()
         if self.script is not None:
             self._follow_script(step, self.script)
             return

@@ -112,8 +112,10 @@ def _taken(t: torch.Tensor, at: int, stride: int) -> torch.Tensor:
 
 def _put(t: torch.Tensor, at: int, stride: int, values: torch.Tensor, adds: bool) -> None:
     flat = _in_memory(t)
-    if flat is None:
-        t.put_(torch.arange(at, t.numel(), stride, device=t.device), values, accumulate=adds)
+    if flat is None:  # not ``put_``, which deterministic algorithms refuse
+        copy = t.flatten()
+        _put(copy, at, stride, values, adds)
+        t.copy_(copy.view(t.shape))
     elif adds:
         flat[at::stride] += values
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,11 +40,13 @@ def empty(
     if any(d < 0 for d in sizes):
         raise MisuseError(f"empty: shape {sizes} has a negative dimension; all must be 0 or more")
     if count == 0 or (device is not None and torch.device(device).type != "cpu"):
-        return torch.empty(sizes, dtype=dtype, device="cpu" if device is None else device)
+        with torch.inference_mode(False):  # as below
+            return torch.empty(sizes, dtype=dtype, device="cpu" if device is None else device)
     block = current().engine.allocate(count * dtype.itemsize)
     # The tensor keeps the array alive, and the array keeps the block alive.
     array = _Owned.of(block)
-    return torch.frombuffer(array, dtype=dtype, count=count).view(sizes)
+    with torch.inference_mode(False):  # a tensor made in this mode can never be written outside of it
+        return torch.frombuffer(array, dtype=dtype, count=count).view(sizes)
 
 
 class _Owned:
@@ -55,3 +58,12 @@ class _Owned:
         array = (ctypes.c_char * block.nbytes).from_address(block.address)
         array._owner = block  # type: ignore[attr-defined]
         return array
+
+
+@contextlib.contextmanager
+def kept_tensors() -> Iterator[None]:
+    """A block that makes tensors which are written later, wherever it runs: a tensor that is made inside
+    ``torch.inference_mode`` can never be written outside of it. Ranks of an elastic job may regroup, and so
+    make new ones, while a script evaluates."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -88,10 +88,9 @@ def _adapt_one(
         gradient = gradient.add(param, alpha=decay)
     part = (1 - beta2) * (1 - 1 / ranks)
     low = second / ranks if not _is_plain(second, first, gradient) else None
+    known: Any
     if torch.is_tensor(step) and not step.is_cpu:
-        # A counter on a GPU is not read, for that would wait for the GPU.
-        known: Any = beta1 * (1 - beta1 ** (step - 1))
-        part = torch.where(step > _FIRST, part, 0.0)  # type: ignore[assignment]
+        known, part = (t.to(second.dtype) for t in _unread(step, beta1, part))  # type: ignore[assignment]
     elif (steps := float(step)) > _FIRST:
         known = beta1 * (1 - beta1 ** (steps - 1))
     else:
@@ -104,6 +103,13 @@ def _adapt_one(
     others = first.sub(gradient, alpha=1 - beta1).div_(known).mul_(gradient).clamp_(min=0)
     second.add_(others.addcmul_(gradient, gradient, value=-1).mul_(part))
     torch.maximum(second, low, out=second)
+
+
+def _unread(step: torch.Tensor, beta1: float, part: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The divisor and the part from a counter on a GPU, which is not read: that would wait for the GPU. In
+    the first steps the part is 0, and the divisor 1: it would be 0 in the first, and 0 times NaN is NaN."""
+    late = (step > _FIRST).to(torch.float64)
+    return late * beta1 * (1 - beta1 ** (step.double() - 1)) + (1 - late), late * part
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import torch
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
+from trigram.runtime.memory import kept_tensors
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded_gradient import ShardedGradient
@@ -74,6 +75,7 @@ class BucketSet(Sequence[Bucket]):
         self.params = params
         self.build(order, keep_residuals=False)
 
+    @kept_tensors()
     def build(self, order: Sequence[int], keep_residuals: bool = True) -> None:
         """Builds the buckets; gradients and, if asked, residuals move with their parameters. Averages without
         residuals make up for those of averages with them: see ``owed``.

@@ -134,7 +134,9 @@ class FusedBuckets(StepHooks):
         assert self.fused is not None
         self.fused.shown.show(lambda p: [(p, p.grad)], self.fused.in_groups(params))
         try:
-            self.fused.update()
+            # In a backward pass inside ``torch.autocast`` too, as the script's step outside of it.
+            with torch.autocast(params[0].device.type if params else "cpu", enabled=False):
+                self.fused.update()
         finally:
             self.fused.shown.restore()
 

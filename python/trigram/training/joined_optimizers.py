@@ -53,7 +53,7 @@ def share(params: Sequence[torch.Tensor], longest: int, groups: ModelGroups) -> 
     length = tell_all([told.numel()], group)[longest][0]
     if group.rank != longest:
         told = torch.empty(length, dtype=torch.uint8, device="cpu")
-    calls.broadcast(told, longest, group)
+    calls.broadcast(told, group.ranks[longest], group)
     found = serialization.unpack(told, group.ranks[longest])
     if isinstance(found, str):
         raise UnsupportedError(
@@ -171,7 +171,7 @@ def _share_scaler(longest: int, groups: ModelGroups) -> None:
         return
     state = scalers[0].state_dict()
     values = torch.tensor([state["scale"], state["_growth_tracker"]], dtype=torch.float64, device="cpu")
-    calls.broadcast(values, longest, group)
+    calls.broadcast(values, group.ranks[longest], group)
     scale, tracker = values.tolist()
     scalers[0].load_state_dict({**state, "scale": scale, "_growth_tracker": int(tracker)})
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import tell_all
+from trigram.mixing.rare_averages import RareAverages
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
 from trigram.training.pace import Pace
@@ -277,12 +278,14 @@ class BackgroundSteps(_CountedSchedule):
         super().__init__(fragments, groups)
         self.staleness, self.script = staleness, script
         self.pace = Pace(len(fragments), groups)
+        self.rare = RareAverages(groups, len(fragments))
         self.last_boundary = 0
         self.begun: dict[int, int] = {}  # by fragment: the boundary of its last averaging step
 
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
         self.last_boundary = step
+        self.rare.boundary()
         waits = self.waits
         while self.under_way and self._must_finish(step):
             self._finish(moved=True)
@@ -292,9 +295,10 @@ class BackgroundSteps(_CountedSchedule):
             return
         oldest = self.under_way[0].boundary if self.under_way else None
         self.pace.boundary(None if oldest is None else step - oldest, self.waits > waits)
-        while len(self.under_way) < len(self.fragments) and (
-            self.pace.allows(len(self.under_way)) or self._is_due(step)
-        ):
+        # In two levels one at a time: the ranks of a host give each other the shards of one average and sum
+        # those of the next in the same order.
+        most = len(self.fragments) if self.groups.levels is None else 1
+        while len(self.under_way) < most and (self.pace.allows(len(self.under_way)) or self._is_due(step)):
             self._start(step)
 
     def _must_finish(self, step: int) -> bool:
@@ -320,6 +324,7 @@ class BackgroundSteps(_CountedSchedule):
         """See :class:`_CountedSchedule`."""
         self.pace.ended(self.last_boundary - self.under_way[0].boundary)
         super()._finish(moved)
+        self.rare.count()
 
     def _is_due(self, step: int) -> bool:
         """Whether the next fragment's last averaging step began too long ago."""

@@ -29,6 +29,7 @@ from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.observe import steps
 from trigram.runtime import logs
+from trigram.runtime.memory import kept_tensors
 from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
@@ -94,12 +95,12 @@ class WeightSync(StepHooks):
             # Gradients that are there already: a script may write others into them.
             self.used.keep(self.trained, {id(p) for p in self.trained})
 
+    @kept_tensors()
     def _prepare(self) -> None:
         self.trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
         self.weights = None
         self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
-        with torch.no_grad():
-            self.schedule = self.make(coalesced.alike(self.trained))
+        self.schedule = self.make(coalesced.alike(self.trained))
 
     # Training steps.
 

@@ -64,7 +64,8 @@ class PointToPoint(Starting):
         if not t.is_cpu or "cpu" in device.kinds:
             if peer is None:
                 raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
-            call = OnDevice(routes.message(group, sends, peer, tag, flat, code), flat.device)
+            limit = group.timeout
+            call = OnDevice(routes.message(group, sends, peer, tag, flat, code, limit), flat.device)
         else:
             call, _ = group.core.message(
                 sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, group.timeout

@@ -169,7 +169,9 @@ class Transfers(Starting):
         here = group.rank == opts.rootRank
         lists = outs if outs and isinstance(outs[0], list | tuple) else [outs] if outs else []
         if not here and lists:
-            raise MisuseError(f"gather: requires empty output on rank {group.rank}, which is not the root")
+            raise MisuseError(
+                f"gather: requires empty output on rank {group.ranks[group.rank]}, which is not the root"
+            )
         wanted = [tensors.check(t, "gather") for t in only(lists, "gather")] if here else []
         received, finish = None, None
         if here:
@@ -200,7 +202,9 @@ class Transfers(Starting):
         here = group.rank == opts.rootRank
         lists = given if given and isinstance(given[0], list | tuple) else [given] if given else []
         if not here and lists:
-            raise MisuseError(f"scatter: requires empty input on rank {group.rank}, which is not the root")
+            raise MisuseError(
+                f"scatter: requires empty input on rank {group.ranks[group.rank]}, which is not the root"
+            )
         parts = [tensors.check(t, "scatter") for t in only(lists, "scatter")] if here else []
         source = None
         if here:

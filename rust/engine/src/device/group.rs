@@ -19,7 +19,7 @@ use trigram_core::{DType, Error, ReduceOp, Result};
 use crate::call::request::Request;
 use crate::device::call::{DeviceCall, wait_released};
 use crate::device::failure::{Failure, POLL_INTERVAL, abort_others, blame, from_nccl};
-use crate::device::nccl_call::{NcclCall, data_type, raw_mut};
+use crate::device::nccl_call::{NcclCall, elements, raw_mut};
 use crate::device::watch::{Deadline, WatchedCall, Watcher};
 use crate::runtime::group::Group;
 use crate::sys::completion::InterruptCheck;
@@ -199,8 +199,9 @@ impl DeviceGroup {
         self.failure.get()?;
         let mut calls = Vec::with_capacity(messages.len());
         for p in messages {
+            let (kind, units) = elements(Collective::SendRecv, p.dtype)?;
             // SAFETY: passed on to the caller.
-            calls.push((p, unsafe { Data::from_raw(p.address as u64, p.len, data_type(p.dtype)?) }));
+            calls.push((p, unsafe { Data::from_raw(p.address as u64, p.len * units, kind) }));
         }
         let (dtype, count) = messages.first().map_or((DType::U8, 0), |p| (p.dtype, p.len as u64));
         let mut signature =

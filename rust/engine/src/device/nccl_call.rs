@@ -20,12 +20,12 @@ pub(crate) struct NcclCall<'a> {
 impl NcclCall<'_> {
     pub(crate) fn of(request: &Request, me: u32, size: u32) -> Result<Self> {
         let Request { call, op, tensors, .. } = request;
-        let kind = data_type(call.dtype)?;
+        let (kind, units) = elements(call.what, call.dtype)?;
         let (what, len, root) = (call.what, call.len, call.root);
         let Tensors { input, input_len, output, output_len } = *tensors;
         let width = call.dtype.size();
         // SAFETY: the request's maker promises that its memory is valid.
-        let data = |at: usize, count: usize| unsafe { Data::from_raw(at as u64, count, kind) };
+        let data = |at: usize, count: usize| unsafe { Data::from_raw(at as u64, count * units, kind) };
         let (inp, out) = (data(input as usize, input_len / width), data(output as usize, output_len / width));
         let part = |base: usize, k: usize| data(base + k * len * width, len);
         let mut parts = Vec::new();
@@ -81,8 +81,11 @@ impl NcclCall<'_> {
         match self.what {
             Collective::AllReduce => comm.all_reduce(inp, out, self.op),
             // Other ranks than the root have no output, and none is written.
-            // SAFETY: as above.
-            Collective::Reduce => comm.reduce(None, unsafe { raw_mut(&self.inp) }, self.op, self.root),
+            Collective::Reduce if self.out.address() == 0 => {
+                // SAFETY: as above.
+                comm.reduce(None, unsafe { raw_mut(&self.inp) }, self.op, self.root)
+            }
+            Collective::Reduce => comm.reduce(inp, out, self.op, self.root),
             Collective::Broadcast => comm.broadcast(out, self.root),
             Collective::ReduceScatter if !self.parts.is_empty() => nccl.group(|| {
                 self.parts.iter().try_for_each(|(_, owner, data)| {
@@ -119,7 +122,19 @@ pub(crate) unsafe fn raw_mut<'a>(data: &Data<'a>) -> DataMut<'a> {
     unsafe { DataMut::from_raw(data.address(), data.count(), data.data_type()) }
 }
 
-pub(crate) fn data_type(dtype: DType) -> Result<DataType> {
+/// As what NCCL takes the elements of a call, and how many of that each of them is: complex numbers are summed as pairs,
+/// and what NCCL does not know is moved as bytes.
+pub(crate) fn elements(what: Collective, dtype: DType) -> Result<(DataType, usize)> {
+    let reduces = matches!(what, Collective::AllReduce | Collective::Reduce | Collective::ReduceScatter);
+    match dtype {
+        DType::C64 if reduces => Ok((DataType::Float32, 2)),
+        DType::C128 if reduces => Ok((DataType::Float64, 2)),
+        DType::I16 | DType::C64 | DType::C128 if !reduces => Ok((DataType::Uint8, dtype.size())),
+        _ => Ok((data_type(dtype)?, 1)),
+    }
+}
+
+fn data_type(dtype: DType) -> Result<DataType> {
     Ok(match dtype {
         DType::F32 => DataType::Float32,
         DType::F64 => DataType::Float64,

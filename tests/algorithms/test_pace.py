@@ -85,7 +85,7 @@ def test_averages_are_rare_below_ten_in_a_hundred_steps(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr(rare_averages.logs, "warning", said.append)
-    rare = rare_averages.RareAverages(groups=SimpleNamespace(name="rank 3"), fragments=2)  # type: ignore[arg-type]
+    rare = rare_averages.RareAverages(groups=SimpleNamespace(name="rank 3", size=2), fragments=2)  # type: ignore[arg-type]
     for step in range(300):
         rare.boundary()
         for _ in range(2 * (step % every == every - 1)):

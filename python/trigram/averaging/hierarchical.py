@@ -136,8 +136,12 @@ class HierarchicalAverage:
         )
         # Another rank may abort this bucket: only calls of the main group report that, so one is made here.
         self.consistency_check = main.core.check_consistency(signature, main.timeout)
+        try:
+            self.combined = self.levels.two_level.combine(self.memory, self.shards, _SUM)
+        except TrigramError as e:
+            self.levels.abort(f"rank {main.ranks[main.rank]} could not start a two-level average: {e}")
+            raise
         self.under_way = True
-        self.combined = self.levels.two_level.combine(self.memory, self.shards, _SUM)
         if self.average is not None and self.levels.between_hosts is not None:
             # With this factor the mean over hosts is the mean over ranks, also for unequal hosts.
             self.mine.mul_(self.levels.two_level.hosts / self.levels.groups.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -88,7 +88,7 @@ class Device(Protocol):
         """
 
     def behind(self) -> AbstractContextManager[object]:
-        """Makes a stream of its own the current one, for results."""
+        """A block in which a stream of its own is current, for results; it ends when they are there."""
 
     def mark(self) -> Callable[[], bool]:
         """Records an event on the current stream.
@@ -156,9 +156,12 @@ class Cuda:
         t.record_stream(self.side)
         return event.synchronize
 
-    def behind(self) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def behind(self) -> Iterator[None]:
         """See :class:`Device`."""
-        return torch.cuda.stream(self.results)
+        with torch.cuda.stream(self.results):
+            yield
+            self.results.synchronize()  # the caller's tensors may be freed then
 
     def mark(self) -> Callable[[], bool]:
         """See :class:`Device`."""

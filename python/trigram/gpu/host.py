@@ -28,7 +28,6 @@ from trigram.gpu.two_level import TwoLevelGroups
 from trigram.runtime import engine_codes
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
-from trigram.runtime.world import current
 
 CHUNK = 4 << 20
 """Bytes per chunk: large enough for full speed, small enough that copying overlaps with sending."""
@@ -55,6 +54,7 @@ class HostRoute:
     def __init__(self, asked: Group, group: Group, device: Device, inside: StartCall | None) -> None:
         self.asked = asked.core  # not the group, which refers to this route: that would be a cycle
         self.group, self.device = group, device
+        self.rank = group.ranks[group.rank]  # also known when the job has ended, in other threads
         self.broken = False
         self.starter, self.finisher = _InOrder("trigram-gpu-copies"), _InOrder("trigram-gpu-results")
         for thread in (self.starter, self.finisher):
@@ -153,12 +153,13 @@ class HostRoute:
         transfer.before, self.before = self.before, None
         group = self.group
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
+            self.levels.prepare(t)
             shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
             try:
                 transfer.before = self.levels.combine(t, shards, inside)
             except Exception as e:
-                self.abort(f"rank {current().rank}: {e}")  # the other ranks wait for this one's part
+                self.abort(f"rank {self.rank}: {e}")  # the other ranks wait for this one's part
                 raise
             transfer.last = partial(self.levels.spread, t, shards)
             transfer.total = t
@@ -304,9 +305,13 @@ class _Transfer:
 
     def _finish(self) -> None:
         """With two levels: waits for the results, on a stream that waits for nothing else."""
-        with self.route.device.behind(), contextlib.suppress(Exception):  # every wait raises it
-            self._wait_within(None)
-        self.finished.set()
+        try:
+            with self.route.device.behind():
+                self._wait_within(None)
+        except BaseException as e:
+            self.error = self.error or e  # every wait raises it
+        finally:
+            self.finished.set()
 
     # Waiting for it.
 
@@ -355,7 +360,7 @@ class _Transfer:
         except Exception as e:
             self.error = e
             if self.consistency_check is not None:
-                self.route.abort(f"rank {current().rank}: {e}")
+                self.route.abort(f"rank {self.route.rank}: {e}")
             self._drain()
             raise
         self.written = self.route.device.here()
@@ -384,7 +389,9 @@ class _Transfer:
     def _spread(self, last: Callable[[], Call]) -> None:
         """Gives all ranks of the host all shards, which have arrived."""
         self._check_before()  # a rank that sends no shard has not
-        last().wait()
+        ending = last()
+        while not ending.wait(_LONG):
+            pass
         if self.total is not None and self.divisor > 1:
             self.total.div_(self.divisor)
 

@@ -37,7 +37,7 @@ class TwoLevelGroups:
 
     def __init__(self, group: Group, start: StartCall) -> None:
         world, ranks, hosts = current(), group.ranks, group.hosts()
-        self.start = start
+        self.start, self.prepared = start, False
         self.count = min(map(len, hosts))
         self.hosts = len(hosts)
         self.across: Group | None = None
@@ -72,6 +72,15 @@ class TwoLevelGroups:
         """This rank's shard of a 1-D tensor."""
         start = sum(shards[: self.local.rank])
         return t[start : start + shards[self.local.rank]]
+
+    def prepare(self, t: torch.Tensor) -> None:
+        """Connects the ranks for results, before the first result: NCCL waits on the host for all of them
+        then, and later they may be in other calls. All ranks call it before their first call."""
+        if not self.prepared:
+            shards = self.shards(self.count * _LINE)
+            values = torch.zeros(sum(shards), dtype=torch.float32, device=t.device)
+            self.spread(values, shards).wait()
+            self.prepared = True
 
     def combine(self, t: torch.Tensor, shards: list[int], op: int) -> Call:
         """Reduce-scatters ``t`` in place inside the host: each rank's shard becomes the sum (or other

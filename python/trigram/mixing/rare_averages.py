@@ -37,7 +37,7 @@ class RareAverages:
     def boundary(self) -> None:
         """A training step has ended."""
         self.boundaries += 1
-        if self.boundaries < STEPS:
+        if self.boundaries < STEPS or self.groups.size == 1:
             return
         times = self.averaged / self.fragments
         self.boundaries = self.averaged = 0

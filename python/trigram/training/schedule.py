@@ -295,10 +295,9 @@ class BackgroundSteps(_CountedSchedule):
             return
         oldest = self.under_way[0].boundary if self.under_way else None
         self.pace.boundary(None if oldest is None else step - oldest, self.waits > waits)
-        # In two levels one at a time: the ranks of a host give each other the shards of one average and sum
-        # those of the next in the same order.
-        most = len(self.fragments) if self.groups.levels is None else 1
-        while len(self.under_way) < most and (self.pace.allows(len(self.under_way)) or self._is_due(step)):
+        while len(self.under_way) < len(self.fragments) and (
+            self.pace.allows(len(self.under_way)) or self._is_due(step)
+        ):
             self._start(step)
 
     def _must_finish(self, step: int) -> bool:

@@ -100,7 +100,8 @@ class WeightSync(StepHooks):
         self.trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
         self.weights = None
         self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
-        self.schedule = self.make(coalesced.alike(self.trained))
+        with torch.no_grad():
+            self.schedule = self.make(coalesced.alike(self.trained))
 
     # Training steps.
 

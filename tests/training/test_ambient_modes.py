@@ -46,10 +46,11 @@ class Linear(nn.Linear):
 
 
 def net() -> nn.Module:
-    """One of its weights has its rows and columns in the other order."""
+    """A weight has its rows and columns in the other order, and a bias has gaps between its values."""
     first = Linear(6, 16)
     module = nn.Sequential(first, nn.Tanh(), Linear(16, 16), nn.Tanh(), Linear(16, 3))
     first.weight = nn.Parameter(first.weight.detach().t().contiguous().t())
+    first.bias = nn.Parameter(torch.stack([first.bias.detach()] * 2, 1)[:, 0])
     return module
 
 

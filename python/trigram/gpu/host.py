@@ -153,10 +153,10 @@ class HostRoute:
         transfer.before, self.before = self.before, None
         group = self.group
         if self.levels is not None and op < engine_codes.OPS["band"]:  # NCCL has no bitwise operators
-            self.levels.prepare(t)
             shards = self.levels.shards(count)
             inside = _SUM if op == _AVG else op
             try:
+                self.levels.prepare(t)
                 transfer.before = self.levels.combine(t, shards, inside)
             except Exception as e:
                 self.abort(f"rank {self.rank}: {e}")  # the other ranks wait for this one's part

@@ -113,7 +113,7 @@ def _taken(t: torch.Tensor, at: int, stride: int) -> torch.Tensor:
 def _put(t: torch.Tensor, at: int, stride: int, values: torch.Tensor, adds: bool) -> None:
     flat = _in_memory(t)
     if flat is None:  # not ``put_``, which deterministic algorithms refuse
-        copy = t.flatten()
+        copy = t.contiguous().view(-1)
         _put(copy, at, stride, values, adds)
         t.copy_(copy.view(t.shape))
     elif adds:

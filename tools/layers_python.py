@@ -44,6 +44,7 @@ ROOMS = {
         "algorithms",
         "collectives",
         "averaging",
+        "mixing",
         "training",
     },
     "model": {

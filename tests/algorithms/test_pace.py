@@ -12,7 +12,7 @@ import torch
 import trigram
 from tests.support.harness import run
 from trigram.mixing import rare_averages
-from trigram.training.pace import MOST, RAREST, Pace, default_fragments
+from trigram.training.pace import MOST, Pace, default_fragments
 
 
 def _model(layers: int) -> torch.nn.Module:
@@ -94,13 +94,20 @@ def test_averages_are_rare_below_ten_in_a_hundred_steps(
     assert all(line.startswith("rank 3 averaged each weight ") for line in said)
 
 
+def test_more_ranks_average_more_often() -> None:
+    assert [rare_averages.most(8, ranks) for ranks in (1, 2, 3, 4, 8, 64)] == [1, 2, 3, 4, 8, 8]
+    assert [rare_averages.most(8, ranks, 2.0) for ranks in (2, 3, 4, 8)] == [4, 6, 8, 8]  # pairs
+    assert rare_averages.most(8, 2, 4.0) == 8  # a rank four times slower than the fastest
+    assert [rare_averages.most(1, ranks) for ranks in (1, 2, 16)] == [1, 1, 1]
+
+
 def test_small_models_have_one_fragment() -> None:
     assert [default_fragments(n) for n in (0, 1 << 20, (1 << 21) - 1, 1 << 21, 1 << 30)] == [1, 1, 1, 2, MOST]
 
 
 def test_the_window() -> None:
     """One more when all have arrived in time and it was the limit; one fewer when they are late."""
-    pace = Pace(8, groups=None)  # type: ignore[arg-type]  # it tells nobody here
+    pace = Pace(8, groups=SimpleNamespace(size=2))  # type: ignore[arg-type]  # it tells nobody here
     windows = []
     for oldest, waiting in ((None, 0), (None, 0), (1, 1), (2, 2), (3, 2), (None, 1)):
         pace.boundary(oldest, waited=False)
@@ -110,4 +117,4 @@ def test_the_window() -> None:
             under_way += 1
         windows.append(pace.window)
     assert windows == [1, 2, 2, 1, 1, 2], windows
-    assert pace.burst == 8 // RAREST
+    assert pace.burst == 2

@@ -260,3 +260,4 @@ def test_arguments_of_ddp_are_refused() -> None:
     said = raises(trigram.MisuseError, lambda: TrigramStrategy(find_unused_parameters=True))
     assert "find_unused_parameters" in said and "options" in said
     raises(trigram.UnsupportedError, lambda: TrigramStrategy(options={"elastic": True}))
+    assert "Fabric" in raises(trigram.MisuseError, lambda: TrigramStrategy(options={"group": [0]}))

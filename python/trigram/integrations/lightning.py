@@ -79,15 +79,24 @@ class TrigramStrategy(_WithAlgorithm, DDPStrategy):
         **more: The arguments of Lightning's ``DDPStrategy`` that do not concern ``DistributedDataParallel``,
             such as ``start_method`` and ``timeout``.
 
-    While it trains under an algorithm that averages weights, each rank validates its own weights. Checkpoints
-    and the module after ``fit`` have the average. A checkpoint that can be resumed also has the algorithm's
-    state of every rank, under the key ``trigram``.
+    All ranks of the ``Trainer`` train the module; Lightning divides the data among them, and gathers metrics
+    and checkpoints from all. While it trains under an algorithm that averages weights, each rank validates its
+    own weights. Checkpoints and the module after ``fit`` have the average. A checkpoint that can be resumed
+    also has the algorithm's state of every rank, under the key ``trigram``.
 
     Raises:
-        MisuseError: For arguments of ``DistributedDataParallel``.
+        MisuseError: For arguments of ``DistributedDataParallel``, and for ``group`` in ``options``.
     """
 
     strategy_name = "trigram"
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        if self.options.get("group") is not None:
+            raise MisuseError(
+                "options: 'group': all ranks of Lightning's Trainer train a module; use Fabric or a loop of "
+                "your own to train it on some"
+            )
 
     def configure_ddp(self) -> None:
         """Does nothing: the module is wrapped when its optimizers are there, see :meth:`setup_optimizers`."""

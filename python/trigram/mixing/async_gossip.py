@@ -35,7 +35,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
 from trigram.errors import AbortedError, MisuseError
 from trigram.mixing.gossip import References, seed
-from trigram.mixing.rare_averages import RareAverages
+from trigram.mixing.rare_averages import RareAverages, most
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
 from trigram.runtime.memory import empty
@@ -50,6 +50,8 @@ _ANSWER_STEPS = 8
 """The same in training steps of this rank: the neighbour may be slower."""
 _FIRST = 60.0
 """Seconds after which a rank no longer waits for its first averaging step, whose length it cannot know."""
+TAKES = 2.0
+"""Training steps that an averaging step takes on a fast network, with its offer."""
 _AVERAGE = 4
 """An averaging step takes at most so many times as long as the longest so far, if its partner trains."""
 
@@ -140,9 +142,6 @@ class AsyncGossip:
         window: The fragments to average in one step, as this rank has found.
     """
 
-    RAREST = 2
-    """Averaging steps for all fragments, if there are so many; each takes about two training steps, with its
-    offer. See :class:`trigram.training.schedule.BackgroundSteps`."""
     POLL = 0.002
     """Seconds between two looks at messages inside a backward pass."""
 
@@ -229,7 +228,7 @@ class AsyncGossip:
         span, self._span = self._span, None
         spans.end(span)
         if self.step - self.begun_step <= 1:
-            self.window = min(max(1, len(self.fragments) // self.RAREST), self.window + 1)
+            self.window = min(most(len(self.fragments), self.groups.size, TAKES), self.window + 1)
         self.steps_done += 1
         self.ended_at = self.step
 

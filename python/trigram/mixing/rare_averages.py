@@ -1,9 +1,10 @@
-"""Says when asynchronous averages have become rare.
+"""How often asynchronous ranks average each weight, and a line in the log when they do so rarely.
 
 An asynchronous rank does not wait, so nothing else shows that the network, or a slower rank, leaves its
 weights without averages: the training goes on as fast as before, and its loss is worse. On a GPT between two
 hosts averages of each weight every 4 training steps cost 0.5 % of the loss and every 20 more than 2 %
-(docs/adr/0038).
+(docs/adr/0038). The more ranks there are, the more does a rank's update miss what the others have found:
+between four hosts every fourth step costs 2 % (docs/adr/0040).
 """
 
 from __future__ import annotations
@@ -11,10 +12,22 @@ from __future__ import annotations
 from trigram.averaging.groups import ModelGroups
 from trigram.runtime import logs
 
+RANK_STEPS = 8
+"""Training steps of all ranks together between two averages of a weight, on a network that is fast enough."""
 STEPS = 100
 """Training steps after which averages are counted."""
 OFTEN_ENOUGH = 10
 """Averages of each weight in so many training steps; fewer are reported."""
+
+
+def most(fragments: int, ranks: int, steps: float = 1.0) -> int:
+    """How many fragments of the weights to average in so many training steps, at most.
+
+    Each fragment has an average every 4 steps of two ranks, 2 of four, and in each step of eight or more.
+    Averages that are in time need not be more frequent, and cost time on the processor.
+    """
+    interval = max(1.0, RANK_STEPS / ranks)
+    return min(fragments, max(1, round(fragments * steps / interval)))
 
 
 class RareAverages:

@@ -15,18 +15,16 @@ from trigram import codecs
 from trigram.algorithms import graphs
 from trigram.algorithms.trigram import Algorithm
 from trigram.errors import UnsupportedError
+from trigram.mixing.async_gossip import TAKES
+from trigram.mixing.rare_averages import most
 from trigram.plan import wire
 from trigram.plan.inputs import CodecCost, Job
 from trigram.training.buckets import FIRST_BUCKET
 from trigram.training.compressors import NEEDS_FEEDBACK
-from trigram.training.pace import RAREST, default_fragments
+from trigram.training.pace import default_fragments
 
 FLOAT = 4
 """Bytes of a value: predictions are for float32."""
-OFFER_STEPS = 1.0
-"""Training steps between two asynchronous averages of a pair, for the offer and its answer."""
-PAIR_TURNS = 2
-"""In how many averages a pair has had all fragments, see ``mixing/async_gossip.py``."""
 IDLE = 1.3
 """The part of the time, as its inverse, in which a link that is the bottleneck carries asynchronous averages:
 some wait for a boundary."""
@@ -407,13 +405,10 @@ def _background(job: Job, algorithm: Algorithm) -> tuple[float, float]:
     staleness = algorithm.options.get("staleness")
     fragments = algorithm.options.get("fragments") or default_fragments(FLOAT * job.compute.elements)
     seconds, period = alone, 1.0
-    pairs = algorithm.kind != "central"
+    takes = 1.0 if algorithm.kind == "central" else TAKES
+    # Training steps between two averages of a fragment.
+    least = takes * fragments / most(fragments, job.machines.ranks, takes)
     for _ in range(ROUNDS):
-        # Training steps between two averages of a fragment.
-        if pairs:
-            least = fragments / max(1, fragments // PAIR_TURNS) * (1 + OFFER_STEPS)
-        else:
-            least = fragments / max(1, fragments // RAREST)
         period = max(least, IDLE * step.seconds / seconds if fragments > 1 else -(-step.seconds // seconds))
         waits = 0.0
         if staleness is not None and period > staleness:

@@ -1,8 +1,9 @@
 """How many averaging steps of fragments an asynchronous rank has under way at a time.
 
 Two limits: as many as arrive within about one training step, so that averages are not late, and a fragment
-not more often than every :data:`RAREST` steps of the fastest rank, because averages that are in time need not
-be more frequent, and cost time on the processor (docs/adr/0038 has the figures).
+not more often than every few steps of the fastest rank (``most`` of ``mixing/rare_averages.py``), because
+averages that are in time need not be more frequent, and cost time on the processor (docs/adr/0038 and 0040
+have the figures).
 
 A rank that trains slower than others sees how long the network takes, since the others have their snapshots
 ready; a faster one sees how long it waits for the slow one. So ranks tell each other, once for all fragments,
@@ -18,9 +19,8 @@ import torch
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
+from trigram.mixing.rare_averages import most
 
-RAREST = 4
-"""Training steps of the fastest rank between two averaging steps of a fragment."""
 MOST, LEAST_BYTES = 8, 1 << 20
 """Fragments that the weights have by default, and bytes of each: many enough that one is averaged in a
 training step on a slow link, few enough that small models do not pay for the calls."""
@@ -47,7 +47,7 @@ class Pace:
     def __init__(self, fragments: int, groups: ModelGroups) -> None:
         self.fragments, self.groups = fragments, groups
         self.window = self.others = 1
-        self.burst = max(1, fragments // RAREST)
+        self.burst = most(fragments, groups.size)
         self.late = self.limited = False
         self.started_here = 0  # averaging steps, at the last boundary
         self.boundaries, self.since = 0, time.perf_counter()
@@ -108,4 +108,4 @@ class Pace:
         work.wait()
         self.others, fastest = int(self.told[0]), -float(self.told[1])
         slower = self.mine / fastest if 0 < fastest < math.inf else 1.0
-        self.burst = min(self.fragments, max(1, round(self.fragments * slower / RAREST)))
+        self.burst = most(self.fragments, self.groups.size, slower)

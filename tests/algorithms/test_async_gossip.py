@@ -105,7 +105,7 @@ def one_never_trains(rank: int, world: int, label: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world, by", [long(2, "shm"), (4, "shm"), (3, "tcp")])
+@pytest.mark.parametrize("world, by", [long(2, "shm"), (4, "shm"), long(3, "tcp")])
 def test_free_running(in_launch: Callable[..., None], by: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=by)
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import long
 
-@pytest.mark.parametrize(("transport", "vias"), [("shm", 6), ("tcp", 5)])
+
+@pytest.mark.parametrize(("transport", "vias"), [("shm", 6), long("tcp", 5)])
 def test_bench_measures_every_schedule(tmp_path: Path, transport: str, vias: int) -> None:
     """The library's choice, and then each; over TCP "shared" is skipped, and the rest is measured."""
     file = tmp_path / "rows.json"

@@ -12,6 +12,7 @@ import torch
 
 import trigram
 from tests.support.harness import run
+from tests.support.marks import long
 from trigram.cli import tune
 
 
@@ -41,7 +42,7 @@ def test_measures_and_keeps(tmp_path: Path) -> None:
     assert (ranks, ring) == ("2", "-") and int(doubling) in (0, *tune.SMALL)
 
 
-@pytest.mark.parametrize("before", [None, "2 lots -\n3 lots -\n4 - -\n1 5 -\n"])
+@pytest.mark.parametrize("before", [long(None), "2 lots -\n3 lots -\n4 - -\n1 5 -\n"])
 def test_a_file_that_is_not_there_or_is_wrong_is_made(tmp_path: Path, before: str | None) -> None:
     """As the errors about such a file advise."""
     file = tmp_path / "tuning.txt"

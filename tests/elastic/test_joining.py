@@ -26,7 +26,7 @@ from trigram.elastic import membership
 pytestmark = pytest.mark.waits
 
 
-@pytest.mark.parametrize("transport, victim", [("shm", 0), ("tcp", 2), long("shm", 2), long("tcp", 0)])
+@pytest.mark.parametrize("transport, victim", [("shm", 0), long("tcp", 2), long("shm", 2), long("tcp", 0)])
 def test_who_comes_back_gets_everything(victim: int, transport: str) -> None:
     world, steps = 3, 150
     arguments = (steps, "gradient_allreduce", {victim: 5}, 0.01)

@@ -14,7 +14,7 @@ import trigram
 from tests.support.checks import close, raises, says
 from tests.support.elastic_run import await_step, come, reduce, reference, sums, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
-from tests.support.marks import long_unless
+from tests.support.marks import long, long_unless
 
 pytestmark = pytest.mark.waits
 
@@ -134,7 +134,7 @@ def test_gossip_goes_on_beyond_the_neighbours_of_the_dead(algorithm: str) -> Non
     assert spread < moved / 2, (spread, moved)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_a_stopped_rank_is_left_behind(transport: str) -> None:
     world, steps = 3, 300
     arguments, env = (steps, "gradient_allreduce", None, 0.005), {"TRIGRAM_SILENCE": "1.2"}

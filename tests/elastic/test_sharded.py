@@ -177,7 +177,7 @@ def test_all_copies_of_a_part_at_once(copies: int) -> None:
         says(results[r], "ranks 1, 3", "2 copies", "optimizer's state", "checkpoint", "copies=")
 
 
-@pytest.mark.parametrize("victim, transport", [(0, "shm"), (2, "tcp")])
+@pytest.mark.parametrize("victim, transport", [(0, "shm"), long(2, "tcp")])
 @pytest.mark.parametrize("kind", ["adamw", "whole"])
 def test_who_comes_back_gets_its_parts(victim: int, transport: str, kind: str) -> None:
     world, steps = 3, 100

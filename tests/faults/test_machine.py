@@ -327,7 +327,7 @@ print("hours", len(seen), flush=True)
 """
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", [long("shm"), "tcp"])
 def test_a_clock_that_jumps_by_hours_decides_nothing(tmp_path: Path, transport: str) -> None:
     """All waits and limits are by the monotonic clock. The ranks' wall clocks jump while they run."""
     (tmp_path / "shim.c").write_text(SHIM)

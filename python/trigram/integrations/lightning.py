@@ -80,9 +80,9 @@ class TrigramStrategy(_WithAlgorithm, DDPStrategy):
             such as ``start_method`` and ``timeout``.
 
     All ranks of the ``Trainer`` train the module; Lightning divides the data among them, and gathers metrics
-    and checkpoints from all. While it trains under an algorithm that averages weights, each rank validates its
-    own weights. Checkpoints and the module after ``fit`` have the average. A checkpoint that can be resumed
-    also has the algorithm's state of every rank, under the key ``trigram``.
+    and checkpoints from all. While it trains under an algorithm that averages weights, each rank validates
+    its own weights. Checkpoints and the module after ``fit`` have the average. A checkpoint that can be
+    resumed also has the algorithm's state of every rank, under the key ``trigram``.
 
     Raises:
         MisuseError: For arguments of ``DistributedDataParallel``, and for ``group`` in ``options``.

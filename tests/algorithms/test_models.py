@@ -15,6 +15,7 @@ from tests.support.algorithm_rows import GRADIENTS, NAMES_ONCE, ROWS, Row
 from tests.support.algorithm_run import Run, Yardstick, loss, net, start
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, fingerprint, same_on_all_ranks
+from tests.support.marks import long
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -225,6 +226,6 @@ def batch_norm(rank: int, world: int, label: str) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [long(2), 3])
 def test_model(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm" if world == 3 else "tcp")

@@ -571,7 +571,7 @@ def test_all_state_and_updated_in_backward(in_launch: Callable[..., None], world
 
 
 @pytest.mark.parametrize("case", list(FUSED))
-@pytest.mark.parametrize("world", [2, long(3)])
+@pytest.mark.parametrize("transport, world", [("shm", 2), long("tcp", 2), long("shm", 3), long("tcp", 3)])
 def test_updated_in_backward(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("FUSED", case, world, transport=transport)
 
@@ -585,7 +585,7 @@ def test_divided_gradients_and_updated_in_backward(
 
 
 @pytest.mark.parametrize("case", list(SHARDS))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("transport, world", [("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_with_divided_gradients(
     in_launch: Callable[..., None], transport: str, world: int, case: str
 ) -> None:
@@ -610,6 +610,6 @@ def test_across_hosts(in_launch: Callable[..., None], several_hosts: None, case:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("transport, world", [("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_as_a_plain_optimizer(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)

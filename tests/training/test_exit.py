@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.harness import free_port, until
+from tests.support.marks import long
 
 pytestmark = pytest.mark.waits
 
@@ -92,7 +93,10 @@ def _two(tmp_path: Path, how: str) -> Iterator[list[subprocess.Popen[Any]]]:
             p.wait()
 
 
-@pytest.mark.parametrize("how, code", [("exit 3", 3), ("exit with a message", 1), ("raises", 1)], ids=str)
+HOW = [long("exit 3", 3), long("exit with a message", 1), ("raises", 1)]
+
+
+@pytest.mark.parametrize("how, code", HOW, ids=str)
 def test_who_fails_does_not_wait(how: str, code: int, tmp_path: Path) -> None:
     """Rank 0 ends while rank 1 still trains; rank 1 would train until the test has seen that."""
     with _two(tmp_path, how) as ranks:
@@ -101,7 +105,7 @@ def test_who_fails_does_not_wait(how: str, code: int, tmp_path: Path) -> None:
         assert ranks[1].wait(60) == 5
 
 
-@pytest.mark.parametrize("how", ["returns", "exit 0", "SystemExit(0)", "handled", "caught"])
+@pytest.mark.parametrize("how", ["returns", "exit 0", long("SystemExit(0)"), "handled", long("caught")])
 def test_who_succeeds_waits(how: str, tmp_path: Path) -> None:
     """Rank 1 trains on after rank 0 has come to its end, and needs its messages until it has ended too."""
     with _two(tmp_path, how) as ranks:

@@ -1,13 +1,18 @@
-"""A state that was saved with another number of fragments."""
+"""The number of fragments: what a model takes, and a state that was saved with another."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
+
+import pytest
+import torch
 
 import trigram
 from tests.support.algorithm_run import net
 from tests.support.checks import raises, says
 from tests.support.harness import run
+from trigram.training.compose import _fragments
 
 
 def _load(rank: int, world: int) -> None:
@@ -44,3 +49,19 @@ def _holder(state: dict[str, Any]) -> dict[str, Any]:
 
 def test_pairs_go_on_from_a_state_without_fragments() -> None:
     run(2, _older)
+
+
+@pytest.mark.parametrize("sizes", [(100, 5, 1, 3, 10, 5, 5), (1, 100, 1), (7,), (5, 5, 5, 5), (0, 0, 9)])
+def test_the_number_that_is_proposed_is_taken(sizes: tuple[int, ...]) -> None:
+    tensors = [[torch.empty(1000 * size, device="cpu") for size in sizes]]
+    for asked in range(1, 20):
+        try:
+            found = _fragments(tensors, asked)
+        except trigram.MisuseError as error:
+            proposed = int(re.findall(r"use fragments=(\d+)", str(error))[0])
+            assert 1 <= proposed < asked
+            found = _fragments(tensors, proposed)
+            assert len(found) == proposed
+        else:
+            assert len(found) == asked
+        assert [id(t) for part in found for same in part for t in same] == [id(t) for t in tensors[0]]

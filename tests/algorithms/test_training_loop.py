@@ -220,7 +220,7 @@ def weights_set_by_hand(rank: int, world: int, label: str) -> None:
                     p.mul_(0.95)
 
 
-@CASES.over(*NAMES_ONCE, "staleness")
+@CASES.over(*NAMES_ONCE, "staleness", "central int8 overlap", "central int4 fragments overlap")
 def join(rank: int, world: int, label: str) -> None:
     """Ranks run out of inputs at different times; where gradients are averaged all end with the same.
 
@@ -243,6 +243,24 @@ def join(rank: int, world: int, label: str) -> None:
         assert bool(flatten(list(model.parameters())).isfinite().all())
     if label in GRADIENTS:
         same_on_all_ranks(rank, world, f"join-{label}", model.parameters())
+
+
+@CASES.over("central/powersgd:2/every:2", "central:median/full/every:1", "central/topk:0.1/every:1")
+def join_while_averaging(rank: int, world: int, algorithm: str) -> None:
+    """An average of two phases or more overlaps a step of the others when a rank's inputs end."""
+    torch.manual_seed(8)
+    model = trigram.with_bagua(net(), algorithm, overlap=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for _ in range(2):
+        with trigram.join(model):
+            for step in range(4 + 3 * rank):
+                optimizer.zero_grad()
+                loss(model, rank, step).backward()
+                if step != 5:  # a step without an update
+                    optimizer.step()
+        assert bool(flatten(list(model.parameters())).isfinite().all())
+    trigram.consensus(model)
+    same_on_all_ranks(rank, world, f"join-{algorithm.replace('/', '-')}", model.parameters())
 
 
 @CASES.over(*NAMES_ONCE)

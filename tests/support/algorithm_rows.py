@@ -281,6 +281,22 @@ row(
     coded=True,
 )
 row(
+    "central int8 overlap",
+    "central/int8/every:2",
+    lambda n: CentralWeights(2, "int8", overlap=True),
+    overlap=True,
+    coded=True,
+)
+row(
+    "central int4 fragments overlap",
+    "central/int4/every:3",
+    lambda n: Fragments(3, THIRDS, codec="int4", overlap=True),
+    fragments=3,
+    overlap=True,
+    optimizer="adam",
+    coded=True,
+)
+row(
     "central int8 outer",
     "central/int8/every:2",
     lambda n: CentralWeights(2, "int8", outer=(0.7, 0.9)),

@@ -160,7 +160,7 @@ class _Parser:
                 return (count, None) if kind == "every" else (None, count)
         raise self.refuse(
             f"WHEN={when!r} is invalid; use sync, every:H, async or async:STALENESS, with H and STALENESS 1 "
-            "or more"
+            "or more; options such as fragments=2 are arguments of with_bagua of their own"
         )
 
     def _what(self, what: str) -> str:

@@ -201,6 +201,20 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
         count = min(asked, 1 + sum(len(same) for same in tensors))  # one more than there can be
     if count == 1:
         return [tensors]
+    fragments = _divided(tensors, count)
+    if asked is None:
+        return [fragment for fragment in fragments if fragment]
+    if not all(fragments):
+        most = next(few for few in range(count - 1, 0, -1) if all(_divided(tensors, few)))
+        raise MisuseError(
+            f"with_bagua: fragments={asked} leaves fragments without a parameter, because a parameter is "
+            f"never divided and some are large; use fragments={most}"
+        )
+    return fragments
+
+
+def _divided(tensors: list[list[torch.Tensor]], count: int) -> list[list[list[torch.Tensor]]]:
+    """The weights in so many fragments, of which some may be empty."""
     fragments: list[list[list[torch.Tensor]]] = [[] for _ in range(count)]
     for same in tensors:
         parts: list[list[torch.Tensor]] = [[] for _ in range(count)]
@@ -212,13 +226,6 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
         for fragment, part in zip(fragments, parts, strict=True):
             if part:
                 fragment.append(part)
-    if asked is None:
-        return [fragment for fragment in fragments if fragment]
-    if not all(fragments):
-        raise MisuseError(
-            f"with_bagua: fragments={asked} leaves fragments without a parameter, because a parameter is "
-            f"never divided and some are large; use at most {sum(map(bool, fragments))}"
-        )
     return fragments
 
 

@@ -196,6 +196,9 @@ class StepHooks:
         """This rank has no inputs left, inside ``trigram.join``."""
         self.abort_failed()
 
+    def advance(self) -> None:
+        """Starts the second phases of averaging steps under way, for which other ranks may wait."""
+
     def skip_boundary(self) -> None:
         """Counts a step that the other ranks have begun and that no rank completes."""
 

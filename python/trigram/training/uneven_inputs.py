@@ -7,16 +7,21 @@ it has.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
 from trigram.errors import MisuseError
+
+POLL = 0.0005
+"""Seconds between two looks at averaging steps while a rank waits for the others."""
 
 
 class Joinable(Protocol):
@@ -37,6 +42,9 @@ class Joinable(Protocol):
 
     def inputs_end(self) -> None:
         """This rank has no inputs left; completes its last step."""
+
+    def advance(self) -> None:
+        """Starts the second phases of averaging steps under way, for which other ranks may wait."""
 
     def skip_boundary(self) -> None:
         """Counts a step that the other ranks have begun and that no rank completes."""
@@ -84,7 +92,7 @@ class UnevenInputs:
         if hooks is not None and len(self.present) < self.control.size:
             self._check_apart(hooks)
         number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
-        told = [theirs for (theirs,) in tell_all([number], self.control)]
+        told = self._tell_all(number)
         self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
         self.number = max(told)
         absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
@@ -101,6 +109,20 @@ class UnevenInputs:
                 "in the same order"
             )
         return self.present
+
+    def _tell_all(self, number: int) -> list[int]:
+        """Each rank's number. Meanwhile averaging steps that overlap a training step go on: a rank that still
+        trains comes here only when it has applied its own, and that needs the second phase of all."""
+        told = torch.empty(self.control.size, 1, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([number], device="cpu")
+        work = collectives.all_gather(told, mine, self.control, async_op=True)
+        assert work is not None
+        while any(hooks.weights_differ for _, hooks in self.models) and not work.is_completed():
+            for _, hooks in self.models:
+                hooks.advance()
+            time.sleep(POLL)
+        work.wait()
+        return [int(theirs) for theirs in told[:, 0]]
 
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it

@@ -445,6 +445,11 @@ class WeightSync(StepHooks):
         self._make_boundary()
         self.schedule.begin_step()
 
+    @torch.no_grad()
+    def advance(self) -> None:
+        """See :class:`trigram.training.step_hooks.StepHooks`."""
+        self.schedule.backward_over()
+
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""
         self.steps += 1

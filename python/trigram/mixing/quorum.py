@@ -279,6 +279,9 @@ class QuorumSteps:
         """Nothing to do: averaging steps are made at boundaries."""
         return False
 
+    def advance(self) -> None:
+        """Nothing to do: weights travel in messages between two ranks."""
+
     # The end of a training, or a pause in it.
 
     def progress(self) -> bool:

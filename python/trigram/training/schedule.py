@@ -51,6 +51,10 @@ class StepSchedule(Protocol):
     def before_update(self) -> bool:
         """Called before the optimizer updates the weights; returns whether it has changed them."""
 
+    def advance(self) -> None:
+        """Called while this rank waits for the others: starts second phases that they need. Nothing begins or
+        is applied."""
+
     def drain(self, timeout: float | None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
 
@@ -111,17 +115,17 @@ class _CountedSchedule:
         """Starts second phases, so that a training step is enough for both."""
         if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
             self.polled_at = now
-            self._advance()
+            self.advance()
 
     def backward_over(self) -> None:
         """The same."""
-        self._advance()
+        self.advance()
 
     def before_update(self) -> bool:
         """See :class:`StepSchedule`."""
         return False
 
-    def _advance(self) -> None:
+    def advance(self) -> None:
         """Starts second phases, in the order of the averaging steps, as all ranks do."""
         for started in self.under_way:
             if not all(step.advance() for step in self.fragments[started.fragment]):
@@ -333,7 +337,7 @@ class BackgroundSteps(_CountedSchedule):
 
     def _ready(self) -> bool:
         """Whether the averaging step that was started first has ended; advances all."""
-        self._advance()
+        self.advance()
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
 
     def before_update(self) -> bool:

@@ -448,7 +448,7 @@ class WeightSync(StepHooks):
     @torch.no_grad()
     def advance(self) -> None:
         """See :class:`trigram.training.step_hooks.StepHooks`."""
-        self.schedule.backward_over()
+        self.schedule.advance()
 
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""

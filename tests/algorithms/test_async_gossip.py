@@ -221,7 +221,7 @@ def _refused(rank: int, world: int) -> None:
         says(
             raises(trigram.MisuseError, trigram.with_bagua, net(), "async", fragments=asked),
             str(asked),
-            "at most",
+            "use fragments=3",
         )
 
 

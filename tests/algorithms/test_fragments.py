@@ -62,6 +62,12 @@ def test_the_number_that_is_proposed_is_taken(sizes: tuple[int, ...]) -> None:
             assert 1 <= proposed < asked
             found = _fragments(tensors, proposed)
             assert len(found) == proposed
+            divides = re.findall(
+                r"use fragments=(\d+)", raises(trigram.MisuseError, _fragments, tensors, asked, asked)
+            )
+            assert asked % int(divides[0]) == 0 and len(_fragments(tensors, int(divides[0]))) == int(
+                divides[0]
+            )
         else:
             assert len(found) == asked
         assert [id(t) for part in found for same in part for t in same] == [id(t) for t in tensors[0]]

@@ -367,8 +367,9 @@ class AsyncGossip:
             self._end_step()
         return len(self.works) != under_way
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Nothing to do: there is one phase. An offer that is accepted here would have its partner wait."""
+        return True
 
     # The end.
 

@@ -279,8 +279,9 @@ class QuorumSteps:
         """Nothing to do: averaging steps are made at boundaries."""
         return False
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Nothing to do: weights travel in messages between two ranks."""
+        return True
 
     # The end of a training, or a pause in it.
 

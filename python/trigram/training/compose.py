@@ -182,18 +182,23 @@ def _schedule(
         one.exact = all(same[0].dtype != torch.float64 for same in tensors)
         one.heals = groups.sample_weight is not None
         return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
-    fragments = [_steps(part, groups, algorithm) for part in _fragments(tensors, options["fragments"])]
+    fragments = [
+        _steps(part, groups, algorithm) for part in _fragments(tensors, options["fragments"], algorithm.every)
+    ]
     if optimizer is not None and _averages_state(algorithm):
         fragments[0].append(OptimizerState(groups, optimizer))
     return EverySteps(fragments, groups, algorithm.every, options["overlap"])
 
 
-def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[list[list[torch.Tensor]]]:
+def _fragments(
+    tensors: list[list[torch.Tensor]], asked: int | None, every: int = 0
+) -> list[list[list[torch.Tensor]]]:
     """The weights in fragments of about equal size, in the model's order; each a list per dtype.
 
     Args:
         tensors: The weights, a list per dtype.
         asked: How many; None: as many as their size asks for, and the parameters allow.
+        every: Training steps that their number must divide; 0: any number will do.
     """
     if asked is None:
         count = default_fragments(sum(t.numel() * t.element_size() for same in tensors for t in same))
@@ -205,7 +210,9 @@ def _fragments(tensors: list[list[torch.Tensor]], asked: int | None) -> list[lis
     if asked is None:
         return [fragment for fragment in fragments if fragment]
     if not all(fragments):
-        most = next(few for few in range(count - 1, 0, -1) if all(_divided(tensors, few)))
+        most = next(
+            few for few in range(count - 1, 0, -1) if every % few == 0 and all(_divided(tensors, few))
+        )
         raise MisuseError(
             f"with_bagua: fragments={asked} leaves fragments without a parameter, because a parameter is "
             f"never divided and some are large; use fragments={most}"

@@ -51,9 +51,9 @@ class StepSchedule(Protocol):
     def before_update(self) -> bool:
         """Called before the optimizer updates the weights; returns whether it has changed them."""
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """Called while this rank waits for the others: starts second phases that they need. Nothing begins or
-        is applied."""
+        is applied. False if one could not start yet."""
 
     def drain(self, timeout: float | None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
@@ -125,11 +125,9 @@ class _CountedSchedule:
         """See :class:`StepSchedule`."""
         return False
 
-    def advance(self) -> None:
-        """Starts second phases, in the order of the averaging steps, as all ranks do."""
-        for started in self.under_way:
-            if not all(step.advance() for step in self.fragments[started.fragment]):
-                break
+    def advance(self) -> bool:
+        """Starts second phases, in the order of the averaging steps, as all ranks do; True if all have."""
+        return all(step.advance() for each in self.under_way for step in self.fragments[each.fragment])
 
     def _next_fragment(self) -> int:
         """The fragment of the next averaging step: one after the other."""

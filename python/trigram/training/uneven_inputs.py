@@ -7,8 +7,8 @@ it has.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch
@@ -43,8 +43,9 @@ class Joinable(Protocol):
     def inputs_end(self) -> None:
         """This rank has no inputs left; completes its last step."""
 
-    def advance(self) -> None:
-        """Starts the second phases of averaging steps under way, for which other ranks may wait."""
+    def advance(self) -> bool:
+        """Starts the second phases of averaging steps under way, for which other ranks may wait; False if one
+        could not start yet."""
 
     def skip_boundary(self) -> None:
         """Counts a step that the other ranks have begun and that no rank completes."""
@@ -113,16 +114,22 @@ class UnevenInputs:
     def _tell_all(self, number: int) -> list[int]:
         """Each rank's number. Meanwhile averaging steps that overlap a training step go on: a rank that still
         trains comes here only when it has applied its own, and that needs the second phase of all."""
+        if self._advanced():
+            return [theirs for (theirs,) in tell_all([number], self.control)]
         told = torch.empty(self.control.size, 1, dtype=torch.int64, device="cpu")
         mine = torch.tensor([number], device="cpu")
         work = collectives.all_gather(told, mine, self.control, async_op=True)
         assert work is not None
-        while any(hooks.weights_differ for _, hooks in self.models) and not work.is_completed():
-            for _, hooks in self.models:
-                hooks.advance()
-            time.sleep(POLL)
+        while not work.is_completed() and not self._advanced():
+            with suppress(TimeoutError):
+                work.wait(POLL)
         work.wait()
         return [int(theirs) for theirs in told[:, 0]]
+
+    def _advanced(self) -> bool:
+        """Starts second phases in all models; True if all have started."""
+        pending = [hooks for _, hooks in self.models if not hooks.advance()]
+        return not pending
 
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it

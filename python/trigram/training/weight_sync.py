@@ -446,9 +446,9 @@ class WeightSync(StepHooks):
         self.schedule.begin_step()
 
     @torch.no_grad()
-    def advance(self) -> None:
+    def advance(self) -> bool:
         """See :class:`trigram.training.step_hooks.StepHooks`."""
-        self.schedule.advance()
+        return self.schedule.advance()
 
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""

@@ -66,16 +66,32 @@ class Joinable(Protocol):
         """Ends the averaging steps under way, on all ranks."""
 
 
+class Background(Protocol):
+    """What :class:`UnevenInputs` needs of the hooks of a model that averages in the background."""
+
+    def advance(self) -> bool:
+        """See :class:`Joinable`."""
+
+    def progress(self) -> bool:
+        """Makes and applies averaging steps for ranks that may wait for them; this rank does not train."""
+
+
 class UnevenInputs:
     """One block of :func:`trigram.join`, on one or more models of the same ranks.
 
     Args:
         models: The models and their hooks, in the same order on all ranks.
         throw: All ranks raise as soon as one of them has no inputs left.
+        background: The hooks of models that do not wait for all ranks, but may for averages that are too old.
     """
 
-    def __init__(self, models: Sequence[tuple[nn.Module, Joinable]], throw: bool) -> None:
-        self.models = list(models)
+    def __init__(
+        self,
+        models: Sequence[tuple[nn.Module, Joinable]],
+        throw: bool,
+        background: Sequence[Background] = (),
+    ) -> None:
+        self.models, self.background = list(models), list(background)
         self.throw = throw
         self.control = models[0][1].groups.control
         self.present = list(range(self.control.size))
@@ -114,22 +130,30 @@ class UnevenInputs:
     def _tell_all(self, number: int) -> list[int]:
         """Each rank's number. Meanwhile averaging steps that overlap a training step go on: a rank that still
         trains comes here only when it has applied its own, and that needs the second phase of all."""
-        if self._advanced():
+        idle = number < 0
+        if not (idle and self.background) and self._advanced(idle):
             return [theirs for (theirs,) in tell_all([number], self.control)]
         told = torch.empty(self.control.size, 1, dtype=torch.int64, device="cpu")
         mine = torch.tensor([number], device="cpu")
         work = collectives.all_gather(told, mine, self.control, async_op=True)
         assert work is not None
-        while not work.is_completed() and not self._advanced():
+        while not work.is_completed() and not self._advanced(idle):
             with suppress(TimeoutError):
                 work.wait(POLL)
         work.wait()
         return [int(theirs) for theirs in told[:, 0]]
 
-    def _advanced(self) -> bool:
-        """Starts second phases in all models; True if all have started."""
+    def _advanced(self, idle: bool) -> bool:
+        """Starts second phases in all models; True if all have started, and no other call is needed.
+
+        Args:
+            idle: This rank trains no more, so averages in the background may be applied too.
+        """
         pending = [hooks for _, hooks in self.models if not hooks.advance()]
-        return not pending
+        behind = [hooks for hooks in self.background if idle or not hooks.advance()]
+        for hooks in behind if idle else ():
+            hooks.progress()
+        return not pending and not behind
 
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it

@@ -499,7 +499,7 @@ class WeightSync(StepHooks):
         while finish is not None and not finish():
             if self._regroup_if_needed():
                 return False
-            self._progress()
+            self.progress()
             if end is not None and time.monotonic() > end:
                 raise TimeoutError(
                     f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging steps; "
@@ -516,7 +516,7 @@ class WeightSync(StepHooks):
         while running and not arrived.is_completed():
             if self._regroup_if_needed(arrived):
                 return False
-            if not self._progress():
+            if not self.progress():
                 time.sleep(0.001)
         arrived.wait()
         return True
@@ -533,7 +533,8 @@ class WeightSync(StepHooks):
         self.elastic.regroup()
         return True
 
-    def _progress(self) -> bool:
+    @torch.no_grad()
+    def progress(self) -> bool:
         """Makes progress for the other ranks in all models of this process while this rank waits."""
         progressed = [hooks.schedule.progress() for hooks in running]  # type: ignore[attr-defined]
         return any(progressed)

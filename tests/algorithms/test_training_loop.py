@@ -263,16 +263,18 @@ def join_while_averaging(rank: int, world: int, algorithm: str) -> None:
     same_on_all_ranks(rank, world, f"join-{algorithm.replace('/', '-')}", model.parameters())
 
 
-@CASES.over("async", "async_low_precision")
-def join_of_two_kinds(rank: int, world: int, algorithm: str) -> None:
-    """A rank without inputs answers those that wait for an average in the background, and for a step."""
+@CASES.over("async", "async_low_precision", "outside")
+def join_of_two_kinds(rank: int, world: int, label: str) -> None:
+    """A rank without inputs answers those that wait for an average in the background, and for a step; also
+    where the model that averages in the background is outside of the block."""
+    algorithm = "async" if label == "outside" else label
     torch.manual_seed(8)
     pairs = []
     for name, options in ((algorithm, {"staleness": 2}), ("bytegrad", {}), ("local_sgd", {"every": 2})):
         model = trigram.with_bagua(net(), name, **options)
         pairs.append((model, torch.optim.SGD(model.parameters(), lr=0.05)))
     for _ in range(2):
-        with trigram.join(*(model for model, _ in pairs)):
+        with trigram.join(*(model for model, _ in pairs[label == "outside" :])):
             for step in range(4 + 3 * rank):
                 for model, optimizer in pairs:
                     optimizer.zero_grad()

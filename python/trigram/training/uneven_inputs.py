@@ -73,7 +73,8 @@ class Background(Protocol):
         """See :class:`Joinable`."""
 
     def progress(self) -> bool:
-        """Makes and applies averaging steps for ranks that may wait for them; this rank does not train."""
+        """Makes and applies averaging steps for ranks that may wait for them, in all these models; this rank
+        does not train."""
 
 
 class UnevenInputs:
@@ -82,7 +83,8 @@ class UnevenInputs:
     Args:
         models: The models and their hooks, in the same order on all ranks.
         throw: All ranks raise as soon as one of them has no inputs left.
-        background: The hooks of models that do not wait for all ranks, but may for averages that are too old.
+        background: The hooks of all models of this process that do not wait for all ranks, in the block or
+            not. They may wait for averages that are too old.
     """
 
     def __init__(
@@ -151,8 +153,8 @@ class UnevenInputs:
         """
         pending = [hooks for _, hooks in self.models if not hooks.advance()]
         behind = [hooks for hooks in self.background if idle or not hooks.advance()]
-        for hooks in behind if idle else ():
-            hooks.progress()
+        if idle and behind:
+            behind[0].progress()
         return not pending and not behind
 
     def _check_apart(self, hooks: Joinable) -> None:

@@ -310,7 +310,7 @@ class GradientSync(FusedBuckets):
         """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
         return None if self.groups.sample_weight is None else self.groups.sample_weight.mine
 
-    def local_gradient(self) -> None:
+    def local_gradient(self, param: torch.Tensor) -> None:
         """Gradients that only this rank has; see :meth:`before_update`."""
         self.local.accumulated = True
 
@@ -625,6 +625,7 @@ class GradientSync(FusedBuckets):
         """
         self.abort_failed()
         if self.inside_backward():
+            self.begin_in_backward(None)  # so that this error aborts the pass on all ranks
             raise MisuseError(
                 f"{self.groups.name}: an optimizer stepped inside backward(), before its gradients were "
                 "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "

@@ -7,6 +7,7 @@ beginning of the outer ``step`` to its end.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
@@ -49,6 +50,9 @@ class Updated(Protocol):
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """The optimizer has updated the parameters with these ``id()``."""
 
+    def update_skipped(self, mine: set[int]) -> None:
+        """A ``GradScaler`` has left out the update of the parameters with these ``id()``, on this rank."""
+
 
 _listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
 _handles: list[Any] = []
@@ -79,6 +83,28 @@ def listen(listener: Updated) -> None:
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
+        _handles.append(_hear_scalers())
+
+
+def _hear_scalers() -> Callable[..., Any]:
+    """From now on tells the listeners of updates that a ``GradScaler`` leaves out, perhaps on this rank only:
+    torch has no hook for that. Returns torch's function."""
+    step = torch.amp.GradScaler.step
+
+    @functools.wraps(step)
+    def heard(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        before = next(_order)
+        value = step(scaler, optimizer, *args, **kwargs)
+        concerned = _concerned(optimizer) if hasattr(optimizer, "param_groups") else []
+        # An optimizer inside of this one may have stepped.
+        stepped = [parameters_of(o) for o, number in _stepped.items() if number > before] if concerned else []
+        for listener, mine in concerned:
+            if not any(mine & theirs for theirs in stepped):
+                listener.update_skipped(mine)
+        return value
+
+    torch.amp.GradScaler.step = heard  # type: ignore[method-assign]
+    return step
 
 
 def leave(listener: Updated) -> None:

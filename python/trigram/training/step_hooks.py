@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -64,22 +65,53 @@ class _Backward:
 
 
 class _GradientHook(WeakHook):
-    """Tells the hooks of a model of a gradient; raises if the script has dropped the model, and trains its
-    parameters nevertheless."""
+    """Tells the hooks of a model that a parameter has its gradient.
 
-    def __init__(self, owner: StepHooks, i: int) -> None:
-        super().__init__(owner, "_on_gradient", i)
-        self._model, self._name, self._job = owner.model, owner.names[i], world.job()
+    It is a hook on the node of autograd's graph that adds the gradient, as DistributedDataParallel's is. So
+    it is called when all hooks on the parameter have returned, also those that a script registers later:
+    they may write into the gradient or replace it, and what they leave is averaged.
+    """
 
-    def __call__(self, *args: Any) -> None:
+    def __init__(self, owner: StepHooks, param: torch.Tensor) -> None:
+        super().__init__(owner, "_on_gradient", param)
+
+    def __call__(self, _none: Any, given: tuple[torch.Tensor | None, ...]) -> None:
         """See the class."""
-        if self._model() is None and self._job == world.job() and not optimizer_hooks.has_listener(args[0]):
+        owner, param = self._owner(), self._args[0]
+        if owner is None or given[0] is None or not param.requires_grad:
+            return  # autograd has added nothing, if there is still somebody to tell
+        if owner.model() is None:  # other ranks may wait for its hooks, see `weight_sync.running`
+            _DroppedModel("of an asynchronous algorithm", owner.job)(param)
+            return
+        owner._on_gradient(param)
+
+
+class _DroppedModel:
+    """A hook on a parameter that trains, although the wrapped model that it was in was dropped: raises.
+
+    Args:
+        name: The parameter's name.
+        job: The job in which the model was wrapped.
+    """
+
+    def __init__(self, name: str, job: object) -> None:
+        self._name, self._job = name, job
+
+    def __call__(self, param: torch.Tensor) -> None:
+        """See the class."""
+        if self._job == world.job() and not optimizer_hooks.has_listener(param):
             raise MisuseError(
                 f"with_bagua: parameter {self._name} is trained, but the wrapped model that it is in was "
                 "dropped, so its gradients are not averaged; keep a reference to the model as long as its "
                 "parameters train, or call trigram.unwrap before it is dropped"
             )
-        super().__call__(*args)
+
+    @staticmethod
+    def watch(params: Sequence[torch.Tensor], names: Sequence[str], job: object) -> None:
+        """Hooks all parameters: their model's hooks do not exist any more."""
+        for p, name in zip(params, names, strict=True):
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(_DroppedModel(name, job))
 
 
 class StepHooks:
@@ -129,6 +161,9 @@ class StepHooks:
         self.told = False
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
+        self.job = world.job()
+        self._nodes: dict[int, Any] = {}  # by `id()` of a parameter, where autograd adds its gradient
+        self._dropped: weakref.finalize[..., StepHooks] | None = None
         self.updating: list[weakref.ref[Optimizer]] = []
         self.elastic: Elasticity = FixedRanks()
         self.fidelity = fidelity.asked(groups)
@@ -164,8 +199,8 @@ class StepHooks:
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Parameter ``i`` has its gradient of this pass."""
 
-    def local_gradient(self) -> None:
-        """A gradient has been added inside ``no_sync``."""
+    def local_gradient(self, param: torch.Tensor) -> None:
+        """A gradient has been added to the parameter inside ``no_sync``."""
 
     def forward_begins(self, model: nn.Module) -> None:
         """The forward pass of the root module begins, outside of backward passes and of updates."""
@@ -178,6 +213,9 @@ class StepHooks:
 
     def after_update(self, mine: set[int], optimizer: Optimizer) -> None:
         """The optimizer has updated the parameters with these ``id()``."""
+
+    def update_skipped(self, mine: set[int]) -> None:
+        """A ``GradScaler`` has left out the update of the parameters with these ``id()``, on this rank."""
 
     def user_step(self) -> None:
         """The script says that a training step is over (:func:`trigram.step`)."""
@@ -272,18 +310,22 @@ class StepHooks:
         named = [(n, p) for n, p in model.named_parameters() if n not in self.groups.ignored]
         self.names = [n for n, _ in named]
         self.params = [p for _, p in named]
-        trained = [p for p in self.params if p.requires_grad]
-        for name, p in named:
-            if p.requires_grad and p.device != trained[0].device:
+        self.index = {id(p): i for i, p in enumerate(self.params)}
+        self.trains = [self.is_trained(p) for p in self.params]
+        trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
+        for (name, p), trains in zip(named, self.trains, strict=True):
+            if not trains:
+                continue
+            if p.device != trained[0].device:
                 raise UnsupportedError(
                     f"with_bagua: parameter {name} is on {p.device}, but other parameters are on "
                     f"{trained[0].device}; move the whole model to one device"
                 )
-            if p.requires_grad and not p.is_cpu and p.device.type not in device.kinds:
+            if not p.is_cpu and p.device.type not in device.kinds:
                 raise UnsupportedError(
                     f"with_bagua: parameter {name} is on {p.device}; move the model to the CPU or to a GPU"
                 )
-            if p.requires_grad and not torch.is_floating_point(p):
+            if not torch.is_floating_point(p):
                 raise UnsupportedError(
                     f"with_bagua: parameter {name} has dtype {p.dtype}, but only real floating-point "
                     "parameters can be trained; set requires_grad=False on it"
@@ -293,9 +335,12 @@ class StepHooks:
                 "with_bagua: the model has no parameter that requires a gradient; set requires_grad=True on "
                 "at least one"
             )
-        self.trains = [p.requires_grad for p in self.params]
-        self.param_ids = {id(p) for p, trains in zip(self.params, self.trains, strict=True) if trains}
-        self._layout = [_layout(p) for p in self.params]
+        self.param_ids = {id(p) for p in trained}
+        self._layouts = [_layout(p) for p in self.params]
+
+    def is_trained(self, param: torch.Tensor) -> bool:
+        """Whether the script trains the parameter now."""
+        return param.requires_grad
 
     def has_other_parameters(self, model: nn.Module) -> bool:
         """Whether parameters were added, removed or replaced since they were found, or have another dtype,
@@ -304,12 +349,12 @@ class StepHooks:
         return (
             len(now) != len(self.params)
             or any(p is not q for p, q in zip(now, self.params, strict=True))
-            or [_layout(p) for p in now] != self._layout
+            or [_layout(p) for p in now] != self._layouts
         )
 
     def has_other_training(self) -> bool:
-        """Whether parameters were frozen or unfrozen since they were found."""
-        return [p.requires_grad for p in self.params] != self.trains
+        """Whether the script trains other parameters than when they were found."""
+        return [self.is_trained(p) for p in self.params] != self.trains
 
     # Hooks.
 
@@ -324,16 +369,18 @@ class StepHooks:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # it has no such hooks; a parent's are called too when the whole model is loaded
             self.handles.append(module.register_load_state_dict_pre_hook(WeakHook(self, "_before_load")))
-        self._watched: set[int] = set()
         self._watch_parameters()
+        self._dropped = weakref.finalize(self, _DroppedModel.watch, self.params, self.names, self.job)
+        self._dropped.atexit = False
         optimizer_hooks.listen(self)
 
     def _watch_parameters(self) -> None:
         """Hooks the parameters that train and have no hook yet."""
-        for i, p in enumerate(self.params):
-            if p.requires_grad and id(p) not in self._watched:
-                self._watched.add(id(p))
-                self.handles.append(p.register_post_accumulate_grad_hook(_GradientHook(self, i)))
+        for p in self.params:
+            if p.requires_grad and id(p) not in self._nodes:
+                # A node exists as long as somebody refers to it.
+                node = self._nodes[id(p)] = get_gradient_edge(p).node
+                self.handles.append(node.register_hook(_GradientHook(self, p)))
 
     def close(self) -> None:
         """Removes the hooks; the model's steps are over."""
@@ -344,6 +391,9 @@ class StepHooks:
         for handle in self.handles:
             handle.remove()
         self.handles = []
+        self._nodes = {}
+        if self._dropped is not None:
+            self._dropped.detach()
         optimizer_hooks.leave(self)
 
     def _before_load(self, *_: Any) -> None:
@@ -429,20 +479,28 @@ class StepHooks:
             self.times.enter(steps.OTHER)
 
     @torch.no_grad()
-    def _on_gradient(self, i: int, param: torch.Tensor) -> None:
+    def _on_gradient(self, param: torch.Tensor) -> None:
+        i = self.index.get(id(param))
+        if i is None:
+            return  # the script has taken it out of the model
         if not self.sync:
             if self.times.phase != steps.BACKWARD:
                 self._new_backward(torch._C._current_graph_task_id())  # tells when it ends
                 self.times.enter(steps.BACKWARD)
-            self.local_gradient()
+            self.local_gradient(param)
             return
         self.abort_failed()
-        if not self.active:
+        self.begin_in_backward(i)
+        self.gradient(self.index[id(param)], param)
+
+    def begin_in_backward(self, param: int | None) -> None:
+        """Begins a pass in the backward pass that is running, with the gradient of parameter ``param``, unless
+        it has begun, or is one of this rank only."""
+        if self.sync and not self.active:
             self.times.enter(steps.BACKWARD)
             # Queued first: what follows may raise, and a failed pass is known by its callback.
             self._backward = self._outermost or self._new_backward(torch._C._current_graph_task_id())
-            self.begin_pass(i)
-        self.gradient(i, param)
+            self.begin_pass(param)
 
     def begin_pass(self, param: int | None) -> None:
         """Begins a pass; see :meth:`begin`."""
@@ -520,8 +578,9 @@ class StepHooks:
         self._backward = self._outermost = None
 
 
-def _layout(p: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device, bool]:
-    return p.dtype, p.shape, p.device, coalesced.is_channels_last(p)
+def _layout(p: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, torch.device, bool]:
+    # The address tells of `torch.utils.swap_tensors`: the same Python object, another node of autograd's graph.
+    return p._cdata, p.dtype, p.shape, p.device, coalesced.is_channels_last(p)
 
 
 def agree_on_algorithm(text: str, groups: ModelGroups) -> None:

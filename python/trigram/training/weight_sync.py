@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,14 +37,19 @@ from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import GradientsSnapshot, UntrainedPasses, UsedGradients, WeightsSnapshot
 
-_MOST_PERTURBATIONS = 5
-"""Steps in a row in which weights may be moved by hand and their optimizer makes no step."""
+_MOST_PERTURBATIONS = 40
+"""Times in a row that weights may be moved by hand and gradients reset while their optimizer makes no step:
+adversarial training does so several times in each of the micro-batches of a step."""
 
 running: dict[WeightSync, nn.Module | None] = {}
 """The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
 ended on all ranks, even if the script drops the model, because other ranks may wait for their messages. In an
 elastic job the model stays too: a rank that has ended its training may have to send its state to a joining
 rank."""
+
+
+def _nobody() -> None:
+    """Like a reference to an optimizer that does not exist any more."""
 
 
 class WeightSync(StepHooks):
@@ -76,6 +82,9 @@ class WeightSync(StepHooks):
         self.owed = 0
         self.skip_until = -1
         self.covered: set[int] = set()
+        self.reached: set[int] = set()
+        self.param_ids: set[int] = set()
+        self.holders: dict[int, weakref.ref[Optimizer] | None] = {}
         self.managed: set[int] = set()
         self.unmanaged: set[int] = set()
         self.used = UsedGradients()
@@ -102,6 +111,36 @@ class WeightSync(StepHooks):
         self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
         with torch.no_grad():
             self.schedule = self.make(coalesced.alike(self.trained))
+
+    def is_trained(self, param: torch.Tensor) -> bool:
+        """Whether the script trains the parameter, if not in this step.
+
+        Parts of a model are frozen in turn, each while an optimizer updates the others. What an optimizer has
+        stays trained, and so does everything if there is no optimizer: a script updates its weights by hand.
+        """
+        if param.requires_grad or id(param) not in self.param_ids:
+            return param.requires_grad
+        if self in running:  # whatever is frozen may be averaged: it changes nothing
+            return True
+        holder = self.holders.get(id(param), _nobody)
+        if holder is not None and holder() is None:
+            self._find_holders()
+        return id(param) in self.holders
+
+    def _frozen_word(self) -> int:
+        """16 bits of which parameters are frozen in this step, of those that train; 0: none."""
+        frozen = [name for name, p in zip(self.names, self.params, strict=True) if not p.requires_grad]
+        return zlib.crc32("\n".join(frozen).encode()) & 0xFFFF
+
+    def _find_holders(self) -> None:
+        """Finds the optimizers of the parameters that are frozen and were trained."""
+        frozen = {id(p) for p in self.params if not p.requires_grad} & self.param_ids
+        by_hand = not optimizer_hooks.optimizers_of(self.param_ids)
+        self.holders = dict.fromkeys(frozen) if by_hand else {}
+        for optimizer in optimizer_hooks.optimizers_of(frozen):
+            self.holders.update(
+                dict.fromkeys(optimizer_hooks.parameters_of(optimizer) & frozen, weakref.ref(optimizer))
+            )
 
     # Training steps.
 
@@ -155,8 +194,13 @@ class WeightSync(StepHooks):
         self.covered.clear()
         self._begin_step()
 
+    def local_gradient(self, param: torch.Tensor) -> None:
+        """See :class:`StepHooks`."""
+        self.reached.add(id(param))
+
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Makes progress with averaging steps under way."""
+        self.reached.add(id(param))
         if not param.is_cpu:
             return  # this is another thread
         try:
@@ -186,7 +230,11 @@ class WeightSync(StepHooks):
     def before_update(self, mine: set[int]) -> None:
         """Makes boundaries that are owed, and applies an overlapping averaging step."""
         self.abort_failed()
-        if self.inside_backward() or len(self.updating) > 1:
+        if self.inside_backward():
+            # A hook of the script on a parameter, which is called before ours, steps its optimizer.
+            self.begin_in_backward(next(iter(i for i, p in enumerate(self.params) if id(p) in mine)))
+            return
+        if len(self.updating) > 1:
             return
         self.has_optimizer = True
         self._make_boundaries(self.owed)
@@ -211,6 +259,15 @@ class WeightSync(StepHooks):
         if self.of_mean:
             adam_variance.adapt(optimizer, mine, self.groups.size)
         self._check_averaged(optimizer)
+        self._updated(mine)
+
+    @torch.no_grad()
+    def update_skipped(self, mine: set[int]) -> None:
+        """The training step is over, as it is on ranks that make the update."""
+        self.before_update(mine)
+        self._updated(mine)
+
+    def _updated(self, mine: set[int]) -> None:
         self.covered |= mine
         self.managed |= mine
         if self.updating or self.inside_backward():
@@ -221,7 +278,9 @@ class WeightSync(StepHooks):
             self.gradients = GradientsSnapshot(self.trained)
             self.used.clear()  # those of other optimizers were assigned for the same step
         self.used.keep(self.trained, mine)
-        used = {id(p) for p in self.trained if p.grad is not None}
+        # A gradient that no pass of this step has reached is one of an earlier step, of another optimizer's.
+        reached = self.reached or self.param_ids
+        used = {id(p) for p in self.trained if p.grad is not None and id(p) in reached}
         if self.due and not used <= self.managed | self.unmanaged:
             self._find_managers(used - self.managed)
         if self.due and used & self.managed <= self.covered:
@@ -283,10 +342,12 @@ class WeightSync(StepHooks):
         if self.perturbed or self.weights is None:
             return False
         moved = self.weights.moved(self.trained)
+        skip = None if param is None else self.params[param]
+        but = next((k for k, p in enumerate(self.trained) if p is skip), None)
         if moved and self._has_optimizer():
             # Not the update: the optimizer makes that. SAM moves weights between two backward passes.
             self.perturbed = True
-            self.perturbations += 1
+            self.perturbations += self.gradients.reset(self.trained, but)
             if self.perturbations >= _MOST_PERTURBATIONS:
                 raise MisuseError(
                     f"{self.groups.name}: the weights of {self._model_name()} were changed "
@@ -294,8 +355,6 @@ class WeightSync(StepHooks):
                     "updates, call trigram.step(model) after each, on all ranks"
                 )
             return False
-        skip = None if param is None else self.params[param]
-        but = next((k for k, p in enumerate(self.trained) if p is skip), None)
         return moved or self.gradients.reset(self.trained, but)
 
     def _has_optimizer(self) -> bool:
@@ -328,6 +387,8 @@ class WeightSync(StepHooks):
     def _make_boundary(self) -> None:
         self.last_boundary += 1
         self.covered.clear()
+        if not self.due:
+            self.reached.clear()
         self.begun = self.forward_begun = False
         before = self.times.enter(steps.WAIT)
         try:
@@ -364,11 +425,12 @@ class WeightSync(StepHooks):
         """Begins again, from equal weights, if a script has changed the model; all ranks do it together."""
         loaded = self.was_loaded()
         other = self.has_other_parameters(model)
-        # Between a generator's step and its own, a discriminator is frozen: what trains is known in a pass.
-        frozen = self.due and self.has_other_training()
+        frozen = self.has_other_training()
+        if self.in_step:  # the next average meets that of a rank that has frozen other parameters
+            self.groups.main.core.set_pass(self._frozen_word())
         if self in running and (other or frozen):
             raise UnsupportedError(
-                f"{self.groups.name}: parameters were frozen, unfrozen, replaced or added while an "
+                f"{self.groups.name}: parameters were unfrozen, replaced or added while an "
                 "asynchronous algorithm trains the model; call trigram.switch(model, ...) on all ranks to "
                 "apply the change"
             )

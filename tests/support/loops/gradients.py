@@ -235,6 +235,58 @@ def tensor_hooks(t: Loop) -> None:
     train(t, model)
 
 
+@row(linear=True, only=(*GRADIENTS, "local_sgd"))
+def accumulated_gradients_masked(t: Loop) -> None:
+    """A post-accumulate hook of a pruned model, registered after wrapping, writes into each gradient."""
+    model = t.wrap(Flat())
+    for p in model.parameters():
+        kept = torch.arange(p.numel()).reshape(p.shape) % 3 > 0
+
+        def mask(p: Tensor, kept: Tensor = kept) -> None:
+            p.grad.mul_(kept)  # type: ignore[union-attr]
+
+        p.register_post_accumulate_grad_hook(mask)
+    train(t, model)
+
+
+@row(linear=True, only=(*GRADIENTS, "local_sgd"))
+def accumulated_gradients_replaced(t: Loop) -> None:
+    """Such a hook puts another tensor in the gradient's place, and is registered while the model trains."""
+    model = t.wrap(Flat())
+    train(t, model, 0, 3)
+    for p in model.parameters():
+
+        def halve(p: Tensor) -> None:
+            p.grad = 0.5 * p.grad  # type: ignore[operator]
+
+        p.register_post_accumulate_grad_hook(halve)
+    train(t, model, 3)
+
+
+@row(linear=True)
+def gradient_is_none_in_some_passes(t: Loop) -> None:
+    """A function of the script returns None for a weight's gradient: nothing is accumulated."""
+
+    class Unlearned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            return weight.clone()
+
+        @staticmethod
+        def backward(ctx: Any, _grad: Tensor) -> None:  # type: ignore[override]
+            return None
+
+    model = t.wrap(Flat())
+
+    def loss(model: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        if t.at % 2:
+            return mse(model(inputs), targets)
+        weight = Unlearned.apply(model.two.weight)
+        return mse(model.one(inputs) + torch.cos(inputs) @ weight.T, targets)  # type: ignore[operator]
+
+    train(t, model, loss=loss)
+
+
 @row(linear=True)
 def backward_of_two_losses(t: Loop) -> None:
     """`torch.autograd.backward([a, b])`."""

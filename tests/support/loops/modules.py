@@ -152,7 +152,7 @@ def frozen_from_the_start(t: Loop) -> None:
     train(t, t.wrap(model), 0, 10)
 
 
-@row(linear=True, refused=(ASYNC, "trigram.switch"))
+@row(linear=True)
 def frozen_after_some_steps(t: Loop) -> None:
     """A layer is frozen halfway; its gradient stays from the last step, and the optimizer skips it."""
     model = t.wrap(Flat())
@@ -187,7 +187,7 @@ def unfrozen_with_a_group(t: Loop) -> None:
     train(t, model, 5, 5, layers_called, optimizer=optimizer)
 
 
-@row(linear=True, refused=(ASYNC, "trigram.switch"))
+@row(linear=True)
 def frozen_by_turns(t: Loop) -> None:
     """In every step another layer trains."""
     model = t.wrap(Flat())

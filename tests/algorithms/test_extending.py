@@ -110,5 +110,32 @@ def _old_names(rank: int, world: int) -> None:
         assert any(word in text for text in told), (word, told)
 
 
+def _step_of_the_default(rank: int, world: int) -> None:
+    """A trigram that leaves everything out averages weights, with the step that is registered."""
+    made = []
+
+    class Mine(trigram.mixing.Mean):
+        def __init__(self, tensors: Any, groups: Any) -> None:
+            super().__init__(tensors, groups)
+            made.append(self)
+
+    trigram.register("step of mine", trigram.Trigram(), step=Mine)
+    torch.manual_seed(rank)
+    model = trigram.with_bagua(nn.Linear(3, 1), "step of mine")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+    assert made and trigram.stats(model)["rounds"] == 3
+    trigram.register("gradients of mine", trigram.Trigram(carry="gradients"), step=Mine)
+    text = raises(trigram.UnsupportedError, trigram.with_bagua, nn.Linear(3, 1), "gradients of mine")
+    says(text, "step=", "weights")
+
+
+def test_a_registered_step_is_made() -> None:
+    run(2, _step_of_the_default)
+
+
 def test_old_names_still_work() -> None:
     run(2, _old_names)

@@ -414,6 +414,38 @@ def ddp_arguments(rank: int, world: int) -> None:
         )
 
 
+@CASES
+def ddp_attributes(rank: int, world: int) -> None:
+    """Those that scripts read are there, and accumulation by `require_backward_grad_sync` is no_sync's."""
+    with gloo(rank, world):
+        theirs = DistributedDataParallel(net())
+        inside = ("reducer", "logger", "mixed_precision")
+        names = [n for n in vars(theirs) if n[0] != "_" and n not in inside]
+        expected = _accumulated(theirs, rank)
+    model = trigram.DistributedDataParallel(net(), bucket_cap_mb=5, find_unused_parameters=True)
+    missing = [n for n in names if not hasattr(model, n)]
+    assert not missing, missing
+    assert model.bucket_bytes_cap == 5 << 20 and model.device == torch.device("cpu")
+    model._set_static_graph()
+    assert model.static_graph and model._get_ddp_logging_data()["world_size"] == world
+    says(raises(trigram.UnsupportedError, model.join_hook), "trigram.join")
+    for ours, theirs_ in zip(_accumulated(model, rank), expected, strict=True):
+        close(ours, theirs_, 1e-6, "accumulated")
+    assert trigram.stats(model)["steps"] == 2 and model.require_backward_grad_sync
+
+
+def _accumulated(model: nn.Module, rank: int) -> list[torch.Tensor]:
+    """The weights after two updates with the gradients of three passes each, as nanoGPT accumulates."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(6):
+        model.require_backward_grad_sync = step % 3 == 2
+        loss(model, rank, step).backward()
+        if step % 3 == 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("world", [2, 3])
 def test_wrapping(in_launch: Callable[..., None], world: int, case: str) -> None:

@@ -92,8 +92,18 @@ class _Parser:
         what = self._what(value.what)
         shares = what.startswith("share")
         gradients = value.carry in ("gradients", "momentum") or (
-            value.carry is None and kind == "central" and every == 1 and value.when == "sync" and not shares
+            value.carry is None
+            and kind == "central"
+            and every == 1
+            and value.when == "sync"
+            and not shares
+            and entry.step is None  # which averages weights
         )
+        if gradients and entry.step is not None:
+            raise self.refuse(
+                f"it is registered with step=, which averages weights, and with carry={value.carry!r}; use "
+                "carry='weights'"
+            )
         if shares and (gradients or value.who != "central" or value.carry == "differences"):
             raise self.refuse(
                 f"WHAT={what!r} averages a share of the weights, the same on all ranks: it needs "

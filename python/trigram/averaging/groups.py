@@ -42,6 +42,9 @@ class ModelGroups:
         ignored: The names of parameters and buffers that are left alone.
         non_finite_check: Looks for NaN and infinity in gradients before they are sent; None: no check.
         non_finite_senders: Ranks whose values a robust aggregation left out.
+        copies_gradients: Whether the script holds gradients, so that parameters keep those they have, and get
+            copies of averages.
+        trained: ``id()`` of each parameter that has trained, and may again when it is frozen now.
         levels: The groups of averages in two levels; None: no such average was made yet.
         interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
             the ranks are about to regroup.
@@ -64,6 +67,8 @@ class ModelGroups:
         self.broadcast_buffers = True
         self.ignored: frozenset[str] = frozenset()
         self.non_finite_senders = NonFiniteSenders()
+        self.copies_gradients = False
+        self.trained: set[int] = set()
         self.renew(group)
 
     def renew(self, group: Group) -> None:

@@ -8,12 +8,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from trigram.algorithms.trigram import Trigram
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model import blocks
+from trigram.model.counters import stats
 from trigram.model.with_bagua import with_bagua
 from trigram.model.wrapped import lookup, wrapped_models
 
@@ -53,6 +55,10 @@ class DistributedDataParallel(nn.Module):
 
     Attributes:
         module: The module.
+        device: The device of its parameters; None: they have several, or there are none.
+        process_group: The ranks that train it; None: all, and ``torch.distributed`` is not initialized.
+        static_graph, find_unused_parameters, gradient_as_bucket_view: Without effect, see above.
+        device_ids, output_device, dim, broadcast_buffers, parameters_to_ignore, bucket_bytes_cap: As given.
 
     Raises:
         UnsupportedError: An argument is not supported; the message says what to do instead.
@@ -93,7 +99,19 @@ class DistributedDataParallel(nn.Module):
         for name, given in refused.items():
             if given is not None:
                 raise UnsupportedError(f"DistributedDataParallel: {name} is not supported; {_INSTEAD[name]}")
-        self.device = _device(module, device_ids, output_device)
+        self._moves_to = _device(module, device_ids, output_device)
+        devices = {p.device for p in module.parameters()}
+        self.device = devices.pop() if len(devices) == 1 else None
+        self.device_type = None if self.device is None else self.device.type
+        self.is_multi_device_module = False
+        self.device_ids, self.output_device, self.dim = device_ids, output_device, dim
+        self.broadcast_buffers = self.require_forward_param_sync = broadcast_buffers
+        self.static_graph, self.find_unused_parameters = static_graph, find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.bucket_bytes_cap = int((25 if bucket_cap_mb is None else bucket_cap_mb) * (1 << 20))
+        self.process_group = process_group
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            self.process_group = dist.group.WORLD
         # Where torch's DistributedDataParallel._set_params_and_buffers_to_ignore_for_model puts names.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         self.module = with_bagua(
@@ -105,12 +123,30 @@ class DistributedDataParallel(nn.Module):
             ignore=[*options.pop("ignore", ()), *ignored],
             **options,
         )
+        self.parameters_to_ignore = set(ignored)
         wrapped_models[self] = lookup(module, "DistributedDataParallel")
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether the next backward pass averages gradients; scripts set it instead of entering
+        :meth:`no_sync`."""
+        hooks = lookup(self, "require_backward_grad_sync").hooks
+        return hooks is None or hooks.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        hooks = lookup(self, "require_backward_grad_sync").hooks
+        if hooks is not None:
+            hooks.sync = sync
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy has, and a pickle: all but the process group."""
+        return {**self.__dict__, "process_group": None}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls ``module``."""
-        if self.device is not None:
-            move = lambda t: t.to(self.device, non_blocking=True)  # noqa: E731
+        if self._moves_to is not None:
+            move = lambda t: t.to(self._moves_to, non_blocking=True)  # noqa: E731
             args, kwargs = pytree.tree_map_only(torch.Tensor, move, (args, kwargs))
         return self.module(*args, **kwargs)
 
@@ -139,6 +175,38 @@ class DistributedDataParallel(nn.Module):
                 "sample_weight= to leave ranks without inputs out of the averages"
             )
         return blocks.join(self, throw_on_early_termination=throw_on_early_termination)
+
+    def join_hook(self, **_: Any) -> Any:
+        """Not supported.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise UnsupportedError(
+            "DistributedDataParallel.join_hook: torch's Join is not supported; write "
+            "'with trigram.join(model):' instead of 'with Join([model]):'"
+        )
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass broadcasts buffers."""
+        return (
+            self.broadcast_buffers and self.require_backward_grad_sync and any(True for _ in self.buffers())
+        )
+
+    def _set_static_graph(self) -> None:
+        """Not needed, see ``static_graph``; scripts call it."""
+        self.static_graph = True
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """What ``trigram.stats`` says, and the names that scripts read."""
+        return {
+            **stats(self),
+            "world_size": lookup(self, "_get_ddp_logging_data").size,
+            "module_name": type(self.module).__name__,
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": self.find_unused_parameters,
+            "broadcast_buffers": self.broadcast_buffers,
+        }
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Not supported.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -14,6 +15,22 @@ from trigram.runtime.memory import kept_tensors
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded_gradient import ShardedGradient
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The state of one parameter: what its average and the compressor keep of it, by name.
+
+    Attributes:
+        layout: Dtype, shape and strides of its place in the bucket: the order of the values.
+    """
+
+    layout: tuple[torch.dtype, torch.Size, tuple[int, ...]]
+    named: dict[str, torch.Tensor]
+
+    def copy(self) -> _Parts:
+        """The same in memory of its own."""
+        return _Parts(self.layout, {name: part.clone() for name, part in self.named.items()})
 
 
 class BucketSet(Sequence[Bucket]):
@@ -29,11 +46,11 @@ class BucketSet(Sequence[Bucket]):
         compressor: As above.
         place: By index of a parameter, its bucket and its position there.
         two_phase: Those whose averages have a second phase.
-        copies: Parameters keep the memory that autograd has allocated, and get copies of the averages.
         flags: For each parameter of buckets without flags, whether this rank has used it; None: there is no
             such bucket.
-        owed: By index of a parameter, what averages of before have held back and the next gradients make up
-            for: one-dimensional, float32, this rank's own.
+        owed: By parameter, what averages of before have held back and the next gradients make up for:
+            one-dimensional, float32, this rank's own.
+        resting: By parameter, the state of those that have no bucket now, as they are frozen.
     """
 
     def __init__(self, groups: ModelGroups, bucket_bytes: int, compressor: GradientCompressor) -> None:
@@ -41,11 +58,11 @@ class BucketSet(Sequence[Bucket]):
         self.bucket_bytes = bucket_bytes
         self.compressor = compressor
         self.params: Sequence[torch.Tensor] = []
-        self.copies = False
         self.place: dict[int, tuple[Bucket, int]] = {}
         self.two_phase: list[Bucket] = []
         self.flags: torch.Tensor | None = None
-        self.owed: dict[int, torch.Tensor] = {}
+        self.owed: dict[torch.Tensor, torch.Tensor] = {}
+        self.resting: dict[torch.Tensor, _Parts] = {}
         self._all: list[Bucket] = []
 
     @overload
@@ -61,19 +78,40 @@ class BucketSet(Sequence[Bucket]):
         return len(self._all)
 
     @property
+    def copies(self) -> bool:
+        """Whether parameters keep the gradients that a script holds, and get copies of the averages."""
+        return self.groups.copies_gradients
+
+    def keep_for_script(self) -> None:
+        """From now on gradients are copied, if the script holds some: they are to stay what it holds, also
+        when other buckets take the place of these."""
+        if not self.copies:
+            self.groups.copies_gradients = any(bucket.is_held_by_script() for bucket in self._all)
+
+    @property
     def order(self) -> list[int]:
         """The indices of the parameters, in the order in which they are sent."""
         return [i for bucket in self._all for i in bucket.params]
 
     def begin_anew(self, params: Sequence[torch.Tensor], order: Sequence[int]) -> None:
-        """Makes buckets for other parameters, without residuals.
+        """Makes buckets for other parameters. Those that have some no more keep what they are owed.
 
         Args:
             params: All parameters of the model.
             order: The indices of those that are averaged.
         """
-        self.params = params
-        self.build(order, keep_residuals=False)
+        there = set(params)
+        self._rest()
+        self.resting = {p: kept for p, kept in self.resting.items() if p in there}
+        self.owed = {p: owed for p, owed in self.owed.items() if p in there}
+        self._all, self.params = [], params
+        self.build(order)
+
+    def _rest(self) -> None:
+        """Every parameter rests, with its state."""
+        for bucket in self._all:
+            bucket.average.fold()
+            self.resting |= self._parts(bucket)
 
     @kept_tensors()
     def build(self, order: Sequence[int], keep_residuals: bool = True) -> None:
@@ -84,28 +122,21 @@ class BucketSet(Sequence[Bucket]):
             order: The indices of the parameters, in the order in which backward computes their gradients.
             keep_residuals: Whether what averages have held back so far is kept.
         """
-        kept: dict[int, dict[str, torch.Tensor]] = {}
+        self.keep_for_script()
         if keep_residuals:
-            for bucket in self._all:
-                bucket.average.fold()
-            kept = {i: parts for b in self._all for i, parts in self._parts(b)}
+            self._rest()
         else:
-            self.owed = {}
+            self.owed, self.resting = {}, {}
         self._all = []
         self.compressor.begin(self.groups.size)
         for indices in assign(self.params, order, self.bucket_bytes):
             bucket = self.compressor.bucket(indices, self.params, self.groups)
             bucket.ready()
-            for i, parts in self._parts(bucket):
-                before, residual = kept.get(i, {}), parts.get("residual")
-                for name in parts.keys() & before.keys():
-                    parts[name].copy_(before[name])
-                if residual is not None and i in self.owed:
-                    residual.view(-1).add_(self.owed.pop(i))
-                elif residual is None and "residual" in before:
-                    held = before["residual"].flatten().nan_to_num(0.0, 0.0, 0.0)
-                    self.owed[i] = held + self.owed.get(i, 0.0)
+            for p, parts in self._parts(bucket).items():
+                self._resume(p, parts)
             self._all.append(bucket)
+        # In memory of their own: what they were parts of may be large.
+        self.resting = {p: parts.copy() for p, parts in self.resting.items()}
         self.place = {i: (b, k) for b in self._all for k, i in enumerate(b.params)}
         for i, (bucket, k) in self.place.items():
             old = self.params[i].grad
@@ -116,11 +147,27 @@ class BucketSet(Sequence[Bucket]):
         self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
         self.two_phase = [b for b in self._all if b.average.calls]
 
-    def _parts(self, bucket: Bucket) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    def _resume(self, param: torch.Tensor, parts: _Parts) -> None:
+        """The parameter has a place in a new bucket, with the state ``parts`` there: it gets its own."""
+        before = self.resting.pop(param, _Parts(parts.layout, {}))
+        if before.layout != parts.layout:  # another shape, or another order in memory
+            before = _Parts(parts.layout, {})
+        residual, held = parts.named.get("residual"), before.named.get("residual")
+        for name in parts.named.keys() & before.named.keys():
+            parts.named[name].copy_(before.named[name])
+        if residual is not None and param in self.owed:
+            residual.view(-1).add_(self.owed.pop(param))
+        elif residual is None and held is not None:
+            self.owed[param] = held.flatten().nan_to_num(0.0, 0.0, 0.0) + self.owed.get(param, 0.0)
+
+    def _parts(self, bucket: Bucket) -> dict[torch.Tensor, _Parts]:
         """The state of each parameter in a bucket, which moves with it to another bucket."""
         of_average, of_compressor = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
-        for i, a, b in zip(bucket.params, of_average, of_compressor, strict=True):
-            yield i, {**a, **b}
+        params = [self.params[i] for i in bucket.params]
+        return {
+            p: _Parts((view.dtype, view.shape, view.stride()), {**a, **b})
+            for p, view, a, b in zip(params, bucket.views, of_average, of_compressor, strict=True)
+        }
 
     def _compressor_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:
         return self.compressor.parts(bucket) if bucket.flags is None else [{} for _ in bucket.params]
@@ -130,16 +177,16 @@ class BucketSet(Sequence[Bucket]):
     def repay(self, bucket: Bucket) -> None:
         """Adds what is owed to the gradients that this rank has, before they are averaged."""
         for k, i in enumerate(bucket.params) if self.owed else ():
-            if i in self.owed and k not in bucket.unused:
+            owed = self.owed.get(self.params[i])
+            if owed is not None and k not in bucket.unused:
                 [at] = positions([bucket.views[k]], bucket.memory)
-                bucket.memory[at] += self.owed[i]
+                bucket.memory[at] += owed
 
     def repaid(self) -> None:
         """The pass has ended well: only what this rank had no gradient for is still owed."""
-        for i in list(self.owed):
-            bucket, k = self.place[i]
+        for i, (bucket, k) in self.place.items() if self.owed else ():
             if k not in bucket.unused:
-                del self.owed[i]
+                self.owed.pop(self.params[i], None)
 
     def placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter of a bucket, with the view into the bucket that its gradient should be."""

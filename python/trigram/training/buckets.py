@@ -7,6 +7,7 @@ parameters no rank used.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -107,16 +108,29 @@ class Bucket:
         span, self.span = self.span, None
         spans.end(span)
 
-    def is_kept_by_script(self, params: Sequence[torch.Tensor]) -> bool:
-        """Whether a script holds gradients of an earlier pass that are no longer those of the parameters."""
+    def is_held_by_script(self) -> bool:
+        """Whether a script refers to views of ``memory``."""
+        return any(sys.getrefcount(self.views[k]) > n for k, n in enumerate(self._references)) or (
+            0 < self._storage_references < self._count_storage_references()
+        )
+
+    def is_kept_by_script(self, params: Sequence[torch.Tensor], param: int | None = None) -> bool:
+        """Whether a script holds gradients of an earlier pass that are no longer those of the parameters, or
+        gradients that are no views of ``memory`` and get more added in this pass.
+
+        Args:
+            params: All parameters of the model.
+            param: The index of the one whose gradient has arrived; autograd refers to it.
+        """
         others = [k for k, i in enumerate(self.params) if params[i].grad is not self.views[k]]
-        return any(sys.getrefcount(self.views[k]) > self._references[k] for k in others) or (
-            bool(others) and 0 < self._storage_references < self._count_storage_references()
+        return bool(others) and (
+            any(sys.getrefcount(self.views[k]) > self._references[k] for k in others)
+            or 0 < self._storage_references < self._count_storage_references()
+            or any(_is_held(params[i]) for k in others if (i := self.params[k]) != param)
         )
 
     def _count_storage_references(self) -> int:
-        count = getattr(torch._C, "_storage_Use_Count", None)  # not in all releases of torch
-        return 0 if count is None else int(count(self.memory.untyped_storage()._cdata))
+        return _references_to(self.memory.untyped_storage())
 
     def collect(self, params: Sequence[torch.Tensor], copies: bool = False) -> None:
         """Collects the gradients in ``memory`` when no more will arrive in this backward pass.
@@ -193,6 +207,27 @@ class Bucket:
             p = params[self.params[k]]
             if p.grad is not None and p.grad.stride() != p.stride():
                 p.grad = torch.empty_like(p, requires_grad=False).copy_(p.grad)
+
+
+def _references_to(storage: torch.UntypedStorage) -> int:
+    count = getattr(torch._C, "_storage_Use_Count", None)  # not in all releases of torch
+    return 0 if count is None else int(count(storage._cdata))
+
+
+def _is_held(param: torch.Tensor) -> bool:
+    """Whether a script refers to a parameter's gradient, or to memory that it is part of."""
+    if param.grad is None or param.grad.layout != torch.strided:
+        return False
+    references = sys.getrefcount(param.grad), _references_to(param.grad.untyped_storage())
+    return any(now > alone for now, alone in zip(references, _references_of_nobody(), strict=True))
+
+
+@functools.cache
+def _references_of_nobody() -> tuple[int, int]:
+    """The references to the gradient of a parameter, and to its memory, as this module counts them."""
+    param = torch.zeros(1, device="cpu", requires_grad=True)
+    param.grad = torch.zeros(1, device="cpu")
+    return sys.getrefcount(param.grad), _references_to(param.grad.untyped_storage())
 
 
 def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: int) -> list[list[int]]:

@@ -133,6 +133,7 @@ class GradientSync(FusedBuckets):
     def close(self) -> None:
         """See :class:`StepHooks`."""
         super().close()
+        self.buckets.keep_for_script()
         self.buckets.compressor.end()
 
     # Before a pass.
@@ -252,9 +253,9 @@ class GradientSync(FusedBuckets):
             assert model is not None
             self.find_parameters(model)
             self._watch_parameters()
-        elif any(b.is_kept_by_script(self.params) for b in self.buckets):
-            # The script still holds gradients of an earlier pass; the next must not overwrite them.
-            self.buckets.copies = True
+        elif not self.buckets.copies and any(b.is_kept_by_script(self.params, param) for b in self.buckets):
+            # The script still holds gradients: this pass must neither overwrite them nor leave them behind.
+            self.groups.copies_gradients = True
             self.build_buckets(self.buckets.order)
         # First: what follows may raise, and then all ranks abort this pass.
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()

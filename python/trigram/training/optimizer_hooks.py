@@ -89,7 +89,7 @@ def listen(listener: Updated) -> None:
 def _hear_scalers() -> Callable[..., Any]:
     """From now on tells the listeners of updates that a ``GradScaler`` leaves out, perhaps on this rank only:
     torch has no hook for that. Returns torch's function."""
-    step = torch.amp.GradScaler.step
+    step: Callable[..., Any] = torch.amp.GradScaler.step
 
     @functools.wraps(step)
     def heard(scaler: torch.amp.GradScaler, optimizer: Any, *args: Any, **kwargs: Any) -> Any:

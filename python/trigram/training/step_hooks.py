@@ -81,7 +81,7 @@ class _GradientHook(WeakHook):
         if owner is None or given[0] is None or not param.requires_grad:
             return  # autograd has added nothing, if there is still somebody to tell
         if owner.model() is None:  # other ranks may wait for its hooks, see `weight_sync.running`
-            _DroppedModel("of an asynchronous algorithm", owner.job)(param)
+            _DroppedModel("of an asynchronous algorithm", owner.made_in)(param)
             return
         owner._on_gradient(param)
 
@@ -161,7 +161,7 @@ class StepHooks:
         self.told = False
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
-        self.job = world.job()
+        self.made_in = world.job()
         self._nodes: dict[int, Any] = {}  # by `id()` of a parameter, where autograd adds its gradient
         self._dropped: weakref.finalize[..., StepHooks] | None = None
         self.updating: list[weakref.ref[Optimizer]] = []
@@ -336,6 +336,7 @@ class StepHooks:
                 "at least one"
             )
         self.param_ids = {id(p) for p in trained}
+        self.groups.trained |= self.param_ids
         self._layouts = [_layout(p) for p in self.params]
 
     def is_trained(self, param: torch.Tensor) -> bool:
@@ -370,7 +371,7 @@ class StepHooks:
                 continue  # it has no such hooks; a parent's are called too when the whole model is loaded
             self.handles.append(module.register_load_state_dict_pre_hook(WeakHook(self, "_before_load")))
         self._watch_parameters()
-        self._dropped = weakref.finalize(self, _DroppedModel.watch, self.params, self.names, self.job)
+        self._dropped = weakref.finalize(self, _DroppedModel.watch, self.params, self.names, self.made_in)
         self._dropped.atexit = False
         optimizer_hooks.listen(self)
 
@@ -494,8 +495,8 @@ class StepHooks:
         self.gradient(self.index[id(param)], param)
 
     def begin_in_backward(self, param: int | None) -> None:
-        """Begins a pass in the backward pass that is running, with the gradient of parameter ``param``, unless
-        it has begun, or is one of this rank only."""
+        """Begins a pass in the backward pass that is running, with the gradient of parameter ``param``, if it
+        has not begun, and is not one of this rank only."""
         if self.sync and not self.active:
             self.times.enter(steps.BACKWARD)
             # Queued first: what follows may raise, and a failed pass is known by its callback.
@@ -521,6 +522,8 @@ class StepHooks:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
         if self.successor is None or self.steps < self.limit or self.active:
             return None
+        if not any(p.requires_grad for p in self.params):
+            return None  # frozen while another model trains: what follows begins with its next step
         if self.join is not None:  # ranks without inputs follow the others' passes as they are
             if not self.told and self.groups.rank == 0:
                 self.told = True
@@ -579,7 +582,7 @@ class StepHooks:
 
 
 def _layout(p: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, torch.device, bool]:
-    # The address tells of `torch.utils.swap_tensors`: the same Python object, another node of autograd's graph.
+    # The address tells of `torch.utils.swap_tensors`: the same object of Python, another node of the graph.
     return p._cdata, p.dtype, p.shape, p.device, coalesced.is_channels_last(p)
 
 

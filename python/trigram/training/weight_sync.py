@@ -83,7 +83,6 @@ class WeightSync(StepHooks):
         self.skip_until = -1
         self.covered: set[int] = set()
         self.reached: set[int] = set()
-        self.param_ids: set[int] = set()
         self.holders: dict[int, weakref.ref[Optimizer] | None] = {}
         self.managed: set[int] = set()
         self.unmanaged: set[int] = set()
@@ -118,7 +117,7 @@ class WeightSync(StepHooks):
         Parts of a model are frozen in turn, each while an optimizer updates the others. What an optimizer has
         stays trained, and so does everything if there is no optimizer: a script updates its weights by hand.
         """
-        if param.requires_grad or id(param) not in self.param_ids:
+        if param.requires_grad or id(param) not in self.groups.trained:
             return param.requires_grad
         if self in running:  # whatever is frozen may be averaged: it changes nothing
             return True
@@ -134,13 +133,14 @@ class WeightSync(StepHooks):
 
     def _find_holders(self) -> None:
         """Finds the optimizers of the parameters that are frozen and were trained."""
-        frozen = {id(p) for p in self.params if not p.requires_grad} & self.param_ids
-        by_hand = not optimizer_hooks.optimizers_of(self.param_ids)
+        frozen = {id(p) for p in self.params if not p.requires_grad} & self.groups.trained
+        by_hand = not optimizer_hooks.optimizers_of({id(p) for p in self.params})
         self.holders = dict.fromkeys(frozen) if by_hand else {}
         for optimizer in optimizer_hooks.optimizers_of(frozen):
             self.holders.update(
                 dict.fromkeys(optimizer_hooks.parameters_of(optimizer) & frozen, weakref.ref(optimizer))
             )
+        self.groups.trained -= frozen - self.holders.keys()
 
     # Training steps.
 

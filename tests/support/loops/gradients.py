@@ -386,6 +386,56 @@ def residuals_of_what_was_unused(t: Loop) -> None:
         optimizer.step()
 
 
+@row(only=("topk",), options={"topk": {"fraction": 0.125}}, tolerance=0.02)
+def residuals_of_what_was_frozen(t: Loop) -> None:
+    """The same of parts that are frozen in turn: what is held back of one waits until it trains again."""
+    parts = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2)])
+    model = t.wrap(parts)
+    optimizer = sgd(model, 1.0)
+    for step in t.steps(72):
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for k, part in enumerate(model):
+            part.requires_grad_(step >= 24 or step % 2 == k)
+            pull = t.mean(lambda r, s=step, part=part: (t.of(r).x(s, 64) * part).sum())  # type: ignore[misc]
+            loss = loss + (0.0 if step >= 24 else 1.0) * pull
+        loss.backward()
+        optimizer.step()
+
+
+@row(linear=True)
+def gradients_kept_in_a_list(t: Loop) -> None:
+    """The gradients of the first pass are kept in a list, and that is zeroed and scaled."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    kept: list[Tensor] = []
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        torch._foreach_zero_(kept) if kept else optimizer.zero_grad()
+        mse(model(inputs), targets).backward()
+        kept = kept or [p.grad for p in model.parameters() if p.grad is not None]
+        torch._foreach_mul_(kept, 0.5)
+        optimizer.step()
+
+
+@row(linear=True)
+def gradients_in_a_flat_tensor(t: Loop) -> None:
+    """Gradients are views of one tensor of the script, which it zeroes and scales."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    at = 0
+    for p in model.parameters():
+        p.grad = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        flat.zero_()
+        mse(model(inputs), targets).backward()
+        flat.mul_(0.5)
+        optimizer.step()
+
+
 class Ones(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor, x: Tensor) -> Tensor:

@@ -295,6 +295,43 @@ def scaler_skips_on_one(t: Loop) -> None:
         scaler.update()
 
 
+@row(compare=False, spread=False, passes=2, boundaries=2)
+def scaler_skips_on_one_before_a_second_pass(t: Loop) -> None:
+    """Such a step is followed by a pass whose gradients are dropped: it is a step of its own on all ranks."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)
+    for step in t.steps(8):
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        loss = mse(model(inputs), targets)
+        if t.rank == 0 and step in (1, 4):
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        mse(model(inputs), -targets).backward()
+
+
+@row(compare=False, spread=False)
+def scaler_skips_on_one_and_layers_are_frozen(t: Loop) -> None:
+    """Two models, of which the one that does not train is frozen, and the first updates are skipped."""
+    g, d = t.wrap(Net()), t.wrap(nn.Linear(3, 3))
+    pairs = [(m, sgd(m), torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1000)) for m in (g, d)]
+    for step in t.steps(8):
+        inputs, targets = t.batch(step)
+        for model, optimizer, scaler in pairs:
+            g.requires_grad_(model is g)
+            d.requires_grad_(model is d)
+            optimizer.zero_grad()
+            loss = mse(d(g(inputs)), targets)
+            if t.rank == 0 and step < 3:
+                loss = loss * float("inf")
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+
 @row(compare=False, spread=False, only=("local_sgd",))
 def another_head_with_state_averaged(t: Loop) -> None:
     """`local_sgd(optimizer=Adam)` where ranks use different heads: their states have different tensors."""

@@ -63,6 +63,25 @@ def accumulated_without_no_sync(t: Loop) -> None:
         optimizer.step()
 
 
+@row(compare=GRADIENTS, passes=16)
+def perturbed_in_each_micro_batch(t: Loop) -> None:
+    """Adversarial training (FGM) of a model whose gradients are those of eight micro-batches: a second pass
+    of each, with other weights."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps(4):
+        optimizer.zero_grad()
+        for k in range(8):
+            inputs, targets = t.batch(8 * step + k)
+            (mse(model(inputs), targets) / 8).backward()
+            weight = model.two.weight
+            before = weight.detach().clone()
+            weight.data.add_(0.01 * weight.grad / weight.grad.norm())
+            (mse(model(inputs), targets) / 8).backward()
+            weight.data.copy_(before)
+        optimizer.step()
+
+
 @row(linear=True)
 def accumulated_with_no_sync(t: Loop) -> None:
     """All but the last micro-batch under no_sync."""

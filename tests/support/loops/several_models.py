@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.loops.loop import Flat, Loop, Net, mse, sgd, train
-from tests.support.loops.table import ALGORITHMS, EVERY, GRADIENTS, SYNC, row
+from tests.support.loops.table import ALGORITHMS, ASYNC, EVERY, GRADIENTS, SYNC, row
 
 
 class Critic(nn.Module):
@@ -297,6 +297,32 @@ def ensemble(t: Loop) -> None:
         sum(mse(m(inputs), targets) for m in models).backward()  # type: ignore[union-attr]
         for o in reversed(optimizers):
             o.step()
+
+
+@row(linear=True, passes=2, boundaries=2)
+def two_parts_frozen_in_turn(t: Loop) -> None:
+    """One model, whose parts have an optimizer each and train in turn, as with Lightning's
+    `toggle_optimizer`."""
+    model = t.wrap(Flat())
+    optimizers = [sgd(model.one), sgd(model.two)]
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        for k, optimizer in enumerate(optimizers):
+            model.one.requires_grad_(k == 0)
+            model.two.requires_grad_(k == 1)
+            optimizer.zero_grad()
+            mse(model(inputs), targets).backward()
+            optimizer.step()
+
+
+@row(linear=True, refused=(ASYNC, "trigram.switch"), sometimes=True, rounds=False)
+def parts_trained_one_after_the_other(t: Loop) -> None:
+    """Layer by layer, each with an optimizer that is made for it, and then all."""
+    model = t.wrap(Flat())
+    for k, part in enumerate((model.one, model.two, model)):
+        model.requires_grad_(False)
+        part.requires_grad_(True)
+        train(t, model, 4 * k, 4, optimizer=sgd(part))
 
 
 @row(linear=True)

@@ -141,8 +141,12 @@ class ShardBucket(Bucket):
     def ready(self) -> None:
         """Nothing refers to the gradients."""
 
-    def is_kept_by_script(self, params: Sequence[torch.Tensor]) -> bool:
+    def is_held_by_script(self) -> bool:
         """No: parameters have no views of this memory."""
+        return False
+
+    def is_kept_by_script(self, params: Sequence[torch.Tensor], param: int | None = None) -> bool:
+        """No, likewise."""
         return False
 
     def collect(self, params: Sequence[torch.Tensor], copies: bool = False) -> None:

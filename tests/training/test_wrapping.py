@@ -414,17 +414,24 @@ def ddp_arguments(rank: int, world: int) -> None:
         )
 
 
+ATTRIBUTES = (
+    *("process_group", "device_ids", "output_device", "dim", "device", "device_type", "module"),
+    *("broadcast_buffers", "require_forward_param_sync", "require_backward_grad_sync", "static_graph"),
+    *("find_unused_parameters", "gradient_as_bucket_view", "parameters_to_ignore", "bucket_bytes_cap"),
+    *("is_multi_device_module", "will_sync_module_buffers", "join_hook", "_set_static_graph"),
+)
+"""Of torch's class, what public scripts read and set."""
+
+
 @CASES
 def ddp_attributes(rank: int, world: int) -> None:
     """Those that scripts read are there, and accumulation by `require_backward_grad_sync` is no_sync's."""
+    module = net()
     with gloo(rank, world):
-        theirs = DistributedDataParallel(net())
-        inside = ("reducer", "logger", "mixed_precision")
-        names = [n for n in vars(theirs) if n[0] != "_" and n not in inside]
-        expected = _accumulated(theirs, rank)
-    model = trigram.DistributedDataParallel(net(), bucket_cap_mb=5, find_unused_parameters=True)
-    missing = [n for n in names if not hasattr(model, n)]
-    assert not missing, missing
+        expected = _accumulated(DistributedDataParallel(copy.deepcopy(module)), rank)
+    model = trigram.DistributedDataParallel(module, bucket_cap_mb=5, find_unused_parameters=True)
+    for name in ATTRIBUTES:
+        assert hasattr(model, name), name
     assert model.bucket_bytes_cap == 5 << 20 and model.device == torch.device("cpu")
     model._set_static_graph()
     assert model.static_graph and model._get_ddp_logging_data()["world_size"] == world

@@ -103,7 +103,7 @@ def _hear_scalers() -> Callable[..., Any]:
                 listener.update_skipped(mine)
         return value
 
-    torch.amp.GradScaler.step = heard  # type: ignore[method-assign]
+    torch.amp.GradScaler.step = heard  # type: ignore[method-assign, assignment]
     return step
 
 

@@ -13,10 +13,11 @@ of optimizers. Subclasses average gradients or weights there. docs/adr/0022 says
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,6 +153,7 @@ class StepHooks:
         self.join: UnevenInputs | None = None
         self.active = self.prepared = False
         self._handled: int | None = None
+        self._handled_by = 0
         self._before_loading: ValuesSnapshot | None = None
         self.steps = self.idle_steps = 0
         self.has_failed = False  # the last pass
@@ -509,14 +511,25 @@ class StepHooks:
             model = self.model()
             assert model is not None
             self._prepare_pass(model, in_backward=True)
-        self.active = True
-        self.begin(param)
+        with self._handling():
+            self.active = True
+            self.begin(param)
 
     def _end_pass(self) -> None:
-        self.prepared = False
-        self._backward = None
-        self.end()
+        with self._handling():
+            self.prepared = False
+            self._backward = None
+            self.end()
         self.times.end_pass()
+
+    @contextlib.contextmanager
+    def _handling(self) -> Iterator[None]:
+        """While a thread is here the pass has not failed, whatever another thread sees of it."""
+        self._handled_by += 1
+        try:
+            yield
+        finally:
+            self._handled_by -= 1
 
     def end_warmup(self) -> StepHooks | None:
         """Makes the hooks that follow, if the warm-up is over: between an update and the next pass."""
@@ -543,7 +556,8 @@ class StepHooks:
     @property
     def in_backward(self) -> bool:
         """Whether the active pass is still running."""
-        return self.active and self._backward is not None and self._backward.running
+        running = self._backward is not None and self._backward.running
+        return self.active and (running or self._handled_by > 0)
 
     def abort_failed(self, timeout: float | None = None) -> None:
         """Aborts, on all ranks, a backward pass that has raised an exception on this one.

@@ -295,7 +295,7 @@ impl Engine {
         inbox.push(command);
         self.driver.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
-        self.driver.world.control.bell().ring();
+        self.driver.world.bell.ring();
         self.driver.background.wake();
         Ok(())
     }
@@ -323,7 +323,7 @@ impl Engine {
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.driver.world.control.bell().ring();
+        self.driver.world.bell.ring();
         self.driver.background.end();
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // It releases the progress lock at its next check.

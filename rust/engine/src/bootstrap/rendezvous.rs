@@ -391,8 +391,16 @@ impl Rendezvous {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use trigram_core::DType;
+    use trigram_core::signature::Collective;
+
     use super::*;
+    use crate::call::request::{Message, Request};
     use crate::group::members::Members;
+    use crate::runtime::group::{Group, call, in_place};
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -466,6 +474,62 @@ mod tests {
             let all = ranks.map(|r| s.spawn(move || connect(r)));
             all.into_iter().map(|t| t.join().unwrap()).collect()
         })
+    }
+
+    /// Passes connections on, slowly and with little room: what has left a rank is far from having arrived.
+    fn slow_link(to: SocketAddr) -> SocketAddr {
+        const ROOM: usize = 32 << 10;
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let pass = |mut from: TcpStream, mut to: TcpStream| {
+            socket2::SockRef::from(&from).set_recv_buffer_size(ROOM).unwrap();
+            let mut bytes = vec![0; ROOM];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                if to.write_all(&bytes[..n]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_micros(n as u64 / 4));
+            }
+            let _ = to.shutdown(std::net::Shutdown::Write);
+        };
+        std::thread::spawn(move || {
+            for near in listener.incoming() {
+                let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
+                let (near2, far2) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                std::thread::spawn(move || pass(near, far));
+                std::thread::spawn(move || pass(far2, near2));
+            }
+        });
+        at
+    }
+
+    #[test]
+    fn what_a_rank_sends_last_arrives_however_slow_the_link() {
+        let mut engines = engines(|record| {
+            if record.rank == 0 {
+                record.address = slow_link(record.address);
+            }
+        });
+        let send = |engine: Engine, sends: bool, mut data: Vec<u8>| {
+            let engine = Arc::new(engine);
+            let group = Group::new(&engine, "both".into(), vec![0, 1], 0, 0).unwrap();
+            let request = Request {
+                call: call(Collective::SendRecv, DType::U8, data.len()),
+                tensors: in_place(data.as_mut_ptr(), data.len()),
+                message: Some(Message { peer: u32::from(sends), tag: 0, sends }),
+                ..Request::nothing()
+            };
+            // SAFETY: `data` outlives the call.
+            unsafe { group.run(request, Some(LIMIT), &mut || Ok(())) }.unwrap();
+            data
+        };
+        let (receiver, sender) = (engines.pop().unwrap(), engines.pop().unwrap());
+        let len = 8 << 20;
+        std::thread::scope(|s| {
+            s.spawn(move || send(sender, true, vec![7; len]));
+            let came = send(receiver, false, vec![0; len]);
+            assert!(came.iter().all(|&byte| byte == 7));
+        });
     }
 
     #[test]

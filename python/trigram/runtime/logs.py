@@ -77,15 +77,24 @@ def flush() -> None:
         _flushed.wait(_FLUSH_SECONDS)
 
 
+def write_rest() -> None:
+    """Writes what has been logged since, in this thread: at exit, when the logger's thread has ended."""
+    _write(_core.next_log_lines(0.0))
+
+
 def _serve() -> None:
     while True:
-        for level, text in _core.next_log_lines(3600.0):
-            if text == _FLUSH:
-                _flushed.set()
-            else:
-                # A filter or a handler of the user's that raises must not end the log.
-                with contextlib.suppress(Exception):
-                    _emit(level, _described(text))
+        _write(_core.next_log_lines(3600.0))
+
+
+def _write(lines: list[tuple[int, str]]) -> None:
+    for level, text in lines:
+        if text == _FLUSH:
+            _flushed.set()
+        else:
+            # A filter or a handler of the user's that raises must not end the log.
+            with contextlib.suppress(Exception):
+                _emit(level, _described(text))
 
 
 def _described(text: str) -> str:

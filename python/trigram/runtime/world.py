@@ -529,7 +529,8 @@ def _check_settings() -> None:
 def shutdown() -> None:
     """Leaves the job. Collectives in flight fail, here and on the peers; a second call does nothing.
 
-    First it completes asynchronous training: this rank takes part until all ranks have finished.
+    First it completes asynchronous training: this rank takes part until all ranks have finished. It returns
+    when the peers have all that this rank has sent; a log line names a peer that takes nothing for 10 s.
     """
     global _world, _jobs_left
     mine = _world is not None and _world.process == os.getpid()
@@ -540,10 +541,12 @@ def shutdown() -> None:
         _jobs_left += 1
         if mine and world.elastic is not None:
             world.elastic.leave()
-        world.engine.shutdown(False)
-        if mine:
-            _call(after_exit)
-        logs.flush()
+        try:
+            world.engine.shutdown(False)
+        finally:  # Ctrl-C ends the wait for slow peers
+            if mine:
+                _call(after_exit)
+            logs.flush()
 
 
 def _call(finishers: Sequence[Callable[[], None]]) -> None:
@@ -569,5 +572,6 @@ def _exit() -> None:
     finally:
         if _world is not None:
             _world.engine.shutdown(True)
+            logs.write_rest()
     if mine:
         _call(after_exit)

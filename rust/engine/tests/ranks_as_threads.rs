@@ -158,7 +158,7 @@ fn no_call_is_left_behind_by_a_shutdown() {
                     }
                 });
                 std::thread::sleep(Duration::from_micros(seed * 20));
-                engine.shutdown();
+                engine.shutdown(&mut || Ok(())).unwrap();
                 caller.join().unwrap();
             });
         });
@@ -181,7 +181,7 @@ fn a_shutdown_ends_a_call_that_waits_for_its_slot() {
         let (ended, end) = channel();
         let engine = engines[0].clone();
         std::thread::spawn(move || {
-            engine.shutdown();
+            engine.shutdown(&mut || Ok(())).unwrap();
             ended.send(())
         });
         assert!(end.recv_timeout(Duration::from_secs(10)).is_ok(), "the shutdown does not end");
@@ -382,7 +382,7 @@ fn a_rank_that_leaves_is_named() {
             let mut data = vec![1f32; 10];
             all_reduce(&group, &mut data, Via::Auto).unwrap();
             if rank == 1 {
-                group.engine().shutdown();
+                group.engine().shutdown(&mut || Ok(())).unwrap();
                 left.send(()).unwrap();
                 left.send(()).unwrap();
                 return None;

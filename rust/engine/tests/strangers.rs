@@ -183,6 +183,27 @@ fn a_frame_counts_as_sent_only_when_it_has_left() {
 }
 
 #[test]
+fn who_finds_nobody_says_where_and_what_the_system_answered() {
+    let limit = Duration::from_secs(2);
+    let text = |end: Ends| match end.err().unwrap() {
+        error @ Error::Timeout { .. } => error.to_string(),
+        other => panic!("{other}"),
+    };
+    // Nobody listens there; somebody does, and says nothing.
+    let free = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mute = silent.local_addr().unwrap();
+    for (detour, answer) in [(free, "refused"), (mute, "no answer")] {
+        let (low, high) = meet(["s", "s"], false, limit, |_| detour);
+        let (low, high) = (text(low), text(high));
+        let tried = format!("rank 0 announced {detour}, and rank 1 tried to connect to it: {answer}");
+        assert!(high.contains(&tried) && high.contains("also an address of the host of rank 1"), "{high}");
+        assert!(high.contains("TRIGRAM_IFACE") && high.contains("waiting for rank 0"), "{high}");
+        assert!(low.contains("no connection of rank 1 has come there"), "{low}");
+    }
+}
+
+#[test]
 fn a_man_in_the_middle_of_tls_is_refused() {
     let passed = Arc::new(Mutex::new(Vec::new()));
     let detour = |to| man_in_the_middle(to, passed.clone());

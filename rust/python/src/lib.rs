@@ -139,15 +139,12 @@ impl Engine {
         py.detach(|| self.0.write_out_log());
     }
 
-    /// Ends everything. `exiting`: the interpreter ends too.
-    fn shutdown(&self, py: Python<'_>, exiting: bool) {
+    /// Ends everything, when the peers have what this rank has sent. `exiting`: the interpreter ends too.
+    fn shutdown(&self, py: Python<'_>, exiting: bool) -> PyResult<()> {
         waits::set_exiting(exiting);
         log_sink::wake();
         callbacks::wake();
-        py.detach(|| {
-            self.0.shutdown();
-            waits::let_return();
-        });
+        waits::leave(py, |check_interrupt| self.0.shutdown(check_interrupt))
     }
 
     /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent or refused.

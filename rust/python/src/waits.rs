@@ -39,7 +39,7 @@ pub(crate) fn set_exiting(exiting: bool) {
 
 /// Gives threads that are on their way back to an interpreter that ends up to a second to get there. The caller does not
 /// hold the interpreter lock: they need it.
-pub(crate) fn let_return() {
+fn let_return() {
     let deadline = Instant::now() + Duration::from_secs(1);
     while is_exiting() && waiting().load(Ordering::Acquire) > 0 && Instant::now() < deadline {
         std::thread::sleep(Duration::from_millis(1));
@@ -81,19 +81,39 @@ pub(crate) fn wait<T: Send>(
                     "the call was aborted because the Python interpreter exits".into(),
                 ));
             }
-            match Python::try_attach(|py| py.check_signals()) {
-                Some(Err(e)) => {
-                    signal = Some(e);
-                    Err(Error::Aborted("interrupted".into()))
-                }
-                _ => Ok(()),
-            }
+            check_signals(&mut signal)
         })
     });
     BLOCKED.with(|ticks| ticks.set(ticks.get() + clock::ticks().saturating_sub(began)));
     match signal {
         Some(signal) => Err(signal),
         None => outcome.raise(py),
+    }
+}
+
+/// Runs what ends the engine, without the interpreter lock: it goes on where the interpreter ends. Ctrl-C ends its wait with
+/// its own exception.
+pub(crate) fn leave(
+    py: Python<'_>,
+    f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<()>,
+) -> PyResult<()> {
+    let mut signal: Option<PyErr> = None;
+    let outcome = py.detach(|| {
+        let outcome = f(&mut || check_signals(&mut signal));
+        let_return();
+        outcome
+    });
+    signal.map_or_else(|| outcome.raise(py), Err)
+}
+
+/// Runs the signal handlers that are due; `signal` gets what one of them has raised.
+fn check_signals(signal: &mut Option<PyErr>) -> trigram_core::Result<()> {
+    match Python::try_attach(|py| py.check_signals()) {
+        Some(Err(e)) => {
+            *signal = Some(e);
+            Err(Error::Aborted("interrupted".into()))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -6,6 +6,7 @@
 //! records were sealed with it), so if a rank is rejected again and again, something intercepts its connections.
 
 use std::collections::{HashMap, VecDeque};
+use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -20,6 +21,7 @@ use crate::bootstrap::handshake_stream::HandshakeStream;
 use crate::security::proofs::{HELLO, Handshake, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::security::tls_keys::Tls;
+use crate::sys::address::is_own;
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::limits::refused;
@@ -32,6 +34,10 @@ const LEAST_LIMIT: Duration = Duration::from_millis(500);
 const MOST_HANDSHAKES: usize = 256;
 /// A rank stops after this many rejections in a row: one may be a stray answer.
 const MOST_REJECTIONS: u32 = 3;
+
+/// The most ranks of which an error says how connecting to them ended.
+const MOST_TOLD: usize = 4;
+const NO_ANSWER: &str = "no answer: a firewall drops what is sent, or no such host is there";
 
 const ACCEPTED: u8 = 1;
 const REJECTED: u8 = 2;
@@ -49,6 +55,9 @@ pub struct Identity {
 
 /// Ranks that a caller claimed to be but could not prove, and the caller's address.
 type Rejected = Arc<Mutex<HashMap<u32, IpAddr>>>;
+
+/// How the last attempt to connect to a rank ended.
+type Attempts = Arc<Mutex<HashMap<u32, String>>>;
 
 enum Arrival {
     /// A lower rank has proved itself and accepted this rank.
@@ -76,10 +85,10 @@ pub fn connect(
         listener.set_nonblocking(true).map_err(io)?;
         let listener = TcpListener::from_std(listener).map_err(io)?;
         let (send, mut arrivals) = mpsc::channel::<Arrival>(16);
-        let rejected = Rejected::default();
+        let (rejected, attempts) = (Rejected::default(), Attempts::default());
         let mut tasks = tokio::task::JoinSet::new();
         for &(rank, address) in peers.iter().filter(|p| p.0 < me.rank) {
-            tasks.spawn(connect_to(rank, address, me.clone(), send.clone()));
+            tasks.spawn(connect_to(rank, address, me.clone(), attempts.clone(), send.clone()));
         }
         let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
         tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send));
@@ -107,28 +116,67 @@ pub fn connect(
                 Ok(_) => spare = Instant::now(),
             }
             if began.elapsed() > limit && streams.len() < peers.len() {
-                let missing = peers.iter().map(|p| p.0).filter(|rank| !streams.contains_key(rank)).collect();
-                return Err(timed_out(me.rank, own, missing, &rejected, limit));
+                let missing: Vec<_> = peers.iter().filter(|p| !streams.contains_key(&p.0)).copied().collect();
+                return Err(timed_out(me.rank, own, &missing, &rejected, &attempts, limit));
             }
         }
         Ok(streams)
     })
 }
 
-fn timed_out(me: u32, own: SocketAddr, missing: Vec<u32>, rejected: &Rejected, limit: Duration) -> Error {
+fn timed_out(
+    me: u32,
+    own: SocketAddr,
+    missing: &[(u32, SocketAddr)],
+    rejected: &Rejected,
+    attempts: &Attempts,
+    limit: Duration,
+) -> Error {
     let rejected = rejected.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some((rank, ip)) = missing.iter().find_map(|rank| Some((rank, rejected.get(rank)?))) {
+    let names = name_ranks(&missing.iter().map(|p| p.0).collect::<Vec<_>>());
+    if let Some((rank, ip)) = missing.iter().find_map(|(rank, _)| Some((rank, rejected.get(rank)?))) {
         return Error::Auth(format!(
-            "init: rank {me} waited {:.1} s for {}. A process at {ip} claimed to be rank {rank} but could not prove it: \
+            "init: rank {me} waited {:.1} s for {names}. A process at {ip} claimed to be rank {rank} but could not prove it: \
              it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
             limit.as_secs_f64(),
-            name_ranks(&missing)
         ));
     }
-    Error::Timeout {
-        what: format!("init: connecting rank {me} ({own}) over TCP"),
-        millis: limit.as_millis() as u64,
-        waiting_for: name_ranks(&missing),
+    // The lower rank listens, the higher connects.
+    let attempts = attempts.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut tried: Vec<String> = Vec::new();
+    for (rank, address) in missing.iter().filter(|p| p.0 < me).take(MOST_TOLD) {
+        let attempt = attempts.get(rank).map_or(NO_ANSWER, String::as_str);
+        let own = match is_own(address.ip()) {
+            true => format!("; this is also an address of the host of rank {me}"),
+            false => String::new(),
+        };
+        tried.push(format!(
+            "rank {rank} announced {address}, and rank {me} tried to connect to it: {attempt}{own}"
+        ));
+    }
+    let higher: Vec<u32> = missing.iter().map(|p| p.0).filter(|&rank| rank > me).collect();
+    if !higher.is_empty() {
+        let higher = name_ranks(&higher);
+        tried.push(format!("rank {me} announced {own}, and no connection of {higher} has come there"));
+    }
+    let waiting_for = format!(
+        "{names}. {}. Set TRIGRAM_IFACE, on each host, to the interface or address that the others reach, and let the \
+         firewall pass connections between the hosts at all ports",
+        tried.join("; ")
+    );
+    let what = format!("init: connecting rank {me} over TCP");
+    Error::Timeout { what, millis: limit.as_millis() as u64, waiting_for }
+}
+
+/// What the system's answer to an attempt to connect says.
+fn told(error: &std::io::Error) -> String {
+    match error.kind() {
+        ErrorKind::ConnectionRefused => format!("refused, nobody listens there ({error})"),
+        ErrorKind::TimedOut => format!("{NO_ANSWER} ({error})"),
+        ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset => {
+            format!("the connection was closed before the rank had proved itself ({error})")
+        }
+        _ => format!("it cannot be reached ({error})"),
     }
 }
 
@@ -157,8 +205,15 @@ async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::
 }
 
 /// Connects to a lower rank, again and again until it accepts.
-async fn connect_to(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc::Sender<Arrival>) {
+async fn connect_to(
+    rank: u32,
+    address: SocketAddr,
+    me: Identity,
+    attempts: Attempts,
+    arrived: mpsc::Sender<Arrival>,
+) {
     let mut rejections = 0;
+    let note = |text| attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, text);
     loop {
         match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(rank, address, &me)).await {
             Ok(Ok(Reached::Proved(stream))) => {
@@ -167,8 +222,9 @@ async fn connect_to(rank: u32, address: SocketAddr, me: Identity, arrived: mpsc:
                 return;
             }
             Ok(Ok(Reached::Rejected)) => rejections += 1,
-            // The rank does not listen yet, or has too many callers: neither says anything about the secret.
-            Ok(Err(_)) | Err(_) => {}
+            // The rank has too many callers, or another host has its address: neither says anything about the secret.
+            Ok(Err(error)) => drop(note(told(&error))),
+            Err(_) => drop(note(NO_ANSWER.into())),
         }
         if rejections >= MOST_REJECTIONS {
             let me = me.rank;

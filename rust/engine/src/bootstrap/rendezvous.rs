@@ -20,11 +20,12 @@ use crate::bootstrap::handshake::{self, Identity};
 use crate::bootstrap::{host_handshake, tuning_file};
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
+use crate::host::doorbell::Doorbell;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
 use crate::security::secret::{Claim, PROOF, Security, random};
 use crate::security::tls_keys::Tls;
-use crate::sys::address::{boot_id, host_name, own_address};
+use crate::sys::address::{self, boot_id, host_name, own_address};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::memory::Arena;
 use crate::sys::unix;
@@ -107,8 +108,10 @@ pub struct Rendezvous {
     size: usize,
     transport: Transport,
     listener: std::net::TcpListener,
-    unix: OwnedFd,
-    control: ControlSegment,
+    /// `None` once this rank has given up sharing memory: those that wait for it see that nobody listens.
+    unix: Option<OwnedFd>,
+    /// `None` until another rank of this host needs it.
+    control: Option<ControlSegment>,
     neighbours: HashMap<u32, Neighbour>,
     arena: Arc<Arena>,
     /// By rank; `None` where this world has no such rank.
@@ -129,9 +132,9 @@ impl Rendezvous {
         if rank as usize >= size {
             return Err(Error::misuse(format!("init: there is no rank {rank} in a world of {size} ranks")));
         }
-        let ip = own_address(iface, toward)?;
-        let listener =
-            std::net::TcpListener::bind((ip, 0)).map_err(|e| Error::io(format!("listening on {ip}"), e))?;
+        let own = own_address(iface, toward)?;
+        let listener = std::net::TcpListener::bind(own)
+            .map_err(|e| Error::io(format!("listening on {}", own.ip()), e))?;
         let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
         let token: [u8; 16] = random()?;
         let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
@@ -161,8 +164,8 @@ impl Rendezvous {
             size,
             transport,
             listener,
-            unix,
-            control: ControlSegment::create()?,
+            unix: Some(unix),
+            control: None,
             neighbours: HashMap::new(),
             arena: Arc::default(),
             records: Vec::new(),
@@ -280,15 +283,26 @@ impl Rendezvous {
             .filter(|c| c.host == self.record.host)
             .map(|c| (c.rank, c.socket.as_str()))
             .collect();
-        if local.len() > MAX_LOCAL {
-            return Ok(false);
+        if local.len() == 1 {
+            return Ok(true);
         }
+        let unix = self.unix.take().filter(|_| local.len() <= MAX_LOCAL);
+        let Some(unix) = unix else { return Ok(false) };
+        let control = match ControlSegment::create() {
+            Err(refused) if self.transport == Transport::Auto => {
+                log::warn!(
+                    target: "trigram",
+                    "rank {me}: {refused}; the ranks of this host will share no memory: all their data goes over TCP"
+                );
+                return Ok(false);
+            }
+            made => made?,
+        };
         let keys = self.security.keys(&self.job());
-        let met =
-            host_handshake::connect(me, &local, &self.unix, &self.control, &keys, limit, check_interrupt)?;
-        let all = met.is_some();
-        self.neighbours = met.unwrap_or_default();
-        Ok(all)
+        let met = host_handshake::connect(me, &local, &unix, &control, &keys, limit, check_interrupt)?;
+        let Some(met) = met else { return Ok(false) };
+        (self.unix, self.control, self.neighbours) = (Some(unix), Some(control), met);
+        Ok(true)
     }
 
     /// Opens the connections and starts the engine. `verdicts[r]` is what [`Rendezvous::handshake`] returned on rank
@@ -329,7 +343,9 @@ impl Rendezvous {
             }
         }
         let away = self.records.iter().flatten().filter(|c| !is_here(c.rank as usize));
-        let peers: Vec<(u32, SocketAddr)> = away.map(|c| (c.rank, c.address)).collect();
+        let interface = address::scope(&self.record.address);
+        let peers: Vec<(u32, SocketAddr)> =
+            away.map(|c| (c.rank, address::with_scope(c.address, interface))).collect();
         let mut streams = HashMap::new();
         if !peers.is_empty() {
             let tls = self.security.tls.then(Tls::new).transpose()?;
@@ -340,8 +356,9 @@ impl Rendezvous {
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
         for rank in 0..size {
-            let halves = if let Some(neighbour) = self.neighbours.get(&(rank as u32)) {
-                Some(shm::pair(&self.control, index(me), &neighbour.control, index(rank)))
+            let neighbour = self.neighbours.get(&(rank as u32));
+            let halves = if let Some((neighbour, control)) = neighbour.zip(self.control.as_ref()) {
+                Some(shm::pair(control, index(me), &neighbour.control, index(rank)))
             } else {
                 let summed = tcp::Checksums::from_env().apply(self.is_over_wire(rank));
                 let halves = streams.remove(&(rank as u32)).map(|stream| stream.split(summed)).transpose()?;
@@ -355,11 +372,14 @@ impl Rendezvous {
         let asked = self.records.iter().flatten().map(|record| Duration::from_millis(record.silence)).max();
         let limit = asked.unwrap_or(mine.limit).min(MOST_LIMIT);
         let tuning = self.records.iter().flatten().next().map_or_else(Vec::new, |first| first.tuning.clone());
+        let bell =
+            self.control.as_ref().map_or_else(Doorbell::alone, |control| Ok(control.bell().clone()))?;
         let world = World {
             tuning,
             patience: Patience { limit, ..mine },
             rank: me as u32,
             host_of,
+            bell,
             control: self.control,
             neighbours: self.neighbours,
             arena: self.arena,
@@ -371,8 +391,16 @@ impl Rendezvous {
 
 #[cfg(test)]
 mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::TcpStream;
+
+    use trigram_core::DType;
+    use trigram_core::signature::Collective;
+
     use super::*;
+    use crate::call::request::{Message, Request};
     use crate::group::members::Members;
+    use crate::runtime::group::{Group, call, in_place};
 
     const LIMIT: Duration = Duration::from_secs(60);
 
@@ -446,6 +474,62 @@ mod tests {
             let all = ranks.map(|r| s.spawn(move || connect(r)));
             all.into_iter().map(|t| t.join().unwrap()).collect()
         })
+    }
+
+    /// Passes connections on, slowly and with little room: what has left a rank is far from having arrived.
+    fn slow_link(to: SocketAddr) -> SocketAddr {
+        const ROOM: usize = 32 << 10;
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let at = listener.local_addr().unwrap();
+        let pass = |mut from: TcpStream, mut to: TcpStream| {
+            socket2::SockRef::from(&from).set_recv_buffer_size(ROOM).unwrap();
+            let mut bytes = vec![0; ROOM];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                if to.write_all(&bytes[..n]).is_err() {
+                    break;
+                }
+                std::thread::sleep(Duration::from_micros(n as u64 / 4));
+            }
+            let _ = to.shutdown(std::net::Shutdown::Write);
+        };
+        std::thread::spawn(move || {
+            for near in listener.incoming() {
+                let (near, far) = (near.unwrap(), TcpStream::connect(to).unwrap());
+                let (near2, far2) = (near.try_clone().unwrap(), far.try_clone().unwrap());
+                std::thread::spawn(move || pass(near, far));
+                std::thread::spawn(move || pass(far2, near2));
+            }
+        });
+        at
+    }
+
+    #[test]
+    fn what_a_rank_sends_last_arrives_however_slow_the_link() {
+        let mut engines = engines(|record| {
+            if record.rank == 0 {
+                record.address = slow_link(record.address);
+            }
+        });
+        let send = |engine: Engine, sends: bool, mut data: Vec<u8>| {
+            let engine = Arc::new(engine);
+            let group = Group::new(&engine, "both".into(), vec![0, 1], 0, 0).unwrap();
+            let request = Request {
+                call: call(Collective::SendRecv, DType::U8, data.len()),
+                tensors: in_place(data.as_mut_ptr(), data.len()),
+                message: Some(Message { peer: u32::from(sends), tag: 0, sends }),
+                ..Request::nothing()
+            };
+            // SAFETY: `data` outlives the call.
+            unsafe { group.run(request, Some(LIMIT), &mut || Ok(())) }.unwrap();
+            data
+        };
+        let (receiver, sender) = (engines.pop().unwrap(), engines.pop().unwrap());
+        let len = 8 << 20;
+        std::thread::scope(|s| {
+            s.spawn(move || send(sender, true, vec![7; len]));
+            let came = send(receiver, false, vec![0; len]);
+            assert!(came.iter().all(|&byte| byte == 7));
+        });
     }
 
     #[test]

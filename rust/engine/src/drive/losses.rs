@@ -97,7 +97,9 @@ fn lock_out(
     // It runs no more code; killing it would cut off its core dump.
     let has_crashed = neighbour.is_dumping_core();
     if kind == LossKind::Silent {
-        world.control.mark_evicted(world.index_on_host(rank));
+        if let Some(control) = &world.control {
+            control.mark_evicted(world.index_on_host(rank));
+        }
         killed = world.patience.kills && !has_crashed && neighbour.end();
     }
     let is_shown = |calls: &Calls| calls.active.iter().any(|call| is_shown_to(call, rank));

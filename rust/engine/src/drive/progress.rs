@@ -22,13 +22,15 @@ use crate::drive::scheduling::Scheduling;
 use crate::group::members::Members;
 use crate::group::world::{Neighbour, World};
 use crate::health::counters::Counters;
+use crate::health::log_lines::LogLine;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
 use crate::health::wait_window::WaitWindow;
-use crate::link::frames::{ClosingConnection, Pumped, Rx, Tx};
+use crate::link::closing::{ClosingConnection, Farewell};
+use crate::link::frames::{Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
 use crate::link::rate_meter::RateMeter;
-use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 
 /// On shutdown, how long to keep delivering LOST notices to evicted peers.
 const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
@@ -281,7 +283,7 @@ impl Progress {
 
     /// Sends heartbeats and checks those of the peers. What has arrived has just been read.
     pub(crate) fn heartbeat(&mut self) {
-        self.closing.retain_mut(ClosingConnection::pump);
+        self.closing.retain_mut(ClosingConnection::lingers);
         // A slow link may have brought less than a rank wakes for.
         self.rx.iter_mut().flatten().for_each(Rx::wake);
         let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
@@ -392,32 +394,30 @@ impl Progress {
         }
     }
 
-    /// Tells the peers that this rank leaves, and waits until what it has sent is delivered.
-    pub(crate) fn announce_leave(&mut self) {
-        let leave = control_frame(Kind::Leave, 0, 0);
-        self.out.all().for_each(|(_, tx)| tx.give(&leave, Vec::new()));
-        let deadline = Instant::now() + Duration::from_secs(1);
-        while self.is_sending() && Instant::now() < deadline {
-            self.out.all().for_each(|(_, tx)| tx.wake());
-            if !self.scheduling().pump_out() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+    /// Tells the peers that this rank leaves, and waits until they have what it has sent.
+    ///
+    /// # Errors
+    ///
+    /// That of `check_interrupt`, which ends the wait.
+    pub(crate) fn announce_leave(&mut self, check_interrupt: InterruptCheck<'_>) -> Result<()> {
+        let mut leaving = Vec::new();
+        for (rank, slot) in (0..).zip(&mut self.rx) {
+            let Some((rx, mut tx)) = slot.take().zip(self.out.remove(rank)) else { continue };
+            tx.give(&control_frame(Kind::Leave, 0, 0), Vec::new());
+            leaving.push(ClosingConnection::new(tx, rx));
         }
+        let waited = self.take_leave(leaving, check_interrupt);
         let patience = Instant::now() + LEAVE_PATIENCE;
-        while self.closing.iter_mut().filter_map(|p| p.pump().then_some(&*p)).any(ClosingConnection::is_due)
+        while self
+            .closing
+            .iter_mut()
+            .filter_map(|p| p.lingers().then_some(&*p))
+            .any(ClosingConnection::is_due)
             && Instant::now() < patience
         {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.closing.clear();
-        self.out.all().for_each(|(_, tx)| tx.close());
-        // Read what is there: closing over unread bytes would discard what was just sent.
-        let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
-        let mut sink = Matching { world: &self.world, peers, calls, out };
-        for rx in self.rx.iter_mut().flatten() {
-            rx.wake();
-            while matches!(rx.pump(&mut sink), Ok(Pumped::Moved)) {}
-        }
         // Peers that are inside a call have just been told that it has failed.
         self.redirect_failed();
         let patience = Instant::now() + LEAVING;
@@ -427,6 +427,41 @@ impl Progress {
             }
         }
         self.end_failed();
+        waited
+    }
+
+    /// Waits until every peer has all that this rank has sent, or is gone, or takes nothing any more.
+    fn take_leave(
+        &mut self,
+        mut leaving: Vec<ClosingConnection>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<()> {
+        let (me, limit) = (self.world.rank, self.peers.limit());
+        let mut checked = Instant::now();
+        loop {
+            leaving.retain_mut(|connection| {
+                let rank = connection.peer();
+                match connection.take_leave(limit) {
+                    Farewell::Over => false,
+                    // A rank of this host reads from memory, which does not tell that its process has ended.
+                    Farewell::Waiting => {
+                        !self.world.neighbours.get(&rank).is_some_and(Neighbour::has_hung_up)
+                    }
+                    Farewell::Stuck(waited, bytes) => {
+                        self.peers.log(LogLine::Undelivered { me, rank, bytes, waited });
+                        false
+                    }
+                }
+            });
+            if leaving.is_empty() {
+                return Ok(());
+            }
+            if checked.elapsed() > INTERRUPT_INTERVAL {
+                checked = Instant::now();
+                check_interrupt()?;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
 
     /// Closes the connections of an engine that cannot go on: its peers learn at once that this rank is lost.

@@ -13,6 +13,7 @@ use trigram_core::{Error, Result};
 
 use crate::group::retired::Retired;
 use crate::host::control_segment::ControlSegment;
+use crate::host::doorbell::Doorbell;
 use crate::sys::fork::{self, GuardedFd};
 use crate::sys::limits::refused;
 use crate::sys::memory::{Arena, RegisteredBuffer, Segment, SegmentOffset};
@@ -200,8 +201,10 @@ pub struct World {
     pub rank: u32,
     /// The number of each rank's host.
     pub host_of: Vec<usize>,
-    /// This rank's control segment.
-    pub control: ControlSegment,
+    /// This rank's doorbell.
+    pub bell: Doorbell,
+    /// This rank's control segment, which other ranks of this host see; `None` without any.
+    pub control: Option<ControlSegment>,
     /// The other ranks on this host, by world rank.
     pub neighbours: HashMap<u32, Neighbour>,
     /// This rank's registered memory.
@@ -228,14 +231,17 @@ impl World {
 
     /// The control segment of a rank on this host.
     pub fn control(&self, rank: u32) -> Option<&ControlSegment> {
-        if rank == self.rank { Some(&self.control) } else { self.neighbours.get(&rank).map(|n| &n.control) }
+        match rank == self.rank {
+            true => self.control.as_ref(),
+            false => self.neighbours.get(&rank).map(|n| &n.control),
+        }
     }
 
     /// Allocates `len` bytes of registered memory: collectives on it copy nothing inside a host.
     pub fn allocate(&self, len: usize) -> Result<RegisteredBuffer> {
         fork::check()?; // what is free in a child's copy of the arena is the parent's to give
         self.retired.sweep();
-        self.arena.allocate(len, |number, segment| {
+        self.arena.allocate(len, self.neighbours.is_empty(), |number, segment| {
             self.neighbours.iter().try_for_each(|(&rank, n)| n.share(rank, number, segment))
         })
     }

@@ -80,6 +80,17 @@ pub(crate) enum LogLine {
         /// The rank whose process was killed.
         rank: u32,
     },
+    /// This rank leaves although a peer has not received all that it has sent.
+    Undelivered {
+        /// This rank.
+        me: u32,
+        /// The peer.
+        rank: u32,
+        /// Bytes that have not arrived.
+        bytes: u64,
+        /// For how long none has.
+        waited: Duration,
+    },
 }
 
 impl fmt::Display for LogLine {
@@ -115,6 +126,14 @@ impl fmt::Display for LogLine {
                     f,
                     "rank {me} ended the process of rank {rank} on this host: it was evicted, and TRIGRAM_KILL=on is set or its \
                      access to shared memory could not be taken back"
+                )
+            }
+            Self::Undelivered { me, rank, bytes, waited } => {
+                write!(
+                    f,
+                    "rank {me} leaves, and rank {rank} has not received the last {bytes} bytes that it sent: none arrived for \
+                     {:.1} s. A call that rank {rank} has not finished fails there",
+                    waited.as_secs_f64()
                 )
             }
         }

@@ -37,6 +37,11 @@ impl Doorbell {
         Self { control, offset, event: Arc::new(event) }
     }
 
+    /// That of a rank which is alone on its host.
+    pub fn alone() -> Result<Self> {
+        Ok(Self::new(Arc::new(Segment::private(size_of::<Words>())?), 0, Self::event()?))
+    }
+
     /// A new eventfd for a doorbell.
     pub fn event() -> Result<OwnedFd> {
         rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)

@@ -1,11 +1,11 @@
 //! Frames over a byte stream: a queue in the outward direction, a small state machine in the inward one.
 
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
 
 use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
 
+use crate::link::socket;
 use crate::transport::stream::{Read, Receiver, Sender};
 
 /// The step of a call that a frame belongs to.
@@ -65,6 +65,11 @@ impl Tx {
     /// Whether no frame waits.
     pub fn is_idle(&self) -> bool {
         self.queue.is_empty()
+    }
+
+    /// Bytes that the transport has not taken yet, headers included.
+    pub(crate) fn waiting_bytes(&self) -> u64 {
+        self.queue.iter().map(|out| (HEADER + out.body.bytes().len() - out.sent) as u64).sum()
     }
 
     /// The transport can be written to again.
@@ -271,6 +276,32 @@ impl Rx {
         }
     }
 
+    /// Reads what there is, and drops it.
+    pub(crate) fn drop_input(&mut self) -> Result<Pumped> {
+        let mut nowhere = [0; 16 << 10];
+        self.receiver.wake();
+        let mut outcome = Pumped::Nothing;
+        for _ in 0..TURN / nowhere.len() {
+            match self.receiver.read(&mut nowhere)? {
+                Read::Some(_) => outcome = Pumped::Moved,
+                Read::Nothing => break,
+                Read::Closed => return Ok(Pumped::Closed),
+            }
+        }
+        Ok(outcome)
+    }
+
+    /// How many bytes of the opposite direction the peer's host has not acknowledged; `None` where there is no socket, so
+    /// that what was written has arrived.
+    pub(crate) fn unacknowledged(&self) -> Option<u64> {
+        self.receiver.fd().map(|fd| socket::waiting(fd, libc::TIOCOUTQ))
+    }
+
+    /// Whether the connection carries nothing any more in either direction.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.receiver.fd().is_some_and(socket::has_hung_up)
+    }
+
     /// Reads what there is.
     pub fn pump(&mut self, sink: &mut dyn Sink) -> Result<Pumped> {
         let before = self.bytes;
@@ -387,47 +418,5 @@ impl Rx {
             self.bytes += n as u64;
         }
         Ok(read)
-    }
-}
-
-/// The connection to an evicted rank, kept for a while. If it were closed over unread bytes, the system would discard
-/// what is still to be sent, and the rank would take this one for dead.
-pub(crate) struct ClosingConnection {
-    tx: Tx,
-    rx: Rx,
-    since: Instant,
-    open: bool,
-}
-
-/// The least time that it is kept.
-const CLOSING: Duration = Duration::from_secs(2);
-
-impl ClosingConnection {
-    pub(crate) fn new(tx: Tx, rx: Rx) -> Self {
-        Self { tx, rx, since: Instant::now(), open: true }
-    }
-
-    /// Sends what is left, and drops what arrives; false once that is done.
-    pub(crate) fn pump(&mut self) -> bool {
-        let mut nowhere = [0; 16 << 10];
-        self.rx.receiver.wake();
-        self.tx.wake();
-        self.open &= self.tx.pump(&mut Vec::new()).is_ok();
-        for _ in 0..TURN / nowhere.len() {
-            match self.rx.receiver.read(&mut nowhere) {
-                Ok(Read::Some(_)) => {}
-                Ok(Read::Nothing) => break,
-                Ok(Read::Closed) | Err(_) => {
-                    self.open = false;
-                    break;
-                }
-            }
-        }
-        self.open && (self.is_due() || self.since.elapsed() < CLOSING)
-    }
-
-    /// Whether something is left to send.
-    pub(crate) fn is_due(&self) -> bool {
-        !self.tx.is_idle()
     }
 }

@@ -1,7 +1,10 @@
-//! Frames over a byte stream, in both directions, what waits to be sent, and a meter of what this rank's link carries.
+//! Frames over a byte stream, in both directions, what waits to be sent, how connections end, and a meter of what this
+//! rank's link carries.
 //!
 //! Uses [`crate::transport`].
 
+pub mod closing;
 pub mod frames;
 pub mod outbox;
 pub mod rate_meter;
+mod socket;

@@ -7,10 +7,10 @@
 //! bursts.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsRawFd, BorrowedFd};
 use std::time::{Duration, Instant};
 
 use crate::link::frames::{Rx, Tx};
+use crate::link::socket::waiting;
 
 /// A window lasts at least this long, and
 const WINDOW: Duration = Duration::from_millis(8);
@@ -78,12 +78,4 @@ impl RateMeter {
             (best(windows().map(|w| w.1).collect()), best(windows().map(|w| w.2).collect()));
         inward.zip(outward).map(|(a, b)| a.min(b)).filter(|rate| *rate > 0.0)
     }
-}
-
-/// Bytes in a socket's queue, as `what` asks for them; 0 if the kernel does not say.
-fn waiting(socket: BorrowedFd<'_>, what: libc::c_ulong) -> u64 {
-    let mut bytes: libc::c_int = 0;
-    // SAFETY: both requests write one int.
-    let done = unsafe { libc::ioctl(socket.as_raw_fd(), what as _, &mut bytes) };
-    if done == 0 { u64::try_from(bytes).unwrap_or(0) } else { 0 }
 }

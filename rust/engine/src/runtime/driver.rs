@@ -103,7 +103,7 @@ impl Driver {
                 add(fd, SOCKET | u64::from(rank), epoll::EventFlags::IN)?;
             }
         }
-        add(world.control.bell().fd(), BELL, epoll::EventFlags::IN)?;
+        add(world.bell.fd(), BELL, epoll::EventFlags::IN)?;
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let progress = Progress::new(world.clone(), tx, rx);
@@ -177,7 +177,9 @@ impl Driver {
     /// The heartbeat thread, see [`crate::drive::heartbeat`].
     pub(crate) fn heartbeat(&self) {
         while !self.closed.load(Ordering::Acquire) {
-            self.world.control.count_heartbeat();
+            if let Some(control) = &self.world.control {
+                control.count_heartbeat();
+            }
             self.due.store(true, Ordering::Release);
             // The thread that holds the lock checks `due`.
             self.in_heartbeat.store(true, Ordering::Release);
@@ -434,7 +436,7 @@ impl Driver {
 
     /// Sleeps until something happens, for at most `limit`.
     fn sleep(&self, progress: &mut Progress, idle: Duration, limit: Duration) {
-        let bell = self.world.control.bell();
+        let bell = &self.world.bell;
         let on_event = self.has_sockets || idle > FUTEX_SLEEP;
         let seen = bell.arm(on_event);
         let found = progress.poll() || self.waiting.load(Ordering::Acquire) > 0;
@@ -462,7 +464,7 @@ impl Driver {
         let Ok((events, _)) = epoll::wait(&self.epoll, &mut events, Some(&limit)) else { return };
         for event in events {
             match event.data.u64() {
-                BELL => self.world.control.bell().drain(),
+                BELL => self.world.bell.drain(),
                 data if data & SOCKET != 0 => {
                     let rank = data as u32;
                     let Some(neighbour) = self.world.neighbours.get(&rank) else { continue };

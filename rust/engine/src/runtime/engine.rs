@@ -295,7 +295,7 @@ impl Engine {
         inbox.push(command);
         self.driver.waiting.store(inbox.len(), Ordering::Release);
         drop(inbox);
-        self.driver.world.control.bell().ring();
+        self.driver.world.bell.ring();
         self.driver.background.wake();
         Ok(())
     }
@@ -318,12 +318,17 @@ impl Engine {
         self.driver.counters.log.write_out();
     }
 
-    /// Shuts down: calls under way fail, and the peers are told that this rank leaves.
-    pub fn shutdown(&self) {
+    /// Shuts down: calls under way fail, and the peers are told that this rank leaves. Returns when they have all that it has
+    /// sent.
+    ///
+    /// # Errors
+    ///
+    /// That of `check_interrupt`, which ends the wait for slow peers; the engine is shut down all the same.
+    pub fn shutdown(&self, check_interrupt: InterruptCheck<'_>) -> Result<()> {
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
-            return;
+            return Ok(());
         }
-        self.driver.world.control.bell().ring();
+        self.driver.world.bell.ring();
         self.driver.background.end();
         if let Some(thread) = self.background.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // It releases the progress lock at its next check.
@@ -333,19 +338,22 @@ impl Engine {
             thread.thread().unpark();
             let _ = thread.join();
         }
+        let mut waited = Ok(());
         if let Ok(mut progress) = self.driver.progress.lock() {
             self.driver.empty_inbox(&mut progress);
             progress.fail_at_shutdown();
-            progress.announce_leave();
+            waited = progress.announce_leave(check_interrupt);
         }
         self.driver.counters.log.write_out();
         self.driver.counters.events.close();
+        waited
     }
 }
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        self.shutdown();
+        // Nothing interrupts this wait, whose end is near.
+        let _ = self.shutdown(&mut || Ok(()));
     }
 }
 

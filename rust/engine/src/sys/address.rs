@@ -1,6 +1,6 @@
 //! Which host a rank runs on, and the address at which other ranks reach it.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 
 use trigram_core::{Error, Result};
 
@@ -20,13 +20,14 @@ fn unknown(e: std::io::Error) -> Error {
     Error::io("reading this host's identity", e)
 }
 
-/// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`
-/// (no packet is sent to find it); otherwise the first that is not loopback.
-pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<IpAddr> {
+/// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`;
+/// otherwise the one on the way to other networks; otherwise the first that is not loopback. No packet is sent to find a
+/// route.
+pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<SocketAddr> {
     let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
     if let Some(wanted) = iface {
         let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
-        return named.map(if_addrs::Interface::ip).min_by_key(rank_of).ok_or_else(|| {
+        return named.min_by_key(|i| rank_of(&i.ip())).map(address_of).ok_or_else(|| {
             let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
             known.sort();
             Error::Config(format!(
@@ -35,28 +36,72 @@ pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<I
             ))
         });
     }
-    if let Some(toward) = toward {
-        let found = (toward, 1u16).to_socket_addrs().ok().into_iter().flatten().find_map(|to| {
-            let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse().ok()?;
-            let socket = UdpSocket::bind(any).ok()?;
-            socket.connect(to).ok()?;
-            socket.local_addr().ok().map(|a| a.ip())
-        });
-        // Some systems resolve the name of the host itself to 127.0.1.1, where no other host reaches this one.
-        let literal = toward == "localhost" || toward.parse().is_ok_and(|ip: IpAddr| ip.is_loopback());
-        if let Some(ip) = found.filter(|ip| literal || !ip.is_loopback()) {
-            return Ok(ip);
-        }
-    }
-    Ok(reachable(all.iter().map(if_addrs::Interface::ip)))
+    // Some systems resolve the name of the host itself to 127.0.1.1, where no other host reaches this one.
+    let literal = toward.is_some_and(|toward| {
+        toward == "localhost" || toward.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())
+    });
+    let found = toward.and_then(|toward| (toward, 1u16).to_socket_addrs().ok());
+    let mut routes = found.into_iter().flatten().filter_map(source).map(|ip| (ip, literal));
+    let abroad = [OTHER_NETWORK_4, OTHER_NETWORK_6].into_iter().filter_map(source).map(|ip| (ip, false));
+    let chosen = routes.by_ref().chain(abroad).find(|(found, literal)| *literal || !found.ip().is_loopback());
+    let candidates = || all.iter().map(|i| (i.ip(), i.is_oper_up() && !is_bridge(&i.name)));
+    Ok(chosen.map_or_else(|| reachable(candidates()), |(found, _)| found))
 }
 
-/// The address that other hosts reach most likely; that of this host alone if there is none.
-fn reachable(ips: impl Iterator<Item = IpAddr>) -> IpAddr {
+/// Addresses for documentation: nobody has them, and the way there is the one to all other networks.
+const OTHER_NETWORK_4: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::new(192, 0, 2, 1)), 1);
+const OTHER_NETWORK_6: SocketAddr =
+    SocketAddr::new(IpAddr::V6(Ipv6Addr::new(0x2001, 0xdb8, 0, 0, 0, 0, 0, 1)), 1);
+
+/// The address from which this host would send to another; no port.
+fn source(to: SocketAddr) -> Option<SocketAddr> {
+    let any: SocketAddr = if to.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" }.parse().ok()?;
+    let socket = UdpSocket::bind(any).ok()?;
+    socket.connect(to).ok()?;
+    let mut found = socket.local_addr().ok()?;
+    found.set_port(0);
+    Some(found)
+}
+
+/// The address of an interface, which a link-local one of IPv6 belongs to.
+fn address_of(interface: &if_addrs::Interface) -> SocketAddr {
+    let scope = interface.index.filter(|_| is_link_local(&interface.ip()));
+    with_scope(SocketAddr::new(interface.ip(), 0), scope.unwrap_or(0))
+}
+
+/// The same address on the interface of this number, if it is a link-local one of IPv6: these are the same on all links.
+pub(crate) fn with_scope(mut address: SocketAddr, interface: u32) -> SocketAddr {
+    if let SocketAddr::V6(v6) = &mut address
+        && v6.ip().is_unicast_link_local()
+    {
+        v6.set_scope_id(interface);
+    }
+    address
+}
+
+/// The interface that an address belongs to, if it is a link-local one of IPv6; else 0.
+pub(crate) fn scope(address: &SocketAddr) -> u32 {
+    if let SocketAddr::V6(v6) = address { v6.scope_id() } else { 0 }
+}
+
+/// Whether this host has the address.
+pub(crate) fn is_own(ip: IpAddr) -> bool {
+    if_addrs::get_if_addrs().unwrap_or_default().iter().any(|i| i.ip() == ip)
+}
+
+/// Whether an interface is a bridge: where another has an address too, it is for containers and virtual machines, and
+/// often has the same address on all hosts.
+fn is_bridge(name: &str) -> bool {
+    std::path::Path::new("/sys/class/net").join(name).join("bridge").exists()
+}
+
+/// The address that other hosts reach most likely; that of this host alone if there is none. With each address: whether its
+/// interface looks like one that leads to them.
+fn reachable(ips: impl Iterator<Item = (IpAddr, bool)>) -> SocketAddr {
     // Nobody can connect to a link-local address of IPv6 who is not told the interface too.
-    ips.filter(|ip| !ip.is_loopback() && !is_link_local(ip))
-        .min_by_key(rank_of)
-        .unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST))
+    let ips = ips.filter(|(ip, _)| !ip.is_loopback() && !is_link_local(ip));
+    let best = ips.min_by_key(|(ip, leads)| (!leads, rank_of(ip)));
+    SocketAddr::new(best.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |(ip, _)| ip), 0)
 }
 
 fn is_link_local(ip: &IpAddr) -> bool {
@@ -80,9 +125,25 @@ mod tests {
 
     #[test]
     fn an_address_that_others_reach_is_chosen() {
-        let of = |ips: &[&str]| reachable(ips.iter().map(|ip| ip.parse().unwrap())).to_string();
-        assert_eq!(of(&["::1", "fe80::1", "fd00::2", "10.0.0.3"]), "10.0.0.3");
-        assert_eq!(of(&["::1", "fe80::1", "fd00::2"]), "fd00::2");
-        assert_eq!(of(&["127.0.0.1", "fe80::1"]), "127.0.0.1");
+        let of = |ips: &[(&str, bool)]| {
+            reachable(ips.iter().map(|(ip, leads)| (ip.parse().unwrap(), *leads))).ip().to_string()
+        };
+        assert_eq!(
+            of(&[("::1", true), ("fe80::1", true), ("fd00::2", true), ("10.0.0.3", true)]),
+            "10.0.0.3"
+        );
+        assert_eq!(of(&[("::1", true), ("fe80::1", true), ("fd00::2", true)]), "fd00::2");
+        assert_eq!(of(&[("127.0.0.1", true), ("fe80::1", true)]), "127.0.0.1");
+        assert_eq!(of(&[("172.17.0.1", false), ("10.0.0.3", true)]), "10.0.0.3", "a bridge without hosts");
+        assert_eq!(of(&[("172.17.0.1", false)]), "172.17.0.1");
+    }
+
+    #[test]
+    fn a_link_local_address_is_used_on_an_interface() {
+        let at = |text: &str| with_scope(text.parse().unwrap(), 7);
+        assert_eq!(at("[fe80::1]:80").to_string(), "[fe80::1%7]:80");
+        assert_eq!(at("[fd00::1]:80").to_string(), "[fd00::1]:80");
+        assert_eq!(scope(&at("[fe80::1]:80")), 7);
+        assert_eq!(scope(&at("10.0.0.1:80")), 0);
     }
 }

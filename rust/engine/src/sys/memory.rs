@@ -1,4 +1,5 @@
-//! Memory that several processes map: memfd segments, and an arena that hands out parts of them.
+//! Memory that several processes map: memfd segments, and an arena that hands out parts of them. A rank that is alone on its
+//! host has private memory in their place where it may have no shared memory.
 //!
 //! One rank creates a segment and passes it to the others on its host over a unix socket, so it needs no name and no
 //! `/dev/shm` (64 MB in a container). The kernel frees it with its last user, even when every process is killed. It
@@ -22,8 +23,8 @@ use crate::sys::limits::refused;
 pub struct Segment {
     base: NonNull<u8>,
     len: usize,
-    /// The descriptor of a segment that this rank made. That of a peer's is closed once it is mapped: many ranks with
-    /// many segments would hold more descriptors than a process may have.
+    /// The descriptor of a segment that this rank made to share it. That of a peer's is closed once it is mapped: many ranks
+    /// with many segments would hold more descriptors than a process may have.
     own: Option<(GuardedFd, OwnedFd)>,
 }
 
@@ -50,6 +51,18 @@ impl Segment {
         let mut segment = Self::map(&fd)?;
         segment.own = Some((GuardedFd::new(&fd), fd));
         Ok(segment)
+    }
+
+    /// New zeroed memory that no other process can map.
+    pub fn private(len: usize) -> Result<Self> {
+        let io = |e: rustix::io::Errno| refused(format!("allocating {len} bytes of memory"), e);
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
+        let base = unsafe {
+            rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, prot, MapFlags::PRIVATE).map_err(io)?
+        };
+        let base = NonNull::new(base.cast()).ok_or_else(|| Error::io("allocating memory", "null"))?;
+        Ok(Self { base, len, own: None })
     }
 
     /// Maps a segment that a peer made, after checking that it cannot shrink.
@@ -86,7 +99,7 @@ impl Segment {
         (end <= self.len).then(|| unsafe { self.base.add(offset) })
     }
 
-    /// The descriptor of a segment that this rank made, to pass it on.
+    /// The descriptor of a segment that this rank made to share it, to pass it on.
     pub fn fd(&self) -> Option<BorrowedFd<'_>> {
         self.own.as_ref().map(|(_, fd)| fd.as_fd())
     }
@@ -117,11 +130,19 @@ impl Segment {
 
     /// Gives the pages from `from` to `to`, whose contents nobody needs, back to the kernel. They are zeros afterwards.
     fn empty(&self, from: usize, to: usize) {
-        if let Some((_, fd)) = &self.own {
-            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            // Where it is refused, the memory stays taken, as it was.
-            let _ = rustix::fs::fallocate(fd, flags, from as u64, (to - from) as u64);
-        }
+        let len = to - from;
+        // Where it is refused, the memory stays taken, as it was.
+        let _ = match &self.own {
+            Some((_, fd)) => {
+                let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+                rustix::fs::fallocate(fd, flags, from as u64, len as u64)
+            }
+            // SAFETY: the pages lie inside this mapping, and nobody needs what is in them.
+            None => unsafe {
+                let at = self.base.as_ptr().add(from).cast();
+                rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontNeed)
+            },
+        };
     }
 }
 
@@ -176,10 +197,12 @@ const SKEW: usize = 37 * ALIGN;
 
 impl Arena {
     /// Allocates `len` bytes, zeroed only if they are fresh. Calls `announce` with each new segment before handing
-    /// out any of it, so that peers have the segment before they can be asked to access it.
+    /// out any of it, so that peers have the segment before they can be asked to access it. `is_alone`: there are no peers,
+    /// so that private memory will do where this process may have no shared memory.
     pub fn allocate(
         self: &Arc<Self>,
         len: usize,
+        is_alone: bool,
         announce: impl FnOnce(u64, &Segment) -> Result<()>,
     ) -> Result<RegisteredBuffer> {
         let len = len.max(1).next_multiple_of(ALIGN);
@@ -201,7 +224,13 @@ impl Arena {
             }
         }
         let size = len.max(SEGMENT) + SKEW;
-        let segment = Arc::new(Segment::create(size)?);
+        let segment = match Segment::create(size) {
+            // Only what is needed: a limit of this process may be the reason.
+            Err(refused) if is_alone => Segment::private(len).map_err(|_| refused)?,
+            made => made?,
+        };
+        let size = segment.len();
+        let segment = Arc::new(segment);
         let number = regions.len() as u64;
         let announced = announce(number, &segment);
         let free = (size > len && announced.is_ok()).then_some((len, size - len)).into_iter().collect();
@@ -214,7 +243,7 @@ impl Arena {
     /// The position of an address, if `len` bytes from it are registered memory.
     pub fn locate(&self, ptr: *const u8, len: usize) -> Option<SegmentOffset> {
         let regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        regions.iter().find_map(|r| {
+        regions.iter().filter(|r| r.segment.fd().is_some()).find_map(|r| {
             let offset = (ptr as usize).checked_sub(r.segment.base.as_ptr() as usize)?;
             let end = offset.checked_add(len)?;
             let registered = end <= r.segment.len && !r.revoked.iter().any(|&(a, b)| offset < b && a < end);
@@ -237,10 +266,11 @@ impl Arena {
         Ok(Some((base + from, base + to)))
     }
 
-    /// All segments, for a peer that joins.
+    /// All segments that can be shared, for a peer that joins.
     pub fn segments(&self) -> Vec<(u64, Arc<Segment>)> {
         let regions = self.regions.lock().unwrap_or_else(PoisonError::into_inner);
-        regions.iter().map(|r| (r.number, r.segment.clone())).collect()
+        let shared = regions.iter().filter(|r| r.segment.fd().is_some());
+        shared.map(|r| (r.number, r.segment.clone())).collect()
     }
 
     fn give_back(&self, segment: &Arc<Segment>, at: usize, len: usize) {
@@ -338,7 +368,7 @@ mod tests {
         let arena = Arc::new(Arena::default());
         let mut announced = 0;
         let mut take = |n: usize| {
-            arena.allocate(n, |_, _| {
+            arena.allocate(n, false, |_, _| {
                 announced += 1;
                 Ok(())
             })
@@ -375,7 +405,7 @@ mod tests {
         let arena = Arc::new(Arena::default());
         let mut theirs = None;
         let mine = arena
-            .allocate(5 * ALIGN, |_, segment| {
+            .allocate(5 * ALIGN, false, |_, segment| {
                 theirs = Some(Segment::map(&segment.fd().unwrap()).unwrap());
                 Ok(())
             })
@@ -401,7 +431,11 @@ mod tests {
         assert_eq!(arena.revoke(part, 8).unwrap(), None);
         let at = mine.as_ptr();
         drop(mine);
-        assert_ne!(arena.allocate(ALIGN, |_, _| Ok(())).unwrap().as_ptr(), at, "nobody gets its pages again");
+        assert_ne!(
+            arena.allocate(ALIGN, false, |_, _| Ok(())).unwrap().as_ptr(),
+            at,
+            "nobody gets its pages again"
+        );
     }
 
     #[test]
@@ -418,8 +452,8 @@ mod tests {
             }
         };
         let (a, b) = (
-            arena.allocate(MOST_IDLE, |_, _| Ok(())).unwrap(),
-            arena.allocate(32 << 20, |_, _| Ok(())).unwrap(),
+            arena.allocate(MOST_IDLE, false, |_, _| Ok(())).unwrap(),
+            arena.allocate(32 << 20, false, |_, _| Ok(())).unwrap(),
         );
         fill(&a);
         fill(&b);

@@ -5,7 +5,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -87,14 +87,32 @@ pub fn accept(listener: &OwnedFd) -> Result<Option<OwnedFd>> {
     }
 }
 
+/// The user and the process at the other end. A process that is not visible from this one's namespace has the number 0,
+/// which `rustix` does not foresee.
+fn peer(stream: &OwnedFd) -> Option<libc::ucred> {
+    let mut found = libc::ucred { pid: 0, uid: 0, gid: 0 };
+    let mut len = size_of::<libc::ucred>() as libc::socklen_t;
+    // SAFETY: the kernel writes at most `len` bytes, of three integers.
+    let done = unsafe {
+        libc::getsockopt(
+            stream.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut len,
+        )
+    };
+    (done == 0 && len as usize == size_of::<libc::ucred>()).then_some(found)
+}
+
 /// Whether the process at the other end runs as the same user.
 pub fn is_same_user(stream: &OwnedFd) -> bool {
-    rustix::net::sockopt::socket_peercred(stream).is_ok_and(|c| c.uid == rustix::process::geteuid())
+    peer(stream).is_some_and(|peer| peer.uid == rustix::process::geteuid().as_raw())
 }
 
 /// The process at the other end and its number, if it is another one and visible from this process's namespace.
 pub fn peer_process(stream: &OwnedFd) -> Option<(OwnedFd, i32)> {
-    let pid = rustix::net::sockopt::socket_peercred(stream).ok()?.pid;
+    let pid = rustix::process::Pid::from_raw(peer(stream)?.pid)?;
     let process = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).ok()?;
     (pid != rustix::process::getpid()).then_some((process, pid.as_raw_nonzero().get()))
 }

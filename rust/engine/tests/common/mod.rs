@@ -31,12 +31,13 @@ pub(crate) fn engines(
         }
     }
     let ranks = controls.into_iter().zip(tx).zip(rx).enumerate();
-    let make = |(rank, ((control, tx), rx))| {
+    let make = |(rank, ((control, tx), rx)): (usize, ((ControlSegment, _), _))| {
         let world = World {
             tuning: Vec::new(),
             rank: rank as u32,
             host_of: (0..n).collect(),
-            control,
+            bell: control.bell().clone(),
+            control: Some(control),
             neighbours: Default::default(),
             arena: Arc::default(),
             retired: Arc::default(),

@@ -13,7 +13,7 @@ use trigram_engine::call::request::{Message, Request, Submission};
 use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
 use trigram_engine::group::world::{Patience, World};
-use trigram_engine::host::control_segment::ControlSegment;
+use trigram_engine::host::doorbell::Doorbell;
 use trigram_engine::link::frames::{AHEAD, Rx, Tx};
 use trigram_engine::runtime::group::{call, in_place};
 use trigram_engine::transport::stream::{Read, Receiver, Sender};
@@ -209,7 +209,8 @@ fn streams() {
         tuning: Vec::new(),
         rank: 0,
         host_of: vec![0, 1, 2],
-        control: ControlSegment::create().unwrap(),
+        bell: Doorbell::alone().unwrap(),
+        control: None,
         neighbours: Default::default(),
         arena: Arc::default(),
         retired: Arc::default(),

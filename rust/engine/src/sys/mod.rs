@@ -9,6 +9,7 @@ pub(crate) mod atomics;
 pub mod clock;
 pub mod completion;
 pub(crate) mod copy;
+pub(crate) mod cores;
 pub mod fork;
 pub mod limits;
 pub mod memory;

@@ -1,20 +1,21 @@
-"""Compares all_reduce on one host, beside processes that compute: gloo, and trigram in one or several versions.
+"""Compares all_reduce on one host, beside processes that compute: gloo, and trigram in several versions.
 
     python benches/busy.py gloo ours=python [--ranks 2,4] [--busy 0,2,4] [--transports shm,tcp]
-    python benches/busy.py gloo before=../before/python ours=python --sizes 4,26214400 --calls all_reduce
+    python benches/busy.py gloo before=../before/python ours=python --sizes 4,26214400
 
-A contestant is `gloo` or `NAME=PATH` (the folder with the package `trigram`), with as many ranks, one thread
-each. For each number of busy processes, which this script starts and always ends, the contestants take turns,
-so that other load on the machine affects all alike. A turn is a row of calls; its time is that of the slowest
-rank. The table has microseconds per call (mean and median of a row, of both the median over the turns), and
-the median and the quartiles of the ratios of neighbouring turns: above 1 the contestant is faster than the
-first one. Results are checked, times never.
+A contestant is `gloo` or `NAME=PATH[:VARIABLE=VALUE...]` (the folder with the package `trigram`; settings,
+and `via`), with as many ranks, one thread each. For each number of busy processes, which this script starts
+and always ends, the contestants take turns, so that other load on the machine affects all alike. A turn is a
+row of calls; its time is that of the slowest rank. The table has microseconds per call (mean and median of a
+row, of both the median over the turns), and the median and the quartiles of the ratios of neighbouring turns:
+above 1 the contestant is faster than the first one. Results are checked, times never.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -44,7 +45,7 @@ class Row(NamedTuple):
 
 
 def rank_main(spec: str, settings: dict[str, str], asked: TextIO, told: TextIO) -> None:
-    """One rank of a contestant: answers requests `BYTES COUNT` with the seconds of each call, one line each."""
+    """One rank of a contestant: answers requests `BYTES COUNT` with seconds per call, one line each."""
     os.environ.update(settings)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(1)
@@ -56,13 +57,17 @@ def rank_main(spec: str, settings: dict[str, str], asked: TextIO, told: TextIO) 
         dist.init_process_group("gloo")
         call = dist.all_reduce
     else:
+        path, *variables = spec.split(":")
+        chosen = dict(each.split("=", 1) for each in variables)
+        via = chosen.pop("via", None)
+        os.environ.update(chosen)
         for name in [name for name in sys.modules if name.split(".")[0] == "trigram"]:
             del sys.modules[name]
-        sys.path.insert(0, str(Path(spec).resolve()))
+        sys.path.insert(0, str(Path(path).resolve()))
         import trigram
 
         trigram.init()
-        call = trigram.all_reduce
+        call = functools.partial(trigram.all_reduce, via=via)
     told.write("ready\n")
     for line in asked:
         size, count = map(int, line.split())
@@ -180,8 +185,9 @@ def main() -> None:
     # A busy process or a rank that outlives this script would disturb whatever is measured next.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sizes = [int(each) for each in args.sizes.split(",")]
-    print("| ranks | busy | transport | bytes | contestant | mean, us | median, us | mean: times as fast | quartiles | median: times as fast | quartiles |")
-    print("|---:|---:|---|---:|---|---:|---:|---:|---|---:|---|")
+    columns = ["ranks", "busy", "transport", "bytes", "contestant", "mean, us", "median, us"]
+    columns += ["means: times as fast", "quartiles", "medians: times as fast", "quartiles"]
+    print("| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|")
     for ranks, transport in ((r, t) for r in args.ranks.split(",") for t in args.transports.split(",")):
         with contextlib.ExitStack() as started:
             teams = []

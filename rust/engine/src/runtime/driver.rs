@@ -32,8 +32,9 @@ use crate::sys::limits::refused;
 const SPINS: u32 = 16;
 /// Looks at the operation slots of the peers that take about as long as a round of progress.
 const LOOKS: u32 = 64;
-/// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
-/// work gets it. On an idle core a yield costs next to nothing.
+/// Further rounds with a yield in between: where ranks share a core, the rank that has work gets it. On an idle core a
+/// yield costs next to nothing; where others want the core, a rank neither looks nor yields, but sleeps at once, see
+/// [`crate::sys::cores`].
 const YIELDS: u32 = 40;
 /// The same between hosts, where each round costs a system call, and waits are longer.
 const SOCKET_YIELDS: u32 = 4;

@@ -63,10 +63,7 @@ impl WaitWindow {
         let before = std::mem::replace(&mut self.lost_cores, lost_cores.collect());
         let (me, window) = (world.rank, WINDOW);
         if let Some((rank, seconds)) = self.close(waited) {
-            let is_busy = |rank: usize| {
-                let before = before.get(rank).copied().unwrap_or_default();
-                self.lost_cores.get(rank).is_some_and(|now| now.saturating_sub(before) >= BUSY)
-            };
+            let is_busy = |rank: usize| is_busy(&before, &self.lost_cores, rank);
             counters.log.push(match is_busy(me as usize) || is_busy(rank) {
                 true => LogLine::BusyCores { me, seconds, window },
                 false => LogLine::Straggler { me, rank: rank as u32, seconds, window },
@@ -75,9 +72,23 @@ impl WaitWindow {
     }
 }
 
+/// Whether other processes had the core of a rank again and again, by how often they had had it `before` and `now`.
+fn is_busy(before: &[u64], now: &[u64], rank: usize) -> bool {
+    let before = before.get(rank).copied().unwrap_or_default();
+    now.get(rank).is_some_and(|now| now.saturating_sub(before) >= BUSY)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_busy_core_is_one_that_others_have_had_often_since() {
+        assert!(is_busy(&[], &[0, BUSY], 1));
+        assert!(!is_busy(&[], &[0, BUSY], 0));
+        assert!(!is_busy(&[5, 5], &[5, 4 + BUSY], 1), "before that does not count");
+        assert!(!is_busy(&[5, 5], &[5, 0], 1), "a peer that counts backwards");
+    }
 
     #[test]
     fn only_a_rank_that_stands_out_is_named() {

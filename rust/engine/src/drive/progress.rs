@@ -287,7 +287,7 @@ impl Progress {
         // A slow link may have brought less than a rank wakes for.
         self.rx.iter_mut().flatten().for_each(Rx::wake);
         let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
-        self.window.name_straggler(&self.counters, self.world.rank);
+        self.window.name_straggler(&self.counters, &self.world);
         for Silence { rank, silent, why } in silent {
             let mut text = format!("no heartbeat from it for {:.1} s", silent.as_secs_f64());
             if !why.is_empty() {

@@ -1,6 +1,6 @@
 //! The members of a group, and the operation slots and bounce buffers that those of one host share.
 
-use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering, fence};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use trigram_core::planner::{BOUNCE_BYTES, Layout};
@@ -159,11 +159,16 @@ impl Members {
         self.bounce_buffer_used[call.0 as usize % OP_SLOTS].store(call.0 + 1, Ordering::Relaxed);
     }
 
-    /// This rank arrives at a barrier.
+    /// This rank arrives at a barrier. Nobody can pass it before all have come, so only who finds that they have wakes the
+    /// others.
     pub fn arrive(&self, call: CallId, ordinal: u32) {
         if let Some(op_slot) = self.op_slot(self.me, call) {
             op_slot.arrive(call.0, ordinal);
-            self.ring();
+            // Of those who arrive at the same time at least one sees all others.
+            fence(Ordering::SeqCst);
+            if self.all_arrived(call, ordinal) {
+                self.ring();
+            }
         }
     }
 

@@ -42,6 +42,15 @@ pub(crate) enum LogLine {
         /// out of the last period of this length.
         window: Duration,
     },
+    /// The same on a host where other processes had the core of either rank again and again.
+    BusyCores {
+        /// This rank.
+        me: u32,
+        /// Seconds spent waiting,
+        seconds: f64,
+        /// out of the last period of this length.
+        window: Duration,
+    },
     /// A rank sends no heartbeats.
     Silent {
         /// This rank.
@@ -106,6 +115,12 @@ impl fmt::Display for LogLine {
                 f,
                 "rank {me} spent {seconds:.0} of the last {} s waiting for rank {rank}: it comes late, or its data takes long \
                  on the way (TRIGRAM_REPORT=1 tells which)",
+                window.as_secs()
+            ),
+            Self::BusyCores { me, seconds, window } => write!(
+                f,
+                "rank {me} spent {seconds:.0} of the last {} s waiting: other processes of this host want the cores that its \
+                 ranks run on",
                 window.as_secs()
             ),
             Self::Silent { me, rank, silent, why, limit } => write!(

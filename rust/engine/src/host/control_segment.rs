@@ -3,7 +3,7 @@
 //! There is one segment per rank. Only its owner writes to it, except for the pipes (each has one writer, a peer) and
 //! the doorbell (whoever rings it clears the sleeper's mark). It holds
 //!
-//! * the doorbell, and a count of heartbeats,
+//! * the doorbell, a count of heartbeats, and one of time slices that other processes had,
 //! * a pipe from each other rank of the host,
 //! * for each group and each call in flight an *operation slot*: how far the owner has come, what it called,
 //!   where its memory is, and an inline buffer for small payloads.
@@ -34,7 +34,7 @@ const KEPT_ENTRIES: usize = 512;
 /// How many of the oldest entries are looked at for that.
 const LOOKS: usize = 64;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x06\0");
+const MAGIC: u64 = u64::from_le_bytes(*b"TGMBRD\x07\0");
 
 /// Directory entries that are no group's id.
 const NO_GROUP: u64 = 0;
@@ -45,6 +45,8 @@ struct Layout {
     magic: AtomicU64,
     bell: Words,
     heartbeats: AtomicU64,
+    /// How often the owner has found that somebody else wanted its core.
+    lost_cores: AtomicU64,
     /// By index on the host: whether the owner has evicted that rank.
     evicted: [AtomicU32; MAX_LOCAL],
     pipes: [Pipe; MAX_LOCAL],
@@ -141,6 +143,16 @@ impl ControlSegment {
     /// How many heartbeats the owner has sent.
     pub fn heartbeats(&self) -> u64 {
         self.layout().heartbeats.load(Ordering::Relaxed)
+    }
+
+    /// The owner has found that somebody else wanted the core that it waited on.
+    pub fn count_lost_core(&self) {
+        self.layout().lost_cores.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// How often the owner has found that.
+    pub fn lost_cores(&self) -> u64 {
+        self.layout().lost_cores.load(Ordering::Relaxed)
     }
 
     /// The owner evicts the rank at `index` of its host. That rank reads it when its connection closes: it may have

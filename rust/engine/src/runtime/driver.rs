@@ -24,6 +24,7 @@ use crate::link::frames::{Rx, Tx};
 use crate::runtime::background::{Background, Duty, QUIET};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::cores::Cores;
 use crate::sys::fork::GuardedFd;
 use crate::sys::limits::refused;
 
@@ -31,13 +32,17 @@ use crate::sys::limits::refused;
 const SPINS: u32 = 16;
 /// Looks at the operation slots of the peers that take about as long as a round of progress.
 const LOOKS: u32 = 64;
-/// Further rounds with a yield in between: where ranks share a core, or something else runs on it, the rank that has
-/// work gets it. On an idle core a yield costs next to nothing.
+/// Further rounds with a yield in between: where ranks share a core, the rank that has work gets it. On an idle core a
+/// yield costs next to nothing; where others want the core, a rank neither looks nor yields, but sleeps at once, see
+/// [`crate::sys::cores`].
 const YIELDS: u32 = 40;
 /// The same between hosts, where each round costs a system call, and waits are longer.
 const SOCKET_YIELDS: u32 = 4;
 /// Sleeps on the futex for this long; then in `epoll`, which reports deaths too.
 const FUTEX_SLEEP: Duration = Duration::from_millis(2);
+
+/// Where cores are wanted, the heartbeat thread gets one in this time to let go of the progress lock.
+const MOMENT: Duration = Duration::from_micros(50);
 
 const BELL: u64 = u64::MAX;
 const SOCKET: u64 = 1 << 32;
@@ -76,6 +81,7 @@ pub(crate) struct Driver {
     pub(crate) epoll: OwnedFd,
     has_sockets: bool,
     pub(crate) spins: u32,
+    cores: Cores,
     pub(crate) background: Background,
     pub(crate) counters: Arc<Counters>,
     _guard: GuardedFd,
@@ -121,6 +127,7 @@ impl Driver {
             epoll,
             has_sockets,
             spins,
+            cores: Cores::new(),
             background: Background::new(),
             counters,
         })
@@ -218,6 +225,13 @@ impl Driver {
         self.counters.background.store(spent, Ordering::Relaxed);
     }
 
+    /// Lets others have the core while this rank waits. The ranks of this host read whether they wanted it.
+    fn give_way(&self) {
+        if self.cores.give_way() {
+            self.world.control.count_lost_core();
+        }
+    }
+
     /// The progress lock, unless another thread drives.
     pub(crate) fn try_lock(&self) -> Result<Option<MutexGuard<'_, Progress>>> {
         let mut is_first = true;
@@ -227,7 +241,10 @@ impl Driver {
                 // The heartbeat thread releases it in a moment.
                 Err(TryLockError::WouldBlock) if self.in_heartbeat.load(Ordering::Acquire) => {
                     is_first = true;
-                    std::thread::yield_now()
+                    match self.cores.are_wanted() {
+                        true => std::thread::sleep(MOMENT),
+                        false => self.give_way(),
+                    }
                 }
                 // Perhaps it was the heartbeat thread, which has released it since.
                 Err(TryLockError::WouldBlock) if is_first => is_first = false,
@@ -271,7 +288,7 @@ impl Driver {
             Ok(shown) => shown,
             Err(submission) => return OneShot::Ordinary(submission),
         };
-        let (spins, mut looks) = (self.spins * LOOKS, 0);
+        let (spins, mut looks) = (if self.cores.are_wanted() { 0 } else { self.spins * LOOKS }, 0);
         let mut waiting = None;
         let opened = loop {
             if call.is_open() {
@@ -280,9 +297,9 @@ impl Driver {
             looks += 1;
             if looks <= spins {
                 std::hint::spin_loop();
-            } else if looks <= spins + YIELDS && !is_needed() {
+            } else if looks <= spins + YIELDS && !is_needed() && !self.cores.are_wanted() {
                 waiting.get_or_insert_with(|| (call.absent(), Instant::now()));
-                std::thread::yield_now();
+                self.give_way();
             } else {
                 break false;
             }
@@ -346,16 +363,17 @@ impl Driver {
                 continue;
             }
             idle += 1;
-            if self.has_sockets && idle % 8 == 1 {
+            let wanted = self.cores.are_wanted();
+            if self.has_sockets && idle % 8 == 1 && !wanted {
                 self.events(&mut progress, Duration::ZERO);
             }
-            if idle < spins {
+            if idle < spins && !wanted {
                 std::hint::spin_loop();
                 continue;
             }
             waiting.get_or_insert_with(|| (progress.awaited(), Instant::now()));
-            if idle < spins + if self.has_sockets { SOCKET_YIELDS } else { YIELDS } {
-                std::thread::yield_now();
+            if idle < spins + if self.has_sockets { SOCKET_YIELDS } else { YIELDS } && !wanted {
+                self.give_way();
                 continue;
             }
             let now = Instant::now();

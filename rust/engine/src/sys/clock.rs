@@ -101,6 +101,11 @@ pub fn since(ticks: u64) -> Duration {
     Duration::from_nanos(scale.length(scale.last.0.saturating_sub(ticks)))
 }
 
+/// As many ticks as last this long.
+pub(crate) fn in_ticks(length: Duration) -> u64 {
+    (length.as_nanos() as f64 / Scale::now().rate) as u64
+}
+
 /// What turns ticks into nanoseconds, as of the moment when it was made.
 #[derive(Clone, Copy, Debug)]
 pub struct Scale {

@@ -1,6 +1,6 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
-//! host's name and addresses, a clock that is fast to read, what a forked child may do, completion handles, copies past
-//! the cache, and lists of stretches of memory.
+//! host's name and addresses, a clock that is fast to read, whether a core is wanted, what a forked child may do,
+//! completion handles, copies past the cache, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
@@ -9,6 +9,7 @@ pub(crate) mod atomics;
 pub mod clock;
 pub mod completion;
 pub(crate) mod copy;
+pub(crate) mod cores;
 pub mod fork;
 pub mod limits;
 pub mod memory;

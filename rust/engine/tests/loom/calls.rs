@@ -1,13 +1,14 @@
 //! Two ranks in calls of one group, as `Scheduling::step`, `Scheduling::reap` and `Calls::fail` go through them.
 
 use loom::sync::Arc;
+use loom::sync::atomic::Ordering;
 use loom::thread;
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::{DType, ReduceOp};
 
 use crate::host::doorbell_words::Words;
 use crate::host::op_slot::{OP_SLOTS, OpSlot};
-use crate::sys::atomics::{Byte, copy_in, copy_out};
+use crate::sys::atomics::{Byte, copy_in, copy_out, fence};
 use crate::sys::memory::SegmentOffset;
 use crate::{check, sleep_until};
 
@@ -42,6 +43,15 @@ fn signature(call: u64) -> Signature {
     Signature::new(Collective::AllReduce, DType::F32, ReduceOp::Sum, Via::Auto, 0, 100 + call)
 }
 
+/// A rank arrives at a call, as in `Members::arrive`: who finds that all have arrived wakes the others.
+fn arrive(mine: &OpSlot, others: &[(&OpSlot, &Words)], call: u64) {
+    mine.arrive(call, 0);
+    fence(Ordering::SeqCst);
+    if others.iter().all(|(slot, _)| slot.has_arrived(call, 0)) {
+        others.iter().for_each(|(_, bell)| bell.ring(|| unreachable!()));
+    }
+}
+
 /// Calls of one group one after another, whose payload fits the slot.
 fn run(controls: &[ControlSegment; 2], me: usize, calls: u64) {
     let (mine, theirs) = (&controls[me], &controls[1 - me]);
@@ -49,8 +59,7 @@ fn run(controls: &[ControlSegment; 2], me: usize, calls: u64) {
         sleep_until(&mine.bell, || mine.op_slot.is_free_for(call) && theirs.op_slot.is_free_for(call));
         mine.op_slot.describe(&signature(call), Some(SegmentOffset { segment: call, offset: 8 * me }), None);
         mine.write(call as u8 + 10 * me as u8);
-        mine.op_slot.arrive(call, 0);
-        theirs.bell.ring(|| unreachable!());
+        arrive(&mine.op_slot, &[(&theirs.op_slot, &theirs.bell)], call);
         sleep_until(&mine.bell, || theirs.op_slot.has_arrived(call, 0));
         assert_eq!(theirs.op_slot.signature(), signature(call));
         assert_eq!(theirs.op_slot.lent(), Some(SegmentOffset { segment: call, offset: 8 * (1 - me) }));
@@ -72,6 +81,27 @@ fn a_lane_is_reused_when_all_have_left_it() {
     });
 }
 
+#[test]
+fn the_last_of_three_wakes_the_others() {
+    check(Some(2), || {
+        let new = || (OpSlot::default(), Words::default());
+        let ranks = Arc::new([new(), new(), new()]);
+        let run = |ranks: &[(OpSlot, Words); 3], me: usize| {
+            let others = [1, 2].map(|by| &ranks[(me + by) % 3]).map(|(slot, bell)| (slot, bell));
+            arrive(&ranks[me].0, &others, 0);
+            sleep_until(&ranks[me].1, || others.iter().all(|(slot, _)| slot.has_arrived(0, 0)));
+        };
+        let others: Vec<_> = [1, 2]
+            .map(|me| {
+                let ranks = ranks.clone();
+                thread::spawn(move || run(&ranks, me))
+            })
+            .into();
+        run(&ranks, 0);
+        others.into_iter().for_each(|other| other.join().unwrap());
+    });
+}
+
 /// A rank's slots of two calls, each with its payload.
 struct TwoSlots {
     bell: Words,
@@ -90,8 +120,7 @@ fn run_one_shots(ranks: &[TwoSlots; 2], me: usize) {
         let value = call as u8 + 10 * me as u8;
         // SAFETY: one byte; loom sees to it that nobody else is at it.
         unsafe { copy_in(&raw const value, &raw const *payload, 1) };
-        slot.arrive(call, 0);
-        theirs.bell.ring(|| unreachable!());
+        arrive(slot, &[(their_slot, &theirs.bell)], call);
         sleep_until(&mine.bell, || their_slot.has_arrived(call, 0));
         let mut value = 0;
         // SAFETY: as above.
@@ -121,8 +150,7 @@ fn a_slot_is_reused_when_a_later_arrival_says_that_it_was_left() {
 fn abort(controls: &[ControlSegment; 2]) {
     let (mine, theirs) = (&controls[1], &controls[0]);
     mine.op_slot.describe(&signature(0), None, None);
-    mine.op_slot.arrive(0, 0);
-    theirs.bell.ring(|| unreachable!());
+    arrive(&mine.op_slot, &[(&theirs.op_slot, &theirs.bell)], 0);
     mine.op_slot.fail(0);
     mine.op_slot.leave(0);
     theirs.bell.ring(|| unreachable!());
@@ -138,8 +166,7 @@ fn memory_of_a_failed_call_is_not_read_any_more() {
         let one = thread::spawn(move || abort(&other));
         let (mine, theirs) = (&controls[0], &controls[1]);
         mine.op_slot.describe(&signature(0), None, None);
-        mine.op_slot.arrive(0, 0);
-        theirs.bell.ring(|| unreachable!());
+        arrive(&mine.op_slot, &[(&theirs.op_slot, &theirs.bell)], 0);
         sleep_until(&mine.bell, || theirs.op_slot.has_arrived(0, 0));
         if !theirs.op_slot.has_failed(0) {
             assert_eq!(theirs.read(), 0);

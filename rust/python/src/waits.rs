@@ -72,6 +72,15 @@ pub(crate) fn wait<T: Send>(
     py: Python<'_>,
     f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
+    wait_while(py, None, f)
+}
+
+/// As [`wait`]; an exception of the function `look`, which is called now and then, ends the wait too.
+pub(crate) fn wait_while<T: Send>(
+    py: Python<'_>,
+    look: Option<&Py<PyAny>>,
+    f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<T>,
+) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     let began = clock::ticks();
     let outcome = detached(py, || {
@@ -81,7 +90,11 @@ pub(crate) fn wait<T: Send>(
                     "the call was aborted because the Python interpreter exits".into(),
                 ));
             }
-            match Python::try_attach(|py| py.check_signals()) {
+            let checked = Python::try_attach(|py| {
+                py.check_signals()?;
+                look.map_or(Ok(()), |look| look.call0(py).map(drop))
+            });
+            match checked {
                 Some(Err(e)) => {
                     signal = Some(e);
                     Err(Error::Aborted("interrupted".into()))

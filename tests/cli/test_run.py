@@ -90,6 +90,7 @@ def save(*_):
     sys.exit(0)
 
 signal.signal(signal.Signals[sys.argv[1]], save)
+signal.signal(signal.SIGTERM, save)  # what the launcher sends
 pathlib.Path(f"pid{os.getpid()}").touch()
 time.sleep(100)
 """
@@ -103,6 +104,8 @@ RUN, CHAOS = ["run", "-n", "2"], ["chaos", "--ranks", "2", "--"]
     [
         (RUN, "SIGTERM", False),
         (RUN, "SIGTERM", True),
+        (RUN, "SIGHUP", False),
+        long(RUN, "SIGQUIT", False),
         long(RUN, "SIGINT", False),
         long(RUN, "SIGINT", True),
         long(CHAOS, "SIGTERM", False),
@@ -130,6 +133,26 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
     for file in tmp_path.glob("pid*"):
         with pytest.raises(ProcessLookupError):
             os.kill(int(file.name[3:]), 0)
+
+
+LINES = """
+for i in range(3000):
+    print(f"rank {os.environ['RANK']}", "says", i, file=(sys.stdout, sys.stderr)[i % 2])
+print("and no newline", end="")
+"""
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_two_ranks_do_not_mix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], unbuffered: str
+) -> None:
+    """Neither where a buffer is full in the midst of a line, nor where a line is written in parts."""
+    command = _script(tmp_path, LINES)
+    code, _ = launch.launch(2, command, show="all", environment={"PYTHONUNBUFFERED": unbuffered})
+    said = capfd.readouterr()
+    assert code == 0 and said.out.count("and no newline") == 2
+    lines = [*said.out.replace("and no newline", "").splitlines(), *said.err.splitlines()]
+    assert sorted(lines) == sorted(f"rank {rank} says {i}" for rank in range(2) for i in range(3000))
 
 
 DIES = """

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import subprocess
+import sys
 import threading
 
 import torch
@@ -56,3 +59,19 @@ def _import_star(rank: int, world: int) -> tuple[bool, bool, bool]:
 def test_import_star_leaves_the_builtin_timeout_error() -> None:
     (found,) = run(1, _import_star)
     assert found == (False, True, True)
+
+
+_LOADED = """
+import sys, torch
+before = set(sys.modules)
+import trigram
+print({name.partition(".")[0] for name in set(sys.modules) - before})
+"""
+
+
+def test_import_loads_itself_alone() -> None:
+    """Beside torch: no compiler, which takes a second, 80 MB in each rank, and a temporary folder."""
+    done = subprocess.run(
+        [sys.executable, "-c", _LOADED], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ast.literal_eval(done.stdout) - sys.stdlib_module_names == {"trigram"}

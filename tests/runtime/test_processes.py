@@ -204,6 +204,12 @@ def test_loader_workers(transport: str) -> None:
 _FORKS = """
 import os, sys, time
 import trigram, torch
+kept = []
+for _ in range(int(sys.argv[2])):  # as in a notebook: tried out alone, and then on ranks
+    kept += [trigram.init(), trigram.with_bagua(torch.nn.Linear(3, 1)), trigram.empty(10)]
+    kept[1](torch.ones(2, 3)).sum().backward()
+    trigram.all_reduce(torch.ones(3))
+    trigram.shutdown()
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1], WORLD_SIZE="2")
 children = []
 for rank in range(2):
@@ -224,10 +230,11 @@ sys.exit(max(codes))
 """
 
 
-def test_ranks_forked_by_who_has_only_imported_trigram() -> None:
-    """Nothing of the parent is in their way: it had no engine."""
+@pytest.mark.parametrize("jobs", [0, 2])
+def test_ranks_forked_by_who_has_no_job(jobs: int) -> None:
+    """Nothing of the parent is in their way: it had no engine, or has shut down those that it had."""
     done = subprocess.run(
-        [sys.executable, "-c", _FORKS, str(free_port())],
+        [sys.executable, "-c", _FORKS, str(free_port()), str(jobs)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -157,7 +157,7 @@ def test_the_job_comes_up(
         Ranks(3, _join, between.port, transport="tcp", env=_env(TRIGRAM_TLS=tls)) as ranks,
     ):
         store = client(_port(ranks))
-        between.target = rank0 = address(card(store, 0))
+        between.target = rank0 = address(card(store, 0, 3))
         _raise(ranks, "go")
         attack(rank0, stack, tls == "1")
         assert not ranks.ranks[0].said  # rank 2 is still kept out: rank 0 was listening all the while
@@ -179,7 +179,7 @@ def test_out_of_descriptors(many_files: None) -> None:
         Ranks(3, _join, between.port, 24, transport="tcp", env=_env()) as ranks,
     ):
         store = client(_port(ranks))
-        between.target = rank0 = address(card(store, 0))
+        between.target = rank0 = address(card(store, 0, 3))
         _raise(ranks, "go")
         for _ in range(60):
             stack.enter_context(socket.create_connection(rank0))
@@ -207,7 +207,7 @@ def test_what_was_recorded_or_reflected_proves_nothing() -> None:
     with Ranks(3, _join, between.port, transport="tcp", env=_env()) as ranks:
         store = client(_port(ranks))
         # Rank 2 listens to nobody: rank 0 waits for a rank 2 that is kept from it after its proof.
-        rank0 = address(card(store, 0))
+        rank0 = address(card(store, 0, 3))
         _raise(ranks, "go")
         deadline = time.monotonic() + 30
         while not reflected and time.monotonic() < deadline:
@@ -256,7 +256,7 @@ def test_a_rank_is_let_in_through_a_forwarder() -> None:
     between = Forwarder()
     between.open.set()
     with Ranks(2, _join, between.port, transport="tcp", env=_env()) as ranks:
-        between.target = address(card(client(_port(ranks)), 0))
+        between.target = address(card(client(_port(ranks)), 0, 2))
         _raise(ranks, "go")
         ranks.await_said(0, "up")
         _raise(ranks, "stop")
@@ -269,7 +269,7 @@ def test_a_rank_is_let_in_through_a_forwarder() -> None:
 def test_strangers_on_the_host() -> None:
     """Garbage and silence on the unix socket do not keep ranks of a host from sharing memory."""
     with ExitStack() as stack, Ranks(2, _join, transport="shm", env=_env()) as ranks:
-        name = strangers.name(card(client(_port(ranks)), 0))
+        name = strangers.name(card(client(_port(ranks)), 0, 2))
         sent = 0
         for said in [os.urandom(HELLO), b"x", b""] * 60 + [os.urandom(HELLO)] * 150:
             s = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -354,8 +354,9 @@ def test_a_forged_card() -> None:
     """Somebody with the store but without the secret sends rank 0 to an address of his own."""
     with Ranks(3, _forged, transport="tcp", env=_env()) as ranks:
         store = client(_port(ranks))
-        genuine = card(store, 1)
-        store.set(strangers.key(1), strangers.readdressed(genuine, 4444, "a guess"))
+        genuine = card(store, 1, 3)
+        name = store.get(strangers.key(1, 3))[: strangers.NAME]
+        store.set(strangers.key(1, 3), name + strangers.readdressed(genuine, 4444, "a guess"))
         _raise(ranks, "forged")
         said = ranks.results(40)
     for text in said:
@@ -380,7 +381,7 @@ def test_what_is_on_the_wire(tls: str) -> None:
     between = Forwarder()
     between.open.set()
     with Ranks(2, _mark, between.port, marker, transport="tcp", env=_env(TRIGRAM_TLS=tls)) as ranks:
-        between.target = address(card(client(_port(ranks)), 0))
+        between.target = address(card(client(_port(ranks)), 0, 2))
         _raise(ranks, "go")
         ranks.results(60)
     said = b"".join(between.sent)

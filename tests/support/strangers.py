@@ -23,15 +23,19 @@ def client(port: int) -> Any:
     return dist.TCPStore("127.0.0.1", port, None, False, timeout=timedelta(seconds=30))
 
 
-def key(rank: int) -> str:
-    """Where a rank's endpoint record lies in the first init of a store that was handed to ``init``."""
-    return f"trigram/1/endpoint/{rank}"
+NAME = 16
+"""Bytes of the name of an ``init``, before the endpoint record."""
 
 
-def card(store: Any, rank: int) -> bytes:
+def key(rank: int, world: int) -> str:
+    """Where a rank's endpoint record lies in a store that was handed to ``init``."""
+    return f"trigram/of{world}/endpoint/{rank}"
+
+
+def card(store: Any, rank: int, world: int) -> bytes:
     """A rank's endpoint record, as soon as it is there."""
-    until(lambda: store.check([key(rank)]), 30, f"the endpoint record of rank {rank}")
-    return bytes(store.get(key(rank)))
+    until(lambda: store.check([key(rank, world)]), 30, f"the endpoint record of rank {rank}")
+    return bytes(store.get(key(rank, world)))[NAME:]
 
 
 def _port(card: bytes) -> tuple[int, int]:
@@ -82,10 +86,12 @@ class Detoured(dist.Store):
     def get(self, wanted: str) -> bytes:
         """The value, altered if it is that card."""
         value = bytes(self.store.get(wanted))
-        if wanted != key(self.rank):
+        if not wanted.endswith(f"/endpoint/{self.rank}"):
             return value
         self.ready()
-        return value if self.port is None else readdressed(value, self.port, self.secret)
+        if self.port is None:
+            return value
+        return value[:NAME] + readdressed(value[NAME:], self.port, self.secret)
 
     def set(self, wanted: str, value: bytes) -> None:
         """As the store does."""

@@ -26,7 +26,8 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
     does not have are listed in the result.
 
     Args:
-        algorithm: A name, WHO/WHAT/WHEN or a ``Trigram``; None: ``TRIGRAM_ALGORITHM``, or the default.
+        algorithm: A name, WHO/WHAT/WHEN (WHO/WHAT: in every step) or a ``Trigram``; None:
+            ``TRIGRAM_ALGORITHM``, or the default.
         options: The algorithm's options.
 
     Raises:
@@ -42,8 +43,13 @@ def find(algorithm: str | Trigram | None, options: dict[str, Any] | None = None)
         name, entry = algorithm, known
     elif isinstance(algorithm, Trigram):
         name, entry = str(algorithm), Entry(algorithm, "")
-    elif isinstance(algorithm, str) and algorithm.count("/") == 2:
-        name, entry = algorithm, Entry(Trigram(*algorithm.split("/")), "")
+    elif isinstance(algorithm, str) and algorithm.count("/") in (1, 2):
+        written = Trigram(*algorithm.split("/"))
+        if written.what.partition(":")[0] in ("sync", "every", "async"):
+            raise UnsupportedError(
+                f"algorithm {algorithm!r}{source}: WHAT is left out; write {written.who}/full/{written.what}"
+            )
+        name, entry = str(written), Entry(written, "")
     else:
         raise UnsupportedError(
             f"unknown algorithm {str(algorithm)!r}{source}; use one of {', '.join(names())}, sharded, or "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from trigram.backend import dynamo, out_variants, stand_in
+from trigram.backend import out_variants, stand_in
 from trigram.backend.calls.barriers import Barriers
 from trigram.backend.calls.reductions import Reductions
 from trigram.backend.calls.transfers import Transfers
@@ -17,7 +17,7 @@ from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
 from trigram.backend.identity import Identity, Options
 from trigram.errors import UnsupportedError
-from trigram.runtime import world
+from trigram.runtime import dynamo, world
 from trigram.runtime.group import Group
 
 

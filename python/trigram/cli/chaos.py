@@ -35,7 +35,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trigram.cli.launch import end, exit_on_sigterm, job_environment, start_rank
+from trigram.cli.launch import end, exit_on_signals, job_environment, start_rank
 
 FAULTS = ("kill", "crash", "stop", "freeze", "pause", "slow", "cut", "outage", "corrupt")
 LASTING = ("kill", "crash", "stop", "cut")
@@ -170,7 +170,7 @@ class Chaos:
         self.environment = job | self.settings.environment
         silence = (os.environ | self.environment).get("TRIGRAM_SILENCE")
         self.silence = float(silence) if silence else _SILENCE_SECONDS
-        exit_on_sigterm(self.stack)
+        exit_on_signals(self.stack)
         self.stack.callback(lambda: end([r.process for r in self.ranks.values()]))
         for rank in range(self.settings.ranks):
             self._start(rank)

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from types import FrameType
 from typing import IO, Literal, NamedTuple
 
+from trigram.cli.rank_output import RankOutput
 from trigram.runtime.launchers import find, free_port, set_variables
 
 POLL_SECONDS = 0.02
@@ -86,12 +87,18 @@ def launch(
     with ExitStack() as stack:
         processes: list[subprocess.Popen[bytes]] = []
         error_files: list[IO[bytes] | None] = []
-        exit_on_sigterm(stack)
+        exit_on_signals(stack)
+        output = RankOutput()
+        stack.callback(output.drain)
         stack.callback(end, processes)
 
         def start(rank: int) -> subprocess.Popen[bytes]:
-            output = None if error_files[rank] is None else subprocess.DEVNULL
-            return start_rank(rank, command, base, stdout=output, stderr=error_files[rank])
+            if error_files[rank] is not None:
+                return start_rank(rank, command, base, stdout=subprocess.DEVNULL, stderr=error_files[rank])
+            if ranks == 1 or show == "first":
+                return start_rank(rank, command, base, stdout=None, stderr=None)
+            with output.pipes() as (stdout, stderr):
+                return start_rank(rank, command, base, stdout=stdout, stderr=stderr)
 
         for rank in range(ranks):
             shown = show == "all" or (show == "first" and rank == 0)
@@ -102,6 +109,7 @@ def launch(
         except KeyboardInterrupt:
             end(processes, interrupted=True)
             return Outcome(128 + signal.SIGINT, "")
+        output.drain()
         reports = "".join(_report(rank, processes[rank].returncode, error_files[rank]) for rank in failed)
         if reports and show != "none":
             sys.stderr.write(reports)
@@ -248,13 +256,21 @@ def _how(code: int) -> str:
     return by_signal or f"failed with exit code {code}"
 
 
-def exit_on_sigterm(stack: ExitStack) -> None:
-    """Until the stack is closed, SIGTERM raises ``SystemExit``, so that what started processes ends them."""
+def exit_on_signals(stack: ExitStack) -> None:
+    """Until the stack is closed, signals that end a process raise ``SystemExit``: what started processes ends
+    them.
+
+    Those that the process ignores, as under nohup, stay ignored.
+    """
 
     def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        before = signal.getsignal(number)
+        if before is not signal.SIG_IGN:
+            signal.signal(number, leave)
+            stack.callback(signal.signal, number, before)
 
 
 def leave_job() -> None:

@@ -28,7 +28,7 @@ from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, Tr
 from trigram.runtime import world
 from trigram.runtime.group import Group
 from trigram.runtime.live_store import connect_again
-from trigram.runtime.rendezvous import LateError, StoreGather
+from trigram.runtime.rendezvous import LateError
 from trigram.runtime.world import Settings, World, use_elastic
 
 _STEP_TIMEOUT = 15.0
@@ -70,21 +70,16 @@ class Start:
         self.checked = time.monotonic()
         return self.watch.status() is not None
 
-    def wait_outside(self, gather: StoreGather) -> World | None:
+    def find_out(self) -> None:
         """See :class:`trigram.runtime.world.ElasticStart`."""
-        if self.queue is None:
-            return None
-        try:
-            # An ended job may have left its status in the store: find out whether the status still changes.
-            end = time.monotonic() + STATUS_TIMEOUT
-            while self.watch.known() and time.monotonic() < end:
-                if self.is_late():
-                    raise LateError
-                time.sleep(0.02)
-            gather("here", b"yes")
-            return None
-        except LateError:
-            gather.abort()
+        end = time.monotonic() + STATUS_TIMEOUT
+        while self.queue is not None and self.watch.known() and time.monotonic() < end:
+            if self.is_late():
+                raise LateError
+            time.sleep(0.02)
+
+    def late_world(self) -> World:
+        """See :class:`trigram.runtime.world.ElasticStart`."""
         group = Group(
             "world (this rank started late and has not joined: call with_bagua or trigram.recover)",
             range(self.size),

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from trigram.observe import steps
-from trigram.runtime import world
+from trigram.runtime import dynamo, world
 from trigram.runtime.weak_hook import WeakHook
 
 ASKED = ("TRIGRAM_REPORT", "TRIGRAM_TOP", "TRIGRAM_METRICS", "TRIGRAM_TIMELINE")
@@ -80,13 +80,13 @@ class _Model:
         if not torch.compiler.is_compiling():
             self._end_forward(output)
 
-    @torch.compiler.disable
+    @dynamo.disable
     def _begin_forward(self) -> None:
         if torch.is_grad_enabled() and not _in_backward():
             self._passed = True
             self.times.enter(steps.FORWARD)
 
-    @torch.compiler.disable
+    @dynamo.disable
     def _end_forward(self, output: Any) -> None:
         if self.times.phase == steps.FORWARD and not _in_backward():
             self.times.enter(steps.OTHER)
@@ -99,7 +99,7 @@ class _Model:
         if not torch.compiler.is_compiling():  # compiled autograd traces this, and allows no callbacks
             self._begin_backward()
 
-    @torch.compiler.disable
+    @dynamo.disable
     def _begin_backward(self) -> None:
         self._passed = True
         task = torch._C._current_graph_task_id()
@@ -196,13 +196,13 @@ def _found(optimizer: Optimizer) -> list[_Model]:
     return [_models[m] for ref in _optimizers[optimizer] if (m := ref()) is not None and m in _models]
 
 
-@torch.compiler.disable
+@dynamo.disable
 def _before(optimizer: Optimizer, *_: Any) -> None:
     for model in _found(optimizer):
         model.update_begins(optimizer)
 
 
-@torch.compiler.disable
+@dynamo.disable
 def _after(optimizer: Optimizer, *_: Any) -> None:
     for model in _found(optimizer):
         model.times.enter(steps.INPUT)

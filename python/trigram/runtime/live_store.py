@@ -64,7 +64,7 @@ class ReconnectingStore:
 
 def connect_again(store: dist.Store) -> ReconnectingStore:
     """A second connection to the store of ``init``, for another thread."""
-    # torchrun prefixes the keys of each restart; the running job keeps the same keys in all of them.
+    # Prefixes may differ from one start to the next; the running job keeps the same keys in all of them.
     base = store
     while isinstance(base, dist.PrefixStore):
         base = base.underlying_store

@@ -6,11 +6,12 @@ ranks.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,17 @@ import torch.distributed as dist
 from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime.launchers import number, set_variables
 
-_FAILED = b"failed: "
+_NAME, _ENDPOINT = "name/{}", "endpoint/{}"
+_FAILED, _OVER, _FAILURES = "failed/{}", "over/{}", "failures"
+_NAME_LENGTH = 16
 _FAILURE_SECONDS = 5.0
-"""How long a rank whose init failed waits until the others have read why."""
+"""How long a rank whose init failed waits until the others have read why, and others for the next init of one
+that failed before they came."""
+_ASK_SECONDS = 1.0
+_LOOK_SECONDS = 0.2
+"""Between two looks of a rank that waits at what else lies in the store."""
+_POLL = 0.02
+"""The same, of a rank whose init has failed."""
 
 Found = tuple[Any, int, int, str | None]
 """A store (None: a world of one), this rank, the world size, and a host name that all ranks can reach, if
@@ -77,10 +86,21 @@ def _host_of(store: dist.Store) -> str | None:
 def _from_environment(rank: int, deadline: float, job: str) -> dist.Store:
     """torchrun's store, or one that rank 0 serves at ``MASTER_ADDR:MASTER_PORT``, under a prefix."""
     host, port = os.environ["MASTER_ADDR"], number(os.environ, "MASTER_PORT") or 0
+    if not 0 < port < 1 << 16:
+        raise ConfigError(
+            f"init: MASTER_PORT={port} is not a port; set the same on all ranks, from 1 to 65535"
+        )
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = rank == 0 and not agent
-    if not serves:
-        _await_listener(host, port, rank, deadline)
+    if agent:
+        advice = (
+            "torchrun serves it at the address that it gives its ranks: leave MASTER_ADDR and MASTER_PORT as "
+            "they are, or remove TORCHELASTIC_USE_AGENT_STORE too"
+        )
+        _await_listener(host, port, rank, "the store", advice, deadline)
+    elif not serves:
+        advice = "check that rank 0 is running and reachable"
+        _await_listener(host, port, rank, "the store of rank 0", advice, deadline)
     left = timedelta(seconds=max(deadline - time.monotonic(), 1))
     try:
         store: dist.Store = dist.TCPStore(
@@ -94,10 +114,9 @@ def _from_environment(rank: int, deadline: float, job: str) -> dist.Store:
             f"{str(error).splitlines()[0]}; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port "
             "there, the same for all ranks"
         ) from error
-    # torchrun's store outlives its workers: each restart uses another prefix. A launcher's job chooses its
-    # port by its name, and so may another job: its ranks must not read this one's keys.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore("/".join(filter(None, ("trigram", job, f"attempt_{attempt}"))), store)
+    # A launcher's job chooses its port by its name, and so may another job: its ranks must not read this
+    # one's keys.
+    return dist.PrefixStore("/".join(filter(None, ("trigram", job))), store)
 
 
 def reopen(host: str, port: int) -> dist.Store:
@@ -112,7 +131,7 @@ def reopen(host: str, port: int) -> dist.Store:
     return dist.PrefixStore("trigram", store)
 
 
-def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
+def _await_listener(host: str, port: int, rank: int, what: str, advice: str, deadline: float) -> None:
     began, pause = time.monotonic(), 0.001
     while True:
         try:
@@ -121,9 +140,8 @@ def _await_listener(host: str, port: int, rank: int, deadline: float) -> None:
         except OSError as e:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for the store of rank 0 at "
-                    f"{host}:{port} (MASTER_ADDR:MASTER_PORT): {e}; check that rank 0 is running and "
-                    "reachable"
+                    f"init: rank {rank} waited {time.monotonic() - began:.1f} s for {what} at {host}:{port} "
+                    f"(MASTER_ADDR:MASTER_PORT): {e}; {advice}"
                 ) from e
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
@@ -133,86 +151,226 @@ class LateError(Exception):
     """The elastic job runs already, without this rank."""
 
 
+class AgainError(Exception):
+    """A rank of this meeting has called ``init`` again, so the others meet it again too."""
+
+
 class StoreGather:
-    """Gathers byte strings of all ranks through a store. Each gather has a key; all ranks use the same
-    keys."""
+    """Brings the ranks of one ``init`` together through a store, and gathers byte strings of all of them.
+
+    A store outlives processes: what lies in it may be of ranks that have ended, or whose ``init`` raised. So
+    every ``init`` has a fresh name, which it puts into the store, in place of that of the same rank before.
+    The names of all ranks together are a *meeting*. A rank enters a meeting when it has read the names; who
+    has ended cannot have read the fresh name of another. So the ranks of a meeting that all have entered are
+    alive, and its keys are theirs alone, however often each of them has started before.
+
+    The keys, under the world size: ``name/RANK`` (the name, and then why this ``init`` failed, if it has) and
+    ``endpoint/RANK`` (the name, and then the endpoint record) of a rank's newest ``init``; ``failed/NAME``:
+    why another rank's failed, for the ``init`` of this name to read; ``over/NAME``: that one has raised;
+    ``failures``: there is one; ``MEETING/...``: what the ranks of a meeting gather.
+
+    Args:
+        store: The store; None in a world of one rank.
+        rank: This rank.
+        size: The number of ranks.
+        deadline: The time of ``time.monotonic`` until which ranks are waited for.
+        late: Whether the elastic job runs already, without this rank.
+    """
 
     def __init__(
         self, store: Any, rank: int, size: int, deadline: float, late: Callable[[], bool] | None = None
     ) -> None:
-        self.store, self.rank, self.size, self.deadline, self.late = store, rank, size, deadline, late
-        self.began = time.monotonic()
-        # A store may serve several inits, one after another: every rank counts its own.
-        self.init = str(store.add(f"inits/{rank}", 1)) if store is not None else "0"
-        if late is not None:
-            self.init += f"of{size}"  # a rank with another world size must not read the first ranks' keys
+        self.store: Any = store if store is None else dist.PrefixStore(f"of{size}", store)
+        self.rank, self.size, self.deadline, self.late = rank, size, deadline, late
+        self.began = self.looked = time.monotonic()
+        self.absent = [r for r in range(size) if r != rank]
+        self.meeting = ""
+        self.ended = False
+        with self._connected():
+            self.new = store is None or not self.store.check([_NAME.format(rank)])
+        self.begin()
 
-    def __call__(self, what: str, mine: bytes) -> list[bytes]:
-        """Stores ``mine`` under the key ``what``, and returns the bytes of all ranks, in rank order.
+    def begin(self) -> None:
+        """Registers this rank under a fresh name."""
+        self.names: list[bytes] = []
+        self.name = os.urandom(_NAME_LENGTH // 2).hex().encode()
+        if self.store is not None:
+            with self._connected():
+                self.store.set(_NAME.format(self.rank), self.name)
+
+    def meet(self, record: bytes) -> list[bytes]:
+        """Gives the other ranks this rank's endpoint record; returns those of all ranks, in rank order.
 
         Raises:
             TimeoutError: Ranks are missing; the message names them.
-            AbortedError: Another rank called :meth:`fail` in place of this gather.
+            AbortedError: ``init`` failed on another rank.
+            ConfigError: Another process has registered as this rank.
             LateError: The job runs without this rank.
         """
-        records = self._all(what, mine)
-        failures = [
-            f"rank {rank}: {why[len(_FAILED) :].decode(errors='replace')}"
-            for rank, why in enumerate(records)
-            if why.startswith(_FAILED)
-        ]
-        if failures and not mine.startswith(_FAILED):
-            raise AbortedError(f"init: aborted because it failed on {'; '.join(failures)}")
-        return records
+        if self.store is None:
+            return [record]
+        keys = [_ENDPOINT.format(r) for r in range(self.size)]
+        with self._connected():
+            self.store.set(keys[self.rank], self.name + record)
+            while True:
+                self.names = []
+                self._await(keys)
+                values = self._read(keys)
+                self.names = self._names(values)
+                self.meeting = hashlib.sha256(b"".join(self.names)).hexdigest()[:32]
+                entered = [f"{self.meeting}/entered/{r}" for r in range(self.size)]
+                self.store.set(entered[self.rank], b"yes")
+                with suppress(AgainError):
+                    self._await(entered)
+                    return [value[_NAME_LENGTH:] for value in values]
 
-    def fail(self, what: str, why: Exception) -> None:
-        """Tells the other ranks that init failed here, and waits up to 5 s until they have read it.
+    def __call__(self, what: str, mine: bytes) -> list[bytes]:
+        """Stores ``mine`` under the key ``what``, and returns the bytes of all ranks of the meeting, in rank
+        order.
 
-        Otherwise the rank that serves the store could end before the others know why they fail too.
+        Raises:
+            TimeoutError: Ranks are missing; the message names them.
+            AbortedError: ``init`` failed on another rank.
+            AgainError: A rank of the meeting has called ``init`` again.
         """
-        self.deadline = min(self.deadline, time.monotonic() + _FAILURE_SECONDS)
-        with suppress(TimeoutError):
-            self(what, _FAILED + str(why).encode())
-
-    def _all(self, what: str, mine: bytes) -> list[bytes]:
         if self.store is None:
             return [mine]
-        keys = [f"{self.init}/{what}/{r}" for r in range(self.size)]
-        absent = [r for r in range(self.size) if r != self.rank]
-        pause, looked = 0.0005, 0.0
-        try:
+        keys = [f"{self.meeting}/{what}/{r}" for r in range(self.size)]
+        with self._connected():
             self.store.set(keys[self.rank], mine)
-            while not self.store.check(keys):
-                now = time.monotonic()
-                if self.late is not None and self.late():
-                    raise LateError
-                if now - looked > 0.2 or now > self.deadline:
-                    absent, looked = [r for r in absent if not self.store.check([keys[r]])], now
-                if now > self.deadline and absent:
-                    raise self._missing(absent)
-                time.sleep(pause)
-                pause = min(pause * 1.5, 0.05)
-            return [self.store.get(key) for key in keys]
+            self._await(keys)
+            return self._read(keys)
+
+    def look(self) -> None:
+        """Raises if ``init`` has failed on another rank, or a rank of the meeting has called it again.
+
+        For callers that wait for the other ranks elsewhere, as often as they like: it looks five times a
+        second.
+        """
+        now = time.monotonic()
+        if self.store is not None and now - self.looked > _LOOK_SECONDS:
+            self.looked = now
+            with self._connected():
+                self._look()
+
+    def fail(self, why: Exception) -> None:
+        """Tells the other ranks that init failed here, and waits up to 5 s until they have read it.
+
+        Otherwise the rank that serves the store could end before the others know why they fail too. Does
+        nothing after an error of this object itself: the other ranks see that for themselves.
+        """
+        if self.store is None or self.ended:
+            return
+        text = f"rank {self.rank}: {why}".encode()
+        deadline = time.monotonic() + _FAILURE_SECONDS
+        untold, told = set(range(self.size)) - {self.rank}, dict[int, bytes]()
+        with suppress(dist.DistError):
+            self.store.set(_NAME.format(self.rank), self.name + text)
+            self.store.set(_FAILURES, b"yes")
+            self.store.set(_key(_OVER, self.name), b"yes")
+            while untold and time.monotonic() < deadline:
+                for other in list(untold):
+                    value = self._peek(_NAME.format(other))
+                    name, failed = value[:_NAME_LENGTH], len(value) > _NAME_LENGTH
+                    if failed or (other in told and self.store.check([_key(_OVER, told[other])])):
+                        untold.remove(other)
+                    elif name and told.get(other) != name:
+                        told[other] = name
+                        self.store.set(_key(_FAILED, name), text)
+                time.sleep(_POLL)
+
+    def ask_lost(self) -> None:
+        """Raises AbortedError if a rank whose connection is lost says within a second why its init failed."""
+        end = time.monotonic() + _ASK_SECONDS
+        with suppress(dist.DistError, AgainError):
+            while self.store is not None and time.monotonic() < end:
+                self._look()
+                time.sleep(_POLL)
+
+    def close(self) -> None:
+        """Closes the connection to the store."""
+        self.store = None
+
+    def _await(self, keys: list[str]) -> None:
+        """Waits until all ranks have set their key."""
+        pause = 0.0005
+        while not self.store.check(keys):
+            now = time.monotonic()
+            if self.late is not None and self.late():
+                raise LateError
+            if now - self.looked > _LOOK_SECONDS or now > self.deadline:
+                self.looked = now
+                self._look()
+                self.absent = [r for r, key in enumerate(keys) if not self.store.check([key])]
+                if now > self.deadline and self.absent:
+                    why = _text(self._earlier())
+                    raise self._missing(f"; before that, it failed on {why}" if why else "")
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.05)
+
+    def _look(self) -> None:
+        told = self._peek(_key(_FAILED, self.name))
+        if not told and self.new and time.monotonic() - self.began > _FAILURE_SECONDS:
+            told = self._earlier()  # before this rank came; the other has not called it again meanwhile
+        if told:
+            self.store.set(_key(_OVER, self.name), b"yes")
+            raise AbortedError(f"init: aborted because it failed on {_text(told)}")
+        if self.names:
+            names = self._names(self._read([_ENDPOINT.format(r) for r in range(self.size)]))
+            if names != self.names:
+                raise AgainError
+
+    def _names(self, endpoints: list[bytes]) -> list[bytes]:
+        """The names of all ranks' newest ``init``; that of this rank must be this one."""
+        names = [value[:_NAME_LENGTH] for value in endpoints]
+        if names[self.rank] != self.name:
+            raise ConfigError(
+                f"init: another process has registered as rank {self.rank} of {self.size} after this; give "
+                "each process a rank of its own"
+            )
+        return names
+
+    def _earlier(self) -> bytes:
+        """Why ``init`` failed on a rank that is absent and has not called it again since; empty: no such
+        rank."""
+        ranks = self.absent if self.store.check([_FAILURES]) else []
+        return next(filter(None, (self._peek(_NAME.format(r))[_NAME_LENGTH:] for r in ranks)), b"")
+
+    def _peek(self, key: str) -> bytes:
+        """The value of a key; empty if the key does not exist."""
+        return bytes(self.store.get(key)) if self.store.check([key]) else b""
+
+    def _read(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that exist."""
+        if self.store.has_extended_api():
+            return [bytes(value) for value in self.store.multi_get(keys)]
+        return [bytes(self.store.get(key)) for key in keys]
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
+        """Says what a lost connection to the store means; notes that an error was this object's."""
+        try:
+            yield
         except TrigramError:
+            self.ended = True
             raise
         except dist.DistError as e:
-            raise self._missing(
-                absent, f" and lost the connection to the store ({str(e).splitlines()[0]})"
-            ) from e
+            self.ended = True
+            lost = f" and lost the connection to the store ({str(e).splitlines()[0]})"
+            raise self._missing(lost) from e
 
-    def _missing(self, absent: list[int], more: str = "") -> TimeoutError:
-        names = ", ".join(map(str, absent))
+    def _missing(self, more: str = "") -> TimeoutError:
+        names = ", ".join(map(str, self.absent))
         return TimeoutError(
             f"init: rank {self.rank} waited {time.monotonic() - self.began:.1f} s for rank(s) {names} of "
             f"{self.size}{more}; check that all ranks run with the same MASTER_ADDR, MASTER_PORT and "
             "WORLD_SIZE"
         )
 
-    def abort(self) -> None:
-        """Takes back this rank's count of inits, so that its next init matches the other ranks' next one."""
-        self.store.add(f"inits/{self.rank}", -1)
-        self.close()
 
-    def close(self) -> None:
-        """Closes the connection to the store."""
-        self.store = None
+def _key(what: str, name: bytes) -> str:
+    return what.format(_text(name))
+
+
+def _text(value: bytes) -> str:
+    return value.decode(errors="replace")

@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
-from trigram.errors import ConfigError, MisuseError, TrigramError, UnsupportedError
+from trigram.errors import ConfigError, MisuseError, PeerLostError, UnsupportedError
 from trigram.runtime import engine_codes, logs
 from trigram.runtime.group import Group
-from trigram.runtime.rendezvous import StoreGather, find_store
+from trigram.runtime.rendezvous import AgainError, LateError, StoreGather, find_store
 
 _TRANSPORTS = ("auto", "shm", "tcp")
 OP_TIMEOUT = 600.0
@@ -71,13 +71,11 @@ class ElasticStart(Protocol):
     def is_late(self) -> bool:
         """Whether the job runs already, without this rank."""
 
-    def wait_outside(self, gather: StoreGather) -> World | None:
-        """Waits for the other ranks.
+    def find_out(self) -> None:
+        """Raises LateError if a job left its status in the store, and goes on."""
 
-        Returns:
-            None when all ranks are present. If the job runs already without this rank, a world without
-            connections, which is replaced when the rank joins.
-        """
+    def late_world(self) -> World:
+        """The world of a late rank: without connections, and replaced when the rank joins."""
 
     def member(self) -> Membership:
         """The membership of a rank that has been present since the start of the job."""
@@ -384,8 +382,7 @@ def init(
     """
     with _starting:
         if _world is None:
-            limit = _limit(op_timeout)
-            _start(store, rank, world_size, init_timeout, limit, iface, elastic, helper)
+            _start(store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
             _leave_at_end_of_child()
             for begin in at_start:
                 begin()
@@ -426,61 +423,56 @@ def _start(
     elastic: bool,
     helper: bool,
 ) -> None:
-    """Makes this process's world; the arguments are those of ``init``, except that op_timeout None is no
-    limit."""
+    """Makes this process's world; the arguments are those of ``init``."""
     global _world
-    if elastic and helper:
-        raise UnsupportedError("init: elastic=True and helper=True exclude each other; pass only one of them")
-    transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
-    if transport not in _TRANSPORTS:
-        raise ConfigError(
-            f"TRIGRAM_TRANSPORT={transport!r} is invalid; set it to one of {', '.join(_TRANSPORTS)}"
-        )
-    _check_settings()
-    _core.check_process()  # before it waits for the other ranks
+    _core.check_process()  # before it registers as a rank
     logs.start()
     deadline = time.monotonic() + init_timeout
-    found = find_store(store, rank, world_size, deadline)
-    store, rank, world_size, toward = found
-    iface = iface or os.environ.get("TRIGRAM_IFACE") or None
-    rendezvous = _core.Rendezvous(rank, world_size, iface, toward, transport)
-    start = None
-    if elastic:
-        assert _start_elastic is not None
-        start = _start_elastic(store, rank, world_size, (iface, toward, transport), op_timeout)
-    gather = StoreGather(store, rank, world_size, deadline, start.is_late if start else None)
+    store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     kept = store if asks(TOP) or asks(REPORT) else None
-    del store, found
-    if start is not None:
-        late = start.wait_outside(gather)
-        if late is not None:
-            _world = late
-            _world.store = kept
-            return
-    records = gather("endpoint", (b"h" if helper else b"w") + rendezvous.endpoint_record())
+    gather, start = StoreGather(store, rank, world_size, deadline), None
     try:
-        limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
-        accepted = rendezvous.handshake([record[1:] for record in records], limit)
-    except TrigramError as error:
-        gather.fail("handshake", error)
+        limit = _limit(op_timeout)
+        settings = _settings(iface, toward)
+        if elastic and helper:
+            raise UnsupportedError(
+                "init: elastic=True and helper=True exclude each other; pass only one of them"
+            )
+        if elastic:
+            assert _start_elastic is not None
+            start = _start_elastic(store, rank, world_size, settings, limit)
+            gather.late = start.is_late
+            start.find_out()
+        del store
+        while True:
+            try:
+                engine, everyone, records = _connect(gather, settings, helper)
+                break
+            except AgainError:
+                gather.begin()
+    except LateError:
+        assert start is not None
+        gather.close()
+        _world = start.late_world()
+        _world.store = kept
+        return
+    except TimeoutError:  # the others' too; whoever calls init again finds those who still wait
         raise
-    verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]
-    engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1))
-    everyone = engine.group("world", list(range(world_size)), 0, 0)
-    # All ranks have read what they need from the store. The second barrier: all ranks have closed it, so that
-    # no forked worker inherits its sockets, and no later init finds this one's server.
-    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
-    gather.close()
-    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    except PeerLostError:
+        gather.ask_lost()
+        raise
+    except Exception as error:
+        gather.fail(error)
+        raise
     # This may raise, and the rank that serves the store must not end while others read from it: so only now.
     workers = _workers([record[:1] == b"h" for record in records])
     if workers == world_size:
-        group = Group("world", range(workers), everyone, op_timeout)
-        _world = World(engine, group, rank, world_size, op_timeout)
+        group = Group("world", range(workers), everyone, limit)
+        _world = World(engine, group, rank, world_size, limit)
     else:
         core = None if helper else engine.group("workers", list(range(workers)), 0, 0)
-        group = Group("workers", range(workers), core, op_timeout)
-        _world = World(engine, group, rank, world_size, op_timeout)
+        group = Group("workers", range(workers), core, limit)
+        _world = World(engine, group, rank, world_size, limit)
         helpers = range(workers, world_size)
         _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
         if helper:
@@ -489,6 +481,26 @@ def _start(
         _world.elastic = start.member()
     _world.store = kept if asks(TOP) or len(set(engine.hosts)) > 1 else None
     _world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
+
+
+def _connect(
+    gather: StoreGather, settings: Settings, helper: bool
+) -> tuple[_core.Engine, _core.Group, list[bytes]]:
+    """Connects this rank with the others; returns the engine, the group of all ranks and their records."""
+    rank, size, deadline = gather.rank, gather.size, gather.deadline
+    rendezvous = _core.Rendezvous(rank, size, *settings)
+    records = gather.meet((b"h" if helper else b"w") + rendezvous.endpoint_record())
+    limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
+    accepted = rendezvous.handshake([record[1:] for record in records], limit, gather.look)
+    verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]
+    engine = rendezvous.connect(verdicts, max(deadline - time.monotonic(), 0.1), look=gather.look)
+    everyone = engine.group("world", list(range(size)), 0, 0)
+    # All ranks have read what they need from the store. The second barrier: all ranks have closed it, so that
+    # no forked worker inherits its sockets, and no later init finds this one's server.
+    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    gather.close()
+    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    return engine, everyone, records
 
 
 def _workers(helps: list[bool]) -> int:
@@ -507,8 +519,17 @@ def _workers(helps: list[bool]) -> int:
     return workers
 
 
-def _check_settings() -> None:
-    """Checks the environment variables that the engine reads itself."""
+def _settings(iface: str | None, toward: str | None) -> Settings:
+    """How the others reach this rank, from the argument of ``init`` and the environment.
+
+    Raises:
+        ConfigError: A variable is wrong, also one of those that the engine reads itself.
+    """
+    transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
+    if transport not in _TRANSPORTS:
+        raise ConfigError(
+            f"TRIGRAM_TRANSPORT={transport!r} is invalid; set it to one of {', '.join(_TRANSPORTS)}"
+        )
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "auto")
     if checksum not in ("auto", "on", "off"):
         raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to auto, on or off")
@@ -524,6 +545,7 @@ def _check_settings() -> None:
         raise ConfigError(
             f"TRIGRAM_SILENCE={silence!r} is invalid; set it to a number of seconds from 0.5 to 86400"
         )
+    return iface or os.environ.get("TRIGRAM_IFACE") or None, toward, transport
 
 
 def shutdown() -> None:

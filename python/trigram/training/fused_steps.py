@@ -13,6 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from trigram.errors import MisuseError, UnsupportedError
+from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
@@ -165,7 +166,7 @@ class FusedSteps:
             self._groups.put_back()  # this step counts
         self.waiting = False
 
-    @torch.compiler.disable
+    @dynamo.disable
     def after_step(self, *_: Any) -> None:
         """The optimizer has stepped."""
         self.shown.restore()

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from trigram.observe import steps
+from trigram.runtime import dynamo
 
 
 class Updated(Protocol):
@@ -177,7 +178,7 @@ def _closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
-@torch.compiler.disable
+@dynamo.disable
 def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if _is_inner(optimizer):
         return None
@@ -206,7 +207,7 @@ def _before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any])
     return args, {**kwargs, "closure": checked}
 
 
-@torch.compiler.disable
+@dynamo.disable
 def _after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if _is_inner(optimizer):
         return

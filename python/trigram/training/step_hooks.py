@@ -34,7 +34,7 @@ from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
-from trigram.runtime import logs, world
+from trigram.runtime import dynamo, logs, world
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
@@ -410,7 +410,7 @@ class StepHooks:
         # After a pass that failed on some ranks only, their weights may be those that all load.
         return before is not None and (self.has_failed or not before.same(self.params))
 
-    @torch.compiler.disable
+    @dynamo.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
         if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
@@ -444,7 +444,7 @@ class StepHooks:
         finally:
             self.times.enter(before)
 
-    @torch.compiler.disable
+    @dynamo.disable
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if self.times.phase == steps.FORWARD:
             self.times.enter(steps.OTHER)

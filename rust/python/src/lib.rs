@@ -32,7 +32,7 @@ use trigram_engine::runtime::{engine, group, log_sink};
 use trigram_engine::security::secret::Security;
 use trigram_engine::sys::completion::Completion;
 use trigram_engine::sys::{address, fork, memory};
-use waits::{seconds, wait};
+use waits::{seconds, wait, wait_while};
 
 /// A rank that has not met the others.
 #[pyclass(module = "trigram._core")]
@@ -69,20 +69,30 @@ impl Rendezvous {
         Ok(PyBytes::new(py, &record))
     }
 
-    fn handshake(&mut self, py: Python<'_>, records: Vec<Vec<u8>>, timeout: f64) -> PyResult<bool> {
+    /// `look`: called while it waits; what it raises ends the wait.
+    #[pyo3(signature = (records, timeout, look=None))]
+    fn handshake(
+        &mut self,
+        py: Python<'_>,
+        records: Vec<Vec<u8>>,
+        timeout: f64,
+        look: Option<Py<PyAny>>,
+    ) -> PyResult<bool> {
         let inner = self.0.as_mut().ok_or_else(used).raise(py)?;
         let limit = seconds(Some(timeout)).unwrap_or_default();
-        wait(py, |check_interrupt| inner.handshake(&records, limit, check_interrupt))
+        wait_while(py, look.as_ref(), |check_interrupt| inner.handshake(&records, limit, check_interrupt))
     }
 
-    /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt.
-    #[pyo3(signature = (verdicts, timeout, beside=None))]
+    /// `beside`: the engine of the world that this one follows. A rank that is lost there ends the attempt. `look`: as
+    /// for `handshake`.
+    #[pyo3(signature = (verdicts, timeout, beside=None, look=None))]
     fn connect(
         &mut self,
         py: Python<'_>,
         verdicts: Vec<bool>,
         timeout: f64,
         beside: Option<&Engine>,
+        look: Option<Py<PyAny>>,
     ) -> PyResult<Engine> {
         let mut inner = self.0.take().ok_or_else(used).raise(py)?;
         if let Some(engine) = beside {
@@ -91,7 +101,7 @@ impl Rendezvous {
         let limit = seconds(Some(timeout)).unwrap_or(Duration::MAX);
         let losses = || beside.map_or(0, |e| e.0.counters().failures().losses().len());
         let before = losses();
-        let engine = wait(py, |check_interrupt| {
+        let engine = wait_while(py, look.as_ref(), |check_interrupt| {
             inner.connect(&verdicts, limit, &mut || match losses() == before {
                 true => check_interrupt(),
                 false => Err(Error::Aborted("another rank was lost while the ranks connected".into())),

@@ -72,6 +72,15 @@ pub(crate) fn wait<T: Send>(
     py: Python<'_>,
     f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<T>,
 ) -> PyResult<T> {
+    wait_while(py, None, f)
+}
+
+/// As [`wait`]; an exception of the function `look`, which is called now and then, ends the wait too.
+pub(crate) fn wait_while<T: Send>(
+    py: Python<'_>,
+    look: Option<&Py<PyAny>>,
+    f: impl Send + FnOnce(InterruptCheck<'_>) -> trigram_core::Result<T>,
+) -> PyResult<T> {
     let mut signal: Option<PyErr> = None;
     let began = clock::ticks();
     let outcome = detached(py, || {
@@ -81,7 +90,7 @@ pub(crate) fn wait<T: Send>(
                     "the call was aborted because the Python interpreter exits".into(),
                 ));
             }
-            check_signals(&mut signal)
+            check(&mut signal, look)
         })
     });
     BLOCKED.with(|ticks| ticks.set(ticks.get() + clock::ticks().saturating_sub(began)));
@@ -99,16 +108,20 @@ pub(crate) fn leave(
 ) -> PyResult<()> {
     let mut signal: Option<PyErr> = None;
     let outcome = py.detach(|| {
-        let outcome = f(&mut || check_signals(&mut signal));
+        let outcome = f(&mut || check(&mut signal, None));
         let_return();
         outcome
     });
     signal.map_or_else(|| outcome.raise(py), Err)
 }
 
-/// Runs the signal handlers that are due; `signal` gets what one of them has raised.
-fn check_signals(signal: &mut Option<PyErr>) -> trigram_core::Result<()> {
-    match Python::try_attach(|py| py.check_signals()) {
+/// Runs the signal handlers that are due, then `look`; `signal` gets what one of them has raised.
+fn check(signal: &mut Option<PyErr>, look: Option<&Py<PyAny>>) -> trigram_core::Result<()> {
+    let checked = Python::try_attach(|py| {
+        py.check_signals()?;
+        look.map_or(Ok(()), |look| look.call0(py).map(drop))
+    });
+    match checked {
         Some(Err(e)) => {
             *signal = Some(e);
             Err(Error::Aborted("interrupted".into()))

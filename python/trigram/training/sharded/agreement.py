@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_unlike_first
 from trigram.errors import MismatchError, MisuseError, TrigramError
-from trigram.runtime import world
+from trigram.runtime import dynamo, world
 from trigram.training.group_values import KERNELS, GroupValues
 
 
@@ -68,7 +67,7 @@ class Job:
     def __init__(self) -> None:
         self.job = world.job()
 
-    @torch.compiler.disable
+    @dynamo.disable
     def __call__(self, *_: Any) -> None:
         """See the class."""
         self.check("optimizer.step()")

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import MisuseError
+from trigram.runtime import dynamo
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.compressors import GradientCompressor
@@ -116,7 +117,7 @@ class ShardedSync(FailedSteps, FusedSlices, LentSlices, OptimizerCalls):
         if self.updates.bit_count() == 1:
             agree_on_options(self.groups, self.optimizer)
 
-    @torch.compiler.disable  # a script may compile the optimizer's step
+    @dynamo.disable  # a script may compile the optimizer's step
     @torch.no_grad()
     def _stepped(self, optimizer: Optimizer, *args: Any) -> None:
         """The optimizer has stepped: collects the weights."""

@@ -46,6 +46,7 @@ impl Engine {
                 .map_err(|e| Error::io("starting a thread of the engine", e))
         });
         let heartbeat = Mutex::new(heartbeat.transpose()?);
+        fork::engine_began();
         Ok(Self { driver, helped: Mutex::default(), background: Mutex::default(), heartbeat })
     }
 
@@ -346,6 +347,7 @@ impl Engine {
         }
         self.driver.counters.log.write_out();
         self.driver.counters.events.close();
+        fork::engine_ended();
         waited
     }
 }

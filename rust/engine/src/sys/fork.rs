@@ -13,8 +13,8 @@ use trigram_core::{Error, Result};
 
 const ROOM: usize = 16 << 10;
 static FDS: [AtomicI32; ROOM] = [const { AtomicI32::new(-1) }; ROOM];
-/// Whether this process has ever held a descriptor of the engine.
-static HELD: AtomicBool = AtomicBool::new(false);
+/// How many engines of this process have not shut down.
+static ENGINES: AtomicUsize = AtomicUsize::new(0);
 static FORKED: AtomicBool = AtomicBool::new(false);
 static DEPTH: AtomicUsize = AtomicUsize::new(0);
 static WATCH: Once = Once::new();
@@ -36,7 +36,6 @@ impl GuardedFd {
     /// Registers a descriptor. Beyond 16,384 of them, a child keeps the rest.
     pub fn new(fd: &impl AsRawFd) -> Self {
         watch();
-        HELD.store(true, Ordering::Relaxed);
         let fd = fd.as_raw_fd();
         for cell in &FDS {
             if cell.compare_exchange(-1, fd, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
@@ -57,7 +56,18 @@ impl Drop for GuardedFd {
     }
 }
 
-/// Returns an error in a forked child.
+/// Counts an engine that begins: children that are forked before [`engine_ended`] may not use trigram.
+pub fn engine_began() {
+    watch();
+    ENGINES.fetch_add(1, Ordering::Relaxed);
+}
+
+/// Counts an engine that has shut down. A child has no part in its connections, and may make an engine of its own.
+pub fn engine_ended() {
+    ENGINES.fetch_sub(1, Ordering::Relaxed);
+}
+
+/// Returns an error in a forked child of a process that had an engine.
 pub fn check() -> Result<()> {
     if !FORKED.load(Ordering::Relaxed) {
         return Ok(());
@@ -82,7 +92,7 @@ pub fn depth() -> usize {
 extern "C" fn in_child() {
     DEPTH.fetch_add(1, Ordering::Relaxed);
     // A child of a process that had no engine may make one of its own.
-    if HELD.load(Ordering::Relaxed) {
+    if ENGINES.swap(0, Ordering::Relaxed) > 0 {
         FORKED.store(true, Ordering::Relaxed);
     }
     // SAFETY: open, dup2 and close may be called between fork and exec.

@@ -528,6 +528,18 @@ def overlapping(rank: int, world: int) -> None:
     twins.check("at the end")
 
 
+@CASES
+def given_to_other_processes(rank: int, world: int) -> None:
+    """``share_memory`` moves weights, and the gradients that are there, between two steps."""
+    twins = Twins(rank, world)
+    twins.train(steps=2)
+    for model, _ in twins.pairs:
+        model.share_memory()
+    twins.train(2, 2)
+    twins.check_state("at the end")
+    twins.check_ranks()
+
+
 def _with(case: str, **mode: Any) -> Callable[[int, int], None]:
     def check(rank: int, world: int) -> None:
         twin_models.mode = mode

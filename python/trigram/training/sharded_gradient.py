@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -48,6 +48,14 @@ _IN_PLACE_LISTS: set[Any] = {
     for overload in overloads
 }
 _ZEROS = (_aten.zero_.default, _aten._foreach_zero_.default)
+_OF_MEMORY = {
+    getattr(torch.Tensor, name, None)  # ``const_data_ptr`` is of torch 2.13
+    for name in (
+        *("numpy", "tolist", "data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage"),
+        *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"),
+    )
+}
+"""Methods that read a tensor's memory or hand it on, and are no operations that torch dispatches."""
 
 
 class ShardedGradient(torch.Tensor):
@@ -71,8 +79,14 @@ class ShardedGradient(torch.Tensor):
     def __new__(cls, param: torch.Tensor, part: torch.Tensor | None, group: Group) -> ShardedGradient:
         """A gradient of this parameter."""
         made: ShardedGradient = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=param.device,
+            storage_size=0,  # torch would read as much from the null pointer
         )
+        torch._C._set_throw_on_mutable_data_ptr(made)
         made.part, made.group = part, group
         made.begin()
         return made
@@ -101,6 +115,19 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient(shape={tuple(self.shape)}, {held} of {self.numel()} values on this rank)"
 
     @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuses what would read memory: there is none. ``share_memory_``, which ``nn.Module.share_memory``
+        calls on the gradients too, has nothing to move."""
+        if func is torch.Tensor.share_memory_:
+            return args[0]
+        if func in _OF_MEMORY:
+            _refuse(func.__name__, args)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -126,13 +153,18 @@ class ShardedGradient(torch.Tensor):
                 "divided, or used; reset gradients after each update, and run all passes before an update "
                 f"but the last under trigram.no_sync, or use {_instead(args[0])}"
             )
-        for gradient in pytree.tree_leaves((args, kwargs)):
-            if isinstance(gradient, ShardedGradient):
-                _part(gradient)
-        raise MisuseError(
-            f"gradients='shards': {func} on a gradient of which each rank holds a part; possible are norms, "
-            "clipping, factors and a GradScaler. Use gradients='full' where the script needs whole gradients"
-        )
+        _refuse(func, (args, kwargs))
+
+
+def _refuse(func: Any, given: Any) -> NoReturn:
+    """Raises for something that these gradients do not know."""
+    for gradient in pytree.tree_leaves(given):
+        if isinstance(gradient, ShardedGradient):
+            _part(gradient)
+    raise MisuseError(
+        f"gradients='shards': {func} on a gradient of which each rank holds a part; possible are norms, "
+        "clipping, factors and a GradScaler. Use gradients='full' where the script needs whole gradients"
+    )
 
 
 def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -123,6 +123,9 @@ class Holds(nn.Module):
         self.layer = nn.Linear(6, 2)
         self.register_buffer("held", held)
 
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layer(inputs)
+
 
 def quantized() -> Tensor:
     return torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
@@ -169,6 +172,89 @@ def expanded_on_one_rank(rank: int, world: int) -> None:
     """An expanded buffer cannot hold what another rank's buffer holds."""
     held = torch.ones(1).expand(4) if rank == 1 else torch.arange(4.0)
     says(raises(trigram.MismatchError, trigram.with_bagua, Holds(held)), "rank(s) 1", "expanded")
+
+
+CHANGES: dict[str, Callable[[nn.Module], object]] = {
+    "resize_": lambda m: m.held.resize_(7, 3).zero_(),
+    "set_": lambda m: m.held.set_(torch.zeros(7, 3)),
+    "data": lambda m: setattr(m.held, "data", torch.zeros(7, 3)),
+    "dtype": lambda m: setattr(m.held, "data", torch.zeros(2, 3, dtype=torch.float64)),
+    "emptied": lambda m: m.held.resize_(0),
+    "rebound": lambda m: setattr(m, "held", torch.zeros(7, 3)),
+}
+
+
+def _step(model: nn.Module, rank: int, step: int) -> None:
+    model(x(rank, step)).square().mean().backward()
+    model.zero_grad()
+
+
+@CASES.over(*[f"{change}-{algorithm}" for change in CHANGES for algorithm in ("bytegrad", "decentralized")])
+def changed_in_place(rank: int, world: int, what: str) -> None:
+    """A script gives a buffer another shape or dtype, on all ranks: the next pass sends it as it is now."""
+    change, algorithm = what.split("-")
+    model = trigram.with_bagua(Holds(torch.zeros(2, 3)), algorithm)
+    for step in range(3):
+        _step(model, rank, step)
+        if step == 1:
+            with torch.no_grad():
+                CHANGES[change](model)
+        model.held.fill_(step + rank)
+        model.train(step != 0)  # the first of these is sent in backward
+    _step(model, rank, 3)
+    equal(model.held, torch.full_like(model.held, 2 + (rank if algorithm == "decentralized" else 0)), what)
+    trigram.consensus(model)
+    assert model.held.numel() != 6 or change == "dtype"
+
+
+@CASES.over(*[f"{change}-{mode}" for change in CHANGES for mode in ("train", "eval")])
+def changed_on_one_rank(rank: int, world: int, what: str) -> None:
+    """All ranks learn which buffer has which shape where; in evaluation mode it is sent in backward."""
+    change, mode = what.split("-")
+    model = trigram.with_bagua(Holds(torch.zeros(2, 3)))
+    model.train(mode == "train")
+    _step(model, rank, 0)
+    if rank == world - 1:
+        with torch.no_grad():
+            CHANGES[change](model)
+    wanted = ("held (2, 3) torch.float32 on rank(s) 0", f"on rank(s) {world - 1}", "ignore=")
+    says(raises(trigram.MismatchError, _step, model, rank, 1), *wanted)
+
+
+class Cache(nn.Module):
+    """A layer, and what it has computed for inputs of as many rows as it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 2)
+        self.register_buffer("rows", torch.zeros(0, 1), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if len(inputs) > len(self.rows):
+            self.rows = torch.arange(float(len(inputs)))[:, None].cos()
+        equal(self.rows[:, 0], torch.arange(float(len(self.rows))).cos(), "the cache")
+        return self.layer(inputs * self.rows[: len(inputs)])
+
+
+@CASES.over(*ALGORITHMS)
+def grown_by_each_rank(rank: int, world: int, algorithm: str) -> None:
+    """Caches of different lengths, which take as much memory when they are padded: an error in the pass, or
+    each rank's own and an error in ``consensus``; named in ``ignore`` they are each rank's own everywhere."""
+    said = ("rows (4, 1)", "on rank(s) 0", f"rows ({2 * world + 2}, 1)", f"on rank(s) {world - 1}", "ignore=")
+    model = trigram.with_bagua(Cache(), algorithm)
+    model(torch.ones(4 + 2 * rank, 6)).sum().backward()
+    if algorithm in ("gradient_allreduce", "bytegrad"):
+        says(raises(trigram.MismatchError, model, torch.ones(4, 6)), *said)
+    else:
+        for _ in range(4):
+            model(torch.ones(3, 6)).sum().backward()
+        for call in (trigram.consensus, trigram.consensus_state_dict):
+            says(raises(trigram.MismatchError, call, model), *said)
+    model = trigram.with_bagua(Cache(), algorithm, ignore=["rows"])
+    for rows in (4, 2, 5):
+        model(torch.ones(rows + 2 * rank, 6)).sum().backward()
+    trigram.consensus(model)
+    assert len(model.rows) == 5 + 2 * rank
 
 
 @pytest.mark.parametrize("case", list(CASES))

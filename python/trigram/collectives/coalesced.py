@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import nn
 
 from trigram.collectives import calls
 from trigram.runtime import engine_codes
@@ -172,9 +171,3 @@ def broadcast(tensors: Iterable[torch.Tensor], src: int, group: Group, chunk_byt
     for same in alike(t.detach() for t in tensors):
         for chunk in chunks(same, chunk_bytes):
             Coalesced(chunk).broadcast(src, group)
-
-
-def of_buffers(model: nn.Module, ignored: Collection[str] = ()) -> list[Coalesced]:
-    """The non-empty buffers of a model, coalesced by dtype and device; without those named in ``ignored``."""
-    named = [b for n, b in model.named_buffers() if b.numel() and n not in ignored]
-    return [Coalesced(b) for b in alike(named)]

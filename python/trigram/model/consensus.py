@@ -15,6 +15,7 @@ from trigram.collectives.consistency import unequal
 from trigram.mixing.step import AveragingStep
 from trigram.model.shards import collect
 from trigram.model.wrapped import WrappedModel, lookup
+from trigram.training.model_changes import agree_on_layouts, layouts
 from trigram.training.schedule import EverySteps
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
@@ -68,12 +69,14 @@ def consensus(model: nn.Module, timeout: float | None = 300.0) -> Consensus:
 
     Raises:
         TimeoutError: Some ranks did not call it in time; the message names them.
+        MismatchError: A parameter or buffer has another shape or dtype on some ranks; the message names it.
     """
     wrapped = lookup(model, "consensus")
     hooks = wrapped.hooks
     if hooks is None:
         return Consensus(model, [], None)
     _settle(hooks, timeout)
+    _agree(hooks, model)
     named = [*model.named_parameters(), *model.named_buffers()]
     ignored = _ignored(wrapped)
     tensors = _to_average([t.detach() for _, t in named if t.numel() and t.data_ptr() not in ignored], hooks)
@@ -107,11 +110,13 @@ def consensus_state_dict(
 
     Raises:
         TimeoutError: Some ranks did not call it in time; the message names them.
+        MismatchError: A parameter or buffer has another shape or dtype on some ranks; the message names it.
     """
     wrapped = lookup(model, "consensus_state_dict")
     hooks = wrapped.hooks
     if hooks is not None:
         _settle(hooks, timeout)
+        _agree(hooks, model)
     state = model.state_dict()
     ignored = _ignored(wrapped)
     copies: dict[Any, torch.Tensor] = {}
@@ -147,6 +152,11 @@ def _settle(hooks: StepHooks, timeout: float | None) -> None:
     else:
         hooks.abort_failed(timeout)
         _await_all(hooks, timeout)
+
+
+def _agree(hooks: StepHooks, model: nn.Module) -> None:
+    """Raises on all ranks if a parameter or buffer has another shape on some."""
+    agree_on_layouts(layouts(hooks.tensors(model)), hooks.groups.control)
 
 
 def _to_average(tensors: list[torch.Tensor], hooks: StepHooks) -> list[torch.Tensor]:

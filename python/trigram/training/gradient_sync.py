@@ -38,6 +38,7 @@ from trigram.runtime.group import Group
 from trigram.training import joined_optimizers
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
+from trigram.training.buffer_broadcast import BufferBroadcast
 from trigram.training.compressors import GradientCompressor
 from trigram.training.fused_buckets import FusedBuckets
 from trigram.training.gradient_backup import GradientBackup
@@ -73,7 +74,7 @@ class GradientSync(FusedBuckets):
         compressor: GradientCompressor | None = None,
     ) -> None:
         self.buckets = BucketSet(groups, bucket_bytes, compressor or GradientCompressor())
-        self.received: list[coalesced.Coalesced] = []
+        self.buffers = BufferBroadcast(groups)
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
         self.idle = False
@@ -125,11 +126,6 @@ class GradientSync(FusedBuckets):
     def _buckets_changed(self) -> None:
         self.times.buckets = [b.nbytes for b in self.buckets]
 
-    def watch(self, model: nn.Module) -> None:
-        """Hooks the model and its parameters."""
-        super().watch(model)
-        self.buffers = self._buffers(model)
-
     def close(self) -> None:
         """See :class:`StepHooks`."""
         super().close()
@@ -172,7 +168,7 @@ class GradientSync(FusedBuckets):
         if self.at_boundary is not None:
             self.at_boundary()
         if self.groups.broadcast_buffers:
-            self._broadcast_buffers(model, src, in_backward)
+            self.buffers.send(model, src, self.before_passes, in_backward)
 
     def _follow_changes(self, model: nn.Module, in_backward: bool) -> bool:
         """Follows a script that has replaced, added or loaded parameters; True if it has found them anew."""
@@ -212,20 +208,6 @@ class GradientSync(FusedBuckets):
         if model is not None and self.end_warmup() is None:
             with torch.no_grad():
                 self._follow_changes(model, in_backward=False)
-
-    def _buffers(self, model: nn.Module) -> list[coalesced.Coalesced]:
-        return coalesced.of_buffers(model, self.groups.ignored)
-
-    def _broadcast_buffers(self, model: nn.Module, src: int, in_backward: bool) -> None:
-        with torch.no_grad():
-            ignored = self.groups.ignored
-            current = [b for n, b in model.named_buffers() if b.numel() and n not in ignored]
-            if {id(b) for b in current} != {id(t) for f in self.buffers for t in f.tensors}:
-                self.buffers = self._buffers(model)
-            for buffers in self.buffers:
-                # Backward may need the buffers as they are: they are written when it has ended.
-                buffers.broadcast(src, self.before_passes, unpack=not in_backward)
-            self.received = self.buffers if in_backward and self.groups.rank != src else []
 
     def learn_order(self) -> None:
         """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass, if there was
@@ -416,10 +398,7 @@ class GradientSync(FusedBuckets):
         self.since += 1
         self.has_failed = False
         self.local.pass_ended()
-        received, self.received = self.received, []
-        for buffers in received:
-            # Through `data`: the graph of this pass may be used again, and buffers are constants to it.
-            torch._foreach_copy_([t.data for t in buffers.tensors], buffers.views)
+        self.buffers.write_late()
         if self.buckets.copies:
             self.local.averages_are(self.params)
 

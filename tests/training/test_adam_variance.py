@@ -213,6 +213,100 @@ def test_other_optimizers_are_left_alone(make: Any) -> None:
     assert runs[0].equal(runs[1])
 
 
+class Own(torch.optim.AdamW):
+    """An update of its own, as of a library; subclasses say which moments it has."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            if not state:
+                state.update(step=torch.tensor(0.0), **self.moments(p))
+            state["step"] += 1
+            for m in state.values():
+                m.add_(1.0)
+            p.sub_(0.01)
+
+    def moments(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.ones_like(p), "exp_avg_sq": torch.ones_like(p)}
+
+
+class LowRank(Own):
+    def moments(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.ones(2, p.shape[1]), "exp_avg_sq": torch.ones(2, p.shape[1])}
+
+
+class Padded(Own):
+    def moments(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.ones(4096), "exp_avg_sq": torch.ones(4096)}
+
+
+class OneMoment(Own):
+    def moments(self, p: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"exp_avg": torch.ones_like(p)}
+
+
+class ThreeBetas(Own):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, lr=lr)
+        self.param_groups[0]["betas"] = (0.9, 0.99, 0.999)
+
+
+class FewOptions(OneMoment):
+    def __init__(self, params: Any, lr: float) -> None:
+        torch.optim.Optimizer.__init__(self, params, {"lr": lr})
+
+
+class Cropped(torch.optim.Adam):
+    """torch's step, and moments that it has made small since."""
+
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].new_zeros(state["whole"])
+        loss = super().step(closure)
+        for state in self.state.values():
+            state["whole"] = state["exp_avg"].shape
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name][:1].clone()
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Own, LowRank, Padded, OneMoment, ThreeBetas, FewOptions, Cropped])
+def test_updates_and_moments_of_a_subclass_are_left_alone(
+    kind: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(adam_variance.logs, "warning", said.append)
+    param = nn.Parameter(torch.randn(6, 5))
+    optimizer = kind([param], lr=0.01)
+    for _ in range(15):
+        param.grad = torch.randn(6, 5)
+        optimizer.step()
+        before = {k: v.clone() for k, v in optimizer.state[param].items() if torch.is_tensor(v)}
+        adam_variance.adapt(optimizer, {id(param)}, 3)
+        assert all(torch.equal(optimizer.state[param][k], v) for k, v in before.items())
+    assert len(said) == 1 and kind.__name__ in said[0]
+
+
+class Clips(torch.optim.AdamW):
+    """torch's step, with something before it and something in the state."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_value_(self.param_groups[0]["params"], 100.0)
+        loss = super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["seen"] = 1
+        return loss
+
+
+def test_a_subclass_that_makes_torchs_step_is_adapted() -> None:
+    plain = type("Plain", (torch.optim.AdamW,), {})
+    for kind in (plain, Clips):
+        ours, theirs = (train(k, 3, torch.float64) for k in (kind, torch.optim.AdamW))
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_a_parameter_of_another_model_and_one_without_gradient_are_left_alone() -> None:
     params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     optimizer = torch.optim.Adam(params, 0.1)

@@ -31,34 +31,51 @@ gradient is a large part of the moments of a rare row, so the step just made is 
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from trigram import _core
+from trigram.runtime import logs
 
 _FIRST = 10
 """In the first steps the first moment says too little about the gradients of other batches."""
+
+_left: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of which a log line has said that they are left alone."""
 
 
 def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
     """Makes Adam's second moments those of the mean gradient; to be called after each step of the optimizer.
 
     Args:
-        optimizer: Any optimizer. Only ``torch.optim.Adam``, ``AdamW`` and their subclasses change, without
-            ``amsgrad``, where moments are float32 or float64; and ``SparseAdam``.
+        optimizer: Any optimizer. Only ``torch.optim.Adam``, ``AdamW`` and ``SparseAdam`` change, and
+            subclasses which make torch's step: without ``amsgrad``, where moments are float32 or float64. Of
+            a subclass with an update or moments of its own a log line says once that it is left alone.
         mine: ``id()`` of the parameters to adapt: those of which every rank has gradients of its own.
         ranks: How many ranks train the model.
     """
-    if ranks > 1 and isinstance(optimizer, torch.optim.SparseAdam):
+    kinds = torch.optim.Adam | torch.optim.AdamW | torch.optim.SparseAdam
+    if ranks == 1 or not isinstance(optimizer, kinds):
+        return
+    if not _makes_torchs_step(optimizer) or not _has_adams_state(optimizer, mine):
+        if optimizer not in _left:
+            _left.add(optimizer)
+            logs.warning(
+                f"{type(optimizer).__name__} has an update or moments other than torch's Adam, so they stay "
+                "those of this rank's gradients, which are noisier than their mean: with an algorithm that "
+                "averages weights its steps are shorter than with DistributedDataParallel"
+            )
+        return
+    if isinstance(optimizer, torch.optim.SparseAdam):
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state, gradient = optimizer.state.get(param), param.grad
                 if id(param) in mine and state and gradient is not None and gradient.is_sparse:
                     _adapt_rows(param, gradient.coalesce(), state, group, ranks)
-        return
-    if ranks == 1 or not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
         return
     # By a GradScaler, if the optimizer unscales gradients itself.
     skipped = getattr(optimizer, "found_inf", None)
@@ -71,6 +88,32 @@ def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
             state = optimizer.state.get(param)
             if id(param) in mine and param.grad is not None and state and not group["amsgrad"]:
                 _adapt_one(param, state, group, decay, ranks)
+
+
+def _makes_torchs_step(optimizer: Optimizer) -> bool:
+    """Whether its ``step`` is torch's, or those of subclasses call that of the class above, as to clip
+    gradients before it."""
+    for kind in type(optimizer).__mro__:
+        if "step" not in vars(kind):
+            continue
+        step = inspect.unwrap(vars(kind)["step"])  # torch wraps the ``step`` of each class in another
+        if step.__module__.startswith("torch.optim."):
+            return True
+        code = getattr(step, "__code__", None)
+        if code is None or "__class__" not in code.co_freevars or "step" not in code.co_names:  # no super()
+            return False
+    return False
+
+
+def _has_adams_state(optimizer: Optimizer, mine: set[int]) -> bool:
+    """Whether the states have moments of whole parameters."""
+    params = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+    states = [(p, optimizer.state[p]) for p in params if optimizer.state.get(p)]
+    return all(
+        getattr(state.get(name), "shape", None) == p.shape
+        for p, state in states
+        for name in ("exp_avg", "exp_avg_sq")
+    )
 
 
 @torch.no_grad()

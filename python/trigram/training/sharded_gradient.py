@@ -51,9 +51,9 @@ _ZEROS = (_aten.zero_.default, _aten._foreach_zero_.default)
 _OF_MEMORY = {
     getattr(torch.Tensor, name, None)  # ``const_data_ptr`` is of torch 2.13
     for name in (
-        "numpy tolist data_ptr const_data_ptr untyped_storage storage _typed_storage __array__ __dlpack__ "
-        "__deepcopy__ __reduce_ex__"
-    ).split()
+        *("numpy", "tolist", "data_ptr", "const_data_ptr", "untyped_storage", "storage", "_typed_storage"),
+        *("__array__", "__dlpack__", "__deepcopy__", "__reduce_ex__"),
+    )
 }
 """Methods that read a tensor's memory or hand it on, and are no operations that torch dispatches."""
 

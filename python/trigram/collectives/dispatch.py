@@ -1,4 +1,7 @@
-"""Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it."""
+"""Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it.
+
+In a compiled function this is no part of the graph: the engine is given addresses.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,7 @@ def all_reduce_at_once(group: Group, t: object, op: int) -> bool:
         raise
 
 
+@torch._disable_dynamo
 def dispatch(
     group: Group,
     asked: engine_codes.Asked,
@@ -81,6 +85,7 @@ def dispatch(
     return None
 
 
+@torch._disable_dynamo
 def dispatch_lists(
     group: Group,
     asked: engine_codes.Asked,

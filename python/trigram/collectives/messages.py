@@ -99,6 +99,7 @@ def recv(
     return sender
 
 
+@torch._disable_dynamo
 def _message(
     sends: bool,
     t: torch.Tensor,

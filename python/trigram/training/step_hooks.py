@@ -71,6 +71,7 @@ class _GradientHook(WeakHook):
         super().__init__(owner, "_on_gradient", i)
         self._model, self._name, self._job = owner.model, owner.names[i], world.job()
 
+    @torch._disable_dynamo
     def __call__(self, *args: Any) -> None:
         """See the class."""
         if self._model() is None and self._job == world.job() and not optimizer_hooks.has_listener(args[0]):
@@ -360,7 +361,7 @@ class StepHooks:
     @torch.compiler.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
-        if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or self.inside_backward() or _is_traced():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
@@ -395,7 +396,7 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if self.times.phase == steps.FORWARD:
             self.times.enter(steps.OTHER)
-        if not (torch.is_grad_enabled() and self.sync) or not self.handles:
+        if not (torch.is_grad_enabled() and self.sync) or not self.handles or _is_traced():
             return
         raised = sys.exc_info()[1]
         if output is None and raised is not None and id(raised) != self._handled:
@@ -518,6 +519,11 @@ class StepHooks:
         """Forgets a backward pass that has raised an exception."""
         self.active = self.prepared = False
         self._backward = self._outermost = None
+
+
+def _is_traced() -> bool:
+    """Whether ``torch.jit.trace`` or ``torch.export`` calls the model, perhaps on one rank."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def _layout(p: torch.Tensor) -> tuple[torch.dtype, torch.Size, torch.device, bool]:

@@ -77,6 +77,7 @@ class _GradientHook(WeakHook):
     def __init__(self, owner: StepHooks, param: torch.Tensor) -> None:
         super().__init__(owner, "_on_gradient", param)
 
+    @dynamo.disable
     def __call__(self, _none: Any, given: tuple[torch.Tensor | None, ...]) -> None:
         """See the class."""
         owner, param = self._owner(), self._args[0]
@@ -417,7 +418,7 @@ class StepHooks:
     @dynamo.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
-        if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or self.inside_backward() or _is_traced():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
@@ -452,7 +453,7 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if self.times.phase == steps.FORWARD:
             self.times.enter(steps.OTHER)
-        if not (torch.is_grad_enabled() and self.sync) or not self.handles:
+        if not (torch.is_grad_enabled() and self.sync) or not self.handles or _is_traced():
             return
         raised = sys.exc_info()[1]
         if output is None and raised is not None and id(raised) != self._handled:
@@ -598,6 +599,11 @@ class StepHooks:
         """Forgets a backward pass that has raised an exception."""
         self.active = self.prepared = False
         self._backward = self._outermost = None
+
+
+def _is_traced() -> bool:
+    """Whether ``torch.jit.trace`` or ``torch.export`` calls the model, perhaps on one rank."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
 
 
 def _outside_of_transforms() -> AbstractContextManager[Any]:

@@ -24,13 +24,14 @@ def mean_of(
     """Replaces each tensor by its mean over the ranks; returns when the means are there. All ranks call it.
 
     Args:
-        tensors: The same shapes and dtypes on all ranks. Floating-point tensors are averaged; the others are
-            copied from the group's first rank.
+        tensors: The same shapes and dtypes on all ranks. Floating-point and complex tensors are averaged; the
+            others are copied from the group's first rank.
         groups: The model's process groups. If ``groups.aggregation`` is set, it takes the place of the mean.
         sample_weight: This rank's weight in the mean; None: all ranks weigh the same.
     """
     rule, n = groups.aggregation, groups.size
     control = groups.control
+    tensors = [coalesced.as_real(t) for t in tensors]
     floats = [t for t in tensors if _is_averaged(t) and t.numel()]
     for chunk in (c for alike in coalesced.alike(floats) for c in coalesced.chunks(alike, CHUNK)):
         dtype = chunk[0].dtype

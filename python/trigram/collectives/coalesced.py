@@ -23,19 +23,30 @@ def alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(groups.values())
 
 
+def as_real(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, complex numbers as pairs of real ones: a view of the same memory."""
+    return torch.view_as_real(t) if t.is_complex() and not _is_lazy_view(t) else t
+
+
 def offsets(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None) -> tuple[list[int], int]:
-    """The offset of each tensor in the coalesced one, in elements, and the length of the coalesced one."""
+    """The offset of each tensor in the coalesced one, in elements, and the length of the coalesced one; of
+    complex tensors in one of ``dtype`` real, each element takes two."""
     at, total = [], 0
     for t in tensors:
         step = max(_ALIGN // (dtype or t.dtype).itemsize, 1)
         at.append(total)
-        total += -(-t.numel() // step) * step
+        pairs = t.is_complex() and dtype is not None and not dtype.is_complex
+        total += -(-t.numel() * (2 if pairs else 1) // step) * step
     return at, total
 
 
 def view_like(memory: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    """A view of part of ``memory`` with the shape and, for channels-last, the strides of ``like``."""
-    part = memory[offset : offset + like.numel()]
+    """A view of part of ``memory`` with the shape and, for channels-last, the strides of ``like``; of complex
+    numbers if ``like`` is, and ``memory`` holds them as pairs."""
+    if like.is_complex() and not memory.is_complex():
+        part = torch.view_as_complex(memory[offset : offset + 2 * like.numel()].view(-1, 2))
+    else:
+        part = memory[offset : offset + like.numel()]
     if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
         return part.as_strided(like.shape, like.stride(), part.storage_offset())
     return part.view(like.shape)

@@ -10,6 +10,7 @@ import torch
 
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
+from trigram.collectives.coalesced import as_real
 from trigram.errors import MismatchError
 from trigram.mixing.step import AveragingStep
 from trigram.runtime.records import all_gather_bytes
@@ -38,7 +39,10 @@ class OptimizerState(AveragingStep):
             {
                 name: v
                 for name, v in sorted(self.optimizer.state.get(p, {}).items())
-                if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == p.shape and v.dim()
+                if isinstance(v, torch.Tensor)
+                and as_real(v).is_floating_point()
+                and v.shape == p.shape
+                and v.dim()
             }
             for p in params
         ]

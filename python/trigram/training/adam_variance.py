@@ -39,6 +39,7 @@ import torch
 from torch.optim import Optimizer
 
 from trigram import _core
+from trigram.collectives.coalesced import as_real
 from trigram.runtime import logs
 
 _FIRST = 10
@@ -87,7 +88,9 @@ def adapt(optimizer: Optimizer, mine: set[int], ranks: int) -> None:
         for param in group["params"]:
             state = optimizer.state.get(param)
             if id(param) in mine and param.grad is not None and state and not group["amsgrad"]:
-                _adapt_one(param, state, group, decay, ranks)
+                if param.is_complex():  # Adam takes their pairs for real parameters
+                    state = {k: as_real(v) if torch.is_tensor(v) else v for k, v in state.items()}
+                _adapt_one(as_real(param), as_real(param.grad), state, group, decay, ranks)
 
 
 def _makes_torchs_step(optimizer: Optimizer) -> bool:
@@ -118,11 +121,16 @@ def _has_adams_state(optimizer: Optimizer, mine: set[int]) -> bool:
 
 @torch.no_grad()
 def _adapt_one(
-    param: torch.Tensor, state: dict[str, Any], group: dict[str, Any], decay: float, ranks: int
+    param: torch.Tensor,
+    gradient: torch.Tensor,
+    state: dict[str, Any],
+    group: dict[str, Any],
+    decay: float,
+    ranks: int,
 ) -> None:
-    gradient, second, first, step = param.grad, state["exp_avg_sq"], state["exp_avg"], state["step"]
+    second, first, step = state["exp_avg_sq"], state["exp_avg"], state["step"]
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    if second.dtype not in (torch.float32, torch.float64) or beta1 == 0 or gradient is None:
+    if second.dtype not in (torch.float32, torch.float64) or beta1 == 0:
         return
     gradient = gradient.to(second.dtype)
     if group["maximize"]:

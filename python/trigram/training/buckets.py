@@ -34,7 +34,8 @@ class Bucket:
 
     Attributes:
         params: The indices of the parameters, in the order of their gradients in the memory.
-        memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device.
+        memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device; complex gradients
+            are pairs in it.
         views: The gradient of each parameter, as a view into ``memory``.
         flags: One per parameter; None if they are sent separately.
         values: ``memory`` without the flags.
@@ -62,10 +63,10 @@ class Bucket:
     ) -> None:
         self.params = list(indices)
         chosen = [params[i] for i in indices]
-        at, total = coalesced.offsets(chosen)
+        dtype, device = chosen[0].dtype.to_real(), chosen[0].device
+        at, total = coalesced.offsets(chosen, dtype)
         whole = total + len(chosen) if length is None else length(total)
-        device = chosen[0].device
-        self.memory = empty(whole, dtype=chosen[0].dtype, device=device)
+        self.memory = empty(whole, dtype=dtype, device=device)
         self.memory.zero_()
         self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.permuted = [k for k, p in enumerate(chosen) if coalesced.is_permuted(p)]

@@ -116,6 +116,19 @@ def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
 def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
     """Raises if the optimizer or the model does not fit the algorithm; sends nothing."""
     options = algorithm.options
+    takes_real = {
+        "state='sharded'": options.get("state") == "sharded",
+        "fused=True": bool(options.get("fused")),
+        "a robust aggregation": algorithm.aggregation is not None,
+        "Adam's momentum": algorithm.value.carry == "momentum",
+    }
+    for name, p in model.named_parameters():
+        reason = next((kind for kind, chosen in takes_real.items() if chosen and p.is_complex()), None)
+        if reason is not None and p.requires_grad:
+            raise UnsupportedError(
+                f"{algorithm.name}: parameter {name} has dtype {p.dtype}, and {reason} takes real "
+                "parameters; choose an algorithm without it, or keep the parameter as torch.view_as_real(p)"
+            )
     if options.get("state") == "sharded" or options.get("fused"):
         updates_values(optimizer, options, algorithm.name)
     if options.get("state") == "sharded":

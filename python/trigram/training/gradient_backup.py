@@ -27,7 +27,8 @@ class GradientBackup:
         kept = bucket.backup.copy_(bucket.memory)
         for k, i in enumerate(bucket.params):
             view = bucket.views[k]
-            at = int(view.storage_offset() - bucket.memory.storage_offset())
+            start = coalesced.as_real(view).storage_offset()
+            at = int(start - bucket.memory.storage_offset())
             self.gradients[i] = None if params[i].grad is None else coalesced.view_like(kept, at, view)
 
     def restore(self, params: Sequence[torch.Tensor]) -> None:

@@ -310,10 +310,10 @@ class GradientSync(FusedBuckets):
                 "during backward(), before it was averaged; update weights after backward(), or use an "
                 "algorithm that averages weights (local_sgd, decentralized)"
             )
-        if grad.layout != torch.strided or grad.dtype != bucket.memory.dtype:
+        if grad.layout != torch.strided or grad.dtype != param.dtype:
             raise UnsupportedError(
                 f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, but a "
-                f"dense {bucket.memory.dtype} tensor is expected; create modules with sparse gradients with "
+                f"dense {param.dtype} tensor is expected; create modules with sparse gradients with "
                 "sparse=True, and change a parameter's dtype before with_bagua"
             )
         if grad.requires_grad:

@@ -332,9 +332,9 @@ class StepHooks:
                 raise UnsupportedError(
                     f"with_bagua: parameter {name} is on {p.device}; move the model to the CPU or to a GPU"
                 )
-            if not torch.is_floating_point(p):
+            if not (p.is_floating_point() or p.is_complex()):
                 raise UnsupportedError(
-                    f"with_bagua: parameter {name} has dtype {p.dtype}, but only real floating-point "
+                    f"with_bagua: parameter {name} has dtype {p.dtype}, but only floating-point and complex "
                     "parameters can be trained; set requires_grad=False on it"
                 )
         if not trained:

@@ -70,6 +70,6 @@ def _problem(model: nn.Module, ignored: Collection[str]) -> str:
             return f"{what} of dtype {t.dtype}, whose scales cannot be sent; register t.dequantize() instead"
         if str(t.dtype) in _OPAQUE:
             return f"{what} of dtype {t.dtype}, which torch cannot copy; register it as a view of torch.uint8"
-        if t.requires_grad and t.is_floating_point() and t.dtype not in engine_codes.AVERAGED:
+        if t.requires_grad and t.dtype.to_real() not in engine_codes.AVERAGED:
             return f"{what} of dtype {t.dtype}, which cannot be trained; set requires_grad=False on it"
     return ""

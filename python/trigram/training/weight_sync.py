@@ -109,7 +109,7 @@ class WeightSync(StepHooks):
         self.weights = None
         self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
         with torch.no_grad():
-            self.schedule = self.make(coalesced.alike(self.trained))
+            self.schedule = self.make(coalesced.alike(coalesced.as_real(p) for p in self.trained))
 
     def is_trained(self, param: torch.Tensor) -> bool:
         """Whether the script trains the parameter, if not in this step.
@@ -469,7 +469,8 @@ class WeightSync(StepHooks):
         assert model is not None
         contributing = self.groups.size - len(part.newcomers)
         with torch.no_grad():
-            for same in coalesced.alike(p.detach() for p in model.parameters() if p.is_floating_point()):
+            weights = (coalesced.as_real(p.detach()) for p in model.parameters())
+            for same in coalesced.alike(w for w in weights if w.is_floating_point()):
                 averaged = coalesced.Coalesced(same)
                 if not part.is_new:
                     averaged.pack()

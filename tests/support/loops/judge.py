@@ -47,8 +47,13 @@ class Outcome:
     rounds: list[int] = field(default_factory=list)
 
 
+def _real(p: torch.Tensor) -> torch.Tensor:
+    values = p.detach()
+    return (torch.view_as_real(values) if p.is_complex() else values).double()
+
+
 def _flat(models: list[Any]) -> Weights:
-    parts = [[p.detach().double().flatten() for _, p in sorted(m.named_parameters())] for m in models]
+    parts = [[_real(p).flatten() for _, p in sorted(m.named_parameters())] for m in models]
     return [torch.cat(part) if part else torch.zeros(0).double() for part in parts]
 
 

@@ -413,9 +413,9 @@ def bfloat16_after_wrapping(t: Loop) -> None:
     train(t, model, 0, 10, doubled)
 
 
-@row(refused=(tuple(ALGORITHMS), "phase", "complex64"))
-def complex_parameters(t: Loop) -> None:
-    """Refused, by name."""
+@row(linear=True)
+def complex_parameter_without_gradient(t: Loop) -> None:
+    """No pass reaches it."""
 
     class Phases(Flat):
         def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.loops.loop import (
     Flat,
@@ -339,3 +339,29 @@ def storage_swapped(t: Loop) -> None:
         for p in model.parameters():
             p.set_(p.detach().clone())
     train(t, model, 5, 5)
+
+
+class Rotated(nn.Module):
+    """A complex matrix between real layers; linear in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(6, 5, dtype=torch.complex64))
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.out((inputs.to(torch.complex64) @ self.turn).abs())
+
+
+@row()
+def complex_parameters(t: Loop) -> None:
+    """A model with complex parameters, which train as pairs of real ones."""
+    train(t, t.wrap(Rotated()), lr=0.02)
+
+
+@row(compare=("gradient_allreduce", "topk"))
+def complex_parameters_with_adam(t: Loop) -> None:
+    """The same with Adam, whose second moments are pairs too."""
+    module = Rotated()
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+    train(t, t.wrap(module, optimizer), optimizer=optimizer)

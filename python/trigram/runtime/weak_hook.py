@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from trigram.runtime import dynamo
+
+_is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
 
 class _NoTorchScript:
@@ -36,9 +41,13 @@ class WeakHook(_NoTorchScript):
         self._method = method
         self._args = args
 
-    @dynamo.disable
     def __call__(self, *args: Any) -> None:
-        """Calls the method."""
+        """Calls the method; an exported graph, which is traced through here, has no part of it."""
+        if not _is_exporting():
+            self._call(*args)
+
+    @dynamo.disable
+    def _call(self, *args: Any) -> None:
         owner = self._owner()
         if owner is not None:
             getattr(owner, self._method)(*self._args, *args)

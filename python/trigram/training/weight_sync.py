@@ -132,15 +132,13 @@ class WeightSync(StepHooks):
         return zlib.crc32("\n".join(frozen).encode()) & 0xFFFF
 
     def _find_holders(self) -> None:
-        """Finds the optimizers of the parameters that are frozen and were trained."""
-        frozen = {id(p) for p in self.params if not p.requires_grad} & self.groups.trained
-        by_hand = not optimizer_hooks.optimizers_of({id(p) for p in self.params})
-        self.holders = dict.fromkeys(frozen) if by_hand else {}
-        for optimizer in optimizer_hooks.optimizers_of(frozen):
-            self.holders.update(
-                dict.fromkeys(optimizer_hooks.parameters_of(optimizer) & frozen, weakref.ref(optimizer))
-            )
-        self.groups.trained -= frozen - self.holders.keys()
+        """Finds the optimizers of all parameters at once, as it takes long, and forgets what is frozen and in
+        none of them."""
+        optimizers = optimizer_hooks.optimizers_of(set(self.index))
+        self.holders = {} if optimizers else dict.fromkeys(self.index)
+        for optimizer in optimizers:
+            self.holders |= dict.fromkeys(optimizer_hooks.parameters_of(optimizer), weakref.ref(optimizer))
+        self.groups.trained -= {id(p) for p in self.params if not p.requires_grad} - self.holders.keys()
 
     # Training steps.
 

@@ -74,6 +74,24 @@ def combinations(rank: int, world: int) -> None:
 
 
 @CASES
+def complex_parameters(rank: int, world: int) -> None:
+    """They train in pairs under other algorithms; slices of them, and robust aggregations, take real ones."""
+
+    def turned() -> nn.Module:
+        model = mlp()
+        model.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        return model
+
+    refused(trigram.UnsupportedError, "turn", "complex64", "sharded", make=turned)
+    refused(
+        trigram.UnsupportedError, "turn", "fused", make=turned, algorithm="gradient_allreduce", fused=True
+    )
+    median = "central:median/full/sync"
+    text = raises(trigram.UnsupportedError, trigram.with_bagua, turned(), median)
+    says(text, "turn", "robust", "view_as_real")
+
+
+@CASES
 def shared_memory(rank: int, world: int) -> None:
     """Two parameters that overlap, and a buffer that is a view of a parameter."""
 

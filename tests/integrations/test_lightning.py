@@ -188,6 +188,42 @@ def test_other_algorithms_train() -> None:
     run(2, _trained, timeout=120)
 
 
+class OfAll(Module):
+    """Notes the buffers that each rank validates."""
+
+    def on_fit_start(self) -> None:
+        self.validated: list[Tensor] = []
+
+    def validation_step(self, batch: list[Tensor], number: int) -> None:
+        super().validation_step(batch, number)
+        self.validated.append(self.net[1].running_mean.clone())
+
+
+def _averaged_weights(rank: int, world: int) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging
+
+    from trigram.integrations.lightning import TrigramStrategy
+
+    seen = {}
+    for strategy in ("ddp", TrigramStrategy()):
+        module = OfAll()
+        more = {"callbacks": [EMAWeightAveraging(decay=0.5)], "num_sanity_val_steps": 0}
+        trainer(strategy, ranks=world, **more).fit(module, batches(120), batches(24))
+        mine = torch.stack(module.validated)
+        first = mine.clone()
+        torch.distributed.broadcast(first, 0)
+        assert torch.equal(mine, first), f"{strategy}: the buffers that ranks validate differ"
+        seen[strategy] = mine
+        if strategy == "ddp":
+            new_group(rank)
+    ddp, ours = seen.values()
+    assert torch.allclose(ddp, ours, atol=1e-6)
+
+
+def test_averaged_weights_are_validated_with_the_buffers_of_rank_0() -> None:
+    run(2, _averaged_weights, timeout=120)
+
+
 def _resumed(rank: int, world: int) -> None:
     from trigram.integrations.lightning import TrigramStrategy
 

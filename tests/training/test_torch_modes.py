@@ -83,6 +83,77 @@ def join(rank: int, world: int, kind: str) -> None:
     like_ddp(rank, world, train, f"join-{kind}")
 
 
+def _exchange(t: Tensor) -> Tensor:
+    got = torch.empty_like(t)
+    rank, world = trigram.rank(), trigram.world_size()
+    work = trigram.send(t, (rank + 1) % world, async_op=True)
+    trigram.recv(got, (rank - 1) % world)
+    work.wait()
+    return got
+
+
+def _wait_for(t: Tensor) -> Tensor:
+    trigram.all_reduce(t, async_op=True).wait()
+    return t
+
+
+CALLS: dict[str, Callable[[Tensor, int], Any]] = {
+    "all_reduce": lambda t, n: trigram.all_reduce(t, "avg"),
+    "list": lambda t, n: trigram.all_reduce([t, t.clone()]),
+    "async": lambda t, n: _wait_for(t),
+    "all_gather": lambda t, n: trigram.all_gather(torch.empty(n, *t.shape), t),
+    "broadcast": lambda t, n: trigram.broadcast(t, 0),
+    "reduce_scatter": lambda t, n: trigram.reduce_scatter(torch.empty_like(t), torch.cat([t] * n)),
+    "all_to_all": lambda t, n: trigram.all_to_all(torch.empty(n, len(t)), torch.stack([t] * n)),
+    "messages": lambda t, n: _exchange(t),
+    "barrier": lambda t, n: trigram.barrier(),
+}
+
+
+@CASES.over(*CALLS)
+def compiled_calls(rank: int, world: int, call: str) -> None:
+    """In a compiled function, with other shapes: from the second on sizes are symbols in a trace."""
+
+    def body(t: Tensor) -> Tensor:
+        t = t * (2 + rank)
+        CALLS[call](t, world)
+        return t + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(body, backend="eager")
+    for length in (8, 12, 20):
+        t = torch.arange(float(length))
+        assert torch.equal(compiled(t), body(t)), length
+
+
+@CASES.over("gradient_allreduce", "bytegrad", "topk", "decentralized", "local_sgd")
+def compiled_steps(rank: int, world: int, algorithm: str) -> None:
+    """A whole step in a compiled function: the hooks run in a backward pass that it starts."""
+    options: dict[str, Any] = {"topk": {"fraction": 0.5}, "local_sgd": {"every": 2}}.get(algorithm, {})
+    models = [trigram.with_bagua(mlp(), algorithm, **options) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def steps(model: nn.Module) -> Callable[[Tensor], None]:
+        optimizer = sgd(model)
+
+        def step(inputs: Tensor) -> None:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    torch._dynamo.reset()
+    plain, compiled = steps(models[0]), torch.compile(steps(models[1]), backend="eager")
+    for k, length in enumerate((4, 8, 6)):
+        inputs = torch.randn(length, 6, generator=torch.Generator().manual_seed(10 * k + rank))
+        plain(inputs)
+        compiled(inputs)
+    for a, b in zip(*(weights(m) for m in models), strict=True):
+        close(a, b, 0.0, algorithm)
+    assert trigram.stats(models[1])["steps"] == 3
+
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01),
     "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=0.1),

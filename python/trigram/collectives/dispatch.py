@@ -1,4 +1,7 @@
-"""Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it."""
+"""Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it.
+
+In a compiled function this is no part of the graph: the engine is given addresses.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from trigram.collectives.arguments import seconds
 from trigram.collectives.work import Work
 from trigram.errors import TrigramError, UnsupportedError
 from trigram.gpu import routes
-from trigram.runtime import engine_codes, logs
+from trigram.runtime import dynamo, engine_codes, logs
 from trigram.runtime.group import Group
 
 _NO_MEMORY = (0, 0, 0, 0)
@@ -33,6 +36,7 @@ def all_reduce_at_once(group: Group, t: object, op: int) -> bool:
         raise
 
 
+@dynamo.disable
 def dispatch(
     group: Group,
     asked: engine_codes.Asked,
@@ -81,6 +85,7 @@ def dispatch(
     return None
 
 
+@dynamo.disable
 def dispatch_lists(
     group: Group,
     asked: engine_codes.Asked,

@@ -11,6 +11,7 @@ from trigram.collectives.arguments import check, seconds
 from trigram.collectives.work import Work
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import routes
+from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
 
@@ -99,6 +100,7 @@ def recv(
     return sender
 
 
+@dynamo.disable
 def _message(
     sends: bool,
     t: torch.Tensor,

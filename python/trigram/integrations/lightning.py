@@ -97,6 +97,7 @@ class TrigramStrategy(_WithAlgorithm, DDPStrategy):
                 "options: 'group': all ranks of Lightning's Trainer train a module; use Fabric or a loop of "
                 "your own to train it on some"
             )
+        self._validates = False
 
     def configure_ddp(self) -> None:
         """Does nothing: the module is wrapped when its optimizers are there, see :meth:`setup_optimizers`."""
@@ -121,9 +122,20 @@ class TrigramStrategy(_WithAlgorithm, DDPStrategy):
             return self._forward_redirection(module, module, "training_step", *args, **kwargs)
 
     def on_validation_start(self) -> None:
-        """All ranks validate rank 0's buffers, as under ``DistributedDataParallel``, whose validation step
-        broadcasts them."""
+        """See :meth:`validation_step`."""
         super().on_validation_start()
+        self._validates = False
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """All ranks validate rank 0's buffers, as under ``DistributedDataParallel``, whose validation step
+        broadcasts them. They do so from the first step on, when callbacks have put averaged weights and
+        buffers into the module."""
+        if not self._validates:
+            self._validates = True
+            self._broadcast_buffers()
+        return super().validation_step(*args, **kwargs)
+
+    def _broadcast_buffers(self) -> None:
         module = self.lightning_module
         if module is None or not trigram.is_wrapped(module) or saved_state.weights_differ(module):
             return

@@ -187,7 +187,7 @@ class StoreGather:
         self.meeting = ""
         self.ended = False
         with self._connected():
-            self.new = store is None or not self.store.check([_NAME.format(rank)])
+            self.new = self.store is None or not self.store.check([_NAME.format(rank)])
         self.begin()
 
     def begin(self) -> None:

@@ -215,8 +215,9 @@ class GradientSync(FusedBuckets):
         one; all ranks call it, between passes."""
         if self.order is None or not self.steps:
             return
-        rest = [i for i in reversed(self.dense) if i not in set(self.order)]
-        order = torch.tensor(self.order + rest, dtype=torch.int64, device="cpu")
+        seen = dict.fromkeys(self.order)  # once each, also if a pass has failed and was made again
+        rest = [i for i in reversed(self.dense) if i not in seen]
+        order = torch.tensor([*seen, *rest], dtype=torch.int64, device="cpu")
         collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
         self.order = None
         if order.tolist() != self.buckets.order:
@@ -330,8 +331,10 @@ class GradientSync(FusedBuckets):
         bucket.pending.discard(k)
         if self.probe is not None:
             self.probe.ready(i)
-        if self.order is not None and i not in self.order:
+        if self.order is not None:
             self.order.append(i)
+        if bucket.pending and not self.buckets.two_phase and not self.fusing:
+            return  # nothing can start
         try:
             while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
                 self._start(self.buckets[self.next])

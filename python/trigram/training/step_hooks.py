@@ -18,6 +18,7 @@ import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +77,7 @@ class _GradientHook(WeakHook):
     def __init__(self, owner: StepHooks, param: torch.Tensor) -> None:
         super().__init__(owner, "_on_gradient", param)
 
+    @dynamo.disable
     def __call__(self, _none: Any, given: tuple[torch.Tensor | None, ...]) -> None:
         """See the class."""
         owner, param = self._owner(), self._args[0]
@@ -83,8 +85,11 @@ class _GradientHook(WeakHook):
             return  # autograd has added nothing, if there is still somebody to tell
         if owner.model() is None:  # other ranks may wait for its hooks, see `weight_sync.running`
             _DroppedModel("of an asynchronous algorithm", owner.made_in)(param)
-            return
-        owner._on_gradient(param)
+        elif torch.is_grad_enabled():  # ``create_graph=True``
+            with torch.no_grad():
+                owner._on_gradient(param)
+        else:
+            owner._on_gradient(param)
 
 
 class _DroppedModel:
@@ -352,7 +357,7 @@ class StepHooks:
         return (
             len(now) != len(self.params)
             or any(p is not q for p, q in zip(now, self.params, strict=True))
-            or [_layout(p) for p in now] != self._layouts
+            or any(_layout(p) != layout for p, layout in zip(now, self._layouts, strict=True))
         )
 
     def has_other_training(self) -> bool:
@@ -413,7 +418,7 @@ class StepHooks:
     @dynamo.disable
     def _before_forward(self, model: nn.Module, args: Any) -> None:
         self._handled = id(sys.exc_info()[1])  # the call may be in an except clause of the script
-        if not torch.is_grad_enabled() or self.inside_backward() or torch.jit.is_tracing():
+        if not torch.is_grad_enabled() or self.inside_backward() or _is_traced():
             return  # an evaluation, a forward pass that checkpointing repeats, or no training at all
         if any(not isinstance(p, nn.Parameter) for p in model.parameters()):
             return  # torch.func.functional_call with other tensors: not the weights that train
@@ -426,7 +431,7 @@ class StepHooks:
             return
         if not self.updating:
             self._watch_parameters()
-            with torch.no_grad():
+            with torch.no_grad(), _outside_of_transforms():
                 self.forward_begins(model)
         # In evaluation mode (and for fine-tuning in it) the pass is prepared when it begins.
         if model.training and not self.prepared and (self.sync or self.join is None):
@@ -436,7 +441,7 @@ class StepHooks:
         self.prepared = True
         before = self.times.enter(steps.WAIT)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _outside_of_transforms():
                 self.before_pass(model, in_backward)
         except BaseException:
             self.prepared = False
@@ -448,7 +453,7 @@ class StepHooks:
     def _after_forward(self, _model: nn.Module, _args: Any, output: Any) -> None:
         if self.times.phase == steps.FORWARD:
             self.times.enter(steps.OTHER)
-        if not (torch.is_grad_enabled() and self.sync) or not self.handles:
+        if not (torch.is_grad_enabled() and self.sync) or not self.handles or _is_traced():
             return
         raised = sys.exc_info()[1]
         if output is None and raised is not None and id(raised) != self._handled:
@@ -481,7 +486,6 @@ class StepHooks:
         if self.times.phase == steps.BACKWARD and self._outermost is None:
             self.times.enter(steps.OTHER)
 
-    @torch.no_grad()
     def _on_gradient(self, param: torch.Tensor) -> None:
         i = self.index.get(id(param))
         if i is None:
@@ -492,9 +496,11 @@ class StepHooks:
                 self.times.enter(steps.BACKWARD)
             self.local_gradient(param)
             return
-        self.abort_failed()
-        self.begin_in_backward(i)
-        self.gradient(self.index[id(param)], param)
+        if not self.in_backward:
+            self.abort_failed()
+            self.begin_in_backward(i)
+            i = self.index[id(param)]
+        self.gradient(i, param)
 
     def begin_in_backward(self, param: int | None) -> None:
         """Begins a pass in the backward pass that is running, with the gradient of parameter ``param``, if it
@@ -593,6 +599,19 @@ class StepHooks:
         """Forgets a backward pass that has raised an exception."""
         self.active = self.prepared = False
         self._backward = self._outermost = None
+
+
+def _is_traced() -> bool:
+    """Whether ``torch.jit.trace`` or ``torch.export`` calls the model, perhaps on one rank."""
+    return torch.jit.is_tracing() or torch.compiler.is_compiling()
+
+
+def _outside_of_transforms() -> AbstractContextManager[Any]:
+    """A block in which tensors are what they are: the model may be called inside ``torch.func.jvp`` or
+    ``vmap``, which wrap also those that are made there."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
 
 
 def _layout(p: torch.Tensor) -> tuple[int, torch.dtype, torch.Size, torch.device, bool]:

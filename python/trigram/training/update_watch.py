@@ -38,8 +38,9 @@ class WeightsSnapshot:
         self._kept = [(i, _sample(params[i])) for i in used]
 
     @staticmethod
-    def _marks_of(params: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-        return [(p.data_ptr(), p._version) for p in params]
+    def _marks_of(params: Sequence[torch.Tensor]) -> list[int]:
+        # Not as pairs: objects that refer to others, as many as parameters, are work for Python's collector.
+        return [p.data_ptr() for p in params] + [p._version for p in params]
 
     @torch.no_grad()
     def moved(self, params: Sequence[torch.Tensor]) -> bool:
@@ -101,10 +102,10 @@ class GradientsSnapshot:
     """The gradients when a backward pass had ended: which tensors they are, and their versions."""
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._kept = [
-            None if p.grad is None else (weakref.ref(p.grad), p.grad._version, bool(p.grad.is_sparse))
-            for p in params
-        ]
+        grads = [p.grad for p in params]
+        self._kept = [None if g is None else weakref.ref(g) for g in grads]
+        self._versions = [0 if g is None else g._version for g in grads]
+        self._sparse = [g is not None and bool(g.is_sparse) for g in grads]
 
     @torch.no_grad()
     def reset(self, params: Sequence[torch.Tensor], but: int | None = None) -> bool:
@@ -118,10 +119,11 @@ class GradientsSnapshot:
         for i, (p, kept) in enumerate(zip(params, self._kept, strict=True)):
             if kept is None or i == but:
                 continue
-            if p.grad is None:
+            grad = p.grad
+            if grad is None:
                 return True
-            if p.grad is kept[0]() and p.grad._version != kept[1] and not kept[2]:
-                changed.append(p.grad)
+            if grad is kept() and grad._version != self._versions[i] and not self._sparse[i]:
+                changed.append(grad)
         # Clipping changes gradients in place too, but leaves some that are not 0.
         return bool(changed) and not any(bool(g.count_nonzero()) for g in changed)
 
@@ -131,7 +133,7 @@ class GradientsSnapshot:
         return [
             p
             for p, kept in zip(params, self._kept, strict=True)
-            if id(p) in ids and p.grad is not None and (kept is None or p.grad is not kept[0]())
+            if id(p) in ids and p.grad is not None and (kept is None or p.grad is not kept())
         ]
 
 
@@ -140,23 +142,33 @@ class UsedGradients:
     values into the same tensors since (``p.grad.copy_``, or backward passes in ``no_sync``)."""
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._kept: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._versions: dict[int, int] = {}
 
     def clear(self) -> None:
         """Forgets them: a backward pass has computed new ones."""
-        self._kept.clear()
+        self._versions.clear()
 
     def keep(self, params: Sequence[torch.Tensor], ids: set[int]) -> None:
         """Remembers the gradients of the parameters with these ``id()``."""
         for p in params:
-            if id(p) in ids and p.grad is not None:
-                self._kept[id(p)] = weakref.ref(p.grad), p.grad._version
+            if id(p) in ids and (grad := p.grad) is not None:
+                kept = self._kept.get(id(p))
+                if kept is None or kept() is not grad:  # most are the same tensors in every step
+                    self._kept[id(p)] = weakref.ref(grad)
+                self._versions[id(p)] = grad._version
 
     def rewritten(self, params: Sequence[torch.Tensor], ids: set[int]) -> set[int]:
         """``id()`` of those of the parameters with these ``id()`` whose gradients have changed in place."""
         found = set()
-        for p in params:
-            kept = self._kept.get(id(p)) if id(p) in ids else None
-            if kept is not None and p.grad is kept[0]() and p.grad is not None and p.grad._version != kept[1]:
+        for p in params if self._versions else ():
+            version = self._versions.get(id(p)) if id(p) in ids else None
+            grad = p.grad
+            if (
+                version is not None
+                and grad is not None
+                and grad is self._kept[id(p)]()
+                and grad._version != version
+            ):
                 found.add(id(p))
         return found

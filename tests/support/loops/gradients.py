@@ -326,6 +326,20 @@ def backward_into_some(t: Loop) -> None:
         optimizer.step()
 
 
+@row()
+def forward_mode_first(t: Loop) -> None:
+    """`torch.func.jvp` calls the model, and the loss has its tangent; then `jacrev` looks at the model."""
+    model = t.wrap(Net())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad()
+        output, tangent = torch.func.jvp(model, (inputs,), (torch.ones_like(inputs),))
+        (mse(output, targets) + 0.01 * tangent.square().mean()).backward()
+        optimizer.step()
+        torch.func.jacrev(model)(inputs[0])
+
+
 @row(linear=True)
 def anomaly_mode(t: Loop) -> None:
     """Under `detect_anomaly`."""

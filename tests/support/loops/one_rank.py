@@ -31,6 +31,24 @@ def saliency_on_one(t: Loop) -> None:
 
 
 @row()
+def exported_on_one(t: Loop) -> None:
+    """`torch.export` of the model in training and in evaluation mode on rank 0, in the middle of training."""
+    model = t.wrap(nn.Sequential(Net(), nn.BatchNorm1d(3, momentum=0.0)))
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        if t.rank == 0 and step in (0, 3, 4):
+            kept = [b.clone() for b in model.buffers()]
+            torch.export.export(model.train(step != 3), (inputs,))
+            with torch.no_grad():
+                for b, before in zip(model.train().buffers(), kept, strict=True):
+                    b.copy_(before)
+        optimizer.zero_grad()
+        mse(model(inputs)[:, : targets.shape[1]], targets).backward()
+        optimizer.step()
+
+
+@row()
 def gradient_norm_on_one(t: Loop) -> None:
     """`autograd.grad` with respect to the parameters on one rank, for a log line."""
     model = t.wrap(Net())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import torch
 from torch import Tensor, nn
@@ -297,6 +298,33 @@ def ensemble(t: Loop) -> None:
         sum(mse(m(inputs), targets) for m in models).backward()  # type: ignore[union-attr]
         for o in reversed(optimizers):
             o.step()
+
+
+@row(linear=True)
+def in_two_threads(t: Loop) -> None:
+    """Each model is trained by a thread of its own."""
+    models = [t.wrap(Flat()), t.wrap(Flat())]
+    raised: list[BaseException] = []
+
+    def run(model: nn.Module, first: int) -> None:
+        try:
+            optimizer = sgd(model)
+            for step in range(first, first + 10):
+                inputs, targets = t.batch(step)
+                optimizer.zero_grad()
+                mse(model(inputs), targets).backward()
+                optimizer.step()
+        except BaseException as e:
+            raised.append(e)
+
+    threads = [threading.Thread(target=run, args=(m, 100 * k)) for k, m in enumerate(models)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if raised:
+        raise raised[0]
+    t.iterations = 10
 
 
 @row(linear=True, passes=2, boundaries=2)

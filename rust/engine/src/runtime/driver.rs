@@ -231,8 +231,9 @@ impl Driver {
 
     /// Lets others have the core while this rank waits. The ranks of this host read whether they wanted it.
     fn give_way(&self) {
-        if self.cores.give_way() {
-            self.world.control.count_lost_core();
+        let lost = self.cores.give_way();
+        if let Some(control) = self.world.control.as_ref().filter(|_| lost) {
+            control.count_lost_core();
         }
     }
 

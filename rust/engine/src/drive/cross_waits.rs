@@ -2,7 +2,8 @@
 //!
 //! A rank whose threads all wait in one call, for [`PATIENCE`] without making another, says so to the members of that
 //! call's group. A rank in the same state that has not made the peer's call answers with its own. Each of the two then
-//! knows that the peer has not made its call and will not, and fails it on all ranks, with one error that shows both.
+//! knows that the peer has not made its call and will not. Whoever learns that first fails both, on all members of both groups, with
+//! one error that shows both.
 //!
 //! No other ranks are hit. No collective ends before all members have made it (ADR 5), so a thread that waits in one can
 //! go on only when the peer makes the call, and the peer's threads all wait in a call that needs this rank's. Each judges
@@ -17,13 +18,12 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use trigram_core::Error;
-use trigram_core::signature::Signature;
-use trigram_core::wire::{CallId, Kind};
+use trigram_core::wire::{CallId, Frame, Kind};
 
 use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::calls::Calls;
 use crate::health::peers::Peers;
-use crate::health::stuck::StuckPeer;
+use crate::health::stuck::{Lack, StuckPeer};
 use crate::link::outbox::Outbox;
 use crate::sys::callers::Callers;
 
@@ -54,7 +54,7 @@ impl CrossWaits {
         &mut self,
         calls: &mut Calls,
         out: &mut Outbox,
-        peers: &Peers,
+        peers: &mut Peers,
         callers: &Callers,
         now: Instant,
     ) {
@@ -71,41 +71,61 @@ impl CrossWaits {
         if now - stuck.since < PATIENCE {
             return;
         }
-        let (members, mine) = (body.members.clone(), (body.members.id, body.call_id));
-        let workers = || members.ranks.iter().take(members.layout.workers() as usize).copied();
-        let tell = |rank: u32, lacks: Option<(u64, CallId)>, out: &mut Outbox| {
+        let (members, mine) = (body.members.clone(), body.frame(Kind::Stuck, 0, 0));
+        let me = members.ranks[members.me as usize];
+        let workers = &members.ranks[..members.layout.workers() as usize];
+        let tell = |rank: u32, lacks: Option<Lack>, out: &mut Outbox| {
             let Some(payload) = StuckPeer::encode(&members.name, lacks) else { return };
-            out.give(rank, &body.frame(Kind::Stuck, 0, payload.len() as u32), payload);
+            out.give(rank, &Frame { len: payload.len() as u32, ..mine }, payload);
         };
         if !std::mem::replace(&mut stuck.told, true) {
-            workers()
-                .filter(|&rank| Some(rank) != members.ranks.get(members.me as usize).copied())
-                .for_each(|rank| tell(rank, None, out));
+            workers.iter().filter(|&&rank| rank != me).for_each(|&rank| tell(rank, None, out));
         }
         let absent = members.ranks_of(&calls.active[i].absent());
         let mut found = None;
         for (rank, peer) in peers.stuck() {
-            let theirs = (peer.frame.group, peer.frame.call);
-            let waits_for_me = !calls.is_over(rank, &peer.frame);
-            if !waits_for_me || !absent.contains(&rank) || workers().all(|worker| worker != rank) {
+            let theirs = peer.frame;
+            if calls.is_over(rank, &theirs) || !absent.contains(&rank) || !workers.contains(&rank) {
                 continue;
             }
-            if stuck.answered.insert(rank, theirs) != Some(theirs) {
-                tell(rank, Some(theirs), out);
+            let call = (theirs.group, theirs.call);
+            if stuck.answered.insert(rank, call) != Some(call) {
+                let ranks = members.ranks.clone();
+                tell(rank, Some(Lack { group: theirs.group, call: theirs.call.0, ranks }), out);
             }
-            if peer.lacks == Some(mine) {
-                found = Some((rank, peer));
+            if let Some(lack) = &peer.lacks
+                && (lack.group, lack.call) == (mine.group, mine.call.0)
+            {
+                found = Some((rank, theirs, peer.group.clone(), lack.ranks.clone()));
             }
         }
-        let Some((rank, peer)) = found else { return };
-        let me = members.ranks[members.me as usize];
-        let mut sides = [
-            (me, mine.1, body.signature, &*members.name),
-            (rank, peer.frame.call, peer.frame.signature, &*peer.group),
-        ];
+        let Some((rank, theirs, group, ranks)) = found else { return };
+        let mut sides = [(me, mine, members.name.as_str()), (rank, theirs, group.as_str())];
         sides.sort_by_key(|side| side.0);
         let error = mismatch(&sides);
-        calls.fail(i, error, true, out);
+        calls.fail(i, error.clone(), true, out);
+        fail_theirs(&theirs, (me, rank), &ranks, &error, calls, out, peers);
+    }
+}
+
+/// Fails the call in which a peer waits, and which this rank has not made: on these members of its group, and here.
+fn fail_theirs(
+    theirs: &Frame,
+    (me, peer): (u32, u32),
+    ranks: &[u32],
+    error: &Error,
+    calls: &mut Calls,
+    out: &mut Outbox,
+    peers: &mut Peers,
+) {
+    let Ok(payload) = postcard::to_stdvec(error) else { return };
+    let frame = Frame { kind: Kind::Fail, len: payload.len() as u32, ..*theirs };
+    // In the order of the world: each once, whatever the peer has sent.
+    for rank in (0..out.connections().len() as u32).filter(|rank| *rank != me && ranks.contains(rank)) {
+        out.give(rank, &frame, payload.clone());
+    }
+    if calls.unexpected.keep_failure(theirs.group, theirs.call, peer, error.clone()) {
+        peers.add_failed_call(theirs.group, error.clone());
     }
 }
 
@@ -118,17 +138,16 @@ fn is_stuck(active: &ActiveCall, callers: &Callers) -> bool {
         && callers.all_wait_for(&active.completion)
 }
 
-/// The error of two ranks that wait for each other: rank, number, signature and group of the call of each.
-fn mismatch(sides: &[(u32, CallId, Signature, &str); 2]) -> Error {
-    let [(rank, call, signature, group), (other, their_call, their_signature, their_group)] = sides;
-    let place = match group == their_group {
-        true => format!("another group of that name, {their_group}"),
-        false => format!("group {their_group}"),
+/// The error of two ranks that wait for each other: each with its call, and what it calls the group of that.
+fn mismatch(sides: &[(u32, Frame, &str); 2]) -> Error {
+    let [(rank, called, group), (other, instead, other_group)] = sides;
+    let place = match group == other_group {
+        true => format!("another group of that name, {other_group}"),
+        false => format!("group {other_group}"),
     };
     let sides = format!(
-        "rank {rank} called {signature}; rank {other} did not, but called {their_signature}, which is call {} of {place}, and \
-         each waits for the other",
-        their_call.0
+        "rank {rank} called {}; rank {other} did not, but called {}, which is call {} of {place}, and each waits for the other",
+        called.signature, instead.signature, instead.call.0
     );
-    Error::Mismatch { group: (*group).to_string(), call: call.0, sides }
+    Error::Mismatch { group: (*group).to_string(), call: called.call.0, sides }
 }

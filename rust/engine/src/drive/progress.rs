@@ -287,7 +287,7 @@ impl Progress {
     /// that wait for each other.
     pub fn check_time(&mut self, now: Instant) {
         check_time(&mut self.calls, &mut self.out, &self.peers, self.world.rank, now);
-        self.cross_waits.look(&mut self.calls, &mut self.out, &self.peers, &self.callers, now);
+        self.cross_waits.look(&mut self.calls, &mut self.out, &mut self.peers, &self.callers, now);
     }
 
     /// Sends heartbeats and checks those of the peers. What has arrived has just been read.

@@ -186,7 +186,7 @@ def one_update_less(rank: int, world: int, algorithm: str) -> None:
 
 
 def found(train: Callable[[], None]) -> None:
-    """Ranks that wait for each other in calls of two groups are told so, long before the calls' time is over."""
+    """Ranks that wait for each other in calls of two groups are told so, long before the calls time out."""
     began = time.monotonic()
     says(raises(trigram.MismatchError, train), "each waits for the other", "rank 1 ")
     assert time.monotonic() - began < 20

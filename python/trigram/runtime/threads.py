@@ -24,8 +24,8 @@ _SILENT = {
 def are_all_callers(callers: list[int]) -> bool:
     """Whether only these threads, by the system's numbers, can make calls.
 
-    Any other thread that runs Python code counts as one that can, except those of the standard library, PyTorch,
-    tqdm and trigram that only pass on data or messages.
+    Any other thread that runs Python code counts as one that can, except those of the standard library,
+    PyTorch, tqdm and trigram that only pass on data or messages.
     """
     threads = {thread.ident: thread for thread in threading.enumerate()}
 

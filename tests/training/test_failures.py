@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import trigram
 from tests.support.cases import Cases
-from tests.support.checks import close, fingerprint, raises, same_on_all_ranks
-from tests.support.twin_training import Pair, mlp, square, x
+from tests.support.checks import close, fingerprint, raises, same_on_all_ranks, says
+from tests.support.twin_training import Pair, mlp, sgd, square, x
 
 pytestmark = pytest.mark.waits
 
@@ -183,6 +183,41 @@ def one_pass_more(rank: int, world: int, algorithm: str) -> None:
 def one_update_less(rank: int, world: int, algorithm: str) -> None:
     """One rank leaves out an update that the others make: its weights would differ from theirs ever after."""
     told_apart(rank, world, algorithm, [1] * 6, [True, True, True, rank != 0, True, True])
+
+
+def found(train: Callable[[], None]) -> None:
+    """Ranks that wait for each other in calls of two groups are told so, long before the calls time out."""
+    began = time.monotonic()
+    says(raises(trigram.MismatchError, train), "each waits for the other", "rank 1 ")
+    assert time.monotonic() - began < 20
+
+
+@CASES.over("gradient_allreduce", "bytegrad", "local_sgd", "central/full/every:1")
+def one_rank_stops_early(rank: int, world: int, algorithm: str) -> None:
+    """One rank leaves its loop and asks for the consensus, while the others train on."""
+    model = trigram.with_bagua(mlp(), algorithm)
+    optimizer = sgd(model)
+
+    def train() -> None:
+        for step in range(3 if rank == 1 else 8):
+            optimizer.zero_grad()
+            square(model, rank, step).backward()
+            optimizer.step()
+        trigram.consensus(model)
+
+    found(train)
+
+
+@CASES
+def models_in_another_order(rank: int, world: int) -> None:
+    """Each rank waits in the backward pass of a model that the other has not called yet."""
+    models = [trigram.with_bagua(mlp()) for _ in range(2)]
+
+    def train() -> None:
+        for model in models if rank == 1 else reversed(models):
+            square(model, rank, 0).backward()
+
+    found(train)
 
 
 @CASES

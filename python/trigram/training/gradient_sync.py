@@ -694,8 +694,9 @@ def explained(error: TrigramError, name: str) -> TrigramError:
     return MismatchError(
         f"{name}: the ranks average different gradients in this backward pass. Either parameters were "
         "frozen, replaced, added or loaded on some ranks only, or some ranks have made more backward passes "
-        "for an update than others, or skipped an update that others made; do the same on all ranks, or use "
-        "trigram.join where ranks have different numbers of batches. If a pass has raised an exception on "
-        "one rank only, the others may have completed it (their counters differ then), and weights differ: "
+        "for an update than others, skipped an update that others made, left the loop, or called models in "
+        "another order; do the same on all ranks, or use trigram.join where ranks have different numbers of "
+        "batches. If a pass has raised an exception on one rank only, the others may have completed it "
+        "(their counters differ then), and weights differ: "
         f"load a checkpoint on all ranks ({error})"
     )

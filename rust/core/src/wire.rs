@@ -14,7 +14,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::signature::Signature;
 
 /// First bytes of every frame; the last byte is the version of the protocol.
-pub const MAGIC: u32 = u32::from_le_bytes(*b"TGM\x03");
+pub const MAGIC: u32 = u32::from_le_bytes(*b"TGM\x04");
 
 /// Bytes of a header.
 pub const HEADER: usize = size_of::<Header>();
@@ -44,12 +44,17 @@ pub enum Kind {
     Offer = 8,
     /// The sender has aborted the group: its calls under way and all later ones fail with the error in the payload.
     Abort = 9,
+    /// "All my threads wait in this call"; the payload is the group's name, and a call of the receiver that the sender has
+    /// not made.
+    Stuck = 10,
 }
 
 impl Kind {
     fn from_code(code: u8) -> Option<Self> {
         use Kind::*;
-        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat, Offer, Abort].into_iter().find(|k| *k as u8 == code)
+        [Data, Ready, Fail, Leave, Rate, Lost, Heartbeat, Offer, Abort, Stuck]
+            .into_iter()
+            .find(|k| *k as u8 == code)
     }
 }
 

@@ -107,6 +107,7 @@ impl Rendezvous {
                 false => Err(Error::Aborted("another rank was lost while the ranks connected".into())),
             })
         })?;
+        engine.callers().set_census(Box::new(waits::are_all_callers));
         Ok(Engine(Arc::new(engine)))
     }
 }

@@ -130,6 +130,15 @@ fn check(signal: &mut Option<PyErr>, look: Option<&Py<PyAny>>) -> trigram_core::
     }
 }
 
+/// Whether no Python thread can make calls but those with these numbers, which have made some
+/// (`trigram/runtime/threads.py`).
+pub(crate) fn are_all_callers(threads: &[i32]) -> bool {
+    let ask = |py: Python<'_>| -> PyResult<bool> {
+        py.import("trigram.runtime.threads")?.call_method1("are_all_callers", (threads,))?.extract()
+    };
+    !is_exiting() && Python::try_attach(ask).is_some_and(|answer| answer.unwrap_or(false))
+}
+
 /// How long this thread has waited in calls, and the present moment, both in ticks of the engine's clock.
 #[pyfunction]
 pub(crate) fn blocked() -> (u64, u64) {

@@ -15,6 +15,7 @@ use crate::drive::failures;
 use crate::group::world::World;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
+use crate::health::stuck::{MOST_BYTES, StuckPeer};
 use crate::link::frames::{AHEAD, Sink, Target, Token};
 use crate::link::outbox::Outbox;
 
@@ -157,6 +158,7 @@ impl Sink for Matching<'_> {
             let most = match frame.kind {
                 Kind::Fail | Kind::Lost | Kind::Abort => MOST_ERROR_BYTES,
                 Kind::Rate => size_of::<f64>(),
+                Kind::Stuck => MOST_BYTES,
                 _ => 0,
             };
             if frame.len as usize > most {
@@ -227,6 +229,11 @@ impl Sink for Matching<'_> {
             (Kind::Abort, Target::Heap(payload)) => {
                 if let Ok(error) = postcard::from_bytes(&payload) {
                     self.calls.abort_group(frame.group, &error, self.out);
+                }
+            }
+            (Kind::Stuck, Target::Heap(payload)) => {
+                if let Some(wait) = StuckPeer::decode(frame, &payload) {
+                    self.peers.note_stuck(peer, wait);
                 }
             }
             (Kind::Rate, Target::Heap(payload)) => {

@@ -3,6 +3,7 @@
 //!
 //! Uses [`crate::call`], [`crate::health`] and what they use. Has no threads of its own.
 
+pub(crate) mod cross_waits;
 pub(crate) mod failures;
 pub(crate) mod heartbeat;
 pub(crate) mod helper;

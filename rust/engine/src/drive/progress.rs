@@ -13,6 +13,7 @@ use crate::call::active_call::ActiveCall;
 use crate::call::calls::Calls;
 use crate::call::request::Submission;
 use crate::call::schedule_cache::ScheduleCache;
+use crate::drive::cross_waits::CrossWaits;
 use crate::drive::failures::{check_losses, check_time};
 use crate::drive::heartbeat::{Heartbeat, Silence};
 use crate::drive::helper::{Helped, Helper};
@@ -30,6 +31,7 @@ use crate::link::closing::{ClosingConnection, Farewell};
 use crate::link::frames::{Pumped, Rx, Tx};
 use crate::link::outbox::{Outbox, control_frame};
 use crate::link::rate_meter::RateMeter;
+use crate::sys::callers::Callers;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 
 /// On shutdown, how long to keep delivering LOST notices to evicted peers.
@@ -62,6 +64,9 @@ pub struct Progress {
     /// Ranks of this host whose socket has closed.
     gone: Vec<u32>,
     closing: Vec<ClosingConnection>,
+    /// The threads that make calls.
+    pub(crate) callers: Arc<Callers>,
+    cross_waits: CrossWaits,
     heartbeat: Heartbeat,
     window: WaitWindow,
     ticked: Instant,
@@ -80,6 +85,8 @@ impl Progress {
             schedules: ScheduleCache::new(rx.iter().flatten().any(Rx::is_far)),
             meter: RateMeter::default(),
             helper: Helper::default(),
+            callers: Callers::new(),
+            cross_waits: CrossWaits::default(),
             heartbeat: Heartbeat::new(rx.len()),
             rx,
             gone: Vec::new(),
@@ -276,9 +283,11 @@ impl Progress {
         self.scheduling().reap(true);
     }
 
-    /// Fails calls that have timed out, announces stalled calls, and queues log lines about long waits.
+    /// Fails calls that have timed out, announces stalled calls, queues log lines about long waits, and looks for ranks
+    /// that wait for each other.
     pub fn check_time(&mut self, now: Instant) {
         check_time(&mut self.calls, &mut self.out, &self.peers, self.world.rank, now);
+        self.cross_waits.look(&mut self.calls, &mut self.out, &mut self.peers, &self.callers, now);
     }
 
     /// Sends heartbeats and checks those of the peers. What has arrived has just been read.

@@ -8,4 +8,5 @@ pub mod events;
 pub(crate) mod log_lines;
 pub mod losses;
 pub mod peers;
+pub(crate) mod stuck;
 pub(crate) mod wait_window;

@@ -1,6 +1,6 @@
 //! Which peers are alive and which are lost, under the progress lock.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -11,6 +11,7 @@ use trigram_core::signature::Signature;
 use crate::health::counters::Counters;
 use crate::health::log_lines::LogLine;
 use crate::health::losses::{LossEvent, LossKind, peer_lost};
+use crate::health::stuck::StuckPeer;
 
 /// The time between two heartbeats.
 pub(crate) const HEARTBEAT: Duration = Duration::from_millis(100);
@@ -28,6 +29,8 @@ pub struct Peers {
     /// Lost peers that did not leave in good order, and when they were lost.
     broken: BTreeMap<u32, Instant>,
     events: Vec<LossEvent>,
+    /// By peer, the call in which it last said that it waits with all its threads.
+    stuck: HashMap<u32, StuckPeer>,
     /// The silence after which a rank is evicted: the same on all ranks.
     limit: Duration,
     /// When this rank last sent a heartbeat; when it last woke after sending none, and how long that had lasted.
@@ -43,10 +46,21 @@ impl Peers {
             lost: BTreeMap::new(),
             broken: BTreeMap::new(),
             events: Vec::new(),
+            stuck: HashMap::new(),
             limit,
             last_heartbeat: Instant::now(),
             woke: None,
         }
+    }
+
+    /// A peer says that it waits in a call with all its threads.
+    pub(crate) fn note_stuck(&mut self, rank: u32, stuck: StuckPeer) {
+        self.stuck.insert(rank, stuck);
+    }
+
+    /// The peers that have said so, and their calls.
+    pub(crate) fn stuck(&self) -> impl Iterator<Item = (u32, &StuckPeer)> {
+        self.stuck.iter().map(|(&rank, stuck)| (rank, stuck))
     }
 
     /// Whether no peer is lost.

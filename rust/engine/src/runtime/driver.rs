@@ -22,6 +22,7 @@ use crate::health::counters::Counters;
 use crate::health::peers::HEARTBEAT;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::background::{Background, Duty, QUIET};
+use crate::sys::callers::Callers;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
 use crate::sys::cores::Cores;
@@ -84,6 +85,7 @@ pub(crate) struct Driver {
     cores: Cores,
     pub(crate) background: Background,
     pub(crate) counters: Arc<Counters>,
+    pub(crate) callers: Arc<Callers>,
     _guard: GuardedFd,
 }
 
@@ -114,6 +116,7 @@ impl Driver {
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let progress = Progress::new(world.clone(), tx, rx);
         let (counters, helping) = (progress.counters.clone(), progress.helping());
+        let callers = progress.callers.clone();
         Ok(Self {
             world,
             progress: Mutex::new(progress),
@@ -130,6 +133,7 @@ impl Driver {
             cores: Cores::new(),
             background: Background::new(),
             counters,
+            callers,
         })
     }
 

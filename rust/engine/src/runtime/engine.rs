@@ -17,6 +17,7 @@ use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::driver::{Command, Driver, ENGINE_FAILED};
+use crate::sys::callers::Callers;
 use crate::sys::completion::{Completion, InterruptCheck};
 use crate::sys::fork;
 
@@ -60,8 +61,14 @@ impl Engine {
         &self.driver.counters
     }
 
+    /// The threads that make calls.
+    pub fn callers(&self) -> &Callers {
+        &self.driver.callers
+    }
+
     fn check_open(&self) -> Result<()> {
         fork::check()?;
+        self.driver.callers.count();
         if self.driver.closed.load(Ordering::Acquire) {
             return Err(shut_down());
         }
@@ -105,11 +112,15 @@ impl Engine {
                     }
                     OneShot::Ordinary(submission) => progress.admit(submission),
                 }
-                self.drive(progress, &completion, None, &mut check_interrupt)
+                driver.callers.wait(&completion, true, &mut check_interrupt, |check_interrupt| {
+                    self.drive(progress, &completion, None, check_interrupt)
+                })
             }
             None => {
                 self.start_now(submission)?;
-                completion.wait(None, &mut check_interrupt)
+                driver.callers.wait(&completion, true, &mut check_interrupt, |check_interrupt| {
+                    completion.wait(None, check_interrupt)
+                })
             }
         };
         match waited {
@@ -169,11 +180,15 @@ impl Engine {
         }
         fork::check()?;
         completion.set_awaited();
+        let callers = &self.driver.callers;
+        callers.count();
         let mut check_interrupt = || self.check_sound().and_then(|()| check_interrupt());
-        let waited = match self.driver.try_lock()? {
-            Some(progress) => self.drive(progress, completion, deadline, &mut check_interrupt),
-            None => completion.wait(deadline, &mut check_interrupt),
+        let progress = self.driver.try_lock()?;
+        let wait = |check_interrupt: InterruptCheck<'_>| match progress {
+            Some(progress) => self.drive(progress, completion, deadline, check_interrupt),
+            None => completion.wait(deadline, check_interrupt),
         };
+        let waited = callers.wait(completion, deadline.is_none(), &mut check_interrupt, wait);
         if waited.is_err() {
             self.driver.background.wake(); // the call goes on
         }
@@ -186,6 +201,7 @@ impl Engine {
             && !fork::is_child()
             && let Ok(Some(mut progress)) = self.driver.try_lock()
         {
+            self.driver.callers.count();
             self.driver.take_inbox(&mut progress);
             progress.poll();
             self.leave(progress);

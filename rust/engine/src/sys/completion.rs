@@ -22,6 +22,8 @@ type Listener = Box<dyn FnOnce() + Send>;
 pub struct Completion {
     done: AtomicBool,
     awaited: AtomicBool,
+    /// How many threads wait for its end and do nothing else until then.
+    waiters: AtomicU32,
     /// Whether it has, or has had, a listener.
     listened: AtomicBool,
     listeners: Mutex<Vec<Listener>>,
@@ -53,6 +55,19 @@ impl Completion {
     /// Whether a caller waits. A receive that runs in the background may take as long as it likes.
     pub fn is_awaited(&self) -> bool {
         self.awaited.load(Ordering::Relaxed)
+    }
+
+    /// One more thread waits for the end and does nothing else until then, or one less.
+    pub(crate) fn count_waiter(&self, waits: bool) {
+        match waits {
+            true => self.waiters.fetch_add(1, Ordering::Relaxed),
+            false => self.waiters.fetch_sub(1, Ordering::Relaxed),
+        };
+    }
+
+    /// How many threads wait for the end and do nothing else until then.
+    pub(crate) fn waiters(&self) -> usize {
+        self.waiters.load(Ordering::Relaxed) as usize
     }
 
     /// Adds a listener, which is told when the call has ended; at once, if it has.

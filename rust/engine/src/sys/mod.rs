@@ -1,11 +1,12 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
 //! host's name and addresses, a clock that is fast to read, whether a core is wanted, what a forked child may do,
-//! completion handles, copies past the cache, and lists of stretches of memory.
+//! completion handles, the threads that make calls, copies past the cache, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
 pub mod address;
 pub(crate) mod atomics;
+pub mod callers;
 pub mod clock;
 pub mod completion;
 pub(crate) mod copy;

@@ -122,7 +122,8 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
             Kind::Lost,
             Kind::Heartbeat,
             Kind::Offer,
-        ][rng.below(8)],
+            Kind::Stuck,
+        ][rng.below(9)],
         group: [ALL, ALL, HELPED, UNKNOWN][rng.below(4)],
         call: CallId(rng.below(4) as u64),
         tag: rng.below(8) as u32,
@@ -162,7 +163,7 @@ pub(crate) fn some_frame(rng: &mut Rng, calls: &Calls, from: u32, into: &mut Vec
     match frame.kind {
         Kind::Ready | Kind::Leave | Kind::Heartbeat | Kind::Offer => frame.len = 0,
         Kind::Rate => frame.len = 8,
-        Kind::Fail | Kind::Lost | Kind::Abort => frame.len = frame.len.min(100),
+        Kind::Fail | Kind::Lost | Kind::Abort | Kind::Stuck => frame.len = frame.len.min(100),
         Kind::Data => {}
     }
     let start = into.len();

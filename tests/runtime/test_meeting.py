@@ -196,6 +196,20 @@ def test_init_is_called_again_after_a_failure() -> None:
     run(2, _told_and_again, timeout=40)
 
 
+def _refused_and_again(rank: int, world: int) -> None:
+    """The init of all ranks fails, and that of rank 0, which serves the store, is called again last."""
+    text = "exclude each other"
+    says(raises(trigram.UnsupportedError, lambda: trigram.init(elastic=True, helper=True)), text)
+    if rank == 0:
+        time.sleep(1.0)
+    trigram.init(init_timeout=INIT_TIMEOUT)
+    _sum(world)
+
+
+def test_init_is_called_again_by_the_rank_that_serves_the_store() -> None:
+    run(2, _refused_and_again, timeout=40)
+
+
 def _bad_port(rank: int, world: int) -> None:
     os.environ["MASTER_PORT"] = "70000"
     says(raises(trigram.ConfigError, trigram.init), "MASTER_PORT=70000", "65535")

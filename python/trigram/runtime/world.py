@@ -157,6 +157,9 @@ class World:
 
 _world: World | None = None
 _jobs_left = 0
+_unfinished: StoreGather | None = None
+"""Of the last ``init``. It keeps its store if that has failed: ranks that have called it again may be
+connected to this rank's server."""
 TOP, REPORT = "TRIGRAM_TOP", "TRIGRAM_REPORT"
 """If one of them is set, the store stays open while the job runs: ranks leave snapshots in it, or their part
 of the report, for which one host needs none."""
@@ -424,13 +427,14 @@ def _start(
     helper: bool,
 ) -> None:
     """Makes this process's world; the arguments are those of ``init``."""
-    global _world
+    global _world, _unfinished
     _core.check_process()  # before it registers as a rank
     logs.start()
     deadline = time.monotonic() + init_timeout
     store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     kept = store if asks(TOP) or asks(REPORT) else None
     gather, start = StoreGather(store, rank, world_size, deadline), None
+    _unfinished = gather
     try:
         limit = _limit(op_timeout)
         settings = _settings(iface, toward)

@@ -11,6 +11,7 @@ import torch
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
+from trigram.collectives import coalesced
 from trigram.runtime.memory import kept_tensors
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
@@ -50,7 +51,8 @@ class BucketSet(Sequence[Bucket]):
             such bucket.
         owed: By parameter, what averages of before have held back and the next gradients make up for:
             one-dimensional, float32, this rank's own.
-        resting: By parameter, the state of those that have no bucket now, as they are frozen.
+        resting: By parameter, the state of those that have no bucket now.
+        spare: Buckets of frozen parameters, by their parameters: they are used again as they are.
     """
 
     def __init__(self, groups: ModelGroups, bucket_bytes: int, compressor: GradientCompressor) -> None:
@@ -63,6 +65,8 @@ class BucketSet(Sequence[Bucket]):
         self.flags: torch.Tensor | None = None
         self.owed: dict[torch.Tensor, torch.Tensor] = {}
         self.resting: dict[torch.Tensor, _Parts] = {}
+        self.spare: dict[tuple[torch.Tensor, ...], Bucket] = {}
+        self._made_by = compressor
         self._all: list[Bucket] = []
 
     @overload
@@ -101,15 +105,22 @@ class BucketSet(Sequence[Bucket]):
             order: The indices of those that are averaged.
         """
         there = set(params)
-        self._rest()
+        self.keep_for_script()
+        self._spare_all()
+        gone = [of for of in self.spare if not there.issuperset(of)]
+        self._rest([self.spare.pop(of) for of in gone])
         self.resting = {p: kept for p, kept in self.resting.items() if p in there}
         self.owed = {p: owed for p, owed in self.owed.items() if p in there}
-        self._all, self.params = [], params
+        self.params = params
         self.build(order)
 
-    def _rest(self) -> None:
-        """Every parameter rests, with its state."""
-        for bucket in self._all:
+    def _spare_all(self) -> None:
+        self.spare |= {bucket.tensors: bucket for bucket in self._all}
+        self._all = []
+
+    def _rest(self, buckets: Sequence[Bucket]) -> None:
+        """The parameters of buckets that are used no more rest, with their state."""
+        for bucket in buckets:
             bucket.average.fold()
             self.resting |= self._parts(bucket)
 
@@ -123,17 +134,20 @@ class BucketSet(Sequence[Bucket]):
             keep_residuals: Whether what averages have held back so far is kept.
         """
         self.keep_for_script()
-        if keep_residuals:
-            self._rest()
-        else:
-            self.owed, self.resting = {}, {}
-        self._all = []
+        self._spare_all()
+        if not keep_residuals:
+            self.owed, self.resting, self.spare = {}, {}, {}
         self.compressor.begin(self.groups.size)
-        for indices in assign(self.params, order, self.bucket_bytes):
-            bucket = self.compressor.bucket(indices, self.params, self.groups)
-            bucket.ready()
-            for p, parts in self._parts(bucket).items():
-                self._resume(p, parts)
+        wanted = assign(self.params, order, self.bucket_bytes)
+        again = self._used_again(wanted)
+        for indices in wanted:
+            bucket = again.get(tuple(self.params[i] for i in indices))
+            if bucket is None:
+                bucket = self.compressor.bucket(indices, self.params, self.groups)
+                bucket.ready()
+                for p, parts in self._parts(bucket).items():
+                    self._resume(p, parts)
+            bucket.params = list(indices)
             self._all.append(bucket)
         # In memory of their own: what they were parts of may be large.
         self.resting = {p: parts.copy() for p, parts in self.resting.items()}
@@ -146,6 +160,37 @@ class BucketSet(Sequence[Bucket]):
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
         self.two_phase = [b for b in self._all if b.average.calls]
+
+    def _used_again(self, wanted: Sequence[Sequence[int]]) -> dict[tuple[torch.Tensor, ...], Bucket]:
+        """Spare buckets that are just what is wanted; those that only share parameters with it are dissolved.
+
+        Parts of a model that are frozen in turn each find their buckets as they were. That matters for the
+        second phase's residual, which belongs to a part of a bucket and not to a parameter: folded into this
+        rank's own in each turn, it would have to pass both phases at once to be sent.
+        """
+        keys = {tuple(self.params[i] for i in indices) for indices in wanted}
+        trained = {p for key in keys for p in key}
+        again = {of: b for of, b in self.spare.items() if of in keys and self._fits(b)}
+        rest = [of for of, b in self.spare.items() if of not in again and not self._may_stay(b, trained)]
+        self._rest([self.spare.pop(of) for of in rest])
+        self._made_by = self.compressor
+        for of in again:
+            del self.spare[of]
+        return again
+
+    def _fits(self, bucket: Bucket) -> bool:
+        """Whether the bucket is what the compressor would make now, and of no interest to a script."""
+        mine = self._made_by is self.compressor and bucket.keeps_gradients and not bucket.is_held_by_script()
+        return mine and all(
+            (p.dtype, p.shape, p.device, coalesced.is_channels_last(p))
+            == (view.dtype, view.shape, view.device, coalesced.is_channels_last(view))
+            for p, view in zip(bucket.tensors, bucket.views, strict=True)
+        )
+
+    def _may_stay(self, bucket: Bucket, trained: set[torch.Tensor]) -> bool:
+        """Whether a bucket is kept for the turn of its parameters: it has state, and none of them trains."""
+        has_state = any(bucket.average.parts(bucket.views))
+        return has_state and self._fits(bucket) and trained.isdisjoint(bucket.tensors)
 
     def _resume(self, param: torch.Tensor, parts: _Parts) -> None:
         """The parameter has a place in a new bucket, with the state ``parts`` there: it gets its own."""
@@ -163,10 +208,9 @@ class BucketSet(Sequence[Bucket]):
     def _parts(self, bucket: Bucket) -> dict[torch.Tensor, _Parts]:
         """The state of each parameter in a bucket, which moves with it to another bucket."""
         of_average, of_compressor = bucket.average.parts(bucket.views), self._compressor_parts(bucket)
-        params = [self.params[i] for i in bucket.params]
         return {
             p: _Parts((view.dtype, view.shape, view.stride()), {**a, **b})
-            for p, view, a, b in zip(params, bucket.views, of_average, of_compressor, strict=True)
+            for p, view, a, b in zip(bucket.tensors, bucket.views, of_average, of_compressor, strict=True)
         }
 
     def _compressor_parts(self, bucket: Bucket) -> list[dict[str, torch.Tensor]]:

@@ -34,6 +34,7 @@ class Bucket:
 
     Attributes:
         params: The indices of the parameters, in the order of their gradients in the memory.
+        tensors: The parameters.
         memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device; complex gradients
             are pairs in it.
         views: The gradient of each parameter, as a view into ``memory``.
@@ -63,6 +64,7 @@ class Bucket:
     ) -> None:
         self.params = list(indices)
         chosen = [params[i] for i in indices]
+        self.tensors = tuple(chosen)
         dtype, device = chosen[0].dtype.to_real(), chosen[0].device
         at, total = coalesced.offsets(chosen, dtype)
         whole = total + len(chosen) if length is None else length(total)

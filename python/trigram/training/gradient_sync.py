@@ -79,6 +79,7 @@ class GradientSync(FusedBuckets):
         self.busy = 0.0
         self.idle = False
         self.order: list[int] | None = []
+        self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
         self.passes = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
@@ -100,9 +101,12 @@ class GradientSync(FusedBuckets):
         self.sparse = [i for i, p in enumerate(self.params) if self.trains[i] and id(p) in sparse_ids]
         self.dense = [i for i in range(len(self.params)) if self.trains[i] and i not in self.sparse]
         # Backward usually reaches the last layers first; after the first pass the order is known.
-        self.buckets.begin_anew(self.params, self.dense[::-1])
+        known = {id(p): k for k, p in enumerate(self.learned)}
+        order = self.dense[::-1]
+        order.sort(key=lambda i: known.get(id(self.params[i]), len(known)))
+        self.buckets.begin_anew(self.params, order)
         self._buckets_changed()
-        self.order = []
+        self.order = None if all(id(self.params[i]) in known for i in order) else []
 
     def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
         """Gives the buckets another size, and averages another compressor; all ranks call it, between passes.
@@ -219,9 +223,16 @@ class GradientSync(FusedBuckets):
         rest = [i for i in reversed(self.dense) if i not in seen]
         order = torch.tensor([*seen, *rest], dtype=torch.int64, device="cpu")
         collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
-        self.order = None
+        self._has_learned(order.tolist())
         if order.tolist() != self.buckets.order:
             self.build_buckets(order.tolist())
+
+    def _has_learned(self, order: Sequence[int]) -> None:
+        """All ranks know the order of these parameters, by index, also when they train again later."""
+        now = [self.params[i] for i in order]
+        there = {id(p) for p in now}
+        self.learned = now + [p for p in self.learned if id(p) not in there]
+        self.order = None
 
     # Backward.
 
@@ -454,7 +465,7 @@ class GradientSync(FusedBuckets):
             with contextlib.suppress(TrigramError):
                 bucket.average.await_end()
         self.build_buckets(meta["order"], keep_residuals=False)
-        self.order = None
+        self._has_learned(meta["order"])
 
     def _apply_options(self) -> None:
         """Applies ``check_finite`` (raises on all ranks) and ``sample_weight`` (scales the means)."""
@@ -672,7 +683,7 @@ class GradientSync(FusedBuckets):
         self.since = self.steps
         if state["order"] is not None:
             self.build_buckets(state["order"])
-            self.order = None
+            self._has_learned(state["order"])
         self.buckets.load(state["buckets"])
 
     def stats(self) -> dict[str, Any]:

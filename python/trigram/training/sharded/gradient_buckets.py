@@ -106,6 +106,7 @@ class ShardBucket(Bucket):
         self.layout, self.turns, self.groups = layout, turns, groups
         self.dtype, self.device = like.dtype, like.device
         self.params = list(layout.indices)
+        self.tensors = tuple(params[i] for i in layout.indices)
         self.gaps = self.backup = None
         self.flags = torch.empty(len(self.params), dtype=torch.uint8, device="cpu") if fused else None
         self.calls = 2 if fused else 1

@@ -52,7 +52,7 @@ def algorithm_state(model: nn.Module) -> dict[str, Any]:
             wrapped.hooks.learn_order()
         state["carrier"] = copy.deepcopy(wrapped.hooks.state())
     if isinstance(wrapped.hooks, GradientSync) and wrapped.hooks.buckets.owed:
-        state["owed"] = copy.deepcopy(wrapped.hooks.buckets.owed)
+        state["owed"] = wrapped.hooks.buckets.owed_by_index()
     return state
 
 
@@ -188,7 +188,7 @@ def _load(hooks: StepHooks, state: dict[str, Any], groups: ModelGroups | None) -
         raise
     hooks.load(saved)
     if isinstance(hooks, GradientSync):
-        hooks.buckets.owed = copy.deepcopy(state.get("owed", {}))
+        hooks.buckets.load_owed(state.get("owed", {}))
     if layout is not None and isinstance(hooks, GradientSync) and hooks.buckets.bucket_bytes != layout[0]:
         _rebuild(hooks, layout[0], hooks.buckets.order)
 

@@ -232,6 +232,14 @@ class BucketSet(Sequence[Bucket]):
             if k not in bucket.unused:
                 self.owed.pop(self.params[i], None)
 
+    def owed_by_index(self) -> dict[int, torch.Tensor]:
+        """A copy of what is owed, by index of a parameter, for a checkpoint."""
+        return {i: self.owed[p].clone() for i, p in enumerate(self.params) if p in self.owed}
+
+    def load_owed(self, owed: dict[int, torch.Tensor]) -> None:
+        """Restores what :meth:`owed_by_index` returned."""
+        self.owed = {self.params[i]: values.clone() for i, values in owed.items()}
+
     def placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter of a bucket, with the view into the bucket that its gradient should be."""
         return ((self.params[i], bucket.views[k]) for i, (bucket, k) in self.place.items())

@@ -219,7 +219,7 @@ def _references_to(storage: torch.UntypedStorage) -> int:
 
 def _is_held(param: torch.Tensor) -> bool:
     """Whether a script refers to a parameter's gradient, or to memory that it is part of."""
-    if param.grad is None or param.grad.layout != torch.strided:
+    if type(param.grad) is not torch.Tensor or param.grad.layout != torch.strided:
         return False
     references = sys.getrefcount(param.grad), _references_to(param.grad.untyped_storage())
     return any(now > alone for now, alone in zip(references, _references_of_nobody(), strict=True))

@@ -319,6 +319,8 @@ def memory_formats(rank: int, world: int) -> None:
         optimizer.zero_grad()
         model.flat.to(memory_format=torch.channels_last)
         optimizer.load_state_dict(copy.deepcopy(state))
+    # In a bucket the weight has its old format again: some processors round a convolution of that otherwise.
+    twins.tolerance = max(twins.tolerance, 1e-6)
     twins.train(3, 3)
 
 

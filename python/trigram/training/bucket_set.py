@@ -147,7 +147,8 @@ class BucketSet(Sequence[Bucket]):
                 bucket.ready()
                 for p, parts in self._parts(bucket).items():
                     self._resume(p, parts)
-            bucket.params = list(indices)
+            else:
+                bucket.params = list(indices)  # the model may have other parameters beside them now
             self._all.append(bucket)
         # In memory of their own: what they were parts of may be large.
         self.resting = {p: parts.copy() for p, parts in self.resting.items()}

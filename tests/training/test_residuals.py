@@ -119,7 +119,9 @@ class Training:
             if owned is not None:
                 whole = owned.new_empty(bucket.memory.numel())
                 trigram.all_gather(whole, owned)
-            for (i, parts), view in zip(self.hooks.buckets._parts(bucket), bucket.views, strict=True):
+            parts_of = self.hooks.buckets._parts(bucket)
+            for i, view in zip(bucket.params, bucket.views, strict=True):
+                parts = parts_of[self.hooks.params[i]].named
                 found[names[i]] = {k: part.clone().flatten() for k, part in parts.items() if k != "centre"}
                 if owned is not None:
                     at = view.storage_offset() - bucket.memory.storage_offset()

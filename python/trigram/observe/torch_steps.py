@@ -173,7 +173,10 @@ def _outermost(params: set[int]) -> list[nn.Module]:
     """The modules of this process that have some of the parameters, and that no other module holds."""
     holds = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and _holds(o, params)]
     inside = {id(child) for m in holds for child in m.modules() if child is not m}
-    return [m for m in holds if id(m) not in inside]
+    outer = [m for m in holds if id(m) not in inside]
+    # The parts of a module that was traced or scripted are other objects than those that it names.
+    theirs = [params & {id(p) for p in m.parameters()} for m in outer]
+    return [m for m, mine in zip(outer, theirs, strict=True) if not any(mine < other for other in theirs)]
 
 
 def _holds(module: nn.Module, params: set[int]) -> bool:

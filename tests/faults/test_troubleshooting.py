@@ -84,6 +84,14 @@ def differs(rank: int) -> object:
     return trigram.all_reduce(torch.ones(10 + rank // 2))
 
 
+def crossed(rank: int) -> object:
+    """Rank 2 has left its loop one step early and asks for the consensus."""
+    model = trigram.with_bagua(torch.nn.Linear(2, 2))
+    for _ in range(3 if rank < 2 else 2):
+        model(torch.ones(1, 2)).sum().backward()
+    return trigram.consensus(model)
+
+
 def algorithms_differ(rank: int) -> object:
     """Rank 2 asks for another algorithm."""
     return trigram.with_bagua(torch.nn.Linear(2, 2), "bytegrad" if rank == 2 else "gradient_allreduce")
@@ -242,6 +250,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("TimeoutError", "timed out after"): slow,
     ("TimeoutError", "it is still running, call wait() again"): waits,
     ("MismatchError", "ranks disagree on call"): differs,
+    ("MismatchError", "each waits for the other"): crossed,
     ("MismatchError", "use a different algorithm"): algorithms_differ,
     ("MismatchError", "differs from that of rank 0"): models_differ,
     ("CorruptError", "contain NaN or infinity"): not_finite,

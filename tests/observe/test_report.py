@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import io
 import json
 import os
@@ -78,7 +79,9 @@ def test_the_slow_rank_is_named(plant: str, cause: str, chronic: bool, tmp_path:
 def test_small_buckets_are_named(tmp_path: Path) -> None:
     """Forty calls in each step, for 20 KiB each."""
     run(3, train, "buckets", transport="tcp", env={"TRIGRAM_REPORT": str(tmp_path)})
-    rows = figures.read(tmp_path)
+    # Without the times of single steps: whether ranks are late by turns is up to the processors too, and said
+    # first.
+    rows = [dataclasses.replace(row, recent=[]) for row in figures.read(tmp_path)]
     found = verdict.judge(rows)
     assert (found.rank, found.cause) == (None, "buckets"), report.text(rows)
     assert "bucket_mb" in report.text(rows)

@@ -157,7 +157,7 @@ class BucketSet(Sequence[Bucket]):
             old = self.params[i].grad
             if old is not None and not old.is_sparse and not self.copies and bucket.keeps_gradients:
                 bucket.views[k].copy_(old.of_this_rank() if isinstance(old, ShardedGradient) else old)
-                self.params[i].grad = bucket.views[k]
+                self.params[i].grad = bucket.grad(k)
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
         self.two_phase = [b for b in self._all if b.average.calls]

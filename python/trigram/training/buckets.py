@@ -37,11 +37,14 @@ class Bucket:
         tensors: The parameters.
         memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device; complex gradients
             are pairs in it.
-        views: The gradient of each parameter, as a view into ``memory``.
+        views: The gradient of each parameter, as a view into ``memory``. Scripts never see these.
+        grads: The same for the parameters: a script may give such a tensor other memory
+            (``p.grad.data = ...``, ``model.to(memory_format=...)``).
         flags: One per parameter; None if they are sent separately.
         values: ``memory`` without the flags.
         pending: Positions of parameters whose gradient has not arrived in this backward pass.
         unused: Positions of parameters that this rank did not use in this backward pass.
+        left: Those of them that a script has left the averages of an earlier pass.
         held: Those whose residual the average holds back.
         average: The average that the bucket uses.
         sent: Whether the bucket was sent in this backward pass.
@@ -71,6 +74,7 @@ class Bucket:
         self.memory = empty(whole, dtype=dtype, device=device)
         self.memory.zero_()
         self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
+        self.grads = [view.detach() for view in self.views]
         self.permuted = [k for k, p in enumerate(chosen) if coalesced.is_permuted(p)]
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
@@ -83,6 +87,8 @@ class Bucket:
         self.pending: set[int] = set()
         self.unused: list[int] = []
         self.held: list[int] = []
+        self.left: list[int] = []
+        self._left: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.sent = False
         self.backup: torch.Tensor | None = None
         self.span: spans.Span | None = None  # of its average under way, if anybody looks
@@ -98,13 +104,20 @@ class Bucket:
 
     def ready(self) -> None:
         """Called once when the bucket's average has been made."""
-        self._references = [sys.getrefcount(self.views[k]) for k in range(len(self.views))]
+        self._references = [sys.getrefcount(self.grads[k]) for k in range(len(self.grads))]
 
     def begin(self) -> None:
         """Resets the bucket at the start of a backward pass."""
         self.pending = set(range(len(self.params)))
         self.unused = []
+        self._left = []
         self.sent = False
+
+    def grad(self, k: int) -> torch.Tensor:
+        """The gradient that the parameter at position ``k`` gets: a view into ``memory``."""
+        if self.grads[k].data_ptr() != self.views[k].data_ptr():
+            self.grads[k] = self.views[k].detach()
+        return self.grads[k]
 
     def end_span(self) -> None:
         """The average has ended, or was aborted."""
@@ -113,7 +126,10 @@ class Bucket:
 
     def is_held_by_script(self) -> bool:
         """Whether a script refers to views of ``memory``."""
-        return any(sys.getrefcount(self.views[k]) > n for k, n in enumerate(self._references)) or (
+        own = _references_of_a_parameter()
+        given = [own * (p.grad is grad) for p, grad in zip(self.tensors, self.grads, strict=True)]
+        alone = [n + more for n, more in zip(self._references, given, strict=False)]
+        return any(sys.getrefcount(self.grads[k]) > n for k, n in enumerate(alone)) or (
             0 < self._storage_references < self._count_storage_references()
         )
 
@@ -125,9 +141,9 @@ class Bucket:
             params: All parameters of the model.
             param: The index of the one whose gradient has arrived; autograd refers to it.
         """
-        others = [k for k, i in enumerate(self.params) if params[i].grad is not self.views[k]]
+        others = [k for k, i in enumerate(self.params) if params[i].grad is not self.grad(k)]
         return bool(others) and (
-            any(sys.getrefcount(self.views[k]) > self._references[k] for k in others)
+            any(sys.getrefcount(self.grads[k]) > self._references[k] for k in others)
             or 0 < self._storage_references < self._count_storage_references()
             or any(_is_held(params[i]) for k in others if (i := self.params[k]) != param)
         )
@@ -139,7 +155,9 @@ class Bucket:
         """Collects the gradients in ``memory`` when no more will arrive in this backward pass.
 
         A gradient may be a view into ``memory`` already, or be in memory that autograd allocated (after
-        ``set_to_none``), or be missing because this rank did not use the parameter.
+        ``set_to_none``), or be missing because this rank did not use the parameter. It may also be the
+        average of an earlier pass that a script has left there: it counts with the others' gradients, but
+        only if some rank has one (:meth:`assign`), as in DDP.
 
         Args:
             params: All parameters of the model.
@@ -155,13 +173,16 @@ class Bucket:
             elif grad.data_ptr() != view.data_ptr():
                 to_copy.append((view, grad))
                 if not copies:
-                    params[i].grad = view
+                    params[i].grad = self.grad(k)
+        self.unused += self.left
         self.held = list(self.unused)
         self.average.hold([self.views[k] for k in self.held])
         if to_copy:
             # One fused copy for all gradients outside the bucket.
             torch._foreach_copy_([v for v, _ in to_copy], [g for _, g in to_copy])
         self.outside = to_copy if copies else []
+        left = [(k, params[self.params[k]].grad) for k in self.left]
+        self._left = [(k, grad, grad.clone()) for k, grad in left if grad is not None]
         self.pending = set()
         self.sent = True
         if self.gaps is not None:
@@ -173,7 +194,8 @@ class Bucket:
 
     def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:
         """After the average: assigns the gradient of parameters that only other ranks used, and copies
-        averages to gradients outside of ``memory``; parameters that nobody used keep their residual.
+        averages to gradients outside of ``memory``; parameters that nobody used keep their residual and
+        their gradient.
 
         Args:
             params: All parameters of the model.
@@ -199,8 +221,12 @@ class Bucket:
             return
         anybody = [flag > 0 for flag in flags.tolist()]
         for k in self.unused:
-            if anybody[k]:
-                params[self.params[k]].grad = self.views[k]
+            if anybody[k] and params[self.params[k]].grad is None:
+                params[self.params[k]].grad = self.grad(k)
+        for k, grad, before in self._left:
+            if not anybody[k]:
+                grad.copy_(before)
+        self._left = []
         self.average.settle([not anybody[k] for k in self.held])
 
     def give_strides(self, params: Sequence[torch.Tensor]) -> None:
@@ -223,6 +249,15 @@ def _is_held(param: torch.Tensor) -> bool:
         return False
     references = sys.getrefcount(param.grad), _references_to(param.grad.untyped_storage())
     return any(now > alone for now, alone in zip(references, _references_of_nobody(), strict=True))
+
+
+@functools.cache
+def _references_of_a_parameter() -> int:
+    """How often Python counts a parameter that has a tensor as its gradient: not in all releases of torch."""
+    param, grad = torch.zeros(1, device="cpu", requires_grad=True), torch.zeros(1, device="cpu")
+    before = sys.getrefcount(grad)
+    param.grad = grad
+    return sys.getrefcount(grad) - before
 
 
 @functools.cache

@@ -80,6 +80,7 @@ class GradientSync(FusedBuckets):
         self.idle = False
         self.order: list[int] | None = []
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
+        self.reaches = False  # backward says which parameters this pass has reached
         self.passes = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
@@ -260,6 +261,7 @@ class GradientSync(FusedBuckets):
         self.next_second_phase = 0
         self.began = 0.0
         self.backup.clear()
+        self.reaches = param is not None and not self.fusing
         for bucket in self.buckets:
             bucket.begin()
         if self.groups.non_finite_check is not None:
@@ -307,7 +309,7 @@ class GradientSync(FusedBuckets):
 
     def local_gradient(self, param: torch.Tensor) -> None:
         """Gradients that only this rank has; see :meth:`before_update`."""
-        self.local.accumulated = True
+        self.local.accumulated.add(id(param))
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Starts the averages of the buckets whose gradients are all there."""
@@ -364,6 +366,9 @@ class GradientSync(FusedBuckets):
             grad = self.params[i].grad
             if isinstance(grad, ShardedGradient):
                 self.params[i].grad = grad.of_this_rank()
+        if not self.redoing:
+            missed = [(k, bucket.params[k]) for k in sorted(bucket.pending)] if self.reaches else []
+            bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
         bucket.collect(self.params, self.buckets.copies)
         if self.probe is not None:
             self.probe.own(bucket.values)

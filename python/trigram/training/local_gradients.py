@@ -20,24 +20,39 @@ class LocalGradients:
         params: All parameters. Gradients that they have already may be used, and written again.
 
     Attributes:
-        accumulated: Whether gradients were added inside ``no_sync`` since the last pass.
+        accumulated: ``id()`` of the parameters that got gradients inside ``no_sync`` since the last pass.
         averaged: Whether a pass has averaged gradients since the last update.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self.accumulated = self.averaged = False
+        self.accumulated: set[int] = set()
+        self.averaged = False
         self._assigned: GradientsSnapshot | None = None
         self._used = UsedGradients()
         self._used.keep(params, {id(p) for p in params})
 
     def pass_ended(self) -> None:
         """All gradients have been averaged."""
-        self.accumulated, self.averaged = False, True
+        self.accumulated, self.averaged = set(), True
         self._used.clear()
 
     def averages_are(self, params: Sequence[torch.Tensor]) -> None:
         """The parameters' gradients are averages, in memory outside of the buckets."""
         self._assigned = GradientsSnapshot(params)
+
+    def is_average(self, param: torch.Tensor, index: int, view: torch.Tensor) -> bool:
+        """Whether a parameter that this pass has not reached has the gradient of an earlier one, averaged.
+
+        Args:
+            param: The parameter.
+            index: Its index.
+            view: The view into a bucket that its gradient should be.
+        """
+        grad = param.grad
+        if grad is None or id(param) in self.accumulated or isinstance(grad, ShardedGradient):
+            return False
+        kept = self._assigned is not None and self._assigned.has(index, grad)
+        return grad.data_ptr() == view.data_ptr() or kept
 
     def updated(self, params: Sequence[torch.Tensor], mine: set[int]) -> None:
         """Optimizers have updated the parameters with these ``id()``."""

@@ -127,6 +127,11 @@ class GradientsSnapshot:
         # Clipping changes gradients in place too, but leaves some that are not 0.
         return bool(changed) and not any(bool(g.count_nonzero()) for g in changed)
 
+    def has(self, index: int, grad: torch.Tensor) -> bool:
+        """Whether the parameter of this index had this gradient."""
+        kept = self._kept[index] if index < len(self._kept) else None
+        return kept is not None and kept() is grad
+
     def foreign(self, params: Sequence[torch.Tensor], ids: set[int]) -> list[torch.Tensor]:
         """Those of the parameters with these ``id()`` whose gradients are other tensors than in the snapshot,
         so that a script has assigned them."""

@@ -400,6 +400,22 @@ def residuals_of_what_was_unused(t: Loop) -> None:
         optimizer.step()
 
 
+@row(only=("topk",), options={"topk": {"fraction": 0.125}}, tolerance=0.02, steps=120)
+def residuals_of_what_was_left(t: Loop) -> None:
+    """The same of parts with an optimizer each, of which the other keeps its last gradients in a pass."""
+    parts = nn.ParameterList([nn.Parameter(torch.zeros(64)) for _ in range(2)])
+    model = t.wrap(parts)
+    optimizers = [torch.optim.SGD([part], 1.0) for part in model]
+    for step in t.steps(72):
+        for k, (part, optimizer) in enumerate(zip(model, optimizers, strict=True)):
+            if step < 24 and step % 2 != k:
+                continue
+            (optimizer if step < 24 else model).zero_grad()  # what is left may be more than the rest
+            pull = t.mean(lambda r, s=step, part=part: (t.of(r).x(s, 64) * part).sum())  # type: ignore[misc]
+            ((0.0 if step >= 24 else 1.0) * pull).backward()
+            optimizer.step()
+
+
 @row(only=("topk",), options={"topk": {"fraction": 0.125}}, tolerance=0.02)
 def residuals_of_what_was_frozen(t: Loop) -> None:
     """The same of parts that are frozen in turn: what is held back of one waits until it trains again."""
@@ -430,6 +446,42 @@ def gradients_kept_in_a_list(t: Loop) -> None:
         kept = kept or [p.grad for p in model.parameters() if p.grad is not None]
         torch._foreach_mul_(kept, 0.5)
         optimizer.step()
+
+
+@row(linear=True)
+def gradients_given_other_memory(t: Loop) -> None:
+    """What a gradient is gets another tensor's memory, as old scripts clip and scale."""
+    model = t.wrap(Flat())
+    optimizer = sgd(model)
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        optimizer.zero_grad(set_to_none=step % 3 != 0)
+        mse(model(inputs), targets).backward()
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.data = p.grad.data * 0.5
+        optimizer.step()
+
+
+class OnePart(Flat):
+    """A forward pass of one of the layers."""
+
+    def forward(self, inputs: Tensor, k: int = 0) -> Tensor:
+        out: Tensor = self.two(torch.cos(inputs)) if k else self.one(inputs)
+        return out
+
+
+@row(linear=True, passes=2, boundaries=2)
+def gradients_left_in_a_part(t: Loop) -> None:
+    """Parts train in turn with an optimizer each; in a pass of one, the other has its last gradients."""
+    model = t.wrap(OnePart())
+    optimizers = [sgd(model.one), sgd(model.two)]
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        for k, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            mse(model(inputs, k), targets).backward()
+            optimizer.step()
 
 
 @row(linear=True)

@@ -143,6 +143,7 @@ class Group:
         len: int,
         address: int,
         background: bool,
+        shorter: bool,
         timeout: float | None,
         /,
     ) -> tuple[Work | None, int | None]: ...

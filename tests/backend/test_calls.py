@@ -254,6 +254,28 @@ def objects(rank: int, world: int) -> None:
 
 
 @CASES
+def shorter_messages(rank: int, world: int) -> None:
+    """As gloo: `recv` takes what is sent as the first part of its tensor, byte for byte."""
+    world_group()
+    after, before = (rank + 1) % world, (rank - 1) % world
+    for length in (1, 3, 100_000):
+        sent = torch.arange(length, dtype=torch.int32) + 1
+        for source in (before, None):
+            got = torch.full((2 * length + 1,), -1.0)
+            work = dist.isend(sent, after, tag=3)
+            assert dist.recv(got, source, tag=3) == before
+            work.wait()
+            equal(got[:length].view(torch.int32), sent, "the part that was sent")
+            assert bool((got[length:] == -1).all())
+        columns = torch.full((2, length + 2), -1).t()  # not contiguous
+        work = dist.isend(sent.long(), after)
+        dist.recv(columns, before)
+        work.wait()
+        equal(columns.flatten()[:length], sent.long(), "in the order of the shape")
+        assert bool((columns.flatten()[length:] == -1).all())
+
+
+@CASES
 def tags_and_batches(rank: int, world: int) -> None:
     world_group()
     after, before = (rank + 1) % world, (rank - 1) % world

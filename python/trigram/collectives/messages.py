@@ -125,7 +125,7 @@ def _message(
             return work, None
         work.wait()
         return None, peer
-    core, sender = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, limit)
+    core, sender = g.core.message(sends, place, tag, dtype, t.numel(), t.data_ptr(), async_op, False, limit)
     return None if core is None else Work(core, (t,), what, g.describe), sender
 
 

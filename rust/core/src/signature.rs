@@ -144,6 +144,10 @@ impl Signature {
     /// In [`Signature::extra`]: the call is on GPU memory, and its data travels elsewhere.
     pub const DEVICE: u64 = 1 << 32;
 
+    /// In [`Signature::extra`]: a receive that also takes a shorter message, of any dtype, as the first part of its
+    /// memory.
+    pub const SHORTER: u64 = 1 << 33;
+
     const PASS: u32 = 48;
 
     /// The same call as part of a backward pass; 0: of none. The low byte counts passes since the last update of the
@@ -174,8 +178,13 @@ impl Signature {
     }
 
     /// Whether two ranks may work together in this call. In an all_to_all each rank may give its lengths or none: those
-    /// that two ranks have for each other are compared when they exchange them.
+    /// that two ranks have for each other are compared when they exchange them. A receive may take what is shorter.
     pub fn agrees(&self, other: &Self) -> bool {
+        if self.collective() == Some(Collective::SendRecv) && self.extra ^ other.extra == Self::SHORTER {
+            let (most, sent) = if self.extra & Self::SHORTER != 0 { (self, other) } else { (other, self) };
+            let fits = sent.nbytes().zip(most.nbytes()).is_some_and(|(sent, most)| sent <= most);
+            return fits && sent.collective == most.collective;
+        }
         let mut theirs = *other;
         let pairwise = (self.extra | other.extra) & Self::PAIRWISE != 0;
         if pairwise && self.collective() == Some(Collective::AllToAll) {
@@ -183,6 +192,16 @@ impl Signature {
             theirs.extra = other.extra & !Self::PAIRWISE | self.extra & Self::PAIRWISE;
         }
         *self == theirs
+    }
+
+    /// The bytes of its elements; `None` if there can be no such memory.
+    fn nbytes(&self) -> Option<u64> {
+        self.count.checked_mul(DType::from_code(self.dtype).ok()?.size() as u64)
+    }
+
+    /// The dtype of its elements; `None` if it was made by another version.
+    pub fn dtype(&self) -> Option<DType> {
+        DType::from_code(self.dtype).ok()
     }
 
     /// The signature of a call.

@@ -128,7 +128,8 @@ fn some_call(group: &Group, rng: &mut Rng, me: usize) -> Result<()> {
         _ => {
             let right_hand = (me + 1) % n;
             let left_hand = (me + n - 1) % n;
-            let message = |sends, peer: usize| Some(Message { peer: peer as u32, tag: 3, sends });
+            let message =
+                |sends, peer: usize| Some(Message { peer: peer as u32, tag: 3, sends, shorter: false });
             let base = call(Collective::SendRecv, DType::F32, len);
             let send = Request { call: base.clone(), message: message(true, right_hand), ..request };
             let take = Request {

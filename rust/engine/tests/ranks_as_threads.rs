@@ -402,7 +402,7 @@ fn messages_larger_than_any_buffer_arrive() {
         on_all(engines, |rank, group| {
             let len = 1_500_001;
             let mut data: Vec<f32> = (0..len).map(|i| if rank == 0 { i as f32 } else { 0.0 }).collect();
-            let message = Message { peer: 1 - rank as u32, tag: 7, sends: rank == 0 };
+            let message = Message { peer: 1 - rank as u32, tag: 7, sends: rank == 0, shorter: false };
             let request = Request {
                 call: call(Collective::SendRecv, DType::F32, len),
                 op: ReduceOp::Sum,
@@ -438,13 +438,14 @@ fn a_receive_from_any_source_takes_what_comes() {
             for (tag, len) in (3..).zip([0, 10, 600_000]) {
                 let mut data = vec![rank as f32; len];
                 if rank > 0 {
-                    let sent = message(&mut data, Message { peer: 0, tag, sends: true });
+                    let sent = message(&mut data, Message { peer: 0, tag, sends: true, shorter: false });
                     // SAFETY: `data` outlives the call.
                     unsafe { group.run(sent, limit, &mut || Ok(())) }.unwrap();
                     continue;
                 }
                 let mut senders = [1, 2].map(|_| {
-                    let taken = message(&mut data, Message { peer: Message::ANY, tag, sends: false });
+                    let taken =
+                        message(&mut data, Message { peer: Message::ANY, tag, sends: false, shorter: false });
                     // SAFETY: as above.
                     let sender = unsafe { group.receive(taken, limit, &mut || Ok(())) }.unwrap();
                     assert!(data.iter().all(|x| *x == sender as f32));
@@ -454,6 +455,61 @@ fn a_receive_from_any_source_takes_what_comes() {
                 assert_eq!(senders, [1, 2]);
             }
         });
+    }
+}
+
+/// From a known sender and from any, of lengths that are sent at once and that are announced first, before and after the
+/// receive is made; the rest of the memory stays as it is.
+#[test]
+fn a_receive_takes_a_shorter_message_if_it_may() {
+    for engines in [over_mem(2), met(2, Transport::Shm), met(2, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            let limit = Some(Duration::from_secs(20));
+            let lengths = [(0, 3), (3, 3), (3, 700_000), (600_000, 600_001), (600_000, 600_000)];
+            let sources = [0, Message::ANY];
+            let cases = lengths.into_iter().flat_map(|l| sources.map(|from| (l, from)));
+            for (tag, ((sent, room), from)) in (3..).zip(cases) {
+                let late = if (tag / 2) % 2 == rank as u32 { 20 } else { 0 };
+                std::thread::sleep(Duration::from_millis(late));
+                if rank == 0 {
+                    let mut data = vec![5f32; sent];
+                    let message = message(&mut data, Message { peer: 1, tag, sends: true, shorter: false });
+                    // SAFETY: `data` outlives the call.
+                    unsafe { group.run(message, limit, &mut || Ok(())) }.unwrap();
+                } else {
+                    let mut data = vec![1f32; room];
+                    let mut message =
+                        message(&mut data, Message { peer: from, tag, sends: false, shorter: true });
+                    if room == 600_001 {
+                        message.call.dtype = DType::I8; // the bytes are what counts
+                        message.call.len = 4 * room;
+                    }
+                    // SAFETY: as above.
+                    assert_eq!(unsafe { group.receive(message, limit, &mut || Ok(())) }.unwrap(), 0);
+                    assert!(data[..sent].iter().all(|x| *x == 5.0) && data[sent..].iter().all(|x| *x == 1.0));
+                }
+            }
+        });
+    }
+}
+
+/// What is longer than the receive has room for is told on both sides, and what is shorter where it must be equal.
+#[test]
+fn a_message_that_does_not_fit_is_told() {
+    for (sent, room, shorter) in [(4, 3, true), (600_001, 600_000, true), (3, 4, false)] {
+        for engines in [over_mem(2), met(2, Transport::Tcp)] {
+            let errors = on_all(engines, |rank, group| {
+                let mut data = vec![1f32; if rank == 0 { sent } else { room }];
+                let sends = rank == 0;
+                let peer = 1 - rank as u32;
+                let message = message(&mut data, Message { peer, tag: 3, sends, shorter: shorter && !sends });
+                // SAFETY: `data` outlives the call.
+                unsafe { group.run(message, Some(Duration::from_secs(20)), &mut || Ok(())) }.err()
+            });
+            assert!(matches!(errors[1], Some(Error::Mismatch { .. })), "{errors:?}");
+            let told = matches!(errors[0], Some(Error::Mismatch { .. }));
+            assert!(told || sent < 600_000 && errors[0].is_none(), "{errors:?}");
+        }
     }
 }
 

@@ -411,7 +411,7 @@ impl Group {
     }
 
     /// A message to or from `peer`, in this thread or in the background; `peer` None: from any. Returns the work, or
-    /// the world rank whose message was received.
+    /// the world rank whose message was received. `shorter`: a receive takes a message of fewer bytes, of any dtype, too.
     #[allow(clippy::too_many_arguments)] // one call from one place
     fn message(
         &self,
@@ -423,6 +423,7 @@ impl Group {
         len: usize,
         address: usize,
         background: bool,
+        shorter: bool,
         timeout: Option<f64>,
     ) -> PyResult<(Option<Work>, Option<u32>)> {
         let peer = peer.unwrap_or(Message::ANY);
@@ -434,7 +435,7 @@ impl Group {
             op: ReduceOp::Sum,
             tensors: memory,
             lists: None,
-            message: Some(Message { peer, tag, sends }),
+            message: Some(Message { peer, tag, sends, shorter }),
             declared: None,
             pass: 0,
             update: None,

@@ -68,7 +68,7 @@ class PointToPoint(Starting):
             call = OnDevice(routes.message(group, sends, peer, tag, flat, code, limit), flat.device)
         else:
             call, _ = group.core.message(
-                sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, group.timeout
+                sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, not sends, group.timeout
             )
         work = self._handle(what, call, flat, () if sends else (t,), finish, event)
         if peer is None:
@@ -91,7 +91,7 @@ def _memory(t: torch.Tensor, sends: bool) -> tuple[torch.Tensor, Callable[[], No
         return tensors.moved(tensors.source(t)), None
     if t.requires_grad:
         torch.autograd.graph.increment_version(t)
-    target = tensors.Target([t])
+    target = tensors.Target([t], filled=True)  # a shorter message leaves the rest as it is
     return tensors.moved(target.flat), target.finish
 
 

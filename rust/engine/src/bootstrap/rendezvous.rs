@@ -516,7 +516,7 @@ mod tests {
             let request = Request {
                 call: call(Collective::SendRecv, DType::U8, data.len()),
                 tensors: in_place(data.as_mut_ptr(), data.len()),
-                message: Some(Message { peer: u32::from(sends), tag: 0, sends }),
+                message: Some(Message { peer: u32::from(sends), tag: 0, sends, shorter: false }),
                 ..Request::nothing()
             };
             // SAFETY: `data` outlives the call.

@@ -167,6 +167,21 @@ impl ActiveCall {
         self.exec.start(&mut StepRunner { body: &mut self.body, out })
     }
 
+    /// The message of a receive that also takes shorter ones has come: what it is. If it is as long as was expected, the
+    /// schedule goes on; else there is another one, and nothing has been received by the first.
+    pub(crate) fn shorten(&mut self, signature: Signature, events: &EventRing) {
+        let call = &mut self.body.request.call;
+        let before = (call.len, call.dtype.size());
+        call.len = signature.count as usize;
+        call.dtype = signature.dtype().unwrap_or(call.dtype);
+        let now = (call.len, call.dtype.size());
+        self.body.signature = signature;
+        if self.state == CallState::Running && before != now {
+            self.exec.rest();
+            self.pass_to(CallState::Waiting, events);
+        }
+    }
+
     /// Carries on with the reductions that wait, for one turn; true if there were any.
     pub(crate) fn take_turn(&mut self, out: &mut Outbox) -> Result<bool> {
         self.body.turn = TURN;

@@ -90,7 +90,7 @@ impl Calls {
                 group.next += 1;
                 (CallId::collective(group.next - 1), None)
             }
-            Some(Message { peer, tag, sends }) => {
+            Some(Message { peer, tag, sends, .. }) => {
                 let rank = members.ranks.get(peer as usize).copied().unwrap_or(u32::MAX);
                 let n = group.messages.entry((rank, tag, sends)).or_default();
                 *n += 1;

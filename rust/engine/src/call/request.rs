@@ -220,6 +220,9 @@ impl Request {
                 false => (lengths.iter().sum::<usize>() as u64, Signature::sum_of(lengths)),
             };
         }
+        if self.message.is_some_and(|message| message.shorter) {
+            signature.extra |= Signature::SHORTER;
+        }
         signature.in_pass(self.pass)
     }
 }
@@ -233,6 +236,8 @@ pub struct Message {
     pub tag: u32,
     /// Whether this rank sends.
     pub sends: bool,
+    /// A receive: whether a message of fewer bytes, of any dtype, is right too.
+    pub shorter: bool,
 }
 
 impl Message {

@@ -4,6 +4,7 @@
 //! goes straight into the call's memory; otherwise it is kept until the step begins.
 
 use trigram_core::schedule::{Place, Span, Step};
+use trigram_core::signature::Signature;
 use trigram_core::wire::{Frame, Kind};
 use trigram_core::{Error, Result};
 
@@ -76,6 +77,11 @@ impl Matching<'_> {
         let Some(place) = body.members.place_of(peer) else { return false };
         let mine = body.expected(place, frame.kind);
         if mine == frame.signature || frame.kind != Kind::Data && mine.agrees(&frame.signature) {
+            return true;
+        }
+        if mine.extra & Signature::SHORTER != 0 && mine.agrees(&frame.signature) {
+            self.calls.active[i].shorten(frame.signature, &self.calls.events);
+            self.calls.touch(i);
             return true;
         }
         let mut sides = [(self.world.rank, mine), (peer, frame.signature)];

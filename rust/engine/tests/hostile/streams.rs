@@ -93,8 +93,9 @@ impl Fenced {
 /// What a caller of one of many kinds asks for in memory of `len` f32.
 pub(crate) fn some_request(rng: &mut Rng, at: *mut u8, len: usize, world: u32) -> Request {
     let tensors = in_place(at, len * 4);
-    let mut message =
-        Message { peer: 1 + rng.below(world as usize - 1) as u32, tag: 5, sends: rng.one_in(2) };
+    let peer = 1 + rng.below(world as usize - 1) as u32;
+    let sends = rng.one_in(2);
+    let mut message = Message { peer, tag: 5, sends, shorter: !sends && rng.one_in(2) };
     if !message.sends && rng.one_in(2) {
         message.peer = Message::ANY;
     }

@@ -29,7 +29,11 @@ NCCLS = [c for c in COLLECTIVES if not c.startswith("nan_and")]  # its min and m
 # Callbacks of the engine's own calls, which carry no GPU tensors.
 GROUPS = Cases({name: case for name, case in test_work_and_groups.CASES.items() if "callback" not in name})
 ALGORITHMS = Cases(test_weights.CASES)
-FAULTS = Cases(test_failures.CASES | test_errors.CASES)
+# Ranks that wait for each other in different groups are found in calls of the engine, not of a GPU (ADR 42).
+CROSSED = ("one_rank_stops_early", "models_in_another_order")
+FAULTS = Cases(
+    {c: f for c, f in (test_failures.CASES | test_errors.CASES).items() if not c.startswith(CROSSED)}
+)
 UNKNOWN_TO_NCCL = Cases()
 STATES = Cases(test_state.CASES | test_switch.CASES | test_consensus.CASES | test_loops.CASES)
 

@@ -11,13 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from trigram import collectives
+from trigram.averaging.average import Average
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import HeldResidual, positions
 from trigram.codecs import Codec
 from trigram.runtime.memory import empty
 
 
-class CodedAverage:
+class CodedAverage(Average):
     """An :class:`~trigram.averaging.average.Average` through codecs: an all-to-all, then an all-gather.
 
     Args:
@@ -33,7 +35,6 @@ class CodedAverage:
         residual: The encoding error of the first phase, float32, as long as ``memory``; None without
             feedback.
         mean_residual: The encoding error of the second phase, float32, one shard; None without feedback.
-        phase: 0 (idle), 1 or 2.
     """
 
     calls = 1
@@ -71,8 +72,6 @@ class CodedAverage:
         self.encoded_mean = empty(two, dtype=torch.uint8, device=memory.device)
         self.encoded_means = empty(n, two, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * (one + two)
-        self.work: collectives.Work | None = None
-        self.phase = 0
         self.step = 0
 
     def hold(self, views: Sequence[torch.Tensor]) -> None:
@@ -85,16 +84,32 @@ class CodedAverage:
         self.held.settle(unused)
         self.held_mean.settle(unused)
 
-    def start(self, step: int) -> None:
-        """See :class:`Average`."""
+    def phases(self, step: int) -> Phases:
+        """See :class:`Exchange`."""
+        yield self._send_shards(step)
+        for j, code in enumerate(self.received):
+            self.first.decode(code, self.mean, None if j == 0 else 1.0, self.groups.main.ranks[j])
+        self.mean /= self.groups.size
+        self._encode_mean(self.encoded_mean)
+        yield self._gather_means()
+        for j, (code, shard) in enumerate(zip(self.encoded_means, self.shards, strict=True)):
+            self.second.decode(code, shard, None, self.groups.main.ranks[j])
+
+    def _send_shards(self, step: int) -> collectives.Work | None:
+        """Each shard, encoded, to the rank that owns it."""
         self.step = step
         feeds = self.remainder is None
         with self.held.held_back(self.memory):
             for j, (shard, kept) in enumerate(zip(self.shards, self.kept, strict=True)):
                 self.first.encode(shard, self.encoded_shards[j], kept, feeds, self._seed(j))
-        self.phase = 1
-        self.work = collectives.all_to_all(
+        return collectives.all_to_all(
             self.received, self.encoded_shards, group=self.groups.main, async_op=True
+        )
+
+    def _gather_means(self) -> collectives.Work | None:
+        """What each rank has made of its shard, encoded, to all ranks."""
+        return collectives.all_gather(
+            self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
         )
 
     def _seed(self, shard: int) -> int:
@@ -102,50 +117,10 @@ class CodedAverage:
         n = self.groups.size
         return ((self.step * n + self.groups.rank) * (n + 1) + shard) * 0x9E3779B97F4A7C15
 
-    def advance(self) -> bool:
-        """See :class:`Average`."""
-        if self.phase == 1 and self.work is not None and self.work.is_completed():
-            self._reduce()
-        return self.phase != 1
-
-    def _reduce(self) -> None:
-        """Averages the shard that this rank owns, and starts the second phase."""
-        assert self.work is not None
-        self.work.wait()
-        for j, code in enumerate(self.received):
-            self.first.decode(code, self.mean, None if j == 0 else 1.0, self.groups.main.ranks[j])
-        self.mean /= self.groups.size
-        self._encode_mean(self.encoded_mean)
-        self.phase = 2
-        self.work = collectives.all_gather(
-            self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
-        )
-
     def _encode_mean(self, out: torch.Tensor) -> None:
         """Encodes the mean of the shard that this rank owns. A part that is 0 has nothing to send."""
         with self.held_mean.held_back(self.mean):
             self.second.encode(self.mean, out, self.mean_residual, True, self._seed(self.groups.size))
-
-    def ready(self) -> bool:
-        """See :class:`Average`."""
-        self.advance()
-        return self.phase == 0 or (self.phase == 2 and self.work is not None and self.work.is_completed())
-
-    def wait(self) -> None:
-        """See :class:`Average`."""
-        if self.phase == 1:
-            self._reduce()
-        if self.phase == 2 and self.work is not None:
-            self.work.wait()
-            self.phase, self.work = 0, None
-            for j, (code, shard) in enumerate(zip(self.encoded_means, self.shards, strict=True)):
-                self.second.decode(code, shard, None, self.groups.main.ranks[j])
-
-    def await_end(self) -> None:
-        """See :class:`Average`."""
-        self.phase, work, self.work = 0, self.work, None
-        if work is not None:
-            work.wait()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """The first phase's residual."""

@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 
 from trigram import collectives
+from trigram.averaging.average import Average
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import Codec
 from trigram.runtime.memory import empty
 
 
-class GatheredAverage:
+class GatheredAverage(Average):
     """Averages one tensor over the ranks in place, by an all-gather of its codes; the same bits on all ranks.
-
-    It has those methods of :class:`~trigram.averaging.average.Average` that averages of weights use.
 
     Args:
         memory: One-dimensional, float32.
@@ -35,35 +35,12 @@ class GatheredAverage:
         self.mine = empty(size, dtype=torch.uint8, device=memory.device)
         self.all = empty(n, size, dtype=torch.uint8, device=memory.device)
         self.sent = (n - 1) * size
-        self.work: collectives.Work | None = None
 
-    def start(self, step: int) -> None:
-        """See :class:`~trigram.averaging.average.Average`."""
+    def phases(self, step: int) -> Phases:
+        """See :class:`Exchange`."""
         self.codec.encode(self.memory, self.mine, self.remainder, False)
-        self.work = collectives.all_gather(self.all, self.mine, self.groups.main, async_op=True)
-
-    def advance(self) -> bool:
-        """See :class:`~trigram.averaging.average.Average`."""
-        return True
-
-    def ready(self) -> bool:
-        """See :class:`~trigram.averaging.average.Average`."""
-        return self.work is None or self.work.is_completed()
-
-    def wait(self) -> None:
-        """See :class:`~trigram.averaging.average.Average`."""
-        work, self.work = self.work, None
-        if work is None:
-            return
-        work.wait()
+        yield collectives.all_gather(self.all, self.mine, self.groups.main, async_op=True)
         ranks = self.groups.main.ranks
         for j, code in enumerate(self.all):
             self.codec.decode(code, self.memory, None if j == 0 else 1.0, ranks[j])
         self.memory /= self.groups.size
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """No state: the remainder is the caller's."""
-        return {}
-
-    def load(self, state: dict[str, torch.Tensor]) -> None:
-        """No state."""

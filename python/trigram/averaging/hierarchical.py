@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from trigram.averaging.average import SHARD, Average
+from trigram.averaging.exchange import Pending, Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import TrigramError
 from trigram.gpu import device, routes
-from trigram.gpu.device import Call
 from trigram.gpu.two_level import TwoLevelGroups
 from trigram.runtime import engine_codes
 from trigram.runtime.world import current
@@ -89,7 +90,38 @@ class HostLevels:
         return self.two_level.count * multiple * -(-total // (self.two_level.count * multiple))
 
 
-class HierarchicalAverage:
+@dataclass
+class _Between:
+    """The average between hosts, as something to wait for."""
+
+    average: Average
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+        return self.average.ready()
+
+    def wait(self) -> None:
+        """Waits for it."""
+        self.average.wait()
+
+
+@dataclass
+class _InTurn:
+    """Several things to wait for, up to the first that has failed: those after it may wait for ever then."""
+
+    parts: list[Pending]
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(part.is_completed() for part in self.parts)
+
+    def wait(self) -> None:
+        """See the class."""
+        for part in self.parts:
+            part.wait()
+
+
+class HierarchicalAverage(Average):
     """An :class:`~trigram.averaging.average.Average` in two levels.
 
     Args:
@@ -97,8 +129,6 @@ class HierarchicalAverage:
         levels: The two-level groups.
         make: Makes the average between hosts, from this rank's shard and the groups between hosts.
     """
-
-    calls = 0
 
     def __init__(
         self, memory: torch.Tensor, levels: HostLevels, make: Callable[[torch.Tensor, ModelGroups], Average]
@@ -109,8 +139,6 @@ class HierarchicalAverage:
         self.mine = two_level.owned(memory, self.shards)
         self.average = make(self.mine, levels.between_hosts) if levels.between_hosts is not None else None
         self.sent = self.average.sent if self.average is not None else 0
-        self.under_way = False
-        self.combined: Call | None = None
 
     def hold(self, views: Sequence[torch.Tensor]) -> None:
         """See :class:`Average`. The other ranks of this host may use them: a sum that is 0 is held back."""
@@ -122,60 +150,31 @@ class HierarchicalAverage:
         if self.average is not None:
             self.average.settle(unused)
 
-    def start(self, step: int) -> None:
-        """See :class:`Average`."""
+    def phases(self, step: int) -> Phases:
+        """See :class:`Exchange`."""
         self.levels.begin()
-        main = self.levels.groups.main
-        signature = (
-            engine_codes.ALL_REDUCE,
-            engine_codes.DTYPES[self.memory.dtype],
-            self.memory.numel(),
-            _SUM,
-            0,
-            0,
-        )
+        two_level, main = self.levels.two_level, self.levels.groups.main
+        dtype = engine_codes.DTYPES[self.memory.dtype]
+        signature = (engine_codes.ALL_REDUCE, dtype, self.memory.numel(), _SUM, 0, 0)
         # Another rank may abort this bucket: only calls of the main group report that, so one is made here.
-        self.consistency_check = main.core.check_consistency(signature, main.timeout)
+        told = main.core.check_consistency(signature, main.timeout)
         try:
-            self.combined = self.levels.two_level.combine(self.memory, self.shards, _SUM)
+            combined = two_level.combine(self.memory, self.shards, _SUM)
         except TrigramError as e:
             self.levels.abort(f"rank {main.ranks[main.rank]} could not start a two-level average: {e}")
             raise
-        self.under_way = True
+        under_way: list[Pending] = [told, combined]
         if self.average is not None and self.levels.between_hosts is not None:
             # With this factor the mean over hosts is the mean over ranks, also for unequal hosts.
-            self.mine.mul_(self.levels.two_level.hosts / self.levels.groups.size)
-            routes.follow(self.levels.between_hosts.main, self.combined)
+            self.mine.mul_(two_level.hosts / self.levels.groups.size)
+            routes.follow(self.levels.between_hosts.main, combined)
             self.average.start(step)
-
-    def advance(self) -> bool:
-        """See :class:`Average`. The buckets share the groups between hosts, so their second phases have the
-        order of the buckets there too."""
-        return self.average is None or self.average.advance()
-
-    def ready(self) -> bool:
-        """See :class:`Average`."""
-        if not self.under_way:
-            return True
-        if not self.consistency_check.is_completed() or (
-            self.average is not None and not self.average.ready()
-        ):
-            return False
-        return self.combined is None or self.combined.is_completed()
-
-    def wait(self) -> None:
-        """See :class:`Average`."""
-        if not self.under_way:
-            return
-        self.under_way = False
-        combined, self.combined = self.combined, None  # it keeps a communicator
+            under_way.insert(1, _Between(self.average))
+        del combined  # it keeps a communicator
         try:
-            self.consistency_check.wait()
-            if self.average is not None:
-                self.average.wait()
-            assert combined is not None
-            combined.wait()
-            self.levels.two_level.spread(self.memory, self.shards).wait()
+            yield _InTurn(under_way)
+            under_way.clear()
+            two_level.spread(self.memory, self.shards).wait()
         except TrigramError as e:
             self.levels.abort(f"rank {current().rank} aborted a two-level average: {e}")
             if self.average is not None:
@@ -183,17 +182,16 @@ class HierarchicalAverage:
                     self.average.await_end()
             raise
 
+    def advance(self) -> bool:
+        """See :class:`Exchange`. The buckets share the groups between hosts, so their second phases have the
+        order of the buckets there too."""
+        return self.average is None or self.average.advance()
+
     def await_end(self) -> None:
-        """See :class:`Average`."""
+        """See :class:`Exchange`."""
         self.wait()
 
-    def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        """No state that moves with a parameter: the residual belongs to this rank's shard, and new buckets
-        have different shards."""
-        return [{} for _ in views]
-
-    def fold(self) -> None:
-        """See :meth:`parts`."""
+    # No state moves with a parameter: the residual belongs to this rank's shard, and new buckets have others.
 
     def state(self) -> dict[str, torch.Tensor]:
         """The state of the average between hosts."""

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 
 from trigram import collectives
+from trigram.averaging.average import Average
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 
@@ -67,7 +69,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.matmul(a, b, out=out)
 
 
-class PowerAverage:
+class PowerAverage(Average):
     """An :class:`~trigram.averaging.average.Average` by PowerSGD; what is no large matrix is averaged in
     full.
 
@@ -77,8 +79,6 @@ class PowerAverage:
         groups: The model's process groups.
         rank: Columns of P and Q.
     """
-
-    calls = 1
 
     def __init__(
         self, memory: torch.Tensor, views: list[torch.Tensor], groups: ModelGroups, rank: int
@@ -107,8 +107,7 @@ class PowerAverage:
         nbytes = self.p.memory.nbytes + (self.q.memory.nbytes if self.q else 0)
         self.sent = 2 * (n - 1) * nbytes // n
         self.held: list[_Matrix | None] = []
-        self.work: collectives.Work | None = None
-        self.phase = 0
+        self.calls = 1 if self.matrices else 0
 
     def hold(self, views: Sequence[torch.Tensor]) -> None:
         """See :class:`trigram.averaging.average.Average`."""
@@ -125,53 +124,22 @@ class PowerAverage:
             if m is not None:
                 m.settle(nobody)
 
-    def start(self, step: int) -> None:
-        """See :class:`trigram.averaging.average.Average`."""
+    def phases(self, step: int) -> Phases:
+        """See :class:`Exchange`."""
         k = len(self.matrices)
         for m, p in zip(self.matrices, self.p.views, strict=False):
             m.residual += m.values
             torch.matmul(m.residual, m.q, out=p)
         if self.rest:
             torch._foreach_copy_(self.p.views[k:], self.rest)
-        self.phase = 1
-        self.work = collectives.all_reduce(self.p.memory, "avg", None, self.groups.main, async_op=True)
-
-    def advance(self) -> bool:
-        """See :class:`trigram.averaging.average.Average`."""
-        if self.phase == 1 and self.work is not None and self.work.is_completed():
-            self._project()
-        return self.phase != 1
-
-    def _project(self) -> None:
-        assert self.work is not None
-        self.work.wait()
-        self.phase, self.work = 2, None
-        if self.q is None:
-            return
-        for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
-            if bool(p.isfinite().all()):
-                p.copy_(torch.linalg.qr(p)[0])
-            m.local_q = _product(m.residual.T, p)
-            q.copy_(m.local_q)
-        self.work = collectives.all_reduce(
-            self.q.memory, "avg", None, self.groups.second_phase, async_op=True
-        )
-
-    def ready(self) -> bool:
-        """See :class:`trigram.averaging.average.Average`."""
-        self.advance()
-        return self.phase == 0 or (self.phase == 2 and (self.work is None or self.work.is_completed()))
-
-    def wait(self) -> None:
-        """See :class:`trigram.averaging.average.Average`."""
-        if self.phase == 1:
-            self._project()
-        if self.phase != 2:
-            return
-        if self.work is not None:
-            self.work.wait()
-        self.phase, self.work = 0, None
-        k = len(self.matrices)
+        yield collectives.all_reduce(self.p.memory, "avg", None, self.groups.main, async_op=True)
+        if self.q is not None:
+            for m, p, q in zip(self.matrices, self.p.views, self.q.views, strict=False):
+                if bool(p.isfinite().all()):
+                    p.copy_(torch.linalg.qr(p)[0])
+                m.local_q = _product(m.residual.T, p)
+                q.copy_(m.local_q)
+            yield collectives.all_reduce(self.q.memory, "avg", None, self.groups.second_phase, async_op=True)
         if self.rest:
             torch._foreach_copy_(self.rest, self.p.views[k:])
         for m, p, q in zip(self.matrices, self.p.views, self.q.views if self.q else [], strict=False):
@@ -183,11 +151,9 @@ class PowerAverage:
                 m.residual.nan_to_num_(0.0, 0.0, 0.0)
 
     def await_end(self) -> None:
-        """See :class:`trigram.averaging.average.Average`."""
+        """See :class:`Exchange`."""
         self.settle([True] * len(self.held))
-        self.phase, work, self.work = 0, self.work, None
-        if work is not None:
-            work.wait()
+        super().await_end()
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """Residual and Q of each view that is compressed."""
@@ -196,9 +162,6 @@ class PowerAverage:
             {"residual": m.residual, "q": m.q} if (m := found.get(v.data_ptr())) is not None else {}
             for v in views
         ]
-
-    def fold(self) -> None:
-        """No other state."""
 
     def state(self) -> dict[str, torch.Tensor]:
         """Residual and Q of each matrix."""

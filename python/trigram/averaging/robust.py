@@ -17,14 +17,13 @@ from trigram import collectives
 from trigram.algorithms import robust
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.coded import CodedAverage
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
 from trigram.errors import CorruptError
 from trigram.runtime.memory import empty
 
 _LINE = 64
-_SHARDS, _RESULTS, _PRODUCTS = 1, 2, 3
-"""The call under way: phase 1 or 2 of a coded average, or the all-gather of clipping between them."""
 
 
 class Plain(Codec):
@@ -110,21 +109,13 @@ class RobustAverage(CodedAverage):
             self.all_products = empty(n, n, n, dtype=torch.float64, device=memory.device)
             self.sent += (n - 1) * self.products.nbytes
 
-    def advance(self) -> bool:
-        """See :class:`trigram.averaging.average.Average`."""
-        if self.phase == _SHARDS and self.work is not None and self.work.is_completed():
-            self._reduce()
-        if self.phase == _PRODUCTS and self.work is not None and self.work.is_completed():
-            self._clip()
-        return self.phase not in (_SHARDS, _PRODUCTS)
-
-    def _reduce(self) -> None:
-        """Decodes and aggregates the shards that this rank owns, and starts the next phase."""
-        assert self.work is not None
-        self.work.wait()
+    def phases(self, step: int) -> Phases:
+        """See :class:`trigram.averaging.exchange.Exchange`."""
+        ranks = self.groups.main.ranks
+        yield self._send_shards(step)
         for j, code in enumerate(self.received if not self.direct else ()):
             try:
-                self.first.decode(code, self.rows[j], None, self.groups.main.ranks[j])
+                self.first.decode(code, self.rows[j], None, ranks[j])
             except CorruptError:
                 self.rows[j].fill_(torch.nan)  # so that this rank is left out and reported
         if self.centre is None:
@@ -133,56 +124,17 @@ class RobustAverage(CodedAverage):
             kept = [row for row, keep in zip(self.rows, finite.tolist(), strict=True) if keep]
             if kept:
                 self.aggregation.combine(kept, self.mean)
-            self._send_result(finite)
-            return
-        self.products.copy_(robust.products(self.rows, self._owned_shard(self.centre)))
-        self.phase = _PRODUCTS
-        self.work = collectives.all_gather(
-            self.all_products, self.products, self.groups.second_phase, async_op=True
-        )
-
-    def _owned_shard(self, whole: torch.Tensor) -> torch.Tensor:
-        """The shard of ``whole`` that this rank owns."""
-        return whole.view(self.groups.size, -1)[self.groups.rank]
-
-    def _clip(self) -> None:
-        """Clips: the inner products of all shards add up to those of the whole tensor."""
-        assert self.work is not None and self.centre is not None
-        self.work.wait()
-        gram = self.all_products.sum(0).cpu()
-        finite = gram.diagonal().isfinite()
-        kept = finite.nonzero().flatten().tolist()
-        centre = self._owned_shard(self.centre)
-        self.mean.copy_(centre)
-        parts = robust.clipped(gram[kept][:, kept], self.aggregation.parameter, self.aggregation.iterations)
-        for j, part in zip(kept, parts, strict=True):
-            # Not (row - centre) * part: a distant row would overflow, or round the centre away.
-            self.mean.add_(self.rows[j], alpha=part).sub_(centre, alpha=part)
-        self._send_result(finite)
-
-    def _send_result(self, finite: torch.Tensor) -> None:
-        """Sends the result of this rank's shard to all ranks; NaN, as a mean would be, if every rank is left
-        out."""
-        if not bool(finite.any()):
+        else:
+            self.products.copy_(robust.products(self.rows, self._owned_shard(self.centre)))
+            yield collectives.all_gather(
+                self.all_products, self.products, self.groups.second_phase, async_op=True
+            )
+            finite = self._clip(self._owned_shard(self.centre))
+        if not bool(finite.any()):  # NaN, as a mean would be, if every rank is left out
             self.mean.fill_(torch.nan)
         self._encode_mean(self.encoded_mean[: self.mean_bytes])
         self.encoded_mean[self.mean_bytes : self.mean_bytes + len(finite)] = ~finite
-        self.phase = _RESULTS
-        self.work = collectives.all_gather(
-            self.encoded_means, self.encoded_mean, self.groups.second_phase, async_op=True
-        )
-
-    def wait(self) -> None:
-        """See :class:`trigram.averaging.average.Average`."""
-        if self.phase == _SHARDS:
-            self._reduce()
-        if self.phase == _PRODUCTS:
-            self._clip()
-        if self.phase != _RESULTS or self.work is None:
-            return
-        self.work.wait()
-        self.phase, self.work = 0, None
-        ranks = self.groups.main.ranks
+        yield self._gather_means()
         for j, (line, shard) in enumerate(zip(self.encoded_means, self.shards, strict=True)):
             self.second.decode(line[: self.mean_bytes], shard, None, ranks[j])
         if self.centre is not None and bool(self.memory.isfinite().all()):
@@ -193,6 +145,23 @@ class RobustAverage(CodedAverage):
             self.step,
             str(self.aggregation),
         )
+
+    def _owned_shard(self, whole: torch.Tensor) -> torch.Tensor:
+        """The shard of ``whole`` that this rank owns."""
+        return whole.view(self.groups.size, -1)[self.groups.rank]
+
+    def _clip(self, centre: torch.Tensor) -> torch.Tensor:
+        """Clips: the inner products of all shards add up to those of the whole tensor. Returns which ranks'
+        values are finite; ``centre``: this rank's shard of it."""
+        gram = self.all_products.sum(0).cpu()
+        finite = gram.diagonal().isfinite()
+        kept = finite.nonzero().flatten().tolist()
+        self.mean.copy_(centre)
+        parts = robust.clipped(gram[kept][:, kept], self.aggregation.parameter, self.aggregation.iterations)
+        for j, part in zip(kept, parts, strict=True):
+            # Not (row - centre) * part: a distant row would overflow, or round the centre away.
+            self.mean.add_(self.rows[j], alpha=part).sub_(centre, alpha=part)
+        return finite
 
     def parts(self, views: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
         """This rank's residual, and the centre of clipping."""

@@ -68,6 +68,11 @@ class Work:
         """Whether the collective has finished or failed."""
         return self._core.is_completed()
 
+    @property
+    def is_message(self) -> bool:
+        """Whether it is of a call of two ranks, and not of all of a group."""
+        return self._what in ("send", "recv")
+
     def source_rank(self) -> int:
         """The world rank whose message a receive has taken.
 

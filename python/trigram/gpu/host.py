@@ -141,7 +141,9 @@ class HostRoute:
         core = group.core
 
         def send() -> _core.Work:
-            work, _ = core.message(sends, peer, tag, code, host.numel(), host.data_ptr(), True, False, timeout)
+            work, _ = core.message(
+                sends, peer, tag, code, host.numel(), host.data_ptr(), True, False, timeout
+            )
             assert work is not None
             return work
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from trigram.algorithms.robust import RobustAggregation
-from trigram.averaging.average import padded
+from trigram.averaging.average import Average, padded
 from trigram.averaging.coded import CodedAverage
+from trigram.averaging.exchange import Phases
 from trigram.averaging.full import FullAverage
 from trigram.averaging.gathered import GatheredAverage
 from trigram.averaging.groups import ModelGroups
@@ -32,34 +33,24 @@ class Mean(AveragingStep):
         n = groups.size
         super().__init__(tensors, groups, None, None if rule is None else lambda total: padded(total, n))
         self.heals = rule is not None
-        self.average: FullAverage | RobustAverage
+        self.average: Average
         if rule is None:
             self.average = FullAverage(self.out, groups)
         else:
             self.take()
             self.average = RobustAverage(self.out, groups, rule, centre=self.inp)
+        self.calls = self.average.calls
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
+        weight = self.groups.sample_weight
         self.out.copy_(self.inp)
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.weigh(self.out)
-        self.average.start(number)
+        if weight is not None:
+            weight.weigh(self.out)
         self.sent += self.average.sent
-
-    def advance(self) -> bool:
-        """See :class:`AveragingStep`."""
-        return self.average.advance()
-
-    def ready(self) -> bool:
-        """See :class:`AveragingStep`."""
-        return self.average.ready()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.average.wait()
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.normalize(self.out)
+        yield from self.average.phases(step)
+        if weight is not None:
+            weight.normalize(self.out)
 
     def state(self) -> dict[str, Any]:
         """The state of a robust aggregation."""
@@ -127,7 +118,7 @@ class Differences(AveragingStep):
         self.agreed = self.inp.clone()
         self.dropped: torch.Tensor | None = None
         self.velocity = torch.zeros_like(self.agreed) if outer.momentum else None
-        self.average: Any
+        self.average: Average
         if codec is not None:
             self.dropped = torch.zeros_like(self.agreed)
             # The sign of a mean would lose its magnitude: the second phase uses 8 bits.
@@ -145,45 +136,31 @@ class Differences(AveragingStep):
             self.average = RobustAverage(self.out, groups, rule)
         else:
             self.average = FullAverage(self.out, groups)
+        self.calls = self.average.calls
         # All ranks get the same weights, unless each keeps the error of a codec in them.
         self.exact = (codec is None or feedback is not None) and not any(
             t.dtype == torch.float64 for t in tensors
         )
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        torch.sub(self.inp, self.agreed, out=self.out)
+        weight, change = self.groups.sample_weight, self.out
+        torch.sub(self.inp, self.agreed, out=change)
         # The padding: a nonzero value in it would change the scale of a codec's block.
-        self.out[self.given.total :].zero_()
-        weight = self.groups.sample_weight
+        change[self.given.total :].zero_()
         if self.feedback is not None and self.dropped is not None:
-            self.out.add_(self.dropped.mul_(self.feedback))
+            change.add_(self.dropped.mul_(self.feedback))
             self.unsent = self.dropped.clone() if weight is not None and weight.mine == 0.0 else None
         if weight is not None:
-            weight.weigh(self.out)
-        self.average.start(number)
+            weight.weigh(change)
         self.sent += self.average.sent
-
-    def advance(self) -> bool:
-        """See :class:`AveragingStep`."""
-        advanced: bool = self.average.advance()
-        return advanced
-
-    def ready(self) -> bool:
-        """See :class:`AveragingStep`."""
-        ready: bool = self.average.ready()
-        return ready
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.average.wait()
-        step = self.out
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.normalize(step)
+        yield from self.average.phases(step)
+        if weight is not None:
+            weight.normalize(change)
         if self.velocity is not None:
-            self.velocity.mul_(self.outer.momentum).add_(step)
-            step.add_(self.velocity, alpha=self.outer.momentum)
-        self.agreed.add_(step, alpha=self.outer.lr)
+            self.velocity.mul_(self.outer.momentum).add_(change)
+            change.add_(self.velocity, alpha=self.outer.momentum)
+        self.agreed.add_(change, alpha=self.outer.lr)
         if self.dropped is not None:
             self._keep_dropped(self.dropped)
         if self.dropped is None or self.feedback is not None:

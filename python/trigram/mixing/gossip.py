@@ -14,6 +14,7 @@ import torch
 
 from trigram import collectives
 from trigram.algorithms.graphs import Graph
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
 from trigram.gpu import device, routes
@@ -63,19 +64,19 @@ class Messages:
         if pending:
             self.works.append(collectives.batch_send_recv(pending, self.groups.main))
 
-    def ready(self) -> bool:
+    def is_completed(self) -> bool:
         """Whether all messages have ended."""
         return all(w.is_completed() for w in self.works)
 
     def wait(self) -> None:
         """Waits for all messages, then raises the first error if there was one."""
-        works, self.works = self.works, []
         error: Exception | None = None
-        for work in works:
+        for work in self.works:
             try:
                 self.groups.wait(work)
             except Exception as e:
                 error = error or e
+        self.works = []
         if error is not None:
             raise error
 
@@ -107,35 +108,28 @@ class Gossip(AveragingStep):
             # All ranks agree on the route here, because a rank may have no neighbour in a later step.
             routes.route(groups.main, self.inp.device)
 
-    def ready(self) -> bool:
-        """See :class:`AveragingStep`."""
-        return self.messages.ready()
-
 
 class Mix(Gossip):
     """``out = sum_j W_ij inp_j`` with the weights W of the graph (D-PSGD)."""
 
     exact = True
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, number)
-        self.incoming = [
+        receivers, senders = self.graph.neighbours(self.rank, step)
+        incoming = [
             (self.messages.receive(self.messages.buffer(k, self.inp), j), weight)
             for k, (j, weight) in enumerate(senders)
         ]
         for j in receivers:
             self.sent += self.messages.send(self.inp, j)
         self.messages.flush()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.messages.wait()
+        yield self.messages
         half = self.inp.dtype in (torch.float16, torch.bfloat16)
         mixed = self.inp.float() if half else self.out
-        self_weight = 1 - sum(weight for _, weight in self.incoming)
+        self_weight = 1 - sum(weight for _, weight in incoming)
         torch.mul(mixed if half else self.inp, self_weight, out=mixed)
-        for theirs, weight in self.incoming:
+        for theirs, weight in incoming:
             mixed.add_(theirs, alpha=weight)
         if half:
             self.out.copy_(mixed)
@@ -174,24 +168,21 @@ class Choco(Gossip):
         size = codec.size(self.inp.numel())
         self.code = empty(size, dtype=torch.uint8, device=self.inp.device)
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
         receivers, senders = self.graph.neighbours(self.rank)
-        self.incoming = [
+        incoming = [
             (self.messages.receive(self.messages.buffer(k, self.code), j), j, weight)
             for k, (j, weight) in enumerate(senders)
         ]
         torch.sub(self.inp, self.replica, out=self.out)
-        self.codec.encode(self.out, self.code, seed=seed(number, self.rank))
+        self.codec.encode(self.out, self.code, seed=seed(step, self.rank))
         for j in receivers:
             self.sent += self.messages.send(self.code, j)
         self.messages.flush()
         self.codec.decode(self.code, self.replica, 1.0)
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.messages.wait()
-        for code, j, weight in self.incoming:
+        yield self.messages
+        for code, j, weight in incoming:
             self.codec.decode(code, self.theirs, weight, self.groups.main.ranks[j])
         torch.sub(self.theirs, self.replica, alpha=self.weight, out=self.out)
         self.out.mul_(self.gamma).add_(self.inp)
@@ -280,24 +271,21 @@ class Edges(Gossip):
         self.references = References(self.inp, codec, groups)
         self.outgoing = Messages(groups)
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        _, senders = self.graph.neighbours(self.rank, number)
+        _, senders = self.graph.neighbours(self.rank, step)
         code = self.references.code
-        self.incoming = []
+        incoming = []
         for k, (j, weight) in enumerate(senders):
             theirs = self.messages.receive(self.messages.buffer(k, code), j)
             mine = self.outgoing.buffer(k, code)
-            self.references.encode(j, self.inp, mine, seed(number, self.rank))
-            self.incoming.append((j, mine, theirs, weight))
+            self.references.encode(j, self.inp, mine, seed(step, self.rank))
+            incoming.append((j, mine, theirs, weight))
             self.sent += self.messages.send(mine, j)
         self.messages.flush()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.messages.wait()
+        yield self.messages
         self.out.copy_(self.inp)
-        for j, mine, theirs, weight in self.incoming:
+        for j, mine, theirs, weight in incoming:
             self.references.apply(j, mine, theirs, self.out, self.gamma * weight)
 
     def state(self) -> dict[str, Any]:
@@ -336,10 +324,10 @@ class PushSum(Gossip):
         self.numerator[-1] = 1.0
         self.previous = self.inp.clone()
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, number)
-        self.incoming = [
+        receivers, senders = self.graph.neighbours(self.rank, step)
+        incoming = [
             self.messages.receive(self.messages.buffer(k, self.part), j) for k, (j, _) in enumerate(senders)
         ]
         if self.agreed_on:
@@ -351,11 +339,8 @@ class PushSum(Gossip):
         for j in receivers:
             self.sent += self.messages.send(self.part, j)
         self.messages.flush()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.messages.wait()
-        for theirs in self.incoming:
+        yield self.messages
+        for theirs in incoming:
             self.numerator += theirs
         torch.div(self.numerator, self.numerator[-1], out=self.out)
         self.previous.copy_(self.out)

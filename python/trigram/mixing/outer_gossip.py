@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trigram.algorithms.graphs import Graph
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.mixing.central import Outer
 from trigram.mixing.gossip import Gossip
@@ -48,10 +49,10 @@ class OuterGossip(Gossip):
         self.velocity = torch.zeros_like(self.slow) if outer.momentum else None
         self.part = empty(self.inp.numel(), dtype=torch.float32, device=self.inp.device)
 
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`AveragingStep`."""
-        receivers, senders = self.graph.neighbours(self.rank, number)
-        self.incoming = [
+        receivers, senders = self.graph.neighbours(self.rank, step)
+        incoming = [
             (self.messages.receive(self.messages.buffer(k, self.part), j), weight)
             for k, (j, weight) in enumerate(senders)
         ]
@@ -62,18 +63,15 @@ class OuterGossip(Gossip):
         for j in receivers:
             self.sent += self.messages.send(self.part, j)
         self.messages.flush()
-
-    def wait(self) -> None:
-        """See :class:`AveragingStep`."""
-        self.messages.wait()
-        step = torch.mul(self.part, 1 - sum(weight for _, weight in self.incoming), out=self.out)
-        for theirs, weight in self.incoming:
-            step.add_(theirs, alpha=weight)
-        step.sub_(self.slow)
+        yield self.messages
+        move = torch.mul(self.part, 1 - sum(weight for _, weight in incoming), out=self.out)
+        for theirs, weight in incoming:
+            move.add_(theirs, alpha=weight)
+        move.sub_(self.slow)
         if self.velocity is not None:
-            self.velocity.mul_(self.outer.momentum).add_(step)
-            step.copy_(self.velocity)
-        self.slow.add_(step)
+            self.velocity.mul_(self.outer.momentum).add_(move)
+            move.copy_(self.velocity)
+        self.slow.add_(move)
         self.out.copy_(self.slow)
 
     def _begin_again(self) -> None:

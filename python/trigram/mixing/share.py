@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from trigram.averaging.exchange import Phases
 from trigram.averaging.full import FullAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
@@ -50,16 +51,16 @@ class Share(Mean):
         self.average = FullAverage(self.out, groups)
 
     def take(self) -> None:
-        """Nothing: :meth:`start` knows which values it takes."""
+        """Nothing: :meth:`phases` knows which values it takes."""
 
-    @torch.no_grad()
-    def start(self, number: int) -> None:
+    def phases(self, step: int) -> Phases:
         """See :class:`trigram.mixing.AveragingStep`."""
-        self.first = first(number, self.stride)
-        self.inp.zero_()
-        for t, at, count, into in self._places():
-            self.inp[into : into + count] = _taken(t, at, self.stride)
-        super().start(number)
+        self.first = first(step, self.stride)
+        with torch.no_grad():
+            self.inp.zero_()
+            for t, at, count, into in self._places():
+                self.inp[into : into + count] = _taken(t, at, self.stride)
+        yield from super().phases(step)
 
     @torch.no_grad()
     def apply(self, moved: bool) -> None:

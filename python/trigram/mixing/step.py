@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 
+from trigram import collectives
+from trigram.averaging.exchange import Exchange, Pending, Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 
 
-class AveragingStep:
-    """Averages the weights of one model. A new algorithm is a subclass with ``start``, ``wait`` and, unless
-    it always waits, ``ready``; see docs/extending.md.
+class AveragingStep(Exchange):
+    """Averages the weights of one model. A new algorithm is a subclass with :meth:`phases`; or with
+    ``start``, ``wait`` and, unless it always waits, ``ready``. See docs/extending.md.
 
     Args:
         tensors: The parameters; all of one dtype, unless ``dtype`` is given.
@@ -84,23 +86,27 @@ class AveragingStep:
 
     # The averaging step.
 
-    def start(self, number: int) -> None:
-        """Starts averaging step ``number`` (0, 1, ...); ``inp`` must not change until :meth:`wait`
-        returns."""
+    def phases(self, step: int) -> Phases:
+        """Averaging step number ``step`` (0, 1, ...), which fills ``out``: see :class:`Exchange`. ``inp``
+        does not change meanwhile."""
         raise NotImplementedError
 
     def advance(self) -> bool:
-        """Starts the next phase if the last one is complete, without waiting; True once no call is left to
-        start. Asynchronous averaging steps of other fragments start their phases after it."""
-        return self.ready()
+        """Goes on without waiting; True once no call is left to start. Asynchronous averaging steps of other
+        fragments start their phases after it."""
+        return super().advance() if self._program is not None else self.ready()
 
     def ready(self) -> bool:
-        """Advances the step without waiting; True if :meth:`wait` would return at once."""
-        return True
+        """Goes on without waiting; True if :meth:`wait` would return at once."""
+        return self._program is None or super().ready()
 
-    def wait(self) -> None:
-        """Waits until the averaging step has ended and ``out`` holds its result."""
-        raise NotImplementedError
+    def wait_for(self, pending: Pending) -> None:
+        """Waits for the call under way. A neighbour may wait for all ranks of an elastic job to regroup
+        instead of sending."""
+        if isinstance(pending, collectives.Work) and pending.is_message:
+            self.groups.wait(pending)
+        else:
+            pending.wait()
 
     # State between averaging steps.
 

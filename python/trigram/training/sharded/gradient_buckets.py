@@ -13,7 +13,8 @@ from typing import cast
 import torch
 
 from trigram import collectives
-from trigram.averaging.full import FullAverage
+from trigram.averaging.average import Average
+from trigram.averaging.exchange import Phases, Together
 from trigram.averaging.groups import ModelGroups
 from trigram.observe import spans
 from trigram.runtime.memory import empty
@@ -53,7 +54,7 @@ class _Turns:
         return place.memory[:length]
 
 
-class ReduceScatter(FullAverage):
+class ReduceScatter(Average):
     """An :class:`~trigram.averaging.average.Average` of which each rank keeps its part. Flags that the bucket
     has go along in a call of their own: each rank needs them all."""
 
@@ -62,30 +63,18 @@ class ReduceScatter(FullAverage):
     def __init__(self, bucket: ShardBucket, groups: ModelGroups) -> None:
         self.bucket, self.groups = bucket, groups
         self.sent = (groups.size - 1) * bucket.nbytes // groups.size
-        self.work: collectives.Work | None = None
-        self.flags: collectives.Work | None = None
 
-    def start(self, step: int) -> None:
-        """See :class:`Average`."""
-        bucket = self.bucket
-        self.work = collectives.reduce_scatter(
-            bucket.part, bucket.memory, "avg", self.groups.main, async_op=True, splits=bucket.layout.splits
-        )
+    def phases(self, step: int) -> Phases:
+        """See :class:`~trigram.averaging.exchange.Exchange`."""
+        bucket, main = self.bucket, self.groups.main
+        works = [
+            collectives.reduce_scatter(
+                bucket.part, bucket.memory, "avg", main, async_op=True, splits=bucket.layout.splits
+            )
+        ]
         if bucket.flags is not None:
-            self.flags = collectives.all_reduce(bucket.flags, "max", None, self.groups.main, async_op=True)
-
-    def ready(self) -> bool:
-        """See :class:`Average`."""
-        return super().ready() and (self.flags is None or self.flags.is_completed())
-
-    def wait(self) -> None:
-        """See :class:`Average`."""
-        flags, self.flags = self.flags, None
-        try:
-            super().wait()
-        finally:
-            if flags is not None:
-                flags.wait()
+            works.append(collectives.all_reduce(bucket.flags, "max", None, main, async_op=True))
+        yield Together(works)
 
 
 class ShardBucket(Bucket):

@@ -36,16 +36,13 @@ class Flags(FullAverage):
     """
 
     name = "flags"
+    op = "max"
 
     def __init__(self, bucket: Bucket, groups: ModelGroups) -> None:
         assert bucket.flags is not None
         super().__init__(bucket.flags, groups)
         self.sent = (groups.size - 1) * bucket.nbytes // groups.size
         self.replaced = bucket.average, bucket.calls
-
-    def start(self, step: int) -> None:
-        """See :class:`Average`."""
-        self.work = collectives.all_reduce(self.memory, "max", None, self.groups.main, async_op=True)
 
 
 class OnePass:

@@ -31,7 +31,7 @@ def settings(transport: str, faults: list[str]) -> Settings:
     """A job of four ranks, and a fault every other second while enough are whole."""
     # 2,000 steps last more than 80 s, and longer on a busy machine: there is time for a fault of each kind,
     # though the next one waits until the rank that the last one ended has joined again.
-    slowness = min(max(1.0, _seconds_to_start() / 6), 3.0)
+    slowness = min(max(1.0, _seconds_to_start() / 8), 2.0)
     command = [sys.executable, EXAMPLE, "--steps", str(STEPS), "--pause", str(0.04 * slowness)]
     environment = {"TRIGRAM_TRANSPORT": transport, "TRIGRAM_SILENCE": "1.2"}
     own = {"settle": 1.0, "ready": "has made step", "patience": 150.0}

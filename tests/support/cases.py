@@ -40,7 +40,7 @@ def _run_cases(rank: int, world: int, module: str, where: str, names: Sequence[s
 
 
 def launch(
-    module: str, where: str, names: Sequence[str], world: int, patience: float = 40.0, **options: Any
+    module: str, where: str, names: Sequence[str], world: int, patience: float = 100.0, **options: Any
 ) -> dict[str, str | None]:
     """What became of each check: None or the report of its failure. `patience` is for one check."""
     outcome: dict[str, str | None] = {}

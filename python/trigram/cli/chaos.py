@@ -251,8 +251,11 @@ class Chaos:
         kinds = [f for f in self.settings.faults if not (few and f in (*LASTING, "corrupt"))]
         if not healthy or not kinds:
             return
-        # Each kind once before a second of any.
-        fault = self.random.choice([f for f in kinds if not self.faults[f]] or kinds)
+        # Each kind once before a second of any; first those after which a rank takes time to come back, so
+        # that the others are injected meanwhile.
+        new = [f for f in kinds if not self.faults[f]]
+        lasting = [f for f in new if f in (*LASTING, "corrupt")]
+        fault = self.random.choice(lasting or new or kinds)
         victim = self.random.choice(healthy)
         process, now = self.ranks[victim].process, time.monotonic()
         self.faults[fault] += 1

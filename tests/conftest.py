@@ -17,7 +17,7 @@ __all__ = ["several_hosts"]
 # an answer that is lost. The ranks that tests start inherit this.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-LIMIT = 300  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
+LIMIT = 600  # seconds; a launch's own timeouts, with stacks of the hung ranks, come first
 
 _launched: dict[tuple[Any, ...], dict[str, str | None]] = {}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.support.harness import Ranks, RanksFailed, say
 
-MAX_SECONDS = 150.0  # after a failed case the rest runs on fresh ranks, for this long
+MAX_SECONDS = 300.0  # after a failed case the rest runs on fresh ranks, for this long
 
 
 class Cases(dict[str, Callable[[int, int], None]]):

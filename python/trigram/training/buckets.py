@@ -38,8 +38,8 @@ class Bucket:
         memory: The coalesced tensor: one-dimensional, of the parameters' dtype and device; complex gradients
             are pairs in it.
         views: The gradient of each parameter, as a view into ``memory``. Scripts never see these.
-        grads: The same for the parameters: a script may give such a tensor other memory
-            (``p.grad.data = ...``, ``model.to(memory_format=...)``).
+        grads: The same for the parameters. A script may give such a tensor other memory
+            (``p.grad.data = ...``, ``model.to(memory_format=...)``), and each counts its own writes.
         flags: One per parameter; None if they are sent separately.
         values: ``memory`` without the flags.
         pending: Positions of parameters whose gradient has not arrived in this backward pass.
@@ -74,7 +74,7 @@ class Bucket:
         self.memory = empty(whole, dtype=dtype, device=device)
         self.memory.zero_()
         self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
-        self.grads = [view.detach() for view in self.views]
+        self.grads = [view.data for view in self.views]
         self.permuted = [k for k, p in enumerate(chosen) if coalesced.is_permuted(p)]
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
@@ -116,7 +116,7 @@ class Bucket:
     def grad(self, k: int) -> torch.Tensor:
         """The gradient that the parameter at position ``k`` gets: a view into ``memory``."""
         if self.grads[k].data_ptr() != self.views[k].data_ptr():
-            self.grads[k] = self.views[k].detach()
+            self.grads[k] = self.views[k].data
         return self.grads[k]
 
     def end_span(self) -> None:

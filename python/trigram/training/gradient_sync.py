@@ -90,6 +90,7 @@ class GradientSync(FusedBuckets):
         self.failure: TrigramError | None = None
         self.redoing = False
         self.untrained = UntrainedPasses()
+        self.local = LocalGradients(())
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
 
@@ -105,7 +106,8 @@ class GradientSync(FusedBuckets):
         known = {id(p): k for k, p in enumerate(self.learned)}
         order = self.dense[::-1]
         order.sort(key=lambda i: known.get(id(self.params[i]), len(known)))
-        self.buckets.begin_anew(self.params, order)
+        with self.local.moving(self.params):
+            self.buckets.begin_anew(self.params, order)
         self._buckets_changed()
         self.order = None if all(id(self.params[i]) in known for i in order) else []
 
@@ -125,7 +127,8 @@ class GradientSync(FusedBuckets):
 
     def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
         """Builds the buckets in another order; see :meth:`BucketSet.build`."""
-        self.buckets.build(order, keep_residuals)
+        with self.local.moving(self.params):
+            self.buckets.build(order, keep_residuals)
         self._buckets_changed()
 
     def _buckets_changed(self) -> None:

@@ -5,7 +5,8 @@ Scripts assign gradients, write into them, or accumulate them in ``no_sync`` and
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -20,7 +21,8 @@ class LocalGradients:
         params: All parameters. Gradients that they have already may be used, and written again.
 
     Attributes:
-        accumulated: ``id()`` of the parameters that got gradients inside ``no_sync`` since the last pass.
+        accumulated: ``id()`` of the parameters that got gradients inside ``no_sync``, or by hand, since the
+            last pass.
         averaged: Whether a pass has averaged gradients since the last update.
     """
 
@@ -28,17 +30,26 @@ class LocalGradients:
         self.accumulated: set[int] = set()
         self.averaged = False
         self._assigned: GradientsSnapshot | None = None
+        self._found = {id(p) for p in params if p.grad is not None}  # perhaps written by hand
         self._used = UsedGradients()
         self._used.keep(params, {id(p) for p in params})
 
     def pass_ended(self) -> None:
         """All gradients have been averaged."""
-        self.accumulated, self.averaged = set(), True
+        self.accumulated, self.averaged, self._found = set(), True, set()
         self._used.clear()
 
     def averages_are(self, params: Sequence[torch.Tensor]) -> None:
         """The parameters' gradients are averages, in memory outside of the buckets."""
         self._assigned = GradientsSnapshot(params)
+
+    @contextmanager
+    def moving(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A block that may move the gradients of all parameters to other buckets. What a script has written
+        into them since an update used them is this rank's own there too."""
+        self.accumulated |= self._used.rewritten(params, {id(p) for p in params})
+        yield
+        self._used.follow(params)
 
     def is_average(self, param: torch.Tensor, index: int, view: torch.Tensor) -> bool:
         """Whether a parameter that this pass has not reached has the gradient of an earlier one, averaged.
@@ -49,7 +60,9 @@ class LocalGradients:
             view: The view into a bucket that its gradient should be.
         """
         grad = param.grad
-        if grad is None or id(param) in self.accumulated or isinstance(grad, ShardedGradient):
+        if grad is None or id(param) in self.accumulated | self._found or isinstance(grad, ShardedGradient):
+            return False
+        if self._used.rewritten([param], {id(param)}):
             return False
         kept = self._assigned is not None and self._assigned.has(index, grad)
         return grad.data_ptr() == view.data_ptr() or kept

@@ -163,6 +163,10 @@ class UsedGradients:
                     self._kept[id(p)] = weakref.ref(grad)
                 self._versions[id(p)] = grad._version
 
+    def follow(self, params: Sequence[torch.Tensor]) -> None:
+        """The gradients have moved to other tensors, as they are."""
+        self.keep(params, set(self._versions))
+
     def rewritten(self, params: Sequence[torch.Tensor], ids: set[int]) -> set[int]:
         """``id()`` of those of the parameters with these ``id()`` whose gradients have changed in place."""
         found = set()

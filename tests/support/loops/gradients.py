@@ -484,6 +484,25 @@ def gradients_left_in_a_part(t: Loop) -> None:
             optimizer.step()
 
 
+@row(linear=True, passes=2, boundaries=2)
+def gradients_written_in_a_part(t: Loop) -> None:
+    """The same, but the other part's gradients are written by hand before that pass, and used after it."""
+    model = t.wrap(OnePart())
+    optimizers = [sgd(model.one), sgd(model.two)]
+    for step in t.steps():
+        inputs, targets = t.batch(step)
+        for k, optimizer in enumerate(optimizers):
+            optimizer.zero_grad()
+            mse(model(inputs, k), targets).backward()
+            optimizer.step()
+            if k == 0:
+                own = t.mean(lambda r, s=step: t.of(r).batch(s)[1].mean())  # type: ignore[misc]
+                for p in model.one.parameters():
+                    assert p.grad is not None
+                    p.grad.copy_(own.expand_as(p))
+        optimizers[0].step()
+
+
 @row(linear=True)
 def gradients_in_a_flat_tensor(t: Loop) -> None:
     """Gradients are views of one tensor of the script, which it zeroes and scales."""

@@ -226,7 +226,7 @@ def _in_terminal(
 
     try:
         act(process, seen)
-        until(lambda: (seen(), process.poll())[1] is not None, 20, "its end")
+        until(lambda: (seen(), process.poll())[1] is not None, 90, "its end")
         assert process.returncode == 0, seen()
         return seen()
     finally:
@@ -249,7 +249,7 @@ def test_the_terminal_is_left_as_it_was(number: int) -> None:
     store = _serve()
 
     def act(process: subprocess.Popen[bytes], seen: Callable[[], str]) -> None:
-        until(lambda: seen().count("2 of 2 ranks") > 2, 40, "a live table")
+        until(lambda: seen().count("2 of 2 ranks") > 2, 90, "a live table")
         process.send_signal(number)
 
     text = _in_terminal(store.port, "xterm-256color", act)
@@ -269,9 +269,9 @@ def test_a_store_that_is_gone_is_told() -> None:
     stores = [_serve()]
 
     def act(process: subprocess.Popen[bytes], seen: Callable[[], str]) -> None:
-        until(lambda: "2 of 2 ranks" in seen(), 40, "a table")
+        until(lambda: "2 of 2 ranks" in seen(), 90, "a table")
         stores.clear()
-        until(lambda: "does not answer any more" in seen(), 20, "a word about the store")
+        until(lambda: "does not answer any more" in seen(), 90, "a word about the store")
         process.send_signal(signal.SIGINT)
 
     _in_terminal(stores[0].port, "xterm-256color", act)

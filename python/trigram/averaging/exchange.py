@@ -8,10 +8,11 @@ same for all of them, and are here.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
-from trigram.errors import TrigramError
+from trigram.errors import AbortedError, MisuseError, TrigramError
 
 
 class Pending(Protocol):
@@ -108,9 +109,10 @@ class Exchange:
         assert self._pending is not None and self._program is not None
         try:
             self.wait_for(self._pending)
-        except TrigramError as error:  # after Ctrl-C the call is still under way
-            self._pending, self._left = None, 0
-            self._program.throw(error)
+        except TrigramError as error:
+            # It stays what this exchange waits for, so that nobody takes half of it for its result.
+            with contextlib.suppress(StopIteration):
+                self._program.throw(error)
             raise
         self._left -= 1
         self._run()
@@ -122,9 +124,27 @@ class Exchange:
     def _run(self) -> None:
         """Runs the program up to the next call that has not ended."""
         assert self._program is not None
-        self._pending = None
+        self._pending = _Interrupted()
         for pending in self._program:
+            if self._left < 0:
+                raise MisuseError(
+                    f"{type(self).__name__}: an exchange has made more calls than its `calls` says "
+                    f"({self.calls} after the first); the calls of several exchanges would get out of order"
+                )
             if pending is not None:
                 self._pending = pending
                 return
             self._left -= 1
+        self._pending = None
+
+
+class _Interrupted:
+    """In place of a call: the program was ended by an exception, Ctrl-C perhaps, while it ran itself."""
+
+    def is_completed(self) -> bool:
+        """True: :meth:`wait` does not wait."""
+        return True
+
+    def wait(self) -> None:
+        """Raises."""
+        raise AbortedError("an exchange was interrupted by an exception on this rank, so it has no result")

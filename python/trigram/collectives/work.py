@@ -71,7 +71,7 @@ class Work:
     @property
     def is_message(self) -> bool:
         """Whether it is of a call of two ranks, and not of all of a group."""
-        return self._what in ("send", "recv")
+        return self._what in ("send", "recv", "batch_send_recv")
 
     def source_rank(self) -> int:
         """The world rank whose message a receive has taken.

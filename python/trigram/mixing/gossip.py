@@ -76,9 +76,9 @@ class Messages:
                 self.groups.wait(work)
             except Exception as e:
                 error = error or e
-        self.works = []
         if error is not None:
             raise error
+        self.works = []
 
 
 class Gossip(AveragingStep):

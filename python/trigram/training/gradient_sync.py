@@ -106,7 +106,7 @@ class GradientSync(FusedBuckets):
         known = {id(p): k for k, p in enumerate(self.learned)}
         order = self.dense[::-1]
         order.sort(key=lambda i: known.get(id(self.params[i]), len(known)))
-        with self.local.moving(self.params):
+        with self.local.moving(self.buckets):
             self.buckets.begin_anew(self.params, order)
         self._buckets_changed()
         self.order = None if all(id(self.params[i]) in known for i in order) else []
@@ -127,7 +127,7 @@ class GradientSync(FusedBuckets):
 
     def build_buckets(self, order: Sequence[int], keep_residuals: bool = True) -> None:
         """Builds the buckets in another order; see :meth:`BucketSet.build`."""
-        with self.local.moving(self.params):
+        with self.local.moving(self.buckets):
             self.buckets.build(order, keep_residuals)
         self._buckets_changed()
 
@@ -264,7 +264,8 @@ class GradientSync(FusedBuckets):
         self.next_second_phase = 0
         self.began = 0.0
         self.backup.clear()
-        self.reaches = param is not None and not self.fusing
+        # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
+        self.reaches = param is not None and not self.fusing and not self.elastic.can_redo
         for bucket in self.buckets:
             bucket.begin()
         if self.groups.non_finite_check is not None:
@@ -369,9 +370,8 @@ class GradientSync(FusedBuckets):
             grad = self.params[i].grad
             if isinstance(grad, ShardedGradient):
                 self.params[i].grad = grad.of_this_rank()
-        if not self.redoing:
-            missed = [(k, bucket.params[k]) for k in sorted(bucket.pending)] if self.reaches else []
-            bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
+        missed = [(k, bucket.params[k]) for k in sorted(bucket.pending)] if self.reaches else []
+        bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
         bucket.collect(self.params, self.buckets.copies)
         if self.probe is not None:
             self.probe.own(bucket.values)

@@ -7,11 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
+
+
+class Buckets(Protocol):
+    """What :meth:`LocalGradients.moving` needs of the buckets.
+
+    Attributes:
+        params: All parameters of the model.
+    """
+
+    params: Sequence[torch.Tensor]
+
+    def placed(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each parameter of a bucket, with the view into the bucket that its gradient should be."""
 
 
 class LocalGradients:
@@ -44,12 +58,13 @@ class LocalGradients:
         self._assigned = GradientsSnapshot(params)
 
     @contextmanager
-    def moving(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A block that may move the gradients of all parameters to other buckets. What a script has written
-        into them since an update used them is this rank's own there too."""
-        self.accumulated |= self._used.rewritten(params, {id(p) for p in params})
+    def moving(self, buckets: Buckets) -> Iterator[None]:
+        """A block that may move the gradients of all parameters to other buckets: those that are this rank's
+        own are so there too."""
+        params = buckets.params
+        self.accumulated |= {id(p) for p in self.find(buckets.placed(), params, {id(p) for p in params})}
         yield
-        self._used.follow(params)
+        self._used.follow(buckets.params)
 
     def is_average(self, param: torch.Tensor, index: int, view: torch.Tensor) -> bool:
         """Whether a parameter that this pass has not reached has the gradient of an earlier one, averaged.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -471,22 +472,9 @@ class OnePart(Flat):
         return out
 
 
-@row(linear=True, passes=2, boundaries=2)
-def gradients_left_in_a_part(t: Loop) -> None:
-    """Parts train in turn with an optimizer each; in a pass of one, the other has its last gradients."""
-    model = t.wrap(OnePart())
-    optimizers = [sgd(model.one), sgd(model.two)]
-    for step in t.steps():
-        inputs, targets = t.batch(step)
-        for k, optimizer in enumerate(optimizers):
-            optimizer.zero_grad()
-            mse(model(inputs, k), targets).backward()
-            optimizer.step()
-
-
-@row(linear=True, passes=2, boundaries=2)
-def gradients_written_in_a_part(t: Loop) -> None:
-    """The same, but the other part's gradients are written by hand before that pass, and used after it."""
+def _train_parts(t: Loop, then: Callable[[nn.Module, int], None]) -> None:
+    """Parts train in turn with an optimizer each; in a pass of one, the other has its last gradients. `then`
+    is called when the first has stepped, and may change them."""
     model = t.wrap(OnePart())
     optimizers = [sgd(model.one), sgd(model.two)]
     for step in t.steps():
@@ -496,11 +484,27 @@ def gradients_written_in_a_part(t: Loop) -> None:
             mse(model(inputs, k), targets).backward()
             optimizer.step()
             if k == 0:
-                own = t.mean(lambda r, s=step: t.of(r).batch(s)[1].mean())  # type: ignore[misc]
-                for p in model.one.parameters():
-                    assert p.grad is not None
-                    p.grad.copy_(own.expand_as(p))
+                then(model.one, step)
         optimizers[0].step()
+
+
+@row(linear=True, passes=2, boundaries=2)
+def gradients_left_in_a_part(t: Loop) -> None:
+    """The first part steps again with gradients that no pass has reached since."""
+    _train_parts(t, lambda part, step: None)
+
+
+@row(linear=True, passes=2, boundaries=2)
+def gradients_written_in_a_part(t: Loop) -> None:
+    """And with others, that are written by hand before that pass."""
+
+    def write(part: nn.Module, step: int) -> None:
+        own = t.mean(lambda r: t.of(r).batch(step)[1].mean())
+        for p in part.parameters():
+            assert p.grad is not None
+            p.grad.copy_(own.expand_as(p))
+
+    _train_parts(t, write)
 
 
 @row(linear=True)

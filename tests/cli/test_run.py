@@ -126,7 +126,7 @@ def test_a_signal_to_the_launcher_ends_the_ranks(
             until(lambda: len(list(tmp_path.glob("asked*"))) == 2, 60)
             if again:
                 launcher.send_signal(number)
-            assert launcher.wait(9) in (128 + number, -number)
+            assert launcher.wait(40) in (128 + number, -number)  # less than what was left to save takes
         finally:
             launcher.kill()
     assert len(list(tmp_path.glob("saved*"))) == (0 if again else 2)

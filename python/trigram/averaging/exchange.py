@@ -128,8 +128,8 @@ class Exchange:
         for pending in self._program:
             if self._left < 0:
                 raise MisuseError(
-                    f"{type(self).__name__}: an exchange has made more calls than its `calls` says "
-                    f"({self.calls} after the first); the calls of several exchanges would get out of order"
+                    f"{type(self).__name__}: more calls than its `calls` says "
+                    f"({self.calls} after the first); the calls of several averages would get out of order"
                 )
             if pending is not None:
                 self._pending = pending
@@ -147,4 +147,4 @@ class _Interrupted:
 
     def wait(self) -> None:
         """Raises."""
-        raise AbortedError("an exchange was interrupted by an exception on this rank, so it has no result")
+        raise AbortedError("an average was interrupted by an exception on this rank, so it has no result")

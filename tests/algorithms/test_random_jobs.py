@@ -17,7 +17,7 @@ from tests.support.marks import long_unless
 
 CASES = Cases()
 SEEDS = list(range(240))
-SOON = SEEDS[:24]  # those that `make test` runs
+SOON = [*SEEDS[:23], 99]  # those that `make test` runs; the last waits for ever if waiting threads do not serve
 LATE = 20.0  # seconds after which a call of a rank that waits for nobody says where
 
 # In each group: an algorithm, its options, and whether its averages need all ranks at the same steps.
@@ -51,10 +51,9 @@ BACKGROUND: list[tuple[str, dict[str, Any]]] = [
     ("async_low_precision", {"staleness": 3}),
     ("async_decentralized", {}),
     ("async_low_precision_decentralized", {}),
+    ("async_decentralized", {"staleness": 1}),
+    ("async_low_precision_decentralized", {"staleness": 2}),
 ]
-# Pairs that wait for each other stall beside a model that waits for all ranks: an agreed meeting needs a
-# boundary of either rank, and one of them may wait in the other model (docs/algorithms.md).
-ALONE: list[tuple[str, dict[str, Any]]] = [("async_low_precision_decentralized", {"staleness": 2})]
 
 
 class Net(nn.Module):
@@ -98,11 +97,9 @@ def job(rank: int, world: int, seed: int) -> None:
     trigram.init(op_timeout=LATE)
     torch.manual_seed(seed)
     models = []
-    wanted = draw.choice((1, 1, 2, 3))
-    for _ in range(wanted):
+    for _ in range(draw.choice((1, 1, 2, 3))):
         kind = draw.choice(("gradients", "weights", "weights", "background"))
         table = {"gradients": GRADIENTS, "weights": WEIGHTS, "background": BACKGROUND}[kind]
-        table = table + ALONE if kind == "background" and wanted == 1 else table
         models.append(Trained(kind, *draw.choice(table), draw.choice((1, 1, 2))))
     joins = draw.random() < 0.5
     skips, freezes, looks = draw.random() < 0.4, draw.random() < 0.3, draw.random() < 0.3

@@ -9,10 +9,16 @@ same for all of them, and are here.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Protocol
 
+from trigram.collectives.work import Work
 from trigram.errors import AbortedError, MisuseError, TrigramError
+from trigram.runtime import serving
 
 
 class Pending(Protocol):
@@ -39,6 +45,12 @@ class Together:
         """Whether all have ended."""
         return all(part.is_completed() for part in self.parts)
 
+    def serve_when_done(self) -> None:
+        """See :meth:`trigram.collectives.Work.serve_when_done`."""
+        for part in self.parts:
+            if isinstance(part, (Together, Work)):
+                part.serve_when_done()
+
     def wait(self) -> None:
         """Waits for all, then raises the first error if there was one."""
         error: TrigramError | None = None
@@ -60,17 +72,25 @@ class Exchange:
 
     All ranks make the same calls in the same order. So those of several exchanges that are under way together
     have groups of their own: the first call of each is in the group ``main``, in the order in which they
-    start; the others are in ``second_phase``, in the same order, and whoever starts several exchanges calls
-    :meth:`advance` of one after the other.
+    start; the others are in ``second_phase``, in the same order, which a :class:`Line` keeps.
 
     Attributes:
         calls: How many calls follow the first.
+        around: Makes a context in which they are started, for observers.
+        is_awaited: Whether threads that wait have something to do when it has ended.
     """
 
     calls = 0
+    around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+    is_awaited = False
     _program: Phases | None = None
     _pending: Pending | None = None
     _left = 0
+
+    @property
+    def line(self) -> Line | None:
+        """That of the process groups in which the calls are made; None: no other exchange has calls there."""
+        return getattr(getattr(self, "groups", None), "line", None)
 
     def phases(self, step: int) -> Phases:
         """Exchange number ``step``: starts each call and yields it, and goes on when it has ended."""
@@ -78,13 +98,24 @@ class Exchange:
 
     def start(self, step: int) -> None:
         """Starts exchange number ``step``, without waiting."""
-        self._program, self._left = self.phases(step), self.calls
-        self._run()
+        self._turn = threading.Lock()  # threads that wait go on with it too
+        with self._turn:
+            self._program, self._left = self.phases(step), self.calls
+            self._run()
+        if self._left and self._pending is not None and self.line is not None:
+            self.line.add(self)
 
     def advance(self) -> bool:
         """Goes on as far as that needs no waiting; True once no call is left to start."""
-        while self._left and self._pending is not None and self._pending.is_completed():
-            self._go_on()
+        if not self._left or self._pending is None:
+            return True
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            while self._left and self._pending is not None and self._pending.is_completed():
+                self._go_on(_error_of(self._pending.wait))
+        finally:
+            self._turn.release()
         return not self._left or self._pending is None
 
     def ready(self) -> bool:
@@ -93,27 +124,31 @@ class Exchange:
 
     def wait(self) -> None:
         """Waits until the exchange has ended. Raises the error of the call that failed."""
-        while self._pending is not None:
-            self._go_on()
+        while (pending := self._pending) is not None:
+            error = _error_of(partial(self.wait_for, pending))
+            with self._turn:
+                if self._pending is pending:  # else it went on while this thread waited
+                    self._go_on(error)
 
     def await_end(self) -> None:
         """Waits until the call under way has ended, after a failure or an abort; the result is not used."""
         pending, self._pending = self._pending, None
         program, self._program, self._left = self._program, None, 0
+        if self.line is not None:
+            self.line.remove(self)
         if pending is not None:
             pending.wait()
         del program  # closed only now: until then the call may write into memory that it has
 
-    def _go_on(self) -> None:
-        """Waits for the call under way, and runs the program up to the next."""
-        assert self._pending is not None and self._program is not None
-        try:
-            self.wait_for(self._pending)
-        except TrigramError as error:
-            # It stays what this exchange waits for, so that nobody takes half of it for its result.
+    def _go_on(self, error: TrigramError | None) -> None:
+        """The call under way has ended: runs the program up to the next."""
+        assert self._program is not None
+        if error is not None:
+            # It stays what this exchange waits for, so that nobody takes half of it for its result, and no
+            # exchange after it goes on before its owner has heard of it.
             with contextlib.suppress(StopIteration):
                 self._program.throw(error)
-            raise
+            raise error
         self._left -= 1
         self._run()
 
@@ -133,9 +168,72 @@ class Exchange:
                 )
             if pending is not None:
                 self._pending = pending
+                if (self._left or self.is_awaited) and isinstance(pending, (Together, Work)):
+                    pending.serve_when_done()
                 return
             self._left -= 1
         self._pending = None
+
+
+def _error_of(wait: Callable[[], object]) -> TrigramError | None:
+    """What a wait raises."""
+    try:
+        wait()
+    except TrigramError as error:
+        return error
+    return None
+
+
+class Line:
+    """The exchanges of one model that have calls left to start, in the order in which they were started: all
+    ranks start these calls in this order."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Exchange] = deque()
+        self._turn = threading.Lock()
+
+    def add(self, exchange: Exchange) -> None:
+        """The exchange was started."""
+        self._take_out(exchange)
+        self._waiting.append(exchange)
+        serving.add(self, anywhere=True)
+
+    def remove(self, exchange: Exchange) -> None:
+        """The exchange was aborted, or its owner has heard of its failure."""
+        self._take_out(exchange)
+        if not self._waiting:
+            serving.remove(self)
+
+    def clear(self) -> None:
+        """All were aborted, because the ranks have changed."""
+        self._waiting.clear()
+        serving.remove(self)
+
+    def advance(self) -> bool:
+        """Starts the calls whose turn it is, as far as that needs no waiting; True once none is left."""
+        if not self._waiting:
+            return True
+        if not self._turn.acquire(blocking=False):
+            return False
+        try:
+            while self._waiting:
+                first = self._waiting[0]
+                with first.around():
+                    over = first.advance()
+                if not over:
+                    return False
+                self.remove(first)
+        finally:
+            self._turn.release()
+        return True
+
+    def serve(self, idle: bool) -> None:
+        """See :class:`trigram.runtime.serving.Server`."""
+        self.advance()
+
+    def _take_out(self, exchange: Exchange) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(exchange)
 
 
 class _Interrupted:

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trigram.algorithms.robust import RobustAggregation
+from trigram.averaging.exchange import Line
 from trigram.averaging.non_finite import NonFiniteCheck, NonFiniteSenders
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import Work
 from trigram.errors import AbortedError
+from trigram.runtime import serving
 from trigram.runtime.group import Group
 from trigram.runtime.world import aided_group, internal_group
 
@@ -33,6 +35,7 @@ class ModelGroups:
     Attributes:
         main: First phases of averages, in the order of buckets, and messages between neighbours.
         second_phase: Second phases of averages that have two.
+        line: Their order.
         control: Broadcasts of weights and buffers, and the small calls by which ranks agree.
         group: The ranks that train the model, as the user gave them.
         aggregation: The robust aggregation that replaces the mean; None: the mean.
@@ -69,6 +72,7 @@ class ModelGroups:
         self.non_finite_senders = NonFiniteSenders()
         self.copies_gradients = False
         self.trained: set[int] = set()
+        self.line = Line()
         self.renew(group)
 
     def renew(self, group: Group) -> None:
@@ -78,6 +82,7 @@ class ModelGroups:
         self.group = group
         self.control = internal_group(group, "weights and buffers")
         self.second_phase = internal_group(group, "second phase")
+        self.line.clear()
         self.levels = None  # those of other ranks
         self.size = group.size
         self.rank = group.rank
@@ -139,24 +144,22 @@ class ModelGroups:
         """Waits for a message from a neighbour.
 
         In an elastic job the neighbour may have stopped sending because it waits for all ranks to regroup, so
-        this rank asks every 50 ms whether it must regroup too.
+        this rank asks now and then whether it must regroup too.
 
         Raises:
             AbortedError: This rank must regroup with the others.
             TimeoutError: The neighbour did not send within ``op_timeout``.
         """
-        while self.interrupted is not None and not work.is_completed():
-            try:
-                work.wait(0.05)
-            except TimeoutError:
-                # Completed: the message itself has timed out (op_timeout), which the last line raises.
-                if not work.is_completed() and self.interrupted():
-                    raise AbortedError(
-                        f"{self.name}: the wait for a neighbour's message was aborted, because a rank of "
-                        "this elastic job was lost or is joining; training continues when all ranks have "
-                        "regrouped"
-                    ) from None
-        work.wait()
+        with serving.looking(self.check_interrupted) if self.interrupted else contextlib.nullcontext():
+            work.wait()
+
+    def check_interrupted(self) -> None:
+        """Raises ``AbortedError`` if this rank must regroup with the others instead of waiting."""
+        if self.interrupted is not None and self.interrupted():
+            raise AbortedError(
+                f"{self.name}: the wait for a neighbour was aborted, because a rank of this elastic job was "
+                "lost or is joining; training continues when all ranks have regrouped"
+            )
 
     @property
     def name(self) -> str:

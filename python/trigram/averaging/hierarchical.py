@@ -182,11 +182,6 @@ class HierarchicalAverage(Average):
                     self.average.await_end()
             raise
 
-    def advance(self) -> bool:
-        """See :class:`Exchange`. The buckets share the groups between hosts, so their second phases have the
-        order of the buckets there too."""
-        return self.average is None or self.average.advance()
-
     def await_end(self) -> None:
         """See :class:`Exchange`."""
         self.wait()

@@ -68,6 +68,12 @@ class Work:
         """Whether the collective has finished or failed."""
         return self._core.is_completed()
 
+    def serve_when_done(self) -> None:
+        """When it has ended, threads that wait make the calls that follow: see
+        :mod:`trigram.runtime.serving`. Those on GPUs tell nobody; threads that wait look at them."""
+        if isinstance(self._core, _core.Work):
+            self._core.serve_when_done()
+
     @property
     def is_message(self) -> bool:
         """Whether it is of a call of two ranks, and not of all of a group."""

@@ -33,11 +33,12 @@ from trigram import collectives
 from trigram.algorithms.graphs import Graph
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs.codec import Codec
-from trigram.errors import AbortedError, MisuseError
+from trigram.errors import MisuseError
 from trigram.mixing.gossip import References, seed
 from trigram.mixing.rare_averages import RareAverages, most
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
+from trigram.runtime import serving
 from trigram.runtime.memory import empty
 
 _OFFER, _ACCEPT, _DECLINE, _GOODBYE, _ENDED = 1, 2, 3, 4, 5
@@ -71,6 +72,8 @@ class _Neighbour:
     def listen(self) -> None:
         """Starts to receive the next message."""
         self.receiving = collectives.recv(self.inbox, self.rank, _CONTROL, self.group, async_op=True)
+        assert self.receiving is not None
+        self.receiving.serve_when_done()
 
     def send(self, kind: int, first: int = 0, count: int = 0) -> None:
         """Sends a message."""
@@ -91,12 +94,13 @@ class _Neighbour:
         return message
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Fragment:
     """A fragment of the weights, and what its averaging steps need.
 
     Attributes:
         weights: The snapshot of its parameters, and the result of a step.
+        arrived: What the weights change by, of averaging steps that ended where they could not.
         references: The references of a codec.
         mine: The last message sent.
         theirs: Receives the partner's.
@@ -106,6 +110,33 @@ class _Fragment:
     references: References
     mine: torch.Tensor
     theirs: torch.Tensor
+    arrived: torch.Tensor | None = None
+
+    def take(self) -> None:
+        """Takes the snapshot: the weights as they are, with what has arrived."""
+        self.weights.take()
+        if self.arrived is not None:
+            self.weights.inp += self.arrived
+
+    def average(self, partner: int) -> torch.Tensor:
+        """What the weights change by, now that the partner's message is there: ``weights.out``."""
+        out = self.weights.out.copy_(self.weights.inp)
+        self.references.apply(partner, self.mine, self.theirs, out, 0.5)
+        out -= self.weights.inp
+        return out
+
+    def keep(self, change: torch.Tensor) -> None:
+        """Keeps it until weights may change."""
+        self.arrived = change.clone() if self.arrived is None else self.arrived.add_(change)
+
+    def apply(self) -> bool:
+        """Changes the weights by what has arrived; whether there was something."""
+        if self.arrived is None:
+            return False
+        self.weights.out.copy_(self.arrived)
+        self.weights.add()
+        self.arrived = None
+        return True
 
     @classmethod
     def make(cls, weights: AveragingStep, codec: Codec | None, groups: ModelGroups) -> _Fragment:
@@ -190,37 +221,50 @@ class AsyncGossip:
         for k in range(agreed.first, agreed.first + agreed.number):
             part = self.fragments[k % of]
             self.averaged[k % of] = n + 1
-            part.weights.take()
+            part.take()
             part.references.encode(j, part.weights.inp, part.mine, seed(n * of + k % of, self.groups.rank))
             works = [
                 collectives.recv(part.theirs, group.ranks[j], _DATA, group, async_op=True),
                 collectives.send(part.mine, group.ranks[j], _DATA, group, async_op=True),
             ]
+            for work in works:
+                assert work is not None
+                work.serve_when_done()
             self.works.append((part, works))
             self.bytes += part.mine.nbytes
 
-    def _apply_arrived(self) -> bool:
-        """Applies the fragments that have arrived; True if the averaging step has ended with them."""
+    def _take_arrived(self, apply: bool = True) -> bool:
+        """Takes the fragments that have arrived; True if the averaging step has ended with them.
+
+        Args:
+            apply: Weights may change here; else what has arrived is kept.
+        """
         while self.works and all(w.is_completed() for w in self.works[0][1]):
-            self._apply_next()
+            self._take_next(apply)
         return self.partner is not None and not self.works
 
-    def _apply_next(self) -> None:
+    def _take_next(self, apply: bool) -> None:
         assert self.partner is not None
         since = time.perf_counter()
         part, works = self.works.popleft()
         for work in works:
             self.groups.wait(work)
         self.waited += time.perf_counter() - since
-        part.weights.out.copy_(part.weights.inp)
-        part.references.apply(self.partner, part.mine, part.theirs, part.weights.out, 0.5)
-        part.weights.apply(moved=True)
+        change = part.average(self.partner)
+        if apply:
+            part.weights.add()
+        else:
+            part.keep(change)
         self.rare.count()
+
+    def _apply_kept(self) -> bool:
+        """Applies what has arrived where weights could not change; whether there was something."""
+        return sum(part.apply() for part in self.fragments) > 0
 
     def _end_step(self) -> None:
         assert self.partner is not None
         while self.works:
-            self._apply_next()
+            self._take_next(apply=True)
         self.longest = max(self.longest, time.perf_counter() - self.begun_at)
         if self.neighbours:
             self.neighbours[self.partner].silent = False
@@ -254,14 +298,8 @@ class AsyncGossip:
         """Waits until an averaging step has ended, or no neighbour is left that answers."""
         before, waited = self.steps_done, self.waited
         patience = max(_ANSWER, _ANSWER_STEPS * self.step_seconds)
-        while self.steps_done == before and self._may_average():
-            if self.groups.interrupted is not None and self.groups.interrupted():
-                raise AbortedError(
-                    f"{self.groups.name}: an averaging step with a neighbour was aborted, because a rank of "
-                    "this elastic job was lost or is joining; training continues when all ranks have "
-                    "regrouped"
-                )
-            time.sleep(0.0005)
+
+        def is_over() -> bool:
             now = time.perf_counter()
             for j in self.offered:
                 neighbour = self.neighbours[j]
@@ -271,6 +309,10 @@ class AsyncGossip:
                 late = now - max(self.begun_at, since) > max(patience, longest)
                 self.neighbours[self.partner].silent = late  # it comes back to the averaging step later
             self._progress()
+            return self.steps_done > before or not self._may_average()
+
+        with serving.looking(self.groups.check_interrupted):
+            serving.until(is_over)
         self.waited = waited + time.perf_counter() - since
 
     def _may_average(self) -> bool:
@@ -281,11 +323,18 @@ class AsyncGossip:
             return True
         return not self.finishing and not all(n.gone or n.silent for n in self.neighbours.values())
 
-    def _progress(self, offers: bool = True) -> bool:
-        """Does all that is possible without waiting; True if it started or ended a step."""
+    def _progress(self, offers: bool = True, apply: bool = True) -> bool:
+        """Does all that is possible without waiting; True if it started or ended a step.
+
+        Args:
+            offers: Whether to offer averaging steps.
+            apply: Whether weights may change.
+        """
         self._listen()
         moved = False
-        if self._apply_arrived():
+        if apply:
+            self._apply_kept()
+        if self._take_arrived(apply):
             self._end_step()
             moved = True
         if self.partner is None and self.queue:
@@ -362,14 +411,16 @@ class AsyncGossip:
 
     def before_update(self) -> bool:
         """Applies what has arrived: the sooner, the less have the weights moved away from it."""
-        under_way = len(self.works)
-        if self.script is None and self._apply_arrived():
+        under_way, kept = len(self.works), self._apply_kept()
+        if self.script is None and self._take_arrived():
             self._end_step()
-        return len(self.works) != under_way
+        return kept or len(self.works) != under_way
 
-    def advance(self) -> bool:
-        """Nothing to do: there is one phase. An offer that is accepted here would have its partner wait."""
-        return True
+    def serve(self) -> None:
+        """Answers offers, and takes part in the averaging steps that it has agreed on: with a bound on
+        staleness a neighbour may wait for them. Its own weights change later."""
+        if self.script is None:
+            self._progress(offers=False, apply=False)
 
     # The end.
 
@@ -407,10 +458,9 @@ class AsyncGossip:
         """Exchanges goodbye messages with all neighbours, so that no message is left under way."""
         for neighbour in self.neighbours.values():
             neighbour.send(_GOODBYE)
-        for neighbour in self.neighbours.values():
-            while not neighbour.gone:
-                if neighbour.take() is None:
-                    time.sleep(0.001)
+        serving.until(
+            lambda: all(n.gone or (n.take() is not None and n.gone) for n in self.neighbours.values())
+        )
 
     def sent(self) -> int:
         """Bytes of weights sent."""

@@ -24,12 +24,12 @@ from trigram.averaging.groups import ModelGroups
 from trigram.errors import MisuseError, TimeoutError
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
+from trigram.runtime import serving
 
 _HERE, _LEAVES, _FLUSH = 1, 2, 3
 _DECISION, _LEFT, _ENDED = 4, 5, 6
 _TO_LEADER, _FROM_LEADER, _PART, _MEAN = 4, 5, 6, 7
 """Tags of messages."""
-_POLL = 0.0005
 _ADAPTIVE = 0.1
 """The default grace window, as a part of the time since the leader's last averaging step."""
 
@@ -115,8 +115,11 @@ class QuorumSteps:
     def _lead(self, since: float) -> None:
         """Waits for the quorum and the grace window, decides, and averages with those who are there."""
         grace = _ADAPTIVE * (since - self.last) if self.grace is None else self.grace
+        there: list[int] = []
         enough: float | None = None
-        while True:
+
+        def is_enough() -> bool:
+            nonlocal there, enough
             self._listen()
             there = [j for j in range(1, self.groups.size) if self.there[j]]
             missing = [j for j in there if not self.here[j]]
@@ -124,8 +127,11 @@ class QuorumSteps:
             if enough is None and len(there) - len(missing) + 1 >= min(self.quorum, len(there) + 1):
                 enough = now
             if not missing or (enough is not None and now - enough >= grace):
-                break
-            self._pause(since, missing, f"a quorum of {self.quorum}")
+                return True
+            self._check_limit(since, missing, f"a quorum of {self.quorum}")
+            return False
+
+        serving.until(is_enough)
         members = [0, *(j for j in there if self.here[j])]
         flags = [int(j in members) for j in range(self.groups.size)]
         for j in there:
@@ -140,13 +146,19 @@ class QuorumSteps:
         if not self.here[self.rank]:
             self.here[self.rank] = True
             self._tell(0, [_HERE])
-        while not self.late and self.steps_done == before and self.there[0]:
-            self._pause(since, [0], "the decision of the first rank")
+
+        def is_decided() -> bool:
             self._listen()
+            if self.late or self.steps_done > before or not self.there[0]:
+                return True
+            self._check_limit(since, [0], "the decision of the first rank")
+            return False
+
+        serving.until(is_decided)
         self.late = False  # if it was, it does not wait this time; the next decision takes it in
 
-    def _pause(self, since: float, missing: Sequence[int], what: str) -> None:
-        """Sleeps a moment; raises when the wait has lasted as long as a call of the script may."""
+    def _check_limit(self, since: float, missing: Sequence[int], what: str) -> None:
+        """Raises when the wait has lasted as long as a call of the script may."""
         # The model's own groups have no limit: messages are listened for from one averaging step to the next.
         limit, ranks = self.groups.group.timeout, self.groups.group.ranks
         if limit is not None and time.perf_counter() - since > limit:
@@ -155,7 +167,6 @@ class QuorumSteps:
                 f"quorum: rank {ranks[self.rank]} has waited {limit:g} s for {what}, and not heard from rank "
                 f"{names}; it may be stuck, or need more than the op_timeout of trigram.init"
             )
-        time.sleep(_POLL)
 
     def _listen(self) -> bool:
         """Handles the messages that have arrived; True if one made this rank average."""
@@ -279,9 +290,8 @@ class QuorumSteps:
         """Nothing to do: averaging steps are made at boundaries."""
         return False
 
-    def advance(self) -> bool:
-        """Nothing to do: weights travel in messages between two ranks."""
-        return True
+    def serve(self) -> None:
+        """Nothing to do: an averaging step changes weights."""
 
     # The end of a training, or a pause in it.
 
@@ -315,9 +325,12 @@ class QuorumSteps:
         """Exchanges the last message with the leader, so that none is under way."""
         for j in self.inboxes:
             self._tell(j, [_FLUSH])
-        while len(self.flushed_by) < len(self.inboxes):
+
+        def are_flushed() -> bool:
             self._listen()
-            time.sleep(_POLL)
+            return len(self.flushed_by) == len(self.inboxes)
+
+        serving.until(are_flushed)
 
     def close(self) -> None:
         """Ends the receives that are open; all ranks call it after :meth:`drain`."""

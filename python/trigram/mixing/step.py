@@ -44,6 +44,7 @@ class AveragingStep(Exchange):
     exact = False
     heals = False
     agreed_on = False
+    is_awaited = True
 
     def __init__(
         self,
@@ -78,6 +79,11 @@ class AveragingStep(Exchange):
             self.taken.unpack()
             return
         self.out -= self.inp
+        self.add()
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Adds ``out`` to the weights: it is what they change by."""
         parts = self.taken.views
         tensors = self.taken.tensors
         if tensors[0].dtype != self.out.dtype or any(t.dtype != tensors[0].dtype for t in tensors):
@@ -91,14 +97,19 @@ class AveragingStep(Exchange):
         does not change meanwhile."""
         raise NotImplementedError
 
+    @property
+    def has_program(self) -> bool:
+        """Whether its :meth:`phases` run; else it defines ``start``."""
+        return self._program is not None
+
     def advance(self) -> bool:
-        """Goes on without waiting; True once no call is left to start. Asynchronous averaging steps of other
-        fragments start their phases after it."""
-        return super().advance() if self._program is not None else self.ready()
+        """Goes on without waiting; True once no call is left to start: then averaging steps that were started
+        after it start theirs."""
+        return super().advance() if self.has_program else self.ready()
 
     def ready(self) -> bool:
         """Goes on without waiting; True if :meth:`wait` would return at once."""
-        return self._program is None or super().ready()
+        return not self.has_program or super().ready()
 
     def wait_for(self, pending: Pending) -> None:
         """Waits for the call under way. A neighbour may wait for all ranks of an elastic job to regroup

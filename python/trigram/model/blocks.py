@@ -11,7 +11,6 @@ from torch import nn
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.uneven_inputs import UnevenInputs
-from trigram.training.weight_sync import running
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
@@ -101,7 +100,7 @@ _blocks: list[UnevenInputs] = []
 def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
     trained = [(w, w.model(), w.hooks) for w in wrapped]
     waiting = [(m, h) for w, m, h in trained if m is not None and h is not None and not _is_asynchronous(w)]
-    block = UnevenInputs(waiting, throw, list(running)) if waiting else None
+    block = UnevenInputs(waiting, throw) if waiting else None
     if block is not None and _blocks:
         raise MisuseError(
             "join: this rank is in another join block already, and the ranks would wait for each other at "

@@ -18,7 +18,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
 from trigram.errors import MisuseError, TrigramError, UnsupportedError
 from trigram.mixing.quorum import QuorumSteps
-from trigram.runtime import exit_status, logs, world
+from trigram.runtime import exit_status, logs, serving, world
 from trigram.runtime.group import Group
 from trigram.training import fidelity
 from trigram.training.compose import check, compose, warm
@@ -164,6 +164,7 @@ class WrappedModel:
             assert isinstance(hooks, WeightSync)
             exit_status.watch()
             running[hooks] = None if self.states is None else model
+            serving.add(hooks)
         return hooks
 
     def end(self) -> None:
@@ -175,6 +176,7 @@ class WrappedModel:
             if isinstance(hooks, WeightSync):
                 hooks.schedule.close()
                 running.pop(hooks, None)
+                serving.remove(hooks)
 
     def proceed(self) -> StepHooks:
         """Starts the algorithm after its warm-up."""
@@ -251,6 +253,7 @@ def _finish() -> None:
         if not failed:
             with contextlib.suppress(TrigramError):
                 hooks.drain()
+        serving.remove(hooks)
     running.clear()
 
 

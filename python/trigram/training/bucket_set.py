@@ -46,7 +46,7 @@ class BucketSet(Sequence[Bucket]):
         bucket_bytes: As above; :meth:`build` follows it.
         compressor: As above.
         place: By index of a parameter, its bucket and its position there.
-        two_phase: Those whose averages have a second phase.
+        have_phases: Whether an average has calls that follow its first.
         flags: For each parameter of buckets without flags, whether this rank has used it; None: there is no
             such bucket.
         owed: By parameter, what averages of before have held back and the next gradients make up for:
@@ -61,7 +61,7 @@ class BucketSet(Sequence[Bucket]):
         self.compressor = compressor
         self.params: Sequence[torch.Tensor] = []
         self.place: dict[int, tuple[Bucket, int]] = {}
-        self.two_phase: list[Bucket] = []
+        self.have_phases = False
         self.flags: torch.Tensor | None = None
         self.owed: dict[torch.Tensor, torch.Tensor] = {}
         self.resting: dict[torch.Tensor, _Parts] = {}
@@ -160,7 +160,7 @@ class BucketSet(Sequence[Bucket]):
                 self.params[i].grad = bucket.grad(k)
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
-        self.two_phase = [b for b in self._all if b.average.calls]
+        self.have_phases = any(b.average.calls for b in self._all)
 
     def _used_again(self, wanted: Sequence[Sequence[int]]) -> dict[tuple[torch.Tensor, ...], Bucket]:
         """Spare buckets that are just what is wanted; those that only share parameters with it are dissolved.
@@ -248,7 +248,7 @@ class BucketSet(Sequence[Bucket]):
     def calls(self) -> tuple[int, int]:
         """The number of collectives of a pass in the groups ``main`` and ``second_phase``."""
         first = sum(b.calls for b in self._all) + (self.flags is not None)
-        return first, sum(b.average.calls for b in self.two_phase)
+        return first, sum(b.average.calls for b in self._all)
 
     def reduce_flags(self) -> collectives.Work | None:
         """Starts the all_reduce of the flags of buckets without flags; None if there is no such bucket."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 
 from trigram.averaging.groups import ModelGroups
+from trigram.runtime import serving
 from trigram.runtime.records import all_gather_bytes
 from trigram.training.weight_sync import WeightSync, running
 
@@ -43,3 +44,4 @@ def _end(hooks: WeightSync) -> None:
     hooks.close()
     hooks.schedule.close()
     running.pop(hooks, None)
+    serving.remove(hooks)

@@ -261,7 +261,6 @@ class GradientSync(FusedBuckets):
         self._check_once(param)
         self._number_calls()
         self.next = 0
-        self.next_second_phase = 0
         self.began = 0.0
         self.backup.clear()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
@@ -350,12 +349,12 @@ class GradientSync(FusedBuckets):
             self.probe.ready(i)
         if self.order is not None:
             self.order.append(i)
-        if bucket.pending and not self.buckets.two_phase and not self.fusing:
+        if bucket.pending and not self.buckets.have_phases and not self.fusing:
             return  # nothing can start
         try:
             while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
                 self._start(self.buckets[self.next])
-            self._advance()
+            self.groups.line.advance()
             self.land_ready()
         except TrigramError as e:
             if not self.elastic.can_redo:
@@ -393,22 +392,11 @@ class GradientSync(FusedBuckets):
         self.buckets.repay(bucket)
         name = partial(self._bucket_name, bucket)
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
+        bucket.average.around = partial(spans.naming, self.groups.second_phase, name)
         with spans.naming(self.groups.main, name):
             bucket.average.start(self.since)
         self.buckets.compressor.after_send(bucket)
         self.next += 1
-
-    def _advance(self) -> None:
-        """Starts second phases, which have the order of the buckets too."""
-        while self.next_second_phase < len(self.buckets.two_phase):
-            bucket = self.buckets.two_phase[self.next_second_phase]
-            if not bucket.sent:
-                return
-            with spans.naming(self.groups.second_phase, partial(self._bucket_name, bucket)):
-                has_started = bucket.average.advance()
-            if not has_started:
-                return
-            self.next_second_phase += 1
 
     def _bucket_name(self, bucket: Bucket) -> str:
         return f"bucket {self.buckets.index(bucket)}"
@@ -433,7 +421,7 @@ class GradientSync(FusedBuckets):
             raise explained(failure, self.groups.name)
         for bucket in self.buckets[self.next :]:
             self._start(bucket)
-            self._advance()
+            self.groups.line.advance()
         self._finish()
         self._apply_options()
         self.buckets.repaid()
@@ -513,7 +501,7 @@ class GradientSync(FusedBuckets):
             for k, bucket in enumerate(self.buckets if failed is None else []):
                 bucket.average.wait()
                 bucket.end_span()
-                self._advance()
+                self.groups.line.advance()
                 if self.fusing and self.landed == k:
                     self.land()
             if flags is not None:

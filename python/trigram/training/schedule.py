@@ -51,9 +51,12 @@ class StepSchedule(Protocol):
     def before_update(self) -> bool:
         """Called before the optimizer updates the weights; returns whether it has changed them."""
 
-    def advance(self) -> bool:
-        """Called while this rank waits for the others: starts second phases that they need. Nothing begins or
-        is applied. False if one could not start yet."""
+    def serve(self) -> None:
+        """Called while this rank waits for the others, wherever that is: does what they may wait for. Weights
+        must not change."""
+
+    def progress(self) -> bool:
+        """The same while this rank does not train, so weights may change; True if it did something."""
 
     def drain(self, timeout: float | None) -> None:
         """Ends the averaging steps under way, on all ranks, and applies them."""
@@ -115,19 +118,22 @@ class _CountedSchedule:
         """Starts second phases, so that a training step is enough for both."""
         if self.under_way and (now := time.perf_counter()) - self.polled_at > self.POLL:
             self.polled_at = now
-            self.advance()
+            self.groups.line.advance()
 
     def backward_over(self) -> None:
         """The same."""
-        self.advance()
+        self.groups.line.advance()
 
     def before_update(self) -> bool:
         """See :class:`StepSchedule`."""
         return False
 
-    def advance(self) -> bool:
-        """Starts second phases, in the order of the averaging steps, as all ranks do; True if all have."""
-        return all(step.advance() for each in self.under_way for step in self.fragments[each.fragment])
+    def serve(self) -> None:
+        """Nothing to do: second phases have their line, see :class:`trigram.averaging.exchange.Line`."""
+
+    def progress(self) -> bool:
+        """Nothing to do: all ranks are at the same step."""
+        return False
 
     def _next_fragment(self) -> int:
         """The fragment of the next averaging step: one after the other."""
@@ -143,6 +149,8 @@ class _CountedSchedule:
             for step in self.fragments[fragment]:
                 step.take()
                 step.start(n // len(self.fragments))
+                if not step.has_program:
+                    self.groups.line.add(step)
         self.under_way.append(_Started(fragment, boundary, span))
         self.steps_started += 1
 
@@ -334,8 +342,8 @@ class BackgroundSteps(_CountedSchedule):
         return step - self.begun.setdefault(self._next_fragment(), step - 1) >= self.staleness
 
     def _ready(self) -> bool:
-        """Whether the averaging step that was started first has ended; advances all."""
-        self.advance()
+        """Whether the averaging step that was started first has ended."""
+        self.groups.line.advance()
         return all(step.ready() for step in self.fragments[self.under_way[0].fragment])
 
     def before_update(self) -> bool:

@@ -241,11 +241,6 @@ class StepHooks:
         """This rank has no inputs left, inside ``trigram.join``."""
         self.abort_failed()
 
-    def advance(self) -> bool:
-        """Starts the second phases of averaging steps under way, for which other ranks may wait; False if one
-        could not start yet."""
-        return True
-
     def skip_boundary(self) -> None:
         """Counts a step that the other ranks have begun and that no rank completes."""
 

@@ -8,20 +8,17 @@ it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
 from trigram.errors import MisuseError
-
-POLL = 0.0005
-"""Seconds between two looks at averaging steps while a rank waits for the others."""
+from trigram.runtime import serving
 
 
 class Joinable(Protocol):
@@ -43,10 +40,6 @@ class Joinable(Protocol):
     def inputs_end(self) -> None:
         """This rank has no inputs left; completes its last step."""
 
-    def advance(self) -> bool:
-        """Starts the second phases of averaging steps under way, for which other ranks may wait; False if one
-        could not start yet."""
-
     def skip_boundary(self) -> None:
         """Counts a step that the other ranks have begun and that no rank completes."""
 
@@ -66,34 +59,20 @@ class Joinable(Protocol):
         """Ends the averaging steps under way, on all ranks."""
 
 
-class Background(Protocol):
-    """What :class:`UnevenInputs` needs of the hooks of a model that averages in the background."""
-
-    def advance(self) -> bool:
-        """See :class:`Joinable`."""
-
-    def progress(self) -> bool:
-        """Makes and applies averaging steps for ranks that may wait for them, in all these models; this rank
-        does not train."""
-
-
 class UnevenInputs:
     """One block of :func:`trigram.join`, on one or more models of the same ranks.
 
     Args:
         models: The models and their hooks, in the same order on all ranks.
         throw: All ranks raise as soon as one of them has no inputs left.
-        background: The hooks of all models of this process that do not wait for all ranks, in the block or
-            not. They may wait for averages that are too old.
     """
 
     def __init__(
         self,
         models: Sequence[tuple[nn.Module, Joinable]],
         throw: bool,
-        background: Sequence[Background] = (),
     ) -> None:
-        self.models, self.background = list(models), list(background)
+        self.models = list(models)
         self.throw = throw
         self.control = models[0][1].groups.control
         self.present = list(range(self.control.size))
@@ -111,7 +90,10 @@ class UnevenInputs:
         if hooks is not None and len(self.present) < self.control.size:
             self._check_apart(hooks)
         number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
-        told = self._tell_all(number)
+        # This rank trains no more, so averages in the background may be applied while it waits: other ranks
+        # may wait for the next.
+        with serving.idle() if hooks is None else nullcontext():
+            told = [theirs for (theirs,) in tell_all([number], self.control)]
         self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
         self.number = max(told)
         absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
@@ -128,34 +110,6 @@ class UnevenInputs:
                 "in the same order"
             )
         return self.present
-
-    def _tell_all(self, number: int) -> list[int]:
-        """Each rank's number. Meanwhile averaging steps that overlap a training step go on: a rank that still
-        trains comes here only when it has applied its own, and that needs the second phase of all."""
-        idle = number < 0
-        if not (idle and self.background) and self._advanced(idle):
-            return [theirs for (theirs,) in tell_all([number], self.control)]
-        told = torch.empty(self.control.size, 1, dtype=torch.int64, device="cpu")
-        mine = torch.tensor([number], device="cpu")
-        work = collectives.all_gather(told, mine, self.control, async_op=True)
-        assert work is not None
-        while not work.is_completed() and not self._advanced(idle):
-            with suppress(TimeoutError):
-                work.wait(POLL)
-        work.wait()
-        return [int(theirs) for theirs in told[:, 0]]
-
-    def _advanced(self, idle: bool) -> bool:
-        """Starts second phases in all models; True if all have started, and no other call is needed.
-
-        Args:
-            idle: This rank trains no more, so averages in the background may be applied too.
-        """
-        pending = [hooks for _, hooks in self.models if not hooks.advance()]
-        behind = [hooks for hooks in self.background if idle or not hooks.advance()]
-        if idle and behind:
-            behind[0].progress()
-        return not pending and not behind
 
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it

@@ -29,7 +29,7 @@ from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.observe import steps
-from trigram.runtime import logs
+from trigram.runtime import logs, serving
 from trigram.runtime.memory import kept_tensors
 from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
@@ -46,6 +46,10 @@ running: dict[WeightSync, nn.Module | None] = {}
 ended on all ranks, even if the script drops the model, because other ranks may wait for their messages. In an
 elastic job the model stays too: a rank that has ended its training may have to send its state to a joining
 rank."""
+
+
+class _RanksChange(Exception):
+    """A rank was lost or is joining, while this one waits for all."""
 
 
 def _nobody() -> None:
@@ -506,11 +510,6 @@ class WeightSync(StepHooks):
         self._make_boundary()
         self.schedule.begin_step()
 
-    @torch.no_grad()
-    def advance(self) -> bool:
-        """See :class:`trigram.training.step_hooks.StepHooks`."""
-        return self.schedule.advance()
-
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""
         self.steps += 1
@@ -557,48 +556,38 @@ class WeightSync(StepHooks):
     def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:
         """Waits for all ranks; False if the ranks have regrouped meanwhile."""
         finish = getattr(self.schedule, "finish_pending", None)
-        while finish is not None and not finish():
-            if self._regroup_if_needed():
-                return False
-            self.progress()
-            if end is not None and time.monotonic() > end:
-                raise TimeoutError(
-                    f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging steps; "
-                    "check that all ranks make this call, or pass a longer timeout"
-                )
-            time.sleep(0.001)
         control = self.groups.control
         before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
+        arrived: collectives.Work | None = None
+
+        def look() -> None:
+            # If the barrier has ended, all ranks were there before the loss.
+            if self.elastic.is_called() and not (arrived is not None and arrived.is_completed()):
+                raise _RanksChange
+
         try:
-            arrived = collectives.barrier(control, async_op=True)
+            with serving.idle(), serving.looking(look):
+                if finish is not None and not serving.until(finish, end):
+                    raise TimeoutError(
+                        f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging "
+                        "steps; check that all ranks make this call, or pass a longer timeout"
+                    )
+                arrived = collectives.barrier(control, async_op=True)
+                assert arrived is not None
+                arrived.wait()
+        except _RanksChange:
+            self.elastic.regroup()
+            return False
         finally:
             control.timeout = before
-        assert arrived is not None
-        while running and not arrived.is_completed():
-            if self._regroup_if_needed(arrived):
-                return False
-            if not self.progress():
-                time.sleep(0.001)
-        arrived.wait()
         return True
 
-    def _regroup_if_needed(self, arrived: collectives.Work | None = None) -> bool:
-        """Regroups with the others if a rank was lost or is joining; True if it did.
-
-        It does not if the barrier ``arrived`` has completed: then all ranks were there before the loss.
-        """
-        if not self.elastic.is_called():
-            return False
-        if arrived is not None and arrived.is_completed():
-            return False
-        self.elastic.regroup()
-        return True
-
-    @torch.no_grad()
-    def progress(self) -> bool:
-        """Makes progress for the other ranks in all models of this process while this rank waits."""
-        progressed = [hooks.schedule.progress() for hooks in running]  # type: ignore[attr-defined]
-        return any(progressed)
+    def serve(self, idle: bool) -> None:
+        """See :class:`trigram.runtime.serving.Server`."""
+        if idle:
+            self.schedule.progress()
+        else:
+            self.schedule.serve()
 
     def average(self, model: nn.Module, timeout: float | None = None) -> None:
         """Replaces the weights by their mean over all ranks."""

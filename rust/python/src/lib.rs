@@ -522,6 +522,11 @@ impl Work {
         callbacks::add(self.group, &self.completion, &self.engine, callback);
     }
 
+    /// When it has ended, threads that wait call the function given to [`waits::serve_by`].
+    fn serve_when_done(&self) {
+        self.completion.serve_when_done();
+    }
+
     /// Waits for the end, and drives the call if no other thread does; false if `timeout` seconds came first.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
@@ -583,6 +588,7 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(update::update_alone, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(waits::blocked, m)?)?;
+    m.add_function(wrap_pyfunction!(waits::serve_by, m)?)?;
     m.add_function(wrap_pyfunction!(logs::log_line, m)?)?;
     m.add_function(wrap_pyfunction!(logs::next_log_lines, m)?)?;
     m.add_function(wrap_pyfunction!(next_done_callbacks, m)?)?;

@@ -2,13 +2,14 @@
 //! and none comes back to an interpreter that ends (PY-4).
 
 use std::cell::Cell;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
 use trigram_core::Error;
 use trigram_engine::sys::completion::InterruptCheck;
-use trigram_engine::sys::{clock, fork};
+use trigram_engine::sys::{clock, fork, serving};
 
 use crate::errors::Raise;
 
@@ -115,11 +116,29 @@ pub(crate) fn leave(
     signal.map_or_else(|| outcome.raise(py), Err)
 }
 
-/// Runs the signal handlers that are due, then `look`; `signal` gets what one of them has raised.
+/// Makes the calls for which other ranks may wait (`trigram/runtime/serving.py`).
+static SERVE: OnceLock<Py<PyAny>> = OnceLock::new();
+
+/// Sets the function that threads call while they wait, if `active`: see [`serving`].
+#[pyfunction]
+pub(crate) fn serve_by(serve: Py<PyAny>, active: bool) {
+    let _ = SERVE.set(serve);
+    serving::set_active(active);
+}
+
+/// Runs the signal handlers that are due, then `look` and what is due for other ranks; `signal` gets what one of them has
+/// raised.
 fn check(signal: &mut Option<PyErr>, look: Option<&Py<PyAny>>) -> trigram_core::Result<()> {
     let checked = Python::try_attach(|py| {
         py.check_signals()?;
-        look.map_or(Ok(()), |look| look.call0(py).map(drop))
+        look.map_or(Ok(()), |look| look.call0(py).map(drop))?;
+        if serving::is_active()
+            && let Some(serve) = SERVE.get()
+        {
+            serving::take(); // first: a call that ends meanwhile is looked at again
+            serve.call0(py)?;
+        }
+        Ok(())
     });
     match checked {
         Some(Err(e)) => {

@@ -23,11 +23,11 @@ use crate::health::peers::HEARTBEAT;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::background::{Background, Duty, QUIET};
 use crate::sys::callers::Callers;
-use crate::sys::completion::InterruptCheck;
-use crate::sys::completion::{Completion, INTERRUPT_INTERVAL};
+use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 use crate::sys::cores::Cores;
 use crate::sys::fork::GuardedFd;
 use crate::sys::limits::refused;
+use crate::sys::serving;
 
 /// Rounds of progress at full speed, if every rank of the host has a core.
 const SPINS: u32 = 16;
@@ -358,6 +358,13 @@ impl Driver {
                 }
                 return Ok(Some(progress));
             }
+            if until.is_some() && serving::is_due() {
+                match self.check_outside(progress, check_interrupt)? {
+                    Some(lock) => progress = lock,
+                    None => return Ok(None),
+                }
+                continue;
+            }
             if moved {
                 idle = 0;
                 idle_since = None;
@@ -395,16 +402,25 @@ impl Driver {
                     self.note_time();
                     continue;
                 }
-                // Not under the lock: it waits for the interpreter's lock, and may run a signal handler of the
-                // user's. That may take long, so the background thread drives meanwhile.
-                self.leave(progress);
-                check_interrupt()?;
-                match self.try_lock()? {
+                match self.check_outside(progress, check_interrupt)? {
                     Some(lock) => progress = lock,
                     None => return Ok(None),
                 }
             }
         }
+    }
+
+    /// Checks for an interrupt, and does what is due for other ranks; `None` if another thread has taken over meanwhile.
+    fn check_outside<'a>(
+        &'a self,
+        progress: MutexGuard<'a, Progress>,
+        check_interrupt: InterruptCheck<'_>,
+    ) -> Result<Option<MutexGuard<'a, Progress>>> {
+        // Not under the lock: it waits for the interpreter's lock, and may run a signal handler of the user's. That may
+        // take long, so the background thread drives meanwhile.
+        self.leave(progress);
+        check_interrupt()?;
+        self.try_lock()
     }
 
     /// Fails a call on all ranks whose caller has stopped waiting.

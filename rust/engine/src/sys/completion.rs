@@ -7,11 +7,13 @@ use std::time::{Duration, Instant};
 use trigram_core::Result;
 
 use crate::sys::atomics::{AtomicBool, AtomicU32, Condvar, Mutex};
+use crate::sys::serving;
 
 /// How often a waiting caller checks for an interrupt such as Ctrl-C (invariant PY-3).
 pub const INTERRUPT_INTERVAL: Duration = Duration::from_millis(50);
 
-/// Called from time to time while a caller waits; an error, such as Ctrl-C, ends the wait.
+/// Called from time to time while a caller waits, and when something is due for other ranks ([`serving`]); an error, such
+/// as Ctrl-C, ends the wait.
 pub type InterruptCheck<'a> = &'a mut dyn FnMut() -> Result<()>;
 
 /// Told when a call has ended. It runs under the progress lock, so it only takes a note, and never waits.
@@ -27,6 +29,8 @@ pub struct Completion {
     /// Whether it has, or has had, a listener.
     listened: AtomicBool,
     listeners: Mutex<Vec<Listener>>,
+    /// Whether something follows its end that other ranks may wait for.
+    is_followed: AtomicBool,
     /// Whether a thread sleeps on `arrived`: a wake-up is a system call, even if no thread sleeps.
     asleep: AtomicBool,
     outcome: Mutex<Option<Result<()>>>,
@@ -82,6 +86,14 @@ impl Completion {
         listener();
     }
 
+    /// When the call has ended, threads that wait make what follows ([`serving`]).
+    pub fn serve_when_done(&self) {
+        self.is_followed.store(true, Ordering::SeqCst);
+        if self.done.load(Ordering::SeqCst) {
+            serving::note();
+        }
+    }
+
     /// Whether a caller waits or a listener is to be told: then a thread must move the call at once.
     pub fn is_urgent(&self) -> bool {
         self.is_awaited() || self.listened.load(Ordering::Relaxed)
@@ -113,6 +125,9 @@ impl Completion {
             let told = std::mem::take(&mut *self.listeners.lock().unwrap_or_else(PoisonError::into_inner));
             told.into_iter().for_each(|listener| listener());
         }
+        if self.is_followed.load(Ordering::SeqCst) {
+            serving::note();
+        }
         if self.asleep.load(Ordering::Relaxed) {
             self.arrived.notify_all(); // set before the lock was let go that we have held above
         }
@@ -127,6 +142,7 @@ impl Completion {
     ) -> Result<Option<Result<()>>> {
         self.set_awaited();
         let mut outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut checked = Instant::now();
         loop {
             if let Some(outcome) = &*outcome {
                 return Ok(Some(outcome.clone()));
@@ -135,10 +151,12 @@ impl Completion {
             if deadline.is_some_and(|d| now >= d) {
                 return Ok(None);
             }
-            let limit = deadline.map_or(INTERRUPT_INTERVAL, |d| INTERRUPT_INTERVAL.min(d - now));
+            let interval = if serving::is_active() { serving::LOOK_INTERVAL } else { INTERRUPT_INTERVAL };
+            let limit = deadline.map_or(interval, |d| interval.min(d - now));
             self.asleep.store(true, Ordering::Relaxed);
             (outcome, _) = self.arrived.wait_timeout(outcome, limit).unwrap_or_else(PoisonError::into_inner);
-            if outcome.is_none() {
+            if outcome.is_none() && (serving::is_due() || checked.elapsed() >= INTERRUPT_INTERVAL) {
+                checked = Instant::now();
                 drop(outcome);
                 check_interrupt()?;
                 outcome = self.outcome.lock().unwrap_or_else(PoisonError::into_inner);

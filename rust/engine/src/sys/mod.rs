@@ -1,6 +1,6 @@
 //! What the operating system gives: atomics and futexes, shared memory, unix sockets that carry descriptors, this
 //! host's name and addresses, a clock that is fast to read, whether a core is wanted, what a forked child may do,
-//! completion handles, the threads that make calls, copies past the cache, and lists of stretches of memory.
+//! completion handles, what waiting threads do for other ranks, the threads that make calls, copies past the cache, and lists of stretches of memory.
 //!
 //! Uses nothing else of the engine.
 
@@ -16,4 +16,5 @@ pub mod limits;
 pub mod memory;
 pub(crate) mod process_state;
 pub mod runs;
+pub mod serving;
 pub mod unix;

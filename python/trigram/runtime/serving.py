@@ -1,0 +1,135 @@
+"""What this process does for other ranks while it waits for them.
+
+Some calls of a rank are made only when calls before them have ended: second phases of averages, answers to
+offers of neighbours. Other ranks may wait for them. So whoever waits, in whatever call, makes them first:
+otherwise two ranks would wait for each other for ever, one of them in another call.
+
+Waits are in the engine, which calls :func:`serve` (``rust/engine/src/sys/serving.rs``), or in :func:`until`.
+Nothing else waits for ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import torch
+
+from trigram import _core
+
+_POLL = 0.0005
+"""Seconds between two looks at what :func:`until` waits for."""
+
+
+class Server(Protocol):
+    """Something that other ranks may wait for."""
+
+    def serve(self, idle: bool) -> object:
+        """Makes the calls that can be made without waiting.
+
+        What raises here is raised again where its owner comes to it.
+
+        Args:
+            idle: The waiting thread trains no more, or is between two steps: weights may change.
+        """
+
+
+class _Thread(threading.local):
+    """What this thread does.
+
+    Attributes:
+        idle: It waits where weights may change.
+        look: See :func:`looking`.
+    """
+
+    idle = False
+    look: Callable[[], object] | None = None
+
+
+_servers: dict[Server, int | None] = {}
+_changing = threading.Lock()
+_busy: set[Server] = set()
+_thread = _Thread()
+
+
+def add(server: Server, *, anywhere: bool = False) -> None:
+    """From now on threads that wait serve it: this one only, or with ``anywhere`` any."""
+    with _changing:
+        _servers[server] = None if anywhere else threading.get_ident()
+        _core.serve_by(serve, True)
+
+
+def remove(server: Server) -> None:
+    """Ends :func:`add`."""
+    with _changing:
+        _servers.pop(server, None)
+        if not _servers:
+            _core.serve_by(serve, False)
+
+
+def serve() -> None:
+    """Makes the calls for which other ranks may wait, as far as that needs no waiting."""
+    if _thread.look is not None:
+        _thread.look()
+    me, idle = threading.get_ident(), _thread.idle
+    with torch.no_grad():
+        for server, thread in list(_servers.items()):
+            if server in _busy or thread not in (None, me):
+                continue
+            _busy.add(server)  # it may wait in a call itself, and the others are served meanwhile
+            try:
+                with contextlib.suppress(Exception):  # see `Server.serve`
+                    server.serve(idle)
+            finally:
+                _busy.discard(server)
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[None]:
+    """A block in which this rank does not train: while it waits there, averages may change its weights."""
+    before, _thread.idle = _thread.idle, True
+    try:
+        yield
+    finally:
+        _thread.idle = before
+
+
+class _Nobody:
+    """Has threads that wait come here now and then, where nothing else does."""
+
+    def serve(self, idle: bool) -> None:
+        """See :class:`Server`."""
+
+
+@contextlib.contextmanager
+def looking(look: Callable[[], object]) -> Iterator[None]:
+    """A block in which waits of this thread call ``look`` now and then. What it raises ends them, though no
+    collective."""
+    before, _thread.look, nobody = _thread.look, look, _Nobody()
+    add(nobody)
+    try:
+        yield
+    finally:
+        _thread.look = before
+        remove(nobody)
+
+
+def until(done: Callable[[], bool], end: float | None = None) -> bool:
+    """Waits for what is no single call.
+
+    Args:
+        done: Whether the wait is over.
+        end: When it is over otherwise, by ``time.monotonic``.
+
+    Returns:
+        Whether ``done`` has returned True.
+    """
+    while not done():
+        if end is not None and time.monotonic() > end:
+            return False
+        serve()
+        time.sleep(_POLL)
+    return True

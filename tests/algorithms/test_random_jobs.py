@@ -17,7 +17,7 @@ from tests.support.marks import long_unless
 
 CASES = Cases()
 SEEDS = list(range(240))
-SOON = [*SEEDS[:23], 99]  # those that `make test` runs; the last waits for ever if waiting threads do not serve
+SOON = [*SEEDS[:23], 99]  # those that `make test` runs; the last stalls where waiting threads do not serve
 LATE = 20.0  # seconds after which a call of a rank that waits for nobody says where
 
 # In each group: an algorithm, its options, and whether its averages need all ranks at the same steps.

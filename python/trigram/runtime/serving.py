@@ -24,6 +24,16 @@ _POLL = 0.0005
 """Seconds between two looks at what :func:`until` waits for."""
 
 
+class Work(Protocol):
+    """A call."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+
+    def wait(self) -> object:
+        """Waits for its end."""
+
+
 class Server(Protocol):
     """Something that other ranks may wait for."""
 
@@ -41,11 +51,9 @@ class _Thread(threading.local):
     """What this thread does.
 
     Attributes:
-        idle: It waits where weights may change.
         look: See :func:`looking`.
     """
 
-    idle = False
     look: Callable[[], object] | None = None
 
 
@@ -70,11 +78,15 @@ def remove(server: Server) -> None:
             _core.serve_by(serve, False)
 
 
-def serve() -> None:
-    """Makes the calls for which other ranks may wait, as far as that needs no waiting."""
+def serve(idle: bool = False) -> None:
+    """Makes the calls for which other ranks may wait, as far as that needs no waiting.
+
+    Args:
+        idle: See :class:`Server`.
+    """
     if _thread.look is not None:
         _thread.look()
-    me, idle = threading.get_ident(), _thread.idle
+    me = threading.get_ident()
     with torch.no_grad():
         for server, thread in list(_servers.items()):
             if server in _busy or thread not in (None, me):
@@ -85,16 +97,6 @@ def serve() -> None:
                     server.serve(idle)
             finally:
                 _busy.discard(server)
-
-
-@contextlib.contextmanager
-def idle() -> Iterator[None]:
-    """A block in which this rank does not train: while it waits there, averages may change its weights."""
-    before, _thread.idle = _thread.idle, True
-    try:
-        yield
-    finally:
-        _thread.idle = before
 
 
 class _Nobody:
@@ -117,12 +119,13 @@ def looking(look: Callable[[], object]) -> Iterator[None]:
         remove(nobody)
 
 
-def until(done: Callable[[], bool], end: float | None = None) -> bool:
+def until(done: Callable[[], bool], end: float | None = None, idle: bool = False) -> bool:
     """Waits for what is no single call.
 
     Args:
         done: Whether the wait is over.
         end: When it is over otherwise, by ``time.monotonic``.
+        idle: See :class:`Server`.
 
     Returns:
         Whether ``done`` has returned True.
@@ -130,6 +133,13 @@ def until(done: Callable[[], bool], end: float | None = None) -> bool:
     while not done():
         if end is not None and time.monotonic() > end:
             return False
-        serve()
+        serve(idle)
         time.sleep(_POLL)
     return True
+
+
+def rest(work: Work) -> None:
+    """Waits for a call while this rank does not train: averages may change its weights."""
+    if any(thread is not None for thread in _servers.values()):
+        until(work.is_completed, idle=True)
+    work.wait()

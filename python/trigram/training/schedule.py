@@ -290,6 +290,7 @@ class BackgroundSteps(_CountedSchedule):
         self.pace = Pace(len(fragments), groups)
         self.rare = RareAverages(groups, len(fragments))
         self.last_boundary = 0
+        self.seen_ready = False  # the oldest averaging step, at the last call of `progress`
         self.begun: dict[int, int] = {}  # by fragment: the boundary of its last averaging step
 
     def boundary(self, step: int) -> None:
@@ -361,7 +362,12 @@ class BackgroundSteps(_CountedSchedule):
             return False
         if self.under_way:
             if not self._ready():
+                self.seen_ready = False
+                return False
+            if not self.seen_ready:  # all ranks may have ended their training: they are about to say so
+                self.seen_ready = True
                 return False
             self._finish(moved=True)
+        self.seen_ready = False
         self._start(self.last_boundary)
         return True

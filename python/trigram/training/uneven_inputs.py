@@ -8,12 +8,12 @@ it has.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, tell_all
@@ -90,10 +90,7 @@ class UnevenInputs:
         if hooks is not None and len(self.present) < self.control.size:
             self._check_apart(hooks)
         number = next((k for k, (_, other) in enumerate(self.models) if other is hooks), -1)
-        # This rank trains no more, so averages in the background may be applied while it waits: other ranks
-        # may wait for the next.
-        with serving.idle() if hooks is None else nullcontext():
-            told = [theirs for (theirs,) in tell_all([number], self.control)]
+        told = self._tell_all(number)
         self.present = [group_rank for group_rank, theirs in enumerate(told) if theirs >= 0]
         self.number = max(told)
         absent = [r for r, theirs in zip(self.control.ranks, told, strict=True) if theirs < 0]
@@ -110,6 +107,17 @@ class UnevenInputs:
                 "in the same order"
             )
         return self.present
+
+    def _tell_all(self, number: int) -> list[int]:
+        """Each rank's number."""
+        told = torch.empty(self.control.size, dtype=torch.int64, device="cpu")
+        mine = torch.tensor([number], device="cpu")
+        work = collectives.all_gather(told, mine, self.control, async_op=True)
+        assert work is not None
+        if number < 0:  # it trains no more: averages in the background are applied, others wait for the next
+            serving.rest(work)
+        work.wait()
+        return [int(theirs) for theirs in told]
 
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it

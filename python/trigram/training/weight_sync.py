@@ -566,15 +566,15 @@ class WeightSync(StepHooks):
                 raise _RanksChange
 
         try:
-            with serving.idle(), serving.looking(look):
-                if finish is not None and not serving.until(finish, end):
+            with serving.looking(look):
+                if finish is not None and not serving.until(finish, end, idle=True):
                     raise TimeoutError(
                         f"{self.groups.name}: waited {timeout} s for neighbours to finish their averaging "
                         "steps; check that all ranks make this call, or pass a longer timeout"
                     )
                 arrived = collectives.barrier(control, async_op=True)
                 assert arrived is not None
-                arrived.wait()
+                serving.rest(arrived)
         except _RanksChange:
             self.elastic.regroup()
             return False

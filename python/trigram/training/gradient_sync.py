@@ -390,16 +390,13 @@ class GradientSync(FusedBuckets):
         if weights is not None:
             weights.weigh(bucket.values)
         self.buckets.repay(bucket)
-        name = partial(self._bucket_name, bucket)
+        name = partial("bucket {}".format, self.next)  # without references to the model's hooks
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
         bucket.average.around = partial(spans.naming, self.groups.second_phase, name)
         with spans.naming(self.groups.main, name):
             bucket.average.start(self.since)
         self.buckets.compressor.after_send(bucket)
         self.next += 1
-
-    def _bucket_name(self, bucket: Bucket) -> str:
-        return f"bucket {self.buckets.index(bucket)}"
 
     def end(self) -> None:
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""

@@ -579,7 +579,7 @@ class StepHooks:
         """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
         while it waits for them in this model."""
         for other in optimizer_hooks.listeners():
-            if isinstance(other, StepHooks) and other is not self:
+            if isinstance(other, StepHooks) and other is not self and other.model() is not None:
                 other.abort_failed()
 
     def _forward_failed(self, model: nn.Module) -> None:

@@ -267,6 +267,12 @@ impl ActiveCall {
     /// The ranks to name when a call waits: members that have not entered the call as far as this rank knows (ranks
     /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for.
     pub fn absent(&self) -> Vec<Place> {
+        let absent = self.not_entered();
+        if absent.is_empty() { self.waiting_for() } else { absent }
+    }
+
+    /// The members that have not made this collective, as far as this rank knows.
+    pub(crate) fn not_entered(&self) -> Vec<Place> {
         let body = &self.body;
         let members = &body.members;
         let here = members.absent(body.call_id, 0);
@@ -274,10 +280,9 @@ impl ActiveCall {
             Some(_) => !here.contains(&p),
             None => body.inside.contains(&p),
         };
-        let absent: Vec<Place> = (0..members.ranks.len() as Place)
+        (0..members.ranks.len() as Place)
             .filter(|&p| p != members.me && body.request.message.is_none() && !entered(p))
-            .collect();
-        if absent.is_empty() { self.waiting_for() } else { absent }
+            .collect()
     }
 
     /// Returns the memory that another call can use.

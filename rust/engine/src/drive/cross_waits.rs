@@ -11,7 +11,8 @@
 //! started and not awaited counts as made. A rank concludes nothing while a thread of it is outside of a wait
 //! ([`crate::sys::callers`]): it computes, waits with a limit and looks at other things in between, or handles a signal. Nor
 //! while it waits for a message, which may come from anyone, or in several calls; nor about calls that a helper takes part in
-//! by itself; nor after a rank is lost, when calls end in other ways. What is not found ends at its deadline: cycles of
+//! by itself; nor while a call is under way that is followed by another of this rank ([`crate::sys::serving`]), and that all
+//! members have made; nor after a rank is lost, when calls end in other ways. What is not found ends at its deadline: cycles of
 //! three ranks, and ranks with several threads that wait in different calls.
 
 use std::collections::HashMap;
@@ -62,6 +63,9 @@ impl CrossWaits {
             return;
         }
         let Some(i) = calls.active.iter().position(|active| is_stuck(active, callers)) else { return };
+        if calls.active.iter().any(is_about_to_be_followed) {
+            return;
+        }
         let body = &calls.active[i].body;
         let key = (body.id, calls.last_id);
         let stuck = match &mut self.stuck {
@@ -136,6 +140,14 @@ fn is_stuck(active: &ActiveCall, callers: &Callers) -> bool {
         && active.body.request.message.is_none()
         && members.me < members.layout.workers()
         && callers.all_wait_for(&active.completion)
+}
+
+/// Whether all members have made this collective, and this rank's threads make another when it ends, while they wait:
+/// that may be the one that the peer waits for.
+fn is_about_to_be_followed(active: &ActiveCall) -> bool {
+    active.body.request.message.is_none()
+        && active.completion.is_followed()
+        && active.not_entered().is_empty()
 }
 
 /// The error of two ranks that wait for each other: each with its call, and what it calls the group of that.

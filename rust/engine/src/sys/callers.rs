@@ -13,7 +13,6 @@ use rustix::thread::gettid;
 use trigram_core::Result;
 
 use crate::sys::completion::{Completion, InterruptCheck};
-use crate::sys::serving;
 
 /// Gets the system's numbers of the threads that make calls; true if no other thread of the process can make one.
 pub type Census = Box<dyn Fn(&[i32]) -> bool + Send + Sync>;
@@ -98,10 +97,7 @@ impl Callers {
 
     /// Whether all threads that can make calls wait for this one, and do nothing else until it ends.
     pub(crate) fn all_wait_for(&self, completion: &Completion) -> bool {
-        // What they do for other ranks meanwhile are calls too.
-        self.are_all.load(Ordering::Relaxed)
-            && !serving::is_active()
-            && completion.waiters() == self.lock().len()
+        self.are_all.load(Ordering::Relaxed) && completion.waiters() == self.lock().len()
     }
 
     /// Waits for a call by `wait`; `for_good`: until its end, whenever that is.

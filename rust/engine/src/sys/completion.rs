@@ -86,6 +86,11 @@ impl Completion {
         listener();
     }
 
+    /// Whether something follows the end of the call that other ranks may wait for.
+    pub(crate) fn is_followed(&self) -> bool {
+        self.is_followed.load(Ordering::Relaxed)
+    }
+
     /// When the call has ended, threads that wait make what follows ([`serving`]).
     pub fn serve_when_done(&self) {
         self.is_followed.store(true, Ordering::SeqCst);

@@ -111,7 +111,7 @@ def looking(look: Callable[[], object]) -> Iterator[None]:
     """A block in which waits of this thread call ``look`` now and then. What it raises ends them, though no
     collective."""
     before, _thread.look, nobody = _thread.look, look, _Nobody()
-    add(nobody)
+    add(nobody, anywhere=True)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ SUPPORT = ROOT / "tests" / "support"
 PYTHON = ROOT / "python" / "trigram"
 MODULES = [
     "trigram",
+    "trigram.averaging",
     "trigram.codecs",
     "trigram.data",
     "trigram.errors",

@@ -19,7 +19,7 @@ BLOCKS = {
     )
 }
 PUBLIC = {"trigram"} | {
-    f"trigram.{module}" for module in ("codecs", "data", "errors", "graphs", "mixing", "moe")
+    f"trigram.{module}" for module in ("averaging", "codecs", "data", "errors", "graphs", "mixing", "moe")
 }
 
 

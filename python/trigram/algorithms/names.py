@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from trigram.algorithms.trigram import Trigram
-from trigram.errors import UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
 
 DEFAULT = "gradient_allreduce"
 SHARDED = "sharded"
@@ -27,13 +27,15 @@ class Entry:
         value: The trigram.
         about: A description of one line.
         options: Defaults of options that the trigram does not have.
-        step: The class of a registered averaging step.
+        step: The class of a registered averaging step of weights.
+        average: The class of a registered average of gradients.
     """
 
     value: Trigram
     about: str
     options: dict[str, Any] = field(default_factory=dict)
     step: Callable[..., Any] | None = None
+    average: Callable[..., Any] | None = None
 
 
 # First the eight combinations of two choices each for WHO, WHAT and WHEN.
@@ -120,6 +122,7 @@ def register(
     about: str = "",
     *,
     step: Callable[..., Any] | None = None,
+    average: Callable[..., Any] | None = None,
     exchange: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
@@ -130,19 +133,27 @@ def register(
         value: Its trigram.
         about: A description of one line.
         step: Your class: ``step(tensors, groups, **options)`` creates a
-            :class:`trigram.mixing.AveragingStep`. None: Trigram composes ``value`` of its own parts.
+            :class:`trigram.mixing.AveragingStep`, which averages weights. None: Trigram composes ``value`` of
+            its own parts.
+        average: Your class: ``average(memory, views, groups, **options)`` creates a
+            :class:`trigram.averaging.GradientAverage`, which averages the gradients of a bucket.
         exchange: Deprecated: the old name of ``step``.
-        **options: The options of ``step``, with their defaults.
+        **options: The options of ``step`` or ``average``, with their defaults.
 
     Raises:
         UnsupportedError: The name is taken.
+        MisuseError: ``step`` and ``average`` are both given.
     """
     if exchange is not None:
         warnings.warn("register: exchange= is deprecated; use step=", DeprecationWarning, stacklevel=2)
         step = step or exchange
     if name in _NAMES or name == SHARDED:
         raise UnsupportedError(f"register: the name {name!r} is already taken; choose another name")
-    _NAMES[name] = Entry(value, about, options, step)
+    if step is not None and average is not None:
+        raise MisuseError(
+            "register: step= averages weights and average= gradients; pass one of them, or register two names"
+        )
+    _NAMES[name] = Entry(value, about, options, step, average)
 
 
 def named(name: str) -> Entry | None:

@@ -15,6 +15,23 @@ from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
 
+_OWN = (
+    "overlap",
+    "warmup_steps",
+    "script",
+    "staleness",
+    "fragments",
+    "outer_lr",
+    "outer_momentum",
+    "feedback",
+    "second_moment",
+    "state",
+    "fused",
+    "gradients",
+    "copies",
+    "elementwise",
+)
+"""Options that are never those of a registered class."""
 COPIES = 2
 """How many ranks of an elastic job hold each part of a sharded optimizer."""
 
@@ -105,6 +122,13 @@ class _Parser:
             and not shares
             and entry.step is None  # which averages weights
         )
+        if entry.average is not None and not (
+            gradients and value.carry != "momentum" and value.who == "central" and what == "full"
+        ):
+            raise self.refuse(
+                "it is registered with average=, which averages gradients in every step and sends what it "
+                f"likes, and with {value}, carry={value.carry!r}; use trigram.Trigram(), and its own options"
+            )
         if gradients and entry.step is not None:
             raise self.refuse(
                 f"it is registered with step=, which averages weights, and with carry={value.carry!r}; use "
@@ -134,9 +158,11 @@ class _Parser:
         options |= self._sharding(what, carry)
         if kind == "central" and graph:
             options |= self._robust(graph, what, carry)
-        if entry.step is not None:
+        arguments: dict[str, Any] = {}
+        if entry.step is not None or entry.average is not None:
             options |= {k: self.given.pop(k) for k in entry.options if k in self.given}
             self.known += [k for k in entry.options if k not in self.known]
+            arguments = {k: options[k] for k in entry.options if k not in _OWN}
         if self.given and not self.from_environment:
             known = ", ".join(sorted(set(self.known))) or "none"
             raise self.refuse(
@@ -157,6 +183,8 @@ class _Parser:
             every,
             options,
             entry.step,
+            entry.average,
+            arguments,
             self.from_environment,
             tuple(self.given),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trigram.algorithms.robust import RobustAggregation
@@ -55,7 +55,9 @@ class Algorithm:
         kind, graph: The two parts of WHO.
         every: Training steps per averaging step; None: asynchronous.
         options: The other options, by name.
-        step: The class of a registered averaging step; None: composed of Trigram's own.
+        step: The class of a registered averaging step of weights; None: composed of Trigram's own.
+        average: The class of a registered average of gradients; None: composed of Trigram's own.
+        arguments: The options of this class.
         from_environment: Whether ``TRIGRAM_ALGORITHM`` named it.
         unknown: Options that the script gave and the algorithm of the environment does not have.
     """
@@ -67,6 +69,8 @@ class Algorithm:
     every: int | None
     options: dict[str, Any]
     step: Callable[..., Any] | None = None
+    average: Callable[..., Any] | None = None
+    arguments: dict[str, Any] = field(default_factory=dict)
     from_environment: bool = False
     unknown: tuple[str, ...] = ()
 

@@ -42,7 +42,7 @@ from trigram.plan.inputs import Compute, Costs, Job, Tensor
 from trigram.plan.losses import ALLOWED, kind
 from trigram.plan.settle import Proposal, Proposals, Settings, Verdict
 from trigram.runtime import logs
-from trigram.training.compose import compressor
+from trigram.training import compressors
 from trigram.training.gradient_probe import GradientProbe
 from trigram.training.gradient_sync import GradientSync
 
@@ -428,7 +428,7 @@ class Auto:
             self.groups.use_helpers(chosen.value.what == "full")
             self.hooks.times.group = self.groups.main
         with torch.no_grad():
-            self.hooks.change(wrapped.bucket_bytes, compressor(chosen, None) if other else None)
+            self.hooks.change(wrapped.bucket_bytes, compressors.of(chosen, None) if other else None)
 
     def pause(self) -> None:
         """Suspends a trial until the next update, on all ranks: what is tried is not what was chosen."""

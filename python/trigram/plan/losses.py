@@ -53,7 +53,7 @@ def kind(algorithm: Algorithm) -> str:
         ``exact``: the mean gradient, as DDP; ``close``: the same with rounding whose effect on the loss is
         within noise; ``different``: another training, learning rates may have to change.
     """
-    if algorithm.value.carry != "gradients" or algorithm.aggregation or algorithm.step:
+    if algorithm.value.carry != "gradients" or algorithm.aggregation or algorithm.step or algorithm.average:
         return "different"
     if algorithm.value.what == "full":
         return "exact"

@@ -62,9 +62,9 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
     Raises:
         UnsupportedError: The model does not have this algorithm, or no cost of its codec was measured.
     """
-    if algorithm.aggregation is not None or algorithm.step is not None:
+    if algorithm.aggregation or algorithm.step or algorithm.average:
         raise UnsupportedError(
-            f"plan: the model has no robust averages and no registered steps: {algorithm.name}"
+            f"plan: the model has no robust averages and no registered classes: {algorithm.name}"
         )
     if "quorum" in algorithm.options:
         raise UnsupportedError(f"plan: the model has no quorum: {algorithm.name}")

@@ -67,7 +67,7 @@ def compose(
             raise
     else:
         hooks = _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
-    hooks.times.coded = algorithm.value.what != "full"
+    hooks.times.coded = algorithm.value.what != "full" or algorithm.average is not None
     return hooks
 
 
@@ -83,7 +83,7 @@ def _compose(
         whole = not updates_values(optimizer, algorithm.options, algorithm.name)
         divided = algorithm.options["gradients"] == "shards"
         fused = bool(algorithm.options.get("fused"))
-        kind = ShardsCompressor(whole, fused) if divided else compressor(algorithm, optimizer)
+        kind = ShardsCompressor(whole, fused) if divided else compressors.of(algorithm, optimizer)
         overlap = algorithm.options["overlap"]
         copies = algorithm.options.get("copies", COPIES)
         hooks: GradientSync = (
@@ -92,7 +92,7 @@ def _compose(
             else ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
         )
     elif algorithm.gradients:
-        hooks = GradientSync(model, groups, bucket_bytes, compressor(algorithm, optimizer))
+        hooks = GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer))
     if algorithm.gradients:
         if algorithm.options.get("fused"):
             hooks.fuse(optimizer)
@@ -160,14 +160,6 @@ def _averages_state(algorithm: Algorithm) -> bool:
     steps."""
     mean = algorithm.kind == "central" and algorithm.value.what == "full" and algorithm.in_step
     return mean and not algorithm.gradients and algorithm.step is None
-
-
-def compressor(algorithm: Algorithm, optimizer: Any) -> compressors.GradientCompressor:
-    """The compressor of an algorithm that averages gradients."""
-    block = algorithm.options.get("block")
-    if algorithm.value.carry == "momentum":
-        return compressors.MomentumCompressor(optimizer, algorithm.options["bits"], block)
-    return compressors.make(algorithm.value.what, block, algorithm.options, algorithm.aggregation)
 
 
 def _schedule(
@@ -256,19 +248,7 @@ def _steps(
     options, what = algorithm.options, algorithm.value.what
     all_tensors = [t for same in tensors for t in same]
     if algorithm.step is not None:
-        others = (
-            "overlap",
-            "warmup_steps",
-            "script",
-            "staleness",
-            "fragments",
-            "outer_lr",
-            "outer_momentum",
-            "feedback",
-            "second_moment",
-        )
-        arguments = {k: v for k, v in options.items() if k not in others}
-        steps: list[AveragingStep] = [algorithm.step(same, groups, **arguments) for same in tensors]
+        steps: list[AveragingStep] = [algorithm.step(same, groups, **algorithm.arguments) for same in tensors]
         return steps
     if algorithm.kind == "push":
         return [PushSum(all_tensors, groups, graphs.find(f"push:{algorithm.graph}", groups.size))]

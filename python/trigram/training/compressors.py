@@ -10,15 +10,18 @@ from typing import Any
 import torch
 
 from trigram.algorithms.robust import RobustAggregation
+from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.average import Average, padded
 from trigram.averaging.coded import CodedAverage
 from trigram.averaging.full import FullAverage
+from trigram.averaging.gradient_average import GradientAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
+from trigram.errors import MisuseError
 from trigram.training.buckets import Bucket
 from trigram.training.qadam import QAdam
 
@@ -228,6 +231,48 @@ class RobustCompressor(GradientCompressor):
         if self.codecs is None or bucket.memory.dtype not in _FLOATS:
             return RobustAverage(bucket.memory, groups, self.aggregation)
         return RobustAverage(bucket.memory, groups, self.aggregation, self.codecs, self.feedback)
+
+
+class RegisteredCompressor(GradientCompressor):
+    """Gradients averaged by a class of the script's.
+
+    Args:
+        kind: The class, a :class:`GradientAverage`.
+        arguments: Its options.
+    """
+
+    def __init__(self, kind: Callable[..., Any], arguments: dict[str, Any]) -> None:
+        self.kind, self.arguments = kind, arguments
+
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
+        """Pads to whole shards."""
+        return lambda total: padded(total, groups.size)
+
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
+        """One of the class."""
+        made = self.kind(bucket.memory, bucket.views, groups, **self.arguments)
+        if not isinstance(made, GradientAverage):
+            raise MisuseError(
+                f"register: average={getattr(self.kind, '__name__', self.kind)} has made a "
+                f"{type(made).__name__}, but a trigram.averaging.GradientAverage is expected"
+            )
+        made.is_made = True
+        return made
+
+
+def of(algorithm: Algorithm, optimizer: Any) -> GradientCompressor:
+    """The compressor of an algorithm that averages gradients.
+
+    Args:
+        algorithm: The algorithm.
+        optimizer: The optimizer, for algorithms that use it.
+    """
+    if algorithm.average is not None:
+        return RegisteredCompressor(algorithm.average, algorithm.arguments)
+    block = algorithm.options.get("block")
+    if algorithm.value.carry == "momentum":
+        return MomentumCompressor(optimizer, algorithm.options["bits"], block)
+    return make(algorithm.value.what, block, algorithm.options, algorithm.aggregation)
 
 
 def make(

@@ -107,7 +107,4 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
     ranks = resolve(group)
     Options().check(chosen, ranks.size)
     groups = ModelGroups(ranks)
-    compressor = compressors.make(
-        chosen.value.what, chosen.options.get("block"), chosen.options, chosen.aggregation
-    )
-    return HookState(compressor, groups), _hook
+    return HookState(compressors.of(chosen, None), groups), _hook

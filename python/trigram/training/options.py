@@ -97,6 +97,8 @@ class Options:
             why = "its ranks are at different steps, so no averaging step belongs to one set of samples"
         elif algorithm.step is not None:
             why = "an averaging step added with trigram.register computes the average without it"
+        elif algorithm.average is not None:
+            why = "an average added with trigram.register need not be linear"
         if why:
             raise UnsupportedError(
                 f"{algorithm.name}: sample_weight is not supported with {algorithm.value}: {why}; remove "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
 
-from trigram.averaging.exchange import Exchange, Phases, Together
+from trigram.averaging.exchange import Exchange, Line, Phases, Together
 from trigram.errors import AbortedError, MisuseError, PeerLostError
+from trigram.runtime import serving
 
 
 class Call:
@@ -117,3 +119,97 @@ def test_together_waits_for_all() -> None:
     with pytest.raises(PeerLostError, match="first"):
         Together([*calls, None]).wait()
     assert [call.waits for call in calls] == [1, 1, 1]
+
+
+class Groups:
+    """As those of a model."""
+
+    def __init__(self) -> None:
+        self.line = Line()
+
+
+def two_in_a_line(*errors: BaseException | None) -> tuple[Groups, list[list[Call]], list[Two]]:
+    """Two exchanges under way, their calls, and the error of the first call of each."""
+    groups = Groups()
+    calls = [[Call(error=error), Call()] for error in errors]
+    exchanges = [Two(*made) for made in calls]
+    for exchange in exchanges:
+        exchange.groups = groups  # type: ignore[attr-defined]
+        exchange.start(0)
+    return groups, calls, exchanges
+
+
+def test_who_waits_starts_second_phases_in_order() -> None:
+    groups, calls, (first, second) = two_in_a_line(None, None)
+    calls[1][0].ended = True
+    serving.serve()
+    assert second.done == [], "the other ranks start the first one's second phase first"
+
+    def ends() -> bool:
+        calls[0][0].ended = True
+        return bool(second.done)
+
+    assert serving.until(ends)
+    assert first.done == second.done == ["0.0"] and groups.line.advance()
+
+
+def test_a_failed_exchange_stays_in_its_place() -> None:
+    """Until its owner has heard of it: else the next one's call would have its number."""
+    groups, calls, (first, second) = two_in_a_line(PeerLostError("rank 1 is gone", 1), None)
+    for made in calls:
+        made[0].ended = True
+    serving.serve()
+    serving.serve()
+    assert second.done == []
+    with pytest.raises(PeerLostError):
+        first.wait()
+    for exchange in (first, second):
+        with contextlib.suppress(PeerLostError):
+            exchange.await_end()
+    assert groups.line.advance() and second.done == []
+
+
+def test_what_a_program_raises_while_another_waits_comes_to_its_owner() -> None:
+    def wrong() -> None:
+        raise ValueError("of the script's")
+
+    groups, calls, (first, _) = two_in_a_line(None, None)
+    first.between = wrong
+    calls[0][0].ended = True
+    serving.serve()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="of the script's"):
+            first.wait()
+    groups.line.clear()
+
+
+def test_a_server_that_waits_is_not_entered_again() -> None:
+    entered = []
+
+    class Waits:
+        def serve(self, idle: bool) -> None:
+            entered.append("outer")
+            serving.serve()
+
+    class Other:
+        def serve(self, idle: bool) -> None:
+            entered.append("other")
+
+    servers = [Waits(), Other()]
+    for server in servers:
+        serving.add(server)
+    try:
+        serving.serve()
+    finally:
+        for server in servers:
+            serving.remove(server)
+    assert entered == ["outer", "other", "other"], "the others are served meanwhile"
+
+
+def test_a_look_ends_a_wait() -> None:
+    def look() -> None:
+        raise AbortedError("the ranks regroup")
+
+    with serving.looking(look), pytest.raises(AbortedError, match="regroup"):
+        serving.until(lambda: False)
+    assert not serving.until(lambda: False, end=0.0)

@@ -159,19 +159,23 @@ class Exchange:
     def _run(self) -> None:
         """Runs the program up to the next call that has not ended."""
         assert self._program is not None
-        self._pending = _Interrupted()
-        for pending in self._program:
-            if self._left < 0:
-                raise MisuseError(
-                    f"{type(self).__name__}: more calls than its `calls` says "
-                    f"({self.calls} after the first); the calls of several averages would get out of order"
-                )
-            if pending is not None:
-                self._pending = pending
-                if (self._left or self.is_awaited) and isinstance(pending, (Together, Work)):
-                    pending.serve_when_done()
-                return
-            self._left -= 1
+        interrupted = self._pending = _Interrupted()
+        try:
+            for pending in self._program:
+                if self._left < 0:
+                    raise MisuseError(
+                        f"{type(self).__name__}: more calls than its `calls` says ({self.calls} after the "
+                        "first); the calls of several averages would get out of order"
+                    )
+                if pending is not None:
+                    self._pending = pending
+                    if (self._left or self.is_awaited) and isinstance(pending, (Together, Work)):
+                        pending.serve_when_done()
+                    return
+                self._left -= 1
+        except Exception as error:
+            interrupted.error = error  # perhaps nobody hears of it here, see `serving.Server`
+            raise
         self._pending = None
 
 
@@ -237,7 +241,13 @@ class Line:
 
 
 class _Interrupted:
-    """In place of a call: the program was ended by an exception, Ctrl-C perhaps, while it ran itself."""
+    """In place of a call: the program was ended by an exception while it ran itself.
+
+    Attributes:
+        error: The exception; None: it is none of the program's, but Ctrl-C perhaps.
+    """
+
+    error: Exception | None = None
 
     def is_completed(self) -> bool:
         """True: :meth:`wait` does not wait."""
@@ -245,4 +255,6 @@ class _Interrupted:
 
     def wait(self) -> None:
         """Raises."""
-        raise AbortedError("an average was interrupted by an exception on this rank, so it has no result")
+        raise self.error or AbortedError(
+            "an average was interrupted by an exception on this rank, so it has no result"
+        )

@@ -173,14 +173,19 @@ def test_what_a_program_raises_while_another_waits_comes_to_its_owner() -> None:
     def wrong() -> None:
         raise ValueError("of the script's")
 
-    groups, calls, (first, _) = two_in_a_line(None, None)
+    groups, calls, (first, second) = two_in_a_line(None, None)
     first.between = wrong
-    calls[0][0].ended = True
-    serving.serve()
+    calls[0][0].ended = calls[1][0].ended = True
+    for _ in range(2):
+        serving.serve()
+    assert second.done == [], "its call would have the first one's number"
     for _ in range(2):
         with pytest.raises(ValueError, match="of the script's"):
             first.wait()
     groups.line.clear()
+    serving.serve()
+    assert second.done == [], "an aborted pass makes no call"
+    first.await_end()
 
 
 def test_a_server_that_waits_is_not_entered_again() -> None:

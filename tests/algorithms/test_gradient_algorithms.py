@@ -191,6 +191,18 @@ def refused(rank: int, world: int) -> None:
         "linear",
     )
 
+    module = Net()
+    optimizer = torch.optim.Adam(module.parameters())
+    for options in ({"state": "sharded", "gradients": "shards"}, {"fused": True}):
+        text = raises(
+            unsupported, lambda o=options: trigram.with_bagua(module, "ternary", optimizer=optimizer, **o)
+        )
+        says(text, "registered averages")
+    trigram.register(
+        "often", trigram.Trigram("central", "full", "every:4", "weights"), step=trigram.mixing.Mean, every=2
+    )
+    trigram.unwrap(trigram.with_bagua(Net(), "often"))
+
     class Late(GradientAverage):
         def phases(self, step: int) -> Any:
             self.keep("late")

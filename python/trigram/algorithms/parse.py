@@ -162,7 +162,7 @@ class _Parser:
         if entry.step is not None or entry.average is not None:
             options |= {k: self.given.pop(k) for k in entry.options if k in self.given}
             self.known += [k for k in entry.options if k not in self.known]
-            arguments = {k: options[k] for k in entry.options if k not in _OWN}
+            arguments = {k: options[k] for k in entry.options if k in options and k not in _OWN}
         if self.given and not self.from_environment:
             known = ", ".join(sorted(set(self.known))) or "none"
             raise self.refuse(
@@ -345,7 +345,7 @@ class _Parser:
         ranks."""
         places = ("replicated", "sharded")
         found: dict[str, Any] = {}
-        plain = what == "full" and ":" not in self.entry.value.who
+        plain = what == "full" and ":" not in self.entry.value.who and self.entry.average is None
         needs_plain = self.given.get("fused") or self.given.get("gradients") == "shards"
         if self.from_environment and (carry != "gradients" or (needs_plain and not plain)):
             return {}  # the script's options belong to another algorithm
@@ -370,14 +370,14 @@ class _Parser:
                 found["copies"] = self.option("copies", COPIES, several, "a number of ranks, 2 or more")
             if found["gradients"] == "shards" and not plain:
                 raise self.refuse(
-                    "gradients='shards' sums gradients in full, without codecs and robust averages; use "
-                    "gradients='full' with these"
+                    "gradients='shards' sums gradients in full, without codecs, robust and registered "
+                    "averages; use gradients='full' with these"
                 )
         if fused:
             if not plain:
                 raise self.refuse(
                     "fused=True needs uncompressed gradients: only they arrive together with the word which "
-                    "parameters any rank has used; remove codecs and robust averages"
+                    "parameters any rank has used; remove codecs, robust and registered averages"
                 )
             found["fused"] = True
         if found:

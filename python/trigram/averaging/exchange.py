@@ -83,6 +83,7 @@ class Exchange:
     calls = 0
     around: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     is_awaited = False
+    _turn: threading.Lock | None = None
     _program: Phases | None = None
     _pending: Pending | None = None
     _left = 0
@@ -98,25 +99,31 @@ class Exchange:
 
     def start(self, step: int) -> None:
         """Starts exchange number ``step``, without waiting."""
-        self._turn = threading.Lock()  # threads that wait go on with it too
+        if self._turn is None:
+            self._turn = threading.Lock()  # threads that wait go on with it too
         with self._turn:
             self._program, self._left = self.phases(step), self.calls
             self._run()
         if self._left and self._pending is not None and self.line is not None:
             self.line.add(self)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no call is left to start. One that has failed is not over: its owner is to hear of it."""
+        return self._pending is None or (not self._left and not isinstance(self._pending, _Interrupted))
+
     def advance(self) -> bool:
         """Goes on as far as that needs no waiting; True once no call is left to start."""
-        if not self._left or self._pending is None:
+        if self._pending is None or self._turn is None:
             return True
         if not self._turn.acquire(blocking=False):
             return False
         try:
             while self._left and self._pending is not None and self._pending.is_completed():
                 self._go_on(_error_of(self._pending.wait))
+            return self.is_over
         finally:
             self._turn.release()
-        return not self._left or self._pending is None
 
     def ready(self) -> bool:
         """Goes on as far as that needs no waiting; True if :meth:`wait` would return at once."""
@@ -126,17 +133,19 @@ class Exchange:
         """Waits until the exchange has ended. Raises the error of the call that failed."""
         while (pending := self._pending) is not None:
             error = _error_of(partial(self.wait_for, pending))
+            assert self._turn is not None
             with self._turn:
                 if self._pending is pending:  # else it went on while this thread waited
                     self._go_on(error)
 
     def await_end(self) -> None:
         """Waits until the call under way has ended, after a failure or an abort; the result is not used."""
-        pending, self._pending = self._pending, None
-        program, self._program, self._left = self._program, None, 0
+        with self._turn or contextlib.nullcontext():
+            pending, self._pending = self._pending, None
+            program, self._program, self._left = self._program, None, 0
         if self.line is not None:
             self.line.remove(self)
-        if pending is not None:
+        if pending is not None and not isinstance(pending, _Interrupted):
             pending.wait()
         del program  # closed only now: until then the call may write into memory that it has
 
@@ -194,24 +203,26 @@ class Line:
 
     def __init__(self) -> None:
         self._waiting: deque[Exchange] = deque()
+        self._changing = threading.Lock()
         self._turn = threading.Lock()
 
     def add(self, exchange: Exchange) -> None:
         """The exchange was started."""
-        self._take_out(exchange)
-        self._waiting.append(exchange)
-        serving.add(self, anywhere=True)
+        with self._changing:
+            self._take_out(exchange)
+            self._waiting.append(exchange)
+            serving.add(self, anywhere=True)
 
     def remove(self, exchange: Exchange) -> None:
-        """The exchange was aborted, or its owner has heard of its failure."""
-        self._take_out(exchange)
-        if not self._waiting:
-            serving.remove(self)
+        """The exchange was aborted, or its owner waits for it in another way."""
+        with self._changing:
+            self._take_out(exchange)
 
     def clear(self) -> None:
-        """All were aborted, because the ranks have changed."""
-        self._waiting.clear()
-        serving.remove(self)
+        """All are about to be aborted: when this returns, no call of theirs is started any more."""
+        with self._turn, self._changing:
+            self._waiting.clear()
+            serving.remove(self)
 
     def advance(self) -> bool:
         """Starts the calls whose turn it is, as far as that needs no waiting; True once none is left."""
@@ -223,10 +234,11 @@ class Line:
             while self._waiting:
                 first = self._waiting[0]
                 with first.around():
-                    over = first.advance()
-                if not over:
-                    return False
-                self.remove(first)
+                    if not first.advance():
+                        return False
+                with self._changing:
+                    if first.is_over:  # else its owner has started it again
+                        self._take_out(first)
         finally:
             self._turn.release()
         return True
@@ -238,6 +250,8 @@ class Line:
     def _take_out(self, exchange: Exchange) -> None:
         with contextlib.suppress(ValueError):
             self._waiting.remove(exchange)
+        if not self._waiting:
+            serving.remove(self)
 
 
 class _Interrupted:

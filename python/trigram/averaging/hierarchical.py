@@ -62,6 +62,8 @@ class HostLevels:
         if self.broken:
             return
         self.broken = True
+        if self.between_hosts is not None:
+            self.between_hosts.line.clear()
         self.two_level.abort(why)
         for group in (
             (self.between_hosts.main, self.between_hosts.second_phase)

@@ -44,7 +44,11 @@ def mean_of(
         if rule is not None:
             average = RobustAverage(coalesced_tensor.memory, groups, rule.without_history())
             average.start(-1)
-            average.wait()
+            try:
+                average.wait()
+            except BaseException:
+                groups.line.remove(average)
+                raise
         else:
             if sample_weight is not None:
                 sample_weight.weigh(coalesced_tensor.memory)

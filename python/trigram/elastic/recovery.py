@@ -211,6 +211,7 @@ class ElasticModel:
 
     def abort_calls(self) -> None:
         """Aborts this rank's next calls, so that ranks that wait for it in one of them regroup as well."""
+        self.groups.line.clear()
         for group in (self.groups.main, self.groups.second_phase, self.groups.control):
             group.core.abort(
                 group.core.next() + 2, "elastic: all ranks stop their calls to change the membership"

@@ -205,6 +205,7 @@ class AsyncGossip:
         self.queue: list[_Agreed] = []
         self.offered: dict[int, tuple[int, _Agreed]] = {}
         self.finishing = False
+        self.away = False  # in a wait elsewhere, with other weights
         self.neighbours: dict[int, _Neighbour] = {}
         if script is None:
             ranks = self.graph.ever(groups.rank)
@@ -246,7 +247,7 @@ class AsyncGossip:
     def _take_next(self, apply: bool) -> None:
         assert self.partner is not None
         since = time.perf_counter()
-        part, works = self.works.popleft()
+        part, works = self.works[0]
         for work in works:
             self.groups.wait(work)
         self.waited += time.perf_counter() - since
@@ -255,6 +256,7 @@ class AsyncGossip:
             part.weights.add()
         else:
             part.keep(change)
+        self.works.popleft()  # only now: what fails in a wait elsewhere fails again at the next boundary
         self.rare.count()
 
     def _apply_kept(self) -> bool:
@@ -337,7 +339,7 @@ class AsyncGossip:
         if self._take_arrived(apply):
             self._end_step()
             moved = True
-        if self.partner is None and self.queue:
+        if self.partner is None and self.queue and not self.away:
             self._start_step(self.queue.pop(0))
             moved = True
         if self.partner is None and not self.finishing and offers:
@@ -373,14 +375,14 @@ class AsyncGossip:
             if j < self.groups.rank:
                 return
             del self.offered[j]
-        free = self.partner is None and not self.queue and not self.finishing
+        free = self.partner is None and not self.queue and not self.finishing and not self.away
         if free and (not self.offered or j > self.groups.rank):
             # The slower of two ranks knows how long the network takes; the other waits for it too.
             agreed = offer._replace(number=max(offer.number, self.window))
             self.neighbours[j].send(_ACCEPT, agreed.first, agreed.number)
             self.queue.append(agreed)
         else:
-            self.neighbours[j].send(_ENDED if self.finishing else _DECLINE)
+            self.neighbours[j].send(_ENDED if self.finishing or self.away else _DECLINE)
 
     def _offer(self) -> None:
         waits_for = (at for j, (at, _) in self.offered.items() if not self.neighbours[j].silent)
@@ -416,11 +418,17 @@ class AsyncGossip:
             self._end_step()
         return kept or len(self.works) != under_way
 
-    def serve(self) -> None:
+    def serve(self, rests: Callable[[], bool]) -> None:
         """Answers offers, and takes part in the averaging steps that it has agreed on: with a bound on
-        staleness a neighbour may wait for them. Its own weights change later."""
-        if self.script is None:
+        staleness a neighbour may wait for them. Its own weights change later. While a script has moved them
+        (another model's for an evaluation, a perturbation), it says that it takes part in none."""
+        if self.script is not None:
+            return
+        self.away = not rests()
+        try:
             self._progress(offers=False, apply=False)
+        finally:
+            self.away = False
 
     # The end.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -290,7 +290,7 @@ class QuorumSteps:
         """Nothing to do: averaging steps are made at boundaries."""
         return False
 
-    def serve(self) -> None:
+    def serve(self, rests: Callable[[], bool]) -> None:
         """Nothing to do: an averaging step changes weights."""
 
     # The end of a training, or a pause in it.

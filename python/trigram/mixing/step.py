@@ -102,6 +102,11 @@ class AveragingStep(Exchange):
         """Whether its :meth:`phases` run; else it defines ``start``."""
         return self._program is not None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no call is left to start."""
+        return not self.has_program or super().is_over
+
     def advance(self) -> bool:
         """Goes on without waiting; True once no call is left to start: then averaging steps that were started
         after it start theirs."""

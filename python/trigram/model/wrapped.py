@@ -249,6 +249,8 @@ def remove(wrapped: WrappedModel) -> None:
 def _finish() -> None:
     """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
     failed = exit_status.has_failed()
+    for hooks in running:  # they may have been made in another thread
+        serving.bind(hooks)
     for hooks in list(running):
         if not failed:
             with contextlib.suppress(TrigramError):

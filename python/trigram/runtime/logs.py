@@ -53,11 +53,15 @@ def waiting(call: str, describe: Callable[[], str]) -> Iterator[None]:
         describe: Called in the logger's thread when the line is written.
     """
     thread = threading.get_ident()
+    before = _waits.get(thread)
     _waits[thread] = call, describe
     try:
         yield
     finally:
-        _waits.pop(thread, None)
+        if before is None:
+            _waits.pop(thread, None)
+        else:
+            _waits[thread] = before
 
 
 def start() -> None:

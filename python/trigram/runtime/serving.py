@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from trigram import _core
+from trigram.runtime.memory import kept_tensors
 
 _POLL = 0.0005
 """Seconds between two looks at what :func:`until` waits for."""
@@ -87,7 +88,7 @@ def serve(idle: bool = False) -> None:
     if _thread.look is not None:
         _thread.look()
     me = threading.get_ident()
-    with torch.no_grad():
+    with kept_tensors(), torch.no_grad():
         for server, thread in list(_servers.items()):
             if server in _busy or thread not in (None, me):
                 continue
@@ -104,6 +105,13 @@ class _Nobody:
 
     def serve(self, idle: bool) -> None:
         """See :class:`Server`."""
+
+
+def bind(server: Server) -> None:
+    """If threads serve it, from now on this one does: its owner works here now."""
+    with _changing:
+        if server in _servers:
+            _servers[server] = threading.get_ident()
 
 
 @contextlib.contextmanager

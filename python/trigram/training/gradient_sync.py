@@ -486,7 +486,7 @@ class GradientSync(FusedBuckets):
         ended. An aborted pass makes no more calls, so that all ranks count the same number of calls.
         """
         counts = self._call_counts()
-        error: TrigramError | None = None
+        error: Exception | None = None
         before = self.times.enter(steps.WAIT)
         waits = time.perf_counter()
         flags = None
@@ -503,7 +503,7 @@ class GradientSync(FusedBuckets):
                     self.land()
             if flags is not None:
                 flags.wait()
-        except TrigramError as e:
+        except Exception as e:  # of a call, or of the script's own average
             error = e
             self._abort_calls(counts, "a collective of this pass failed")
         if failed is not None or error is not None:
@@ -535,6 +535,7 @@ class GradientSync(FusedBuckets):
     def _abort_calls(self, counts: list[int], why: str) -> None:
         """Aborts all calls of this pass on all ranks; the next call has the same number on all of them."""
         why = f"{self.groups.name} aborted its backward pass: {why}"
+        self.groups.line.clear()  # first: while this rank waits for their ends, it must start no call
         self.groups.main.core.abort(counts[0], why)
         routes.abort(self.groups.main, why)
         if counts[1] > self.calls[1]:
@@ -691,7 +692,7 @@ class GradientSync(FusedBuckets):
         }
 
 
-def explained(error: TrigramError, name: str) -> TrigramError:
+def explained(error: Exception, name: str) -> Exception:
     """The error of a pass; if ranks made different calls, with what a script may have done."""
     if not isinstance(error, MismatchError):
         return error

@@ -51,9 +51,13 @@ class StepSchedule(Protocol):
     def before_update(self) -> bool:
         """Called before the optimizer updates the weights; returns whether it has changed them."""
 
-    def serve(self) -> None:
+    def serve(self, rests: Callable[[], bool]) -> None:
         """Called while this rank waits for the others, wherever that is: does what they may wait for. Weights
-        must not change."""
+        must not change.
+
+        Args:
+            rests: Whether they are those of this rank's training, not what a script has moved for a while.
+        """
 
     def progress(self) -> bool:
         """The same while this rank does not train, so weights may change; True if it did something."""
@@ -128,7 +132,7 @@ class _CountedSchedule:
         """See :class:`StepSchedule`."""
         return False
 
-    def serve(self) -> None:
+    def serve(self, rests: Callable[[], bool]) -> None:
         """Nothing to do: second phases have their line, see :class:`trigram.averaging.exchange.Line`."""
 
     def progress(self) -> bool:
@@ -160,6 +164,8 @@ class _CountedSchedule:
         oldest = self.under_way[0]
         steps = self.fragments[oldest.fragment]
         for step in steps:
+            if not step.has_program:
+                self.groups.line.remove(step)  # or its `ready` would be called inside its `wait`
             step.wait()
         self.waited += time.perf_counter() - since
         for step in steps:

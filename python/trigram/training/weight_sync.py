@@ -92,6 +92,7 @@ class WeightSync(StepHooks):
         self.unmanaged: set[int] = set()
         self.used = UsedGradients()
         self.weights: WeightsSnapshot | None = None
+        self.resting: WeightsSnapshot | None = None
         self.has_optimizer = self.has_looked = False
         self.perturbed = False
         self.perturbations = 0
@@ -398,6 +399,7 @@ class WeightSync(StepHooks):
                 self.elastic.boundary(self._boundary)
         finally:
             self.times.enter(before)
+        self._rest()
 
     @contextlib.contextmanager
     def _explaining(self) -> Iterator[None]:
@@ -552,9 +554,17 @@ class WeightSync(StepHooks):
         """The weights were changed by trigram, which is no update by the script."""
         if (self.due or self.early == self.steps) and self.weights is not None:
             self.weights = WeightsSnapshot(self.trained)
+        self._rest()
+
+    def _rest(self) -> None:
+        """The weights are this rank's now, until it trains or a script moves them for a while: asynchronous
+        averages may take them."""
+        if self in running:
+            self.resting = WeightsSnapshot(self.trained)
 
     def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:
         """Waits for all ranks; False if the ranks have regrouped meanwhile."""
+        serving.bind(self)
         finish = getattr(self.schedule, "finish_pending", None)
         control = self.groups.control
         before, control.timeout = control.timeout, timeout if timeout is not None else control.timeout
@@ -584,10 +594,10 @@ class WeightSync(StepHooks):
 
     def serve(self, idle: bool) -> None:
         """See :class:`trigram.runtime.serving.Server`."""
-        if idle:
-            self.schedule.progress()
-        else:
-            self.schedule.serve()
+        if not idle:
+            self.schedule.serve(lambda: self.resting is not None and not self.resting.moved(self.trained))
+        elif self.schedule.progress():
+            self.moved_here()
 
     def average(self, model: nn.Module, timeout: float | None = None) -> None:
         """Replaces the weights by their mean over all ranks."""

@@ -41,10 +41,10 @@ def test_who_was_there_before_is_not_met(kind: str, tmp_path: Path) -> None:
     store = STORES[kind](tmp_path)
     for rank in (0, 1, 0, 0):
         with pytest.raises(trigram.TimeoutError, match=r"rank\(s\) .*2 of 3"):
-            _begin(store, rank, 3, 0.1).meet(b"of the past")
+            _begin(store, rank, 3, 0.1).all_gather(b"of the past")
     records = [b"first", b"second", b"third"]
     with ThreadPoolExecutor(3) as pool:
-        met = list(pool.map(lambda rank: _begin(store, rank, 3).meet(records[rank]), range(3)))
+        met = list(pool.map(lambda rank: _begin(store, rank, 3).all_gather(records[rank]), range(3)))
     assert met == [records] * 3
 
 
@@ -55,20 +55,20 @@ def test_a_rank_that_begins_again_is_met_again(kind: str, tmp_path: Path) -> Non
 
     def wait(rank: int) -> list[bytes]:
         gather = _begin(store, rank, 3)
-        gather.meet(b"in vain")
+        gather.all_gather(b"in vain")
         with pytest.raises(AgainError):
             gather("handshake", b"yes")
         gather.begin()
-        gather.meet(b"%d" % rank)
+        gather.all_gather(b"%d" % rank)
         return gather("handshake", b"%d" % rank)
 
     with ThreadPoolExecutor(3) as pool:
         others = [pool.submit(wait, rank) for rank in (0, 2)]
         with pytest.raises(trigram.TimeoutError):
-            _begin(dist.PrefixStore("elsewhere", store), 1, 3, 0.1).meet(b"of another job")
-        _begin(store, 1, 3).meet(b"dies here")
+            _begin(dist.PrefixStore("elsewhere", store), 1, 3, 0.1).all_gather(b"of another job")
+        _begin(store, 1, 3).all_gather(b"dies here")
         gather = _begin(store, 1, 3)
-        gather.meet(b"1")
+        gather.all_gather(b"1")
         assert gather("handshake", b"1") == [b"0", b"1", b"2"]
         assert [each.result() for each in others] == [[b"0", b"1", b"2"]] * 2
 
@@ -77,11 +77,11 @@ def test_two_processes_of_one_rank() -> None:
     """The first is told; the other takes its place."""
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as pool:
-        first = pool.submit(lambda: _begin(store, 1, 2).meet(b"first"))
+        first = pool.submit(lambda: _begin(store, 1, 2).all_gather(b"first"))
         time.sleep(0.3)
-        second = pool.submit(lambda: _begin(store, 1, 2).meet(b"second"))
+        second = pool.submit(lambda: _begin(store, 1, 2).all_gather(b"second"))
         time.sleep(0.3)
-        assert pool.submit(lambda: _begin(store, 0, 2).meet(b"zero")).result() == [b"zero", b"second"]
+        assert pool.submit(lambda: _begin(store, 0, 2).all_gather(b"zero")).result() == [b"zero", b"second"]
         assert second.result() == [b"zero", b"second"]
         with pytest.raises(trigram.ConfigError, match="another process has registered as rank 1 of 2"):
             first.result()

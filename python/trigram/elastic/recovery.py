@@ -59,7 +59,7 @@ class ElasticHooks(Protocol):
 
     in_step: bool
 
-    def carriers(self, states: Sequence[Stateful]) -> list[Stateful]:
+    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
         """What gives, of each of these objects, the state that every rank has."""
 
     def fingerprint(self) -> int:
@@ -115,7 +115,7 @@ class ElasticModel:
         hooks: ElasticHooks,
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.states, self.groups = title, hooks.carriers(states), groups
+        self.title, self.states, self.groups = title, hooks.state_sources(states), groups
         self.hooks = hooks
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called

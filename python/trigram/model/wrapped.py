@@ -239,7 +239,7 @@ def remove(wrapped: WrappedModel) -> None:
     The caller has ended the averaging steps under way, unless the model's job has ended.
     """
     if wrapped.stale and wrapped.hooks is not None:
-        wrapped.hooks.abandon()
+        wrapped.hooks.close_without_calls()
         wrapped.hooks = None
     wrapped.end()
     for model in [m for m, w in wrapped_models.items() if w is wrapped]:

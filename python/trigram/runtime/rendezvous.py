@@ -198,7 +198,7 @@ class StoreGather:
             with self._connected():
                 self.store.set(_NAME.format(self.rank), self.name)
 
-    def meet(self, record: bytes) -> list[bytes]:
+    def all_gather(self, record: bytes) -> list[bytes]:
         """Gives the other ranks this rank's endpoint record; returns those of all ranks, in rank order.
 
         Raises:

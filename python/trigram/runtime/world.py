@@ -493,7 +493,7 @@ def _connect(
     """Connects this rank with the others; returns the engine, the group of all ranks and their records."""
     rank, size, deadline = gather.rank, gather.size, gather.deadline
     rendezvous = _core.Rendezvous(rank, size, *settings)
-    records = gather.meet((b"h" if helper else b"w") + rendezvous.endpoint_record())
+    records = gather.all_gather((b"h" if helper else b"w") + rendezvous.endpoint_record())
     limit = min(max(deadline - time.monotonic(), 0.1), HANDSHAKE_TIMEOUT)
     accepted = rendezvous.handshake([record[1:] for record in records], limit, gather.look)
     verdicts = [v == b"yes" for v in gather("handshake", b"yes" if accepted else b"no")]

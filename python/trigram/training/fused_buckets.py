@@ -74,9 +74,9 @@ class FusedBuckets(StepHooks):
         self.restore_failed()
         super().abort_failed(timeout)
 
-    def abandon(self) -> None:
+    def close_without_calls(self) -> None:
         """See :class:`StepHooks`."""
-        super().abandon()
+        super().close_without_calls()
         FusedBuckets.release(self)
 
     def release(self) -> None:

@@ -164,7 +164,7 @@ class GradientSync(FusedBuckets):
         """Checks and broadcasts; all ranks do it once per pass."""
         # Like DistributedDataParallel: rank 0's buffers count; inside ``join``, those of the last rank that
         # still has inputs.
-        src = max(self.join.meet(self)) if self.join is not None else 0
+        src = max(self.join.announce(self)) if self.join is not None else 0
         self.elastic.before_step(lambda first: self._before_pass(model, first, in_backward), src)
 
     def _before_pass(self, model: nn.Module, src: int, in_backward: bool) -> None:
@@ -550,7 +550,7 @@ class GradientSync(FusedBuckets):
         """Aborts, on all ranks, a backward pass that raised an exception."""
         if not self.active:
             return
-        self.forget_pass()
+        self.clear_pass()
         self._finish("it raised an exception; see the log of that rank")
         # The averages of sent buckets went on after the exception, possibly after a zero_grad of the script:
         # the memory now holds neither gradients nor averages.

@@ -254,7 +254,7 @@ class StepHooks:
     def release(self) -> None:
         """The algorithm ends, between steps: gives the script back what it has changed; all ranks call it."""
 
-    def abandon(self) -> None:
+    def close_without_calls(self) -> None:
         """The job has ended: removes what can be removed without a call."""
         self.close()
 
@@ -280,7 +280,7 @@ class StepHooks:
 
     # Elastic jobs.
 
-    def carriers(self, states: Sequence[Stateful]) -> list[Stateful]:
+    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
         """What gives, of each of these objects, the state that every rank has: usually the object."""
         return list(states)
 
@@ -590,8 +590,8 @@ class StepHooks:
         self.begin_pass(None)
         self.abort_pass()
 
-    def forget_pass(self) -> None:
-        """Forgets a backward pass that has raised an exception."""
+    def clear_pass(self) -> None:
+        """No pass is under way any more: it has raised an exception."""
         self.active = self.prepared = False
         self._backward = self._outermost = None
 

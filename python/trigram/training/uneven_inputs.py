@@ -1,6 +1,6 @@
 """Ranks with unequal numbers of inputs: what :func:`trigram.join` does.
 
-Inside the block, all ranks that still have inputs tell all ranks before each step (``meet``) which model
+Inside the block, all ranks that still have inputs tell all ranks before each step (``announce``) which model
 makes it. A rank without inputs follows: it takes part in that step with gradients of 0, or with the weights
 it has.
 """
@@ -78,7 +78,7 @@ class UnevenInputs:
         self.present = list(range(self.control.size))
         self.at_start = [hooks.steps - hooks.idle_steps for _, hooks in models]
 
-    def meet(self, hooks: Joinable | None) -> list[int]:
+    def announce(self, hooks: Joinable | None) -> list[int]:
         """Tells all ranks that this one makes a step of a model, or has no inputs left (None).
 
         Returns:
@@ -138,7 +138,7 @@ class UnevenInputs:
         """Takes part in the steps of the other ranks, until no rank has inputs left."""
         for _, hooks in self.models:
             hooks.inputs_end()
-        while self.meet(None):
+        while self.announce(None):
             model, hooks = self.models[self.number]
             hooks.step_without_inputs(model, max(self.present))
         for (model, hooks), before in zip(self.models, self.at_start, strict=True):

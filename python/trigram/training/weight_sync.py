@@ -381,7 +381,7 @@ class WeightSync(StepHooks):
         while self.last_boundary < upto:
             if self.join is not None:
                 try:
-                    self.join.meet(self)
+                    self.join.announce(self)
                 except MisuseError:
                     self.last_boundary += 1  # of no effect, on all ranks
                     raise
@@ -489,7 +489,7 @@ class WeightSync(StepHooks):
     def abort_pass(self) -> None:
         """Counts a failed backward pass like any other, because the other ranks count theirs."""
         if self.active:
-            self.forget_pass()
+            self.clear_pass()
             with torch.no_grad():
                 self.end()
             if not self.updating:

@@ -194,9 +194,9 @@ class ShardedSync(FailedSteps, FusedSlices, LentSlices, OptimizerCalls):
         self.lent = False
         self._let_go()
 
-    def abandon(self) -> None:
+    def close_without_calls(self) -> None:
         """See :class:`StepHooks`. An optimizer that has lost state goes on refusing to step."""
-        super().abandon()
+        super().close_without_calls()
         self.shards.leave()
         kept = self.shards.forget()
         if any(state for _, state in kept):

@@ -269,7 +269,7 @@ class ElasticShardedSync(ShardedSync):
 
     # The optimizer's state.
 
-    def carriers(self, states: Sequence[Stateful]) -> list[Stateful]:
+    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
         """See :class:`StepHooks`; a joining rank gets the state of slices from those that hold them."""
         return [_Shared(self) if s is self.optimizer else s for s in states]
 

@@ -1,8 +1,8 @@
 //! What this process does for other ranks while its threads wait for them.
 //!
 //! Some of a rank's calls are made only when calls before them have ended: second phases, answers to offers. Other ranks
-//! may wait for these, so whoever waits here makes them first ([`crate::sys::completion::InterruptCheck`] does so when
-//! [`is_due`] says that there may be one). Otherwise two ranks would wait for each other for ever: this one in a call,
+//! may wait for these, so whoever waits here makes them first ([`crate::sys::completion::InterruptCheck`] does so, and is
+//! called when there may be one). Otherwise two ranks would wait for each other for ever: this one in a call,
 //! the other in what this one has not got round to.
 
 use std::sync::atomic::{AtomicBool, Ordering};

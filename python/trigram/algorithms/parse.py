@@ -21,9 +21,6 @@ _OWN = (
     "script",
     "staleness",
     "fragments",
-    "outer_lr",
-    "outer_momentum",
-    "feedback",
     "second_moment",
     "state",
     "fused",
@@ -304,12 +301,24 @@ class _Parser:
                 "script", None, callable, "a callable that takes the number of steps and returns a bool"
             )
         mixes = kind == "gossip" and what == "full" and every is not None
-        if not gradients and codec != "share" and (kind == "central" or mixes):
+        own = self.entry.step is None  # a registered class averages in its own way
+        if own and not gradients and codec != "share" and (kind == "central" or mixes):
             found["outer_lr"] = self.option("outer_lr", 1.0, lambda v: 0 < v < inf, "positive and finite")
             found["outer_momentum"] = self.option("outer_momentum", 0.0, lambda v: 0 <= v < 1, "in [0, 1)")
-        if not gradients and self.entry.value.who == "central" and codec not in ("full", "share", "powersgd"):
+        if (
+            own
+            and not gradients
+            and self.entry.value.who == "central"
+            and codec not in ("full", "share", "powersgd")
+        ):
             found["feedback"] = self.option("feedback", None, lambda b: 0 <= b <= 1, "from 0 to 1, or None")
-        if not gradients and self.entry.value.who == "central" and what == "full" and every is not None:
+        if (
+            own
+            and not gradients
+            and self.entry.value.who == "central"
+            and what == "full"
+            and every is not None
+        ):
             found |= self._quorum(found)
         if not gradients:
             # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.

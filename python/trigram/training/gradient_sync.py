@@ -171,7 +171,9 @@ class GradientSync(FusedBuckets):
         every = self.groups.check_replicas
         joining = self.elastic.newcomers  # these ranks have not received their weights yet
         if every and self.since % every == 0 and self.since and not joining:
-            check_replicas(model.parameters(), self.before_passes, self.steps)
+            named = model.named_parameters()
+            mine = [p for name, p in named if name not in self.groups.ignored]
+            check_replicas(mine, self.before_passes, self.steps)
         if not self._follow_changes(model, in_backward):
             self.learn_order()
         if self.at_boundary is not None:
@@ -675,6 +677,9 @@ class GradientSync(FusedBuckets):
         self.abort_failed()
         super().load(state)
         self.since = self.steps
+        for p in self.params if self.fused is not None else ():
+            if isinstance(p.grad, ShardedGradient):
+                p.grad = None  # its pass has updated the weights
         if state["order"] is not None:
             self.build_buckets(state["order"])
             self._has_learned(state["order"])

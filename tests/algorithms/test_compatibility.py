@@ -1,0 +1,65 @@
+"""docs/compatibility.md says what happens: an algorithm with an option, and two options with each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import trigram
+from tests.support import feature_pairs
+from tests.support.harness import run
+from tests.support.marks import long
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+
+
+def _outcomes(rank: int, world: int, elastic: bool) -> list[tuple[tuple[str, str], str]]:
+    found = feature_pairs.outcomes(rank, elastic)
+    return [(pair, feature_pairs.cell(errors)) for pair, errors in found.items()]
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """What the page says of each pair."""
+    found: dict[tuple[str, str], str] = {}
+    columns: list[str] = []
+    for line in PAGE.read_text().splitlines():
+        parts = [part.strip() for part in line.split("|")[1:-1]]
+        if parts and not parts[0]:
+            columns = parts[1:]
+        elif parts and not parts[0].startswith("-"):
+            found |= {(parts[0], name): said for name, said in zip(columns, parts[1:], strict=True) if said}
+    return found
+
+
+def _some(rank: int, world: int) -> list[str]:
+    feature_pairs.begin()
+    trigram.init(op_timeout=30)
+    wanted = [
+        ("gradient_allreduce", "check_replicas", "ignore"),
+        ("gradient_allreduce", "fused", "checkpoint"),
+        ("local_sgd", "quorum", "join"),
+        ("register(step=)", "quorum"),
+        ("register(step=)", "outer_lr"),
+    ]
+    return [
+        feature_pairs.cell(feature_pairs.outcome(rank, *(feature_pairs.FEATURES[name] for name in names)))
+        for names in wanted
+    ]
+
+
+def test_some_pairs() -> None:
+    """Those that went wrong once: what is ignored may differ between replicas, a fused pass leaves no
+    gradients to a state that is loaded, and a registered step is not passed over for a quorum."""
+    assert run(2, _some) == [["yes", "yes", "yes", "-", "-"]] * 2
+
+
+@pytest.mark.parametrize("elastic", [long(False), long(True)])
+def test_the_page_says_what_happens(elastic: bool) -> None:
+    said = cells()
+    for found in run(2, _outcomes, elastic, timeout=550):
+        wrong = {pair: (said.get(pair), happens) for pair, happens in found if said.get(pair) != happens}
+        assert not wrong, wrong
+        assert not elastic or said.keys() == {pair for pair, _ in found}
+    assert PAGE.read_text().startswith(feature_pairs.HEAD)
+    assert all(f"{k}. {reason}" in PAGE.read_text() for k, reason in enumerate(feature_pairs.REASONS, 1))

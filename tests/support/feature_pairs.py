@@ -1,0 +1,265 @@
+"""Features of `with_bagua`, and a training that uses two of them. What docs/compatibility.md says of a pair
+is made to happen here: `trigram run -n 2 -m tests.support.feature_pairs` writes the page."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import trigram
+from tests.support.ternary import register
+
+LATE = 30.0
+NO_ALGORITHM = "no algorithm goes with both"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature, and how a script asks for it.
+
+    Attributes:
+        name: As in the page.
+        algorithm: For an algorithm: its name; None: it goes with any.
+        options: Of `with_bagua`.
+        optimizer: It is told the optimizer.
+        act: What the script does around its loop, or in it; see `TRAININGS`.
+    """
+
+    name: str
+    algorithm: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    optimizer: bool = False
+    act: str = ""
+
+
+ALGORITHMS = [
+    Feature("gradient_allreduce", "gradient_allreduce"),
+    Feature("bytegrad", "bytegrad"),
+    Feature("topk", "topk", {"fraction": 0.3}),
+    Feature("powersgd", "powersgd", {"warmup_steps": 0}),
+    Feature("qadam", "qadam", {"warmup_steps": 2}, True),
+    Feature("central:median", "central:median/full/sync"),
+    Feature("register(average=)", "ternary"),
+    Feature("local_sgd", "local_sgd", {"every": 2}),
+    Feature("central/int8/every:2", "central/int8/every:2"),
+    Feature("diloco", "diloco", {"every": 2}),
+    Feature("sparta", "sparta", {"share": 0.4}),
+    Feature("decentralized", "decentralized"),
+    Feature("low_precision_decentralized", "low_precision_decentralized"),
+    Feature("push_sum", "push_sum"),
+    Feature("register(step=)", "towards"),
+    Feature("async", "async", {"staleness": 2}),
+    Feature("async_decentralized", "async_decentralized", {"staleness": 2}),
+    Feature("auto", "auto"),
+]
+OPTIONS = [
+    Feature("overlap", options={"overlap": True}),
+    Feature("fragments", options={"fragments": 2}),
+    Feature("quorum", options={"quorum": 2}),
+    Feature("warmup_steps", options={"warmup_steps": 3}),
+    Feature("outer_lr", options={"outer_lr": 0.9}),
+    Feature("state=sharded", options={"state": "sharded"}, optimizer=True),
+    Feature("gradients=shards", options={"state": "sharded", "gradients": "shards"}, optimizer=True),
+    Feature("fused", options={"fused": True}, optimizer=True),
+    Feature("sample_weight", options={"sample_weight": 2.0}),
+    Feature("check_finite", options={"check_finite": True}),
+    Feature("check_replicas", options={"check_replicas": 2}),
+    Feature("ignore", options={"ignore": ["one.bias"]}),
+    Feature("elastic", options={"elastic": True}, optimizer=True),
+    Feature("join", act="join"),
+    Feature("no_sync", act="no_sync"),
+    Feature("switch", act="switch"),
+    Feature("checkpoint", act="checkpoint"),
+]
+FEATURES = {feature.name: feature for feature in [*ALGORITHMS, *OPTIONS]}
+
+
+class Net(nn.Module):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 24), nn.Linear(24, 3)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.two(torch.tanh(self.one(inputs)))
+        return out
+
+
+def begin() -> None:
+    """Registers what the table names."""
+    register()
+    if "towards" not in [entry["name"] for entry in trigram.algorithms()]:
+        value = trigram.Trigram("central", "full", "every:2", "weights")
+        trigram.register("towards", value, step=trigram.mixing.Mean)
+
+
+def train(rank: int, algorithm: Feature, *features: Feature) -> None:
+    """Trains with an algorithm and other features; raises what is refused."""
+    torch.manual_seed(0)
+    module = Net()
+    adam = trigram.QAdam if algorithm.algorithm == "qadam" else torch.optim.Adam
+    optimizer: Any = adam(module.parameters(), lr=0.01)
+    options = dict(algorithm.options)
+    for feature in features:
+        options |= feature.options
+    if algorithm.optimizer or any(feature.optimizer for feature in features):
+        options["optimizer"] = optimizer
+    acts = {feature.act for feature in features} - {""}
+    elastic = "elastic" in options
+    if elastic:  # such a model is unwrapped only by the end of the job
+        trigram.init(op_timeout=LATE, elastic=True)
+    model = None
+    try:
+        model = trigram.with_bagua(module, algorithm.algorithm, **options)
+        _loop(model, optimizer, rank, acts)
+        trigram.consensus(model)
+    finally:
+        if elastic:
+            trigram.shutdown()
+        elif model is not None:
+            trigram.unwrap(model)
+
+
+def _loop(model: nn.Module, optimizer: Any, rank: int, acts: set[str]) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    count = 8 - rank if "join" in acts else 8
+    with trigram.join(model) if "join" in acts else contextlib.nullcontext():
+        for step in range(count):
+            if step == 4 and "switch" in acts:
+                trigram.switch(model, "gradient_allreduce")
+            if step == 4 and "checkpoint" in acts:
+                trigram.load_algorithm_state(model, copy.deepcopy(trigram.algorithm_state(model)))
+            optimizer.zero_grad()
+            for k in range(2 if "no_sync" in acts else 1):
+                inputs = torch.randn(4, 6, generator=generator)
+                last = k == 1 or "no_sync" not in acts
+                with contextlib.nullcontext() if last else trigram.no_sync(model):
+                    (model(inputs) - inputs[:, :3]).square().mean().backward()
+            optimizer.step()
+
+
+def outcome(rank: int, *features: Feature) -> str:
+    """Empty if a training with these features works, of which the first is an algorithm; else the error."""
+    try:
+        train(rank, *features)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+# The page.
+
+REASONS = [
+    "between averages each rank needs the whole state of its own weights",
+    "gradients='shards' sums gradients in full, without codecs, robust and registered averages",
+    "fused=True needs uncompressed gradients",
+    "check_finite checks gradients before they are sent, but this algorithm averages weights",
+    "with this one the ranks hold different weights between averaging steps",
+    "the graph fixes the weights of neighbours, so that the mean over all ranks does not change",
+    "its ranks are at different steps, so no averaging step belongs to one set of samples",
+    "a robust average counts ranks, so one rank with a wrong weight would count as many",
+    "an averaging step added with trigram.register computes the average without it",
+    "an average added with trigram.register need not be linear",
+    "ranks that were late do not have what the others agreed on meanwhile",
+    "it must be a divisor of the 1 steps",
+    "sample_weight is not supported with fragments, whose averages begin at different steps",
+    "a rank without inputs makes no optimizer step, and the others need its part of the weights",
+    "it is known for all ranks only at the end of backward, when weights have been updated",
+    "the model is in a block of join",
+    "which has a warm-up",
+    "a lost rank takes its part of the gradients with it",
+    "a step in which a rank is lost could not be repeated",
+    "ranks that join would have to follow its trials",
+]
+"""Parts of the errors of pairs that are refused, beside that an algorithm does not have an option."""
+HEAD = """# What goes with what
+
+Each algorithm with each option of `with_bagua`, and with what a script does; then two of these with each
+other. `trigram run -n 2 -m tests.support.feature_pairs` makes this page by training with every pair on two
+ranks, and a test compares it with what happens.
+
+* **yes**: it trains.
+* **-**: the algorithm has no such option, as it would have nothing to do; the error lists the options that it
+  has.
+* **no**: no algorithm goes with both.
+* A number: it is refused, on all ranks, and the error says this:
+
+"""
+
+
+def cell(errors: str) -> str:
+    """What the page says of a pair."""
+    if not errors:
+        return "yes"
+    if errors == NO_ALGORITHM:
+        return "no"
+    known = [k for k, reason in enumerate(REASONS, 1) if reason in errors]
+    rest = [line for line in errors.split("\n") if "Error: " in line and "unknown option" not in line]
+    if not known and rest:
+        return f"unknown: {rest[0]}"
+    return str(known[0]) if known else "-"
+
+
+def page(found: dict[tuple[str, str], str]) -> str:
+    """The page, from the outcome of each pair."""
+    text = HEAD + "".join(f"{k}. {reason}\n" for k, reason in enumerate(REASONS, 1))
+    names = [feature.name for feature in OPTIONS]
+    for title, rows in (
+        ("Algorithms", [a.name for a in ALGORITHMS]),
+        ("Options with each other", names[:-1]),
+    ):
+        text += f"\n## {title}\n\n| | {' | '.join(names)} |\n|---|{'---|' * len(names)}\n"
+        for row in rows:
+            cells = [cell(found[row, name]) if (row, name) in found else "" for name in names]
+            text += f"| {row} | {' | '.join(cells)} |\n"
+    return text
+
+
+def outcomes(rank: int, elastic: bool = True) -> dict[tuple[str, str], str]:
+    """The outcome of each pair, on this rank.
+
+    Args:
+        rank: This rank.
+        elastic: Also of those in elastic jobs, which take longer: each is a job of its own.
+    """
+    begin()
+    found: dict[tuple[str, str], str] = {}
+    plain = [feature for feature in OPTIONS if feature.name != "elastic"]
+    trigram.init(op_timeout=LATE)
+    _look(rank, found, plain)
+    trigram.shutdown()
+    if elastic:
+        _look(rank, found, OPTIONS)
+    return found
+
+
+def _look(rank: int, found: dict[tuple[str, str], str], options: list[Feature]) -> None:
+    """Adds the outcomes that are not known. Two options are tried with algorithms that go with one of them
+    and do not refuse the other for a reason of its own."""
+    for algorithm in ALGORITHMS:
+        for option in options:
+            if (algorithm.name, option.name) not in found:
+                found[algorithm.name, option.name] = outcome(rank, algorithm, option)
+    for k, a in enumerate(options):
+        for b in options[k + 1 :]:
+            if (a.name, b.name) in found:
+                continue
+            told = [(x, found[x.name, a.name], found[x.name, b.name]) for x in ALGORITHMS]
+            both = [x for x, *errors in told if "" in errors and {cell(e) for e in errors} <= {"yes", "-"}]
+            works = any(not outcome(rank, x, a, b) for x in both)
+            found[a.name, b.name] = "" if works else NO_ALGORITHM
+
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    made = page(outcomes(rank))
+    if rank == 0:
+        Path("docs/compatibility.md").write_text(made)

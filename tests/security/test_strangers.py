@@ -160,7 +160,7 @@ def test_the_job_comes_up(
         between.target = rank0 = address(card(store, 0, 3))
         _raise(ranks, "go")
         attack(rank0, stack, tls == "1")
-        # Slow strangers are heard for as long as an attempt of rank 2 lasts, so now it begins another. One that
+        # Slow strangers are heard for as long as an attempt of rank 2 lasts, so it begins another. One that
         # ends as it gives up is not what this test is about.
         time.sleep(2)
         assert not ranks.ranks[0].said  # rank 2 is still kept out: rank 0 was listening all the while

@@ -1,17 +1,16 @@
 """The time of a training step, by algorithm: follows the thread that trains and the link of the slowest host.
 
-Averages of gradients are followed call by call, as ``training/gradient_sync.py`` makes them: a bucket starts
-when its last gradient is ready and the buckets before it were sent, encoding and decoding take the thread's
-time, and second phases start at the next gradient. Averages of weights follow ``training/schedule.py``.
+Averages of gradients are followed call by call, in the order in which training starts them
+(``rust/core/src/pipeline.rs``, the same code). Encoding and decoding take the thread's time, and second
+phases start at the next gradient. Averages of weights follow ``training/schedule.py``.
 Communication takes processor time: it slows computation on the cores that a rank has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from trigram import codecs
+from trigram import _core, codecs
 from trigram.algorithms import graphs
 from trigram.algorithms.trigram import Algorithm
 from trigram.errors import UnsupportedError
@@ -167,38 +166,36 @@ class _Gradients:
         self.buckets: list[_Bucket] = []
         self.advanced = 0  # of them, the first ones, have no second phase to begin
 
-    def _assign(self) -> Iterator[tuple[float, list[tuple[int, ...]] | None]]:
-        """Gradients in their order: when each is ready, and the shapes of the bucket that it completes."""
-        limit = min(FIRST_BUCKET, self.bucket_bytes)
-        shapes: list[tuple[int, ...]] = []
-        size = 0
-        tensors = self.job.compute.tensors
-        for k, tensor in enumerate(tensors):
-            shapes.append(tensor.shape)
-            size += FLOAT * tensor.elements
-            full = size >= limit
-            yield tensor.ready, shapes if full or k == len(tensors) - 1 else None
-            if full:
-                shapes, size, limit = [], 0, self.bucket_bytes
-
     def run(self) -> tuple[float, float]:
         """Seconds of the step, and bytes that a rank sends."""
         compute, thread = self.job.compute, self.thread
+        tensors = compute.tensors
+        gradients = [(0, FLOAT * t.elements) for t in tensors]
+        units = _core.assign_units(gradients, FIRST_BUCKET, self.bucket_bytes)
+        pipeline = _core.Pipeline()
+        pipeline.assign(list(range(len(tensors))), units)
         before = compute.forward
         thread.now = before
-        for ready, shapes in self._assign():
-            thread.work(max(0.0, ready - before))
-            before = max(before, ready)
-            if shapes is not None:
-                self.buckets.append(_Bucket(self.job, self.what, shapes))
-                self.sent += self.buckets[-1].sent
-                self.buckets[-1].start(thread)
+        for k, tensor in enumerate(tensors):
+            thread.work(max(0.0, tensor.ready - before))
+            before = max(before, tensor.ready)
+            pipeline.arrive(k)
+            while (unit := pipeline.next_full()) is not None:
+                self._start([tensors[i].shape for i in units[unit]])
+                pipeline.start()
             self._advance()
         for bucket in self.buckets:
             bucket.wait(thread)
             self._advance()
         thread.now += 2 * self.job.machines.latency if self.buckets and self.buckets[0].coded else 0.0
         return thread.now + compute.step - before, self.sent
+
+    def _start(self, shapes: list[tuple[int, ...]]) -> None:
+        """The next bucket starts."""
+        bucket = _Bucket(self.job, self.what, shapes)
+        self.buckets.append(bucket)
+        self.sent += bucket.sent
+        bucket.start(self.thread)
 
     def _advance(self) -> None:
         """Starts the second phases of buckets whose first has ended, in order."""

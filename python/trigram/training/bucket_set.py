@@ -46,6 +46,7 @@ class BucketSet(Sequence[Bucket]):
         bucket_bytes: As above; :meth:`build` follows it.
         compressor: As above.
         place: By index of a parameter, its bucket and its position there.
+        are_on_cpu: Whether the gradients are in the CPU's memory.
         have_phases: Whether an average has calls that follow its first.
         flags: For each parameter of buckets without flags, whether this rank has used it; None: there is no
             such bucket.
@@ -62,6 +63,7 @@ class BucketSet(Sequence[Bucket]):
         self.params: Sequence[torch.Tensor] = []
         self.place: dict[int, tuple[Bucket, int]] = {}
         self.have_phases = False
+        self.are_on_cpu = True
         self.flags: torch.Tensor | None = None
         self.owed: dict[torch.Tensor, torch.Tensor] = {}
         self.resting: dict[torch.Tensor, _Parts] = {}
@@ -161,6 +163,7 @@ class BucketSet(Sequence[Bucket]):
         count = sum(len(b.params) for b in self._all if b.flags is None)
         self.flags = torch.zeros(count, dtype=torch.uint8, device="cpu") if count else None
         self.have_phases = any(b.average.calls for b in self._all)
+        self.are_on_cpu = all(b.memory.is_cpu for b in self._all)
 
     def _used_again(self, wanted: Sequence[Sequence[int]]) -> dict[tuple[torch.Tensor, ...], Bucket]:
         """Spare buckets that are just what is wanted; those that only share parameters with it are dissolved.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trigram import _core
 from trigram.averaging.average import Average
 from trigram.collectives import coalesced
 from trigram.errors import MisuseError
@@ -42,7 +43,6 @@ class Bucket:
             (``p.grad.data = ...``, ``model.to(memory_format=...)``), and each counts its own writes.
         flags: One per parameter; None if they are sent separately.
         values: ``memory`` without the flags.
-        pending: Positions of parameters whose gradient has not arrived in this backward pass.
         unused: Positions of parameters that this rank did not use in this backward pass.
         left: Those of them that a script has left the averages of an earlier pass.
         held: Those whose residual the average holds back.
@@ -75,6 +75,7 @@ class Bucket:
         self.memory.zero_()
         self.views = [coalesced.view_like(self.memory, a, p) for a, p in zip(at, chosen, strict=True)]
         self.grads = [view.data for view in self.views]
+        self._addresses = [view.data_ptr() for view in self.views]
         self.permuted = [k for k, p in enumerate(chosen) if coalesced.is_permuted(p)]
         self.flags = self.memory[total:] if length is None else None
         self.values = self.memory if length is not None else self.memory[:total]
@@ -84,7 +85,6 @@ class Bucket:
         for a, p in zip(at, chosen, strict=True):
             used[a : a + p.numel()] = True
         self.gaps = (~used).nonzero().flatten() if length is not None else None
-        self.pending: set[int] = set()
         self.unused: list[int] = []
         self.held: list[int] = []
         self.left: list[int] = []
@@ -108,14 +108,13 @@ class Bucket:
 
     def begin(self) -> None:
         """Resets the bucket at the start of a backward pass."""
-        self.pending = set(range(len(self.params)))
         self.unused = []
         self._left = []
         self.sent = False
 
     def grad(self, k: int) -> torch.Tensor:
         """The gradient that the parameter at position ``k`` gets: a view into ``memory``."""
-        if self.grads[k].data_ptr() != self.views[k].data_ptr():
+        if self.grads[k].data_ptr() != self._addresses[k]:
             self.grads[k] = self.views[k].data
         return self.grads[k]
 
@@ -141,7 +140,8 @@ class Bucket:
             params: All parameters of the model.
             param: The index of the one whose gradient has arrived; autograd refers to it.
         """
-        others = [k for k, i in enumerate(self.params) if params[i].grad is not self.grad(k)]
+        grads = [params[i].grad for i in self.params]
+        others = [k for k, grad in enumerate(grads) if grad is None or grad is not self.grad(k)]
         return bool(others) and (
             any(sys.getrefcount(self.grads[k]) > self._references[k] for k in others)
             or 0 < self._storage_references < self._count_storage_references()
@@ -170,7 +170,7 @@ class Bucket:
             if grad is None:
                 view.zero_()
                 self.unused.append(k)
-            elif grad.data_ptr() != view.data_ptr():
+            elif grad.data_ptr() != self._addresses[k]:
                 to_copy.append((view, grad))
                 if not copies:
                     params[i].grad = self.grad(k)
@@ -183,7 +183,6 @@ class Bucket:
         self.outside = to_copy if copies else []
         left = [(k, params[self.params[k]].grad) for k in self.left]
         self._left = [(k, grad, grad.clone()) for k, grad in left if grad is not None]
-        self.pending = set()
         self.sent = True
         if self.gaps is not None:
             self.memory.index_fill_(0, self.gaps, 0)
@@ -279,16 +278,7 @@ def assign(params: Sequence[torch.Tensor], order: Sequence[int], bucket_bytes: i
     Returns:
         The indices of each bucket, buckets in the order in which they fill.
     """
-    full: list[list[int]] = []
-    open_: dict[torch.dtype, tuple[list[int], int]] = {}
-    for i in order:
-        p = params[i]
-        indices, size = open_.pop(p.dtype, ([], 0))
-        indices.append(i)
-        size += p.nbytes
-        if size >= (min(FIRST_BUCKET, bucket_bytes) if not full else bucket_bytes):
-            full.append(indices)
-        else:
-            open_[p.dtype] = (indices, size)
-    rest = sorted((indices for indices, _ in open_.values()), key=lambda ix: order.index(ix[-1]))
-    return full + rest
+    kinds = {dtype: k for k, dtype in enumerate({params[i].dtype: None for i in order})}
+    gradients = [(kinds[params[i].dtype], params[i].nbytes) for i in order]
+    units = _core.assign_units(gradients, FIRST_BUCKET, bucket_bytes)
+    return [[order[k] for k in unit] for unit in units]

@@ -24,19 +24,22 @@ class FusedBuckets(StepHooks):
 
     Attributes:
         buckets: The buckets of gradients.
-        next: How many of them were sent in this pass.
         fused: The optimizer's steps in backward; None: it steps when the script asks.
         fusing: Whether this pass updates weights.
         landed: How many buckets it has updated.
     """
 
     buckets: Sequence[Bucket]
-    next: int
     fused: FusedSteps | None = None
     fusing = False
     landed = 0
     moves_parameters = False
     """Whether parameters move into buckets, and get the strides of their place there."""
+
+    @property
+    def next(self) -> int:
+        """How many buckets were sent in this pass."""
+        return self.pipeline.started
 
     def fuse(self, optimizer: Optimizer) -> None:
         """From the second update on, buckets are updated in backward."""

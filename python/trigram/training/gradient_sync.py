@@ -78,7 +78,6 @@ class GradientSync(FusedBuckets):
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
         self.idle = False
-        self.order: list[int] | None = []
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
         self.reaches = False  # backward says which parameters this pass has reached
         self.passes = 0  # since the last update
@@ -109,7 +108,7 @@ class GradientSync(FusedBuckets):
         with self.local.moving(self.buckets):
             self.buckets.begin_anew(self.params, order)
         self._buckets_changed()
-        self.order = None if all(id(self.params[i]) in known for i in order) else []
+        self.pipeline.learn(any(id(self.params[i]) not in known for i in order))
 
     def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
         """Gives the buckets another size, and averages another compressor; all ranks call it, between passes.
@@ -133,6 +132,7 @@ class GradientSync(FusedBuckets):
 
     def _buckets_changed(self) -> None:
         self.times.buckets = [b.nbytes for b in self.buckets]
+        self.pipeline.assign([id(p) for p in self.params], [b.params for b in self.buckets])
 
     def close(self) -> None:
         """See :class:`StepHooks`."""
@@ -223,9 +223,10 @@ class GradientSync(FusedBuckets):
     def learn_order(self) -> None:
         """Rebuilds the buckets in the order of the gradients in rank 0's first backward pass, if there was
         one; all ranks call it, between passes."""
-        if self.order is None or not self.steps:
+        learned = self.pipeline.order
+        if learned is None or not self.steps:
             return
-        seen = dict.fromkeys(self.order)  # once each, also if a pass has failed and was made again
+        seen = dict.fromkeys(learned)  # once each, also if a pass has failed and was made again
         rest = [i for i in reversed(self.dense) if i not in seen]
         order = torch.tensor([*seen, *rest], dtype=torch.int64, device="cpu")
         collectives.broadcast(order, self.before_passes.ranks[0], self.before_passes)
@@ -238,7 +239,7 @@ class GradientSync(FusedBuckets):
         now = [self.params[i] for i in order]
         there = {id(p) for p in now}
         self.learned = now + [p for p in self.learned if id(p) not in there]
-        self.order = None
+        self.pipeline.learn(False)
 
     # Backward.
 
@@ -262,7 +263,7 @@ class GradientSync(FusedBuckets):
         self.landed, self.fusing = 0, self.begin_fused(param)
         self._check_once(param)
         self._number_calls()
-        self.next = 0
+        self._begin_pipeline()
         self.began = 0.0
         self.backup.clear()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
@@ -277,6 +278,13 @@ class GradientSync(FusedBuckets):
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
+
+    def _begin_pipeline(self) -> None:
+        """No gradient is there. What looks at each of them wants to be told of each."""
+        phases = self.buckets.have_phases
+        # Nothing notes the ends of calls on GPUs.
+        told_of_all = self.probe is not None or self.fusing or (phases and not self.buckets.are_on_cpu)
+        self.pipeline.begin(None if told_of_all else self.task, phases)
 
     def _check_once(self, param: int | None) -> None:
         """Raises if gradients of this pass are added to what a compressor has made of those of another."""
@@ -318,43 +326,17 @@ class GradientSync(FusedBuckets):
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Starts the averages of the buckets whose gradients are all there."""
-        if i in self.sparse:
-            return
-        bucket, k = self.buckets.place[i]
-        grad = param.grad
-        if grad is None:
-            raise MisuseError(
-                f"{self.groups.name}: a hook of the script has set the gradient of {self.names[i]} to None "
-                "during backward(), before it was averaged; update weights after backward(), or use an "
-                "algorithm that averages weights (local_sgd, decentralized)"
-            )
-        if grad.layout != torch.strided or grad.dtype != param.dtype:
-            raise UnsupportedError(
-                f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, but a "
-                f"dense {param.dtype} tensor is expected; create modules with sparse gradients with "
-                "sparse=True, and change a parameter's dtype before with_bagua"
-            )
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"{self.groups.name}: backward(create_graph=True) is not supported, because averaged "
-                "gradients have no graph; use torch.autograd.grad(..., create_graph=True) for the terms that "
-                "need one, and backward() for the loss"
-            )
-        if bucket.sent:
+        starts = self.pipeline.arrive(i)
+        if starts is None:
             raise MisuseError(
                 f"{self.groups.name}: {self.names[i]} received a second gradient in one backward pass, "
                 "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
                 "passes but the last under trigram.no_sync"
             )
-        bucket.pending.discard(k)
         if self.probe is not None:
             self.probe.ready(i)
-        if self.order is not None:
-            self.order.append(i)
-        if bucket.pending and not self.buckets.have_phases and not self.fusing:
-            return  # nothing can start
         try:
-            while self.next < len(self.buckets) and not self.buckets[self.next].pending and not self.failure:
+            while starts and self.pipeline.next_full() is not None and not self.failure:
                 self._start(self.buckets[self.next])
             self.groups.line.advance()
             self.land_ready()
@@ -367,11 +349,9 @@ class GradientSync(FusedBuckets):
         self.land_before(bucket)
         if self.next == 0:
             self.began = time.perf_counter()
-        for i in bucket.params:
-            grad = self.params[i].grad
-            if isinstance(grad, ShardedGradient):
-                self.params[i].grad = grad.of_this_rank()
-        missed = [(k, bucket.params[k]) for k in sorted(bucket.pending)] if self.reaches else []
+        missing = self.pipeline.missing(self.next)
+        self._check_gradients(bucket, missing)
+        missed = [(k, bucket.params[k]) for k in missing] if self.reaches else []
         bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
         bucket.collect(self.params, self.buckets.copies)
         if self.probe is not None:
@@ -398,7 +378,39 @@ class GradientSync(FusedBuckets):
         with spans.naming(self.groups.main, name):
             bucket.average.start(self.since)
         self.buckets.compressor.after_send(bucket)
-        self.next += 1
+        self.pipeline.start()
+
+    def _check_gradients(self, bucket: Bucket, missing: Sequence[int]) -> None:
+        """Raises if a gradient that has come is none that can be averaged; ``missing``: those that have not.
+
+        What rests of an earlier pass in parts is made whole.
+        """
+        absent = set(missing)
+        for k, i in enumerate(bucket.params):
+            param = self.params[i]
+            grad = param.grad
+            if isinstance(grad, ShardedGradient):
+                grad = param.grad = grad.of_this_rank()
+            if k in absent:
+                continue
+            if grad is None:
+                raise MisuseError(
+                    f"{self.groups.name}: a hook of the script has set the gradient of {self.names[i]} to "
+                    "None during backward(), before it was averaged; update weights after backward(), or use "
+                    "an algorithm that averages weights (local_sgd, decentralized)"
+                )
+            if grad.layout != torch.strided or grad.dtype != param.dtype:
+                raise UnsupportedError(
+                    f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, "
+                    f"but a dense {param.dtype} tensor is expected; create modules with sparse gradients "
+                    "with sparse=True, and change a parameter's dtype before with_bagua"
+                )
+            if grad.requires_grad:
+                raise UnsupportedError(
+                    f"{self.groups.name}: backward(create_graph=True) is not supported, because averaged "
+                    "gradients have no graph; use torch.autograd.grad(..., create_graph=True) for the terms "
+                    "that need one, and backward() for the loss"
+                )
 
     def end(self) -> None:
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
@@ -668,7 +680,7 @@ class GradientSync(FusedBuckets):
         """The order of the buckets, the residuals, and the state of the compressor."""
         return {
             **super().state(),
-            "order": None if self.order is not None else self.buckets.order,
+            "order": None if self.pipeline.order is not None else self.buckets.order,
             "buckets": self.buckets.state(),
         }
 

@@ -28,6 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from trigram import _core
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
@@ -66,23 +67,24 @@ class _Backward:
         return self.callback() is not None
 
 
-class _GradientHook(WeakHook):
-    """Tells the hooks of a model that a parameter has its gradient.
+class _Told(WeakHook):
+    """Tells the hooks of a model that a parameter has its gradient: the engine's hooks call it where there is
+    something to do (``rust/python/src/gradients.rs``).
 
-    It is a hook on the node of autograd's graph that adds the gradient, as DistributedDataParallel's is. So
-    it is called when all hooks on the parameter have returned, also those that a script registers later:
-    they may write into the gradient or replace it, and what they leave is averaged.
+    These are hooks on the nodes of autograd's graph that add gradients, as DistributedDataParallel's are. So
+    they are called when all hooks on the parameter have returned, also those that a script registers later:
+    these may write into the gradient or replace it, and what they leave is averaged.
     """
 
-    def __init__(self, owner: StepHooks, param: torch.Tensor) -> None:
-        super().__init__(owner, "_on_gradient", param)
+    def __init__(self, owner: StepHooks) -> None:
+        super().__init__(owner, "_on_gradient")
 
     @dynamo.disable
-    def __call__(self, _none: Any, given: tuple[torch.Tensor | None, ...]) -> None:
+    def __call__(self, param: torch.Tensor) -> None:
         """See the class."""
-        owner, param = self._owner(), self._args[0]
-        if owner is None or given[0] is None or not param.requires_grad:
-            return  # autograd has added nothing, if there is still somebody to tell
+        owner = self._owner()
+        if owner is None:
+            return
         if owner.model() is None:  # other ranks may wait for its hooks, see `weight_sync.running`
             _DroppedModel("of an asynchronous algorithm", owner.made_in)(param)
         elif torch.is_grad_enabled():  # ``create_graph=True``
@@ -137,6 +139,8 @@ class StepHooks:
         in_step: Whether all ranks make the same step at a time.
         waits_for_closure: See :class:`trigram.training.optimizer_hooks.Updated`.
         join: The block of ``trigram.join`` that the model is in, or None.
+        pipeline: Which gradients of the pass are there. In a pass that it has begun with, only those enter
+            Python after which there is something to do.
         limit, successor: After ``limit`` steps (the warm-up), ``successor()`` makes the hooks that follow.
         number: The order in which hooks were made.
         times: Where the steps go.
@@ -149,6 +153,8 @@ class StepHooks:
 
     def __init__(self, model: nn.Module, groups: ModelGroups) -> None:
         self.model = weakref.ref(model)
+        self.pipeline = _core.Pipeline()
+        self._told_of_gradient = _Told(self)
         self.groups = groups
         self.times = steps.StepTimes(type(model).__name__, model.parameters())
         self.times.group = groups.main
@@ -340,6 +346,7 @@ class StepHooks:
         self.param_ids = {id(p) for p in trained}
         self.groups.trained |= self.param_ids
         self._layouts = [_layout(p) for p in self.params]
+        self.pipeline.assign([id(p) for p in self.params], [])
 
     def is_trained(self, param: torch.Tensor) -> bool:
         """Whether the script trains the parameter now."""
@@ -383,7 +390,10 @@ class StepHooks:
             if p.requires_grad and id(p) not in self._nodes:
                 # A node exists as long as somebody refers to it.
                 node = self._nodes[id(p)] = get_gradient_edge(p).node
-                self.handles.append(node.register_hook(_GradientHook(self, p)))
+                hook = _core.GradientHook(
+                    self.pipeline, p, self._told_of_gradient, torch._C._current_graph_task_id
+                )
+                self.handles.append(node.register_hook(hook))
 
     def close(self) -> None:
         """Removes the hooks; the model's steps are over."""
@@ -516,10 +526,16 @@ class StepHooks:
             self.active = True
             self.begin(param)
 
+    @property
+    def task(self) -> int | None:
+        """The number of autograd's call that the pass is in; None: it is in none."""
+        return None if self._backward is None else self._backward.number
+
     def _end_pass(self) -> None:
         with self._handling():
             self.prepared = False
             self._backward = None
+            self.pipeline.end()
             self.end()
         self.times.end_pass()
 
@@ -594,6 +610,7 @@ class StepHooks:
         """No pass is under way any more: it has raised an exception."""
         self.active = self.prepared = False
         self._backward = self._outermost = None
+        self.pipeline.end()
 
 
 def _is_traced() -> bool:

@@ -182,6 +182,7 @@ class WeightSync(StepHooks):
 
     def begin(self, param: int | None) -> None:
         """Adds this step's sample weight to the next averaging step."""
+        self.pipeline.begin(self.task, True)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.add_backward()
         if self.updating:
@@ -203,7 +204,7 @@ class WeightSync(StepHooks):
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Makes progress with averaging steps under way."""
-        self.reached.add(id(param))
+        self.pipeline.arrive(i)
         if not param.is_cpu:
             return  # this is another thread
         try:
@@ -217,6 +218,7 @@ class WeightSync(StepHooks):
     def end(self) -> None:
         """The backward pass has ended: the training step needs a boundary."""
         self.active = False
+        self._note_reached()
         with self.elastic.forgiving():
             self.schedule.backward_over()
         if not self.due:
@@ -281,6 +283,7 @@ class WeightSync(StepHooks):
             self.gradients = GradientsSnapshot(self.trained)
             self.used.clear()  # those of other optimizers were assigned for the same step
         self.used.keep(self.trained, mine)
+        self._note_reached()
         # A gradient that no pass of this step has reached is one of an earlier step, of another optimizer's.
         reached = self.reached or self.param_ids
         used = {id(p) for p in self.trained if p.grad is not None and id(p) in reached}
@@ -288,6 +291,10 @@ class WeightSync(StepHooks):
             self._find_managers(used - self.managed)
         if self.due and used & self.managed <= self.covered:
             self._make_boundaries(self.steps)
+
+    def _note_reached(self) -> None:
+        """Those gradients too of which nothing was told."""
+        self.reached |= {id(self.params[i]) for i in self.pipeline.take()}
 
     def _find_managers(self, unknown: set[int]) -> None:
         """Finds optimizers of these parameters that have not stepped yet."""

@@ -12,6 +12,7 @@
 //! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
 //! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
 //! * [`planner`] — which topology serves which call.
+//! * [`pipeline`] — the order in which the averages of a backward pass start.
 //! * [`executor`] — the state machine that walks a schedule; it has no I/O of its own.
 //! * [`sim`] — the same executor for all ranks at once, in virtual time.
 //! * [`signature`] — what ranks compare to find out that they disagree.
@@ -27,6 +28,7 @@ pub mod dtype;
 pub mod error;
 pub mod executor;
 pub mod float16;
+pub mod pipeline;
 pub mod planner;
 pub mod reduce;
 pub mod schedule;

@@ -90,7 +90,7 @@ class DividedWeights(GradientSync):
         super().find_parameters(model)
         self.param_ids |= set(self.shards.places)  # the optimizer may update them after they are frozen
         if self.divides_gradients:
-            self.order = None
+            self.pipeline.learn(False)
 
     @property
     def before_passes(self) -> Group:

@@ -112,7 +112,6 @@ class ShardBucket(Bucket):
         self.gradients = [
             ShardedGradient(params[i], parts.get(k), groups.main) for k, i in enumerate(layout.indices)
         ]
-        self.pending: set[int] = set()
         self.unused: list[int] = []
         self.held: list[int] = []
         self.outside: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -158,7 +157,6 @@ class ShardBucket(Bucket):
             self.flags.fill_(1)
             for k in self.unused:
                 self.flags[k] = 0
-        self.pending = set()
         self.sent = True
 
     def assign(self, params: Sequence[torch.Tensor], used: torch.Tensor | None) -> None:

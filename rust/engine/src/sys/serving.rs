@@ -32,7 +32,7 @@ pub(crate) fn note() {
 }
 
 /// Whether something may be made.
-pub(crate) fn is_due() -> bool {
+pub fn is_due() -> bool {
     DUE.load(Ordering::Relaxed) && is_active()
 }
 

@@ -41,6 +41,8 @@ const NO_ANSWER: &str = "no answer: a firewall drops what is sent, or no such ho
 
 const ACCEPTED: u8 = 1;
 const REJECTED: u8 = 2;
+/// The last byte of a handshake, of the rank that connects.
+const CONFIRMED: u8 = 3;
 
 /// How this rank identifies itself to the others.
 #[derive(Clone)]
@@ -99,8 +101,15 @@ pub fn connect(
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
                 Ok(Some(Arrival::Connected(rank, stream))) => drop(streams.insert(rank, stream)),
                 Ok(Some(Arrival::Accepted(rank, mut stream, word))) => {
-                    // Answer here, where the connection can no longer be dropped in favour of others.
-                    if let Ok(Ok(())) = tokio::time::timeout(HANDSHAKE_LIMIT, stream.write(&word)).await {
+                    // Answer here, where the connection can no longer be dropped in favour of others. Its rank may have
+                    // given this attempt up meanwhile, and makes another: it counts once its rank says that it does not.
+                    let confirmed = async {
+                        stream.write(&word).await?;
+                        let mut byte = [0];
+                        stream.read(&mut byte).await?;
+                        std::io::Result::Ok(byte[0] == CONFIRMED)
+                    };
+                    if let Ok(Ok(true)) = tokio::time::timeout(HANDSHAKE_LIMIT, confirmed).await {
                         streams.insert(rank, stream);
                     }
                 }
@@ -201,6 +210,9 @@ async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::
     let mut word = [0; 1 + PROOF];
     stream.read(&mut word).await?;
     let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
+    if proved {
+        stream.write(&[CONFIRMED]).await?;
+    }
     Ok(if proved { Reached::Proved(stream) } else { Reached::Rejected })
 }
 

@@ -68,7 +68,7 @@ struct EndpointRecord {
     tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 7;
+const VERSION: u32 = 8;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {

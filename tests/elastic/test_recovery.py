@@ -12,7 +12,7 @@ import torch
 
 import trigram
 from tests.support.checks import close, raises, says
-from tests.support.elastic_run import await_step, come, reduce, reference, sums, the_same, train
+from tests.support.elastic_run import Negated, await_step, come, reduce, reference, sums, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
 from tests.support.marks import long, long_unless
 
@@ -57,6 +57,18 @@ def test_a_step_counts_for_all_or_for_none(where: str, counts: bool, transport: 
     whole = last + counts
     expected = [tuple(range(world))] * whole + [tuple(living)] * (steps - whole)
     torch.testing.assert_close(got["weights"], reference(expected), rtol=1e-9, atol=1e-12)
+
+
+def test_what_filters_have_changed_is_sent_again() -> None:
+    """In a pass that is repeated they are not called again."""
+    world, steps, victim, last = 3, 8, 1, 4
+    options = {"filters": [Negated()]}
+    arguments = (steps, "gradient_allreduce", {victim: last}, 0.0, False, options, "inside")
+    with Ranks(world, train, *arguments) as ranks:
+        results = ranks.results(60, dies=[victim])
+    got = the_same(results, [0, 2])
+    expected = [tuple(range(world))] * last + [(0, 2)] * (steps - last)
+    torch.testing.assert_close(got["weights"], reference(expected, -1.0), rtol=1e-9, atol=1e-12)
 
 
 ALGORITHMS = [

@@ -12,6 +12,7 @@ import torch
 
 import trigram
 from tests.support.harness import Ranks, await_flag, flag, say, scratch
+from trigram.averaging import GradientBucket, GradientFilter
 from trigram.elastic.recovery import ElasticModel
 
 FEATURES, CLASSES, BATCH = 20, 5, 12
@@ -45,13 +46,20 @@ def loss_of(net: torch.nn.Module, step: int, rank: int) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(net(x), y)
 
 
-def reference(history: list[tuple[int, ...]]) -> torch.Tensor:
+class Negated(GradientFilter):
+    """What is done twice is not done."""
+
+    def before(self, bucket: GradientBucket) -> None:
+        bucket.values.neg_()
+
+
+def reference(history: list[tuple[int, ...]], sign: float = 1.0) -> torch.Tensor:
     """The weights after steps in which these ranks took part, made in one process."""
     net = model()
     opt = optimizer(net)
     for step, ranks in enumerate(history):
         opt.zero_grad()
-        torch.stack([loss_of(net, step, r) for r in ranks]).mean().backward()
+        (sign * torch.stack([loss_of(net, step, r) for r in ranks]).mean()).backward()
         opt.step()
     return weights(net)
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.exchange import Line
+from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.non_finite import NonFiniteCheck, NonFiniteSenders
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.collectives import Work
@@ -47,6 +48,7 @@ class ModelGroups:
         non_finite_senders: Ranks whose values a robust aggregation left out.
         copies_gradients: Whether the script holds gradients, so that parameters keep those they have, and get
             copies of averages.
+        filters: What gradients pass before they are averaged, of the script's own.
         trained: ``id()`` of each parameter that has trained, and may again when it is frozen now.
         levels: The groups of averages in two levels; None: no such average was made yet.
         interrupted: Elastic jobs only: returns True if this rank must stop to wait for a neighbour, because
@@ -71,6 +73,7 @@ class ModelGroups:
         self.ignored: frozenset[str] = frozenset()
         self.non_finite_senders = NonFiniteSenders()
         self.copies_gradients = False
+        self.filters: tuple[GradientFilter, ...] = ()
         self.trained: set[int] = set()
         self.line = Line()
         self.renew(group)

@@ -11,6 +11,7 @@ from torch import nn
 from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
+from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.sparse import sparse_parameters
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import recovery
@@ -49,6 +50,7 @@ def with_bagua(
     check_replicas: int = 0,
     broadcast_buffers: bool = True,
     ignore: Sequence[str] = (),
+    filters: Sequence[GradientFilter] = (),
     elastic: bool | Sequence[Any] = False,
     plan: str | os.PathLike[str] | None = None,
     **options: Any,
@@ -88,6 +90,8 @@ def with_bagua(
             each forward pass, like ``DistributedDataParallel``. False: each rank keeps its own.
         ignore: The names of parameters and buffers that trigram leaves alone: each rank keeps its own, from
             the start.
+        filters: Look at this rank's gradients, or change them, before they are averaged, in this order: see
+            :class:`trigram.averaging.GradientFilter`. For algorithms that average gradients.
         elastic: Training continues when ranks are lost, and ranks can join while it runs, see
             docs/elastic.md. It needs ``optimizer``, whose state a joining rank receives. True, or a sequence
             of other objects whose state it receives: schedulers, GradScalers, anything with ``state_dict``
@@ -150,7 +154,7 @@ def with_bagua(
     _check_copies(chosen, states is not None)
     check(chosen, optimizer, model)
     names = ignored_names(model, ignore)
-    extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names)
+    extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names, _filters(filters))
     ranks = resolve(group)
     if chosen.from_environment:
         extras, unknown = extras.known_to(chosen, ranks.size)
@@ -158,6 +162,11 @@ def with_bagua(
     if automatic is not None:
         _warn_of("auto", automatic.ignored, ranks)
     extras.check(chosen, ranks.size)
+    if extras.filters and any(True for _ in sparse_parameters(model)):
+        raise UnsupportedError(
+            "with_bagua: filters= do not see the gradients of modules with sparse=True, which would be sent as "
+            "they are; create them with sparse=False, or remove filters="
+        )
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
     if asked is not None and (unfit := _unfit(model, names)):
@@ -179,6 +188,16 @@ def with_bagua(
         measuring.Watch(model, ranks, asked, planned.conclude)
     collect(model)
     return model
+
+
+def _filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
+    """Raises if something else was given."""
+    if isinstance(given, Sequence) and all(isinstance(one, GradientFilter) for one in given):
+        return tuple(given)
+    raise MisuseError(
+        f"with_bagua: filters={given!r} must be a sequence of objects of subclasses of "
+        "trigram.averaging.GradientFilter, such as [MyFilter()]"
+    )
 
 
 def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:

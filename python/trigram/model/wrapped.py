@@ -77,7 +77,8 @@ class WrappedModel:
         self.group = group
         self.earlier_steps = 0
         self.hooks: StepHooks | None = None
-        self.groups = ModelGroups(group) if group.size > 1 or states is not None else None
+        alone = group.size == 1 and states is None and not extras.filters
+        self.groups = None if alone else ModelGroups(group)
         self.states = states
         if self.groups is not None:
             self.groups.describe(_describes(weakref.ref(self)))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trigram.averaging.gradient_filter import GradientFilter
 from trigram.collectives import coalesced
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.observe import steps
@@ -26,6 +27,7 @@ class FusedBuckets(StepHooks):
         buckets: The buckets of gradients.
         fused: The optimizer's steps in backward; None: it steps when the script asks.
         fusing: Whether this pass updates weights.
+        filters: What the gradients of this pass go through.
         landed: How many buckets it has updated.
     """
 
@@ -33,6 +35,7 @@ class FusedBuckets(StepHooks):
     fused: FusedSteps | None = None
     fusing = False
     landed = 0
+    filters: Sequence[GradientFilter] = ()
     moves_parameters = False
     """Whether parameters move into buckets, and get the strides of their place there."""
 
@@ -97,11 +100,6 @@ class FusedBuckets(StepHooks):
         self.fused.begin(self.groups.name, bool(self.updating))
         return True
 
-    def look_at_mean(self, bucket: Bucket) -> None:
-        """A bucket has its average."""
-        if self.fidelity is not None:
-            self.fidelity.mean(bucket.mean, bucket.mean is not bucket.values)
-
     def land_ready(self) -> None:
         """Updates the buckets whose means are there, in order."""
         while self.fusing and self.landed < self.next and self.buckets[self.landed].average.ready():
@@ -121,7 +119,8 @@ class FusedBuckets(StepHooks):
         bucket = self.buckets[self.landed]
         self.landed += 1
         bucket.assign(self.params, None)
-        self.look_at_mean(bucket)
+        for passed in self.filters:
+            passed.after(bucket)
         before = self.times.enter(steps.OPTIMIZER)
         params = self.fused.of_optimizer([self.params[i] for i in bucket.params])
         try:

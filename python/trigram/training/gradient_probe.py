@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 
-import torch
-
+from trigram.averaging.gradient_filter import GradientBucket, GradientFilter
 from trigram.training.fidelity import square
 
 
-class GradientProbe:
+class GradientProbe(GradientFilter):
     """What the gradients of one pass are like; :class:`trigram.training.gradient_sync.GradientSync` tells it.
 
     Args:
@@ -29,7 +28,7 @@ class GradientProbe:
         """Parameter ``i`` has its gradient."""
         self.times[i] = time.perf_counter()
 
-    def own(self, values: torch.Tensor) -> None:
-        """The gradients of a bucket are complete, a one-dimensional tensor; they are of this rank only."""
+    def before(self, bucket: GradientBucket) -> None:
+        """The gradients of a bucket are complete; they are of this rank only."""
         if self.norms:
-            self.square += square(values)
+            self.square += square(bucket.values)

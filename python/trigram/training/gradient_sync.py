@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging import sparse
+from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
@@ -35,6 +36,7 @@ from trigram.errors import MismatchError, MisuseError, TrigramError, Unsupported
 from trigram.gpu import routes
 from trigram.observe import spans, steps
 from trigram.runtime.group import Group
+from trigram.training import gradient_filters as filters
 from trigram.training import joined_optimizers
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
@@ -266,12 +268,13 @@ class GradientSync(FusedBuckets):
         self._begin_pipeline()
         self.began = 0.0
         self.backup.clear()
+        self.filters = self._filters()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
         self.reaches = param is not None and not self.fusing and not self.elastic.can_redo
         for bucket in self.buckets:
             bucket.begin()
-        if self.groups.non_finite_check is not None:
-            self.groups.non_finite_check.begin()
+        for passed in self.filters:
+            passed.pass_begins()
         if self.fidelity is not None:
             comparable = self.join is None and self.groups.sample_weight is None
             self.fidelity.begin(self.since, comparable)
@@ -285,6 +288,40 @@ class GradientSync(FusedBuckets):
         # Nothing notes the ends of calls on GPUs.
         told_of_all = self.probe is not None or self.fusing or (phases and not self.buckets.are_on_cpu)
         self.pipeline.begin(None if told_of_all else self.task, phases)
+
+    def _filters(self) -> list[GradientFilter]:
+        """What the gradients of a pass go through, in order; only what this model asks for."""
+        groups, weight, idle = self.groups, self.groups.sample_weight, self.idle or self.elastic.newcomer
+        found: list[GradientFilter] = []
+        # The script's own come first: to the others, what they leave is what backward has computed. Gradients
+        # of a pass that is repeated have gone through them, and a rank that contributes nothing has none.
+        if not self.redoing and not idle:
+            found += groups.filters
+        # These look at what this rank has computed, before anything is made of it.
+        if self.probe is not None:
+            found.append(self.probe)
+        if self.fidelity is not None:
+            found.append(filters.Compared(self.fidelity))
+        # Before the check, which is to find nothing in what does not count; and before the algorithm, whose
+        # residuals must not get a NaN.
+        if self.elastic.can_redo:
+            found.append(filters.Joining(self.elastic, groups.size, weight is not None))
+        if weight is not None:
+            found.append(filters.Silent(weight))
+        if groups.non_finite_check is not None:
+            elsewhere = [self.params[i] for i in self.sparse]
+            found.append(filters.Finite(groups.non_finite_check, elsewhere, weight))
+        # Averages that are repeated begin here, from what the backup has: all that follows is made again.
+        if self.elastic.can_redo:
+            found.append(filters.Through(partial(self.backup.keep, params=self.params)))
+        found.append(filters.Through(partial(self.buckets.compressor.before_send, params=self.params)))
+        # A momentum is of the gradients as they are, so weights come after it.
+        if weight is not None:
+            found.append(filters.Weighed(weight))
+        # Last: an average has held it back as it was sent.
+        if self.buckets.owed:
+            found.append(filters.Through(self.buckets.repay, self.buckets.repaid))
+        return found
 
     def _check_once(self, param: int | None) -> None:
         """Raises if gradients of this pass are added to what a compressor has made of those of another."""
@@ -315,10 +352,6 @@ class GradientSync(FusedBuckets):
         if not self.elastic.can_redo:
             self.since = 0
             self.has_failed = True
-
-    def weight(self) -> float | None:
-        """This rank's weight in the averages of this pass; None: all ranks weigh the same."""
-        return None if self.groups.sample_weight is None else self.groups.sample_weight.mine
 
     def local_gradient(self, param: torch.Tensor) -> None:
         """Gradients that only this rank has; see :meth:`before_update`."""
@@ -354,24 +387,8 @@ class GradientSync(FusedBuckets):
         missed = [(k, bucket.params[k]) for k in missing] if self.reaches else []
         bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
         bucket.collect(self.params, self.buckets.copies)
-        if self.probe is not None:
-            self.probe.own(bucket.values)
-        if self.fidelity is not None:
-            self.fidelity.own(bucket.values)
-        if self.elastic.newcomer:
-            bucket.memory.zero_()
-            bucket.unused = list(range(len(bucket.params)))
-        weights = self.groups.sample_weight
-        if weights is not None and weights.mine == 0.0:
-            bucket.values.zero_()  # a NaN must not get into the residual of a compressor
-        elif self.groups.non_finite_check is not None:
-            self.groups.non_finite_check.check(bucket.values)
-        if self.elastic.can_redo:
-            self.backup.keep(bucket, self.params)
-        self.buckets.compressor.before_send(bucket, self.params)
-        if weights is not None:
-            weights.weigh(bucket.values)
-        self.buckets.repay(bucket)
+        for passed in self.filters:
+            passed.before(bucket)
         name = partial("bucket {}".format, self.next)  # without references to the model's hooks
         bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
         bucket.average.around = partial(spans.naming, self.groups.second_phase, name)
@@ -434,19 +451,17 @@ class GradientSync(FusedBuckets):
             self._start(bucket)
             self.groups.line.advance()
         self._finish()
-        self._apply_options()
-        self.buckets.repaid()
+        for passed in self.filters:
+            passed.averaged(self.buckets)
         self.bytes += sum(b.average.sent for b in self.buckets)
         for bucket, used in self.buckets.with_flags() if not self.fusing else ():
-            if self.elastic.newcomers and self.groups.sample_weight is None:
-                n = self.groups.size
-                bucket.memory.mul_(n / (n - len(self.elastic.newcomers)))  # joining ranks contributed 0
             bucket.assign(self.params, used)
-            self.look_at_mean(bucket)
+            for passed in self.filters:
+                passed.after(bucket)
             if not self.moves_parameters:
                 bucket.give_strides(self.params)
-        if self.fidelity is not None:
-            self.fidelity.end()
+        for passed in self.filters:
+            passed.pass_ends()
         for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 
@@ -473,21 +488,6 @@ class GradientSync(FusedBuckets):
                 bucket.average.await_end()
         self.build_buckets(meta["order"], keep_residuals=False)
         self._has_learned(meta["order"])
-
-    def _apply_options(self) -> None:
-        """Applies ``check_finite`` (raises on all ranks) and ``sample_weight`` (scales the means)."""
-        sample_weight, non_finite_check = self.groups.sample_weight, self.groups.non_finite_check
-        if non_finite_check is not None:
-            for i in self.sparse if self.weight() != 0.0 else ():
-                grad = self.params[i].grad
-                non_finite_check.check(
-                    grad._values() if grad is not None and grad.is_sparse else torch.empty(0, device="cpu")
-                )
-            non_finite_check.raise_if_any()
-        if sample_weight is not None:
-            for bucket in self.buckets:
-                sample_weight.normalize(bucket.values)
-            sample_weight.factor()
 
     def _call_counts(self) -> list[int]:
         """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from trigram.algorithms.trigram import Algorithm
+from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
@@ -25,19 +26,23 @@ class Options:
     check_replicas: int = 0
     broadcast_buffers: bool = True
     ignore: frozenset[str] = frozenset()
+    filters: tuple[GradientFilter, ...] = ()
 
     def __str__(self) -> str:
         weighted = ", sample_weight" if self.sample_weight is not None else ""
         replicas = f", check_replicas={self.check_replicas}" if self.check_replicas else ""
         buffers = "" if self.broadcast_buffers else ", broadcast_buffers=False"
         ignored = f", ignore={sorted(self.ignore)}" if self.ignore else ""
+        if self.filters:
+            ignored += f", filters=[{', '.join(type(f).__name__ for f in self.filters)}]"
         return weighted + (", check_finite" if self.check_finite else "") + replicas + buffers + ignored
 
     def known_to(self, algorithm: Algorithm, size: int) -> tuple[Options, list[str]]:
-        """The options without those that the algorithm does not support, and the names of these."""
+        """The options without those that the algorithm does not support, and the names of these. Filters are
+        never left out: what they keep from other ranks (by noise, say) would be sent."""
         Options().check(algorithm, size)
         kept, unknown = self, []
-        for field in fields(Options):
+        for field in (f for f in fields(Options) if f.name != "filters"):
             try:
                 only: Any = {field.name: getattr(self, field.name)}
                 replace(Options(), **only).check(algorithm, size)
@@ -70,6 +75,11 @@ class Options:
                 f"{algorithm.name}: {name} is not supported with fused=True, because it is known for all "
                 "ranks only "
                 "at the end of backward, when weights have been updated; use one of both"
+            )
+        if self.filters and not algorithm.gradients:
+            raise UnsupportedError(
+                f"{algorithm.name}: filters= change gradients before they are averaged, but this algorithm "
+                "averages weights; change gradients between backward() and optimizer.step()"
             )
         if self.check_replicas < 0:
             raise MisuseError(
@@ -116,6 +126,7 @@ class Options:
         groups.check_replicas = self.check_replicas
         groups.broadcast_buffers = self.broadcast_buffers
         groups.ignored = self.ignore
+        groups.filters = self.filters
         if self.sample_weight is not None and groups.sample_weight is None:
             groups.sample_weight = SampleWeight(self.sample_weight, groups.group)
         if self.check_finite and groups.non_finite_check is None:

@@ -98,20 +98,6 @@ class DividedWeights(GradientSync):
         makes them alone meets the others there, and no rank waits."""
         return self.groups.main
 
-    def _apply_options(self) -> None:
-        if not self.divides_gradients:
-            super()._apply_options()
-            return
-        sample_weight, self.groups.sample_weight = self.groups.sample_weight, None
-        try:
-            super()._apply_options()
-        finally:
-            self.groups.sample_weight = sample_weight
-        if sample_weight is not None:
-            factor = sample_weight.factor()
-            for bucket in self.buckets:
-                bucket.part.mul_(factor)  # type: ignore[attr-defined]
-
     # How weights are divided.
 
     def _follow(self, own: set[int]) -> None:

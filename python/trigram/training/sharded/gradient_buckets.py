@@ -143,7 +143,8 @@ class ShardBucket(Bucket):
         self.memory = self.values = self.turns.take(self, self.layout.length)
         self.memory.zero_()
         to, given = [], []
-        for k, (i, view) in enumerate(zip(self.params, self.layout.views(self.memory), strict=True)):
+        self.views = self.layout.views(self.memory)
+        for k, (i, view) in enumerate(zip(self.params, self.views, strict=True)):
             grad = params[i].grad
             if grad is None:
                 self.unused.append(k)

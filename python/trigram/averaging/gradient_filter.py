@@ -1,0 +1,48 @@
+"""The base class of what gradients pass on their way to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+
+class GradientBucket(Protocol):
+    """Gradients of one dtype that are averaged together.
+
+    Attributes:
+        values: The gradients, one after the other: one-dimensional, with zeros between them.
+        views: The gradient of each parameter, as a view into ``values``, of the parameter's shape; zeros
+            where this rank's backward pass has not reached it.
+        tensors: The parameters.
+    """
+
+    values: torch.Tensor
+    views: list[torch.Tensor]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class GradientFilter:
+    """Looks at this rank's gradients, or changes them in place, before they are averaged:
+    ``with_bagua(model, filters=[MyFilter()])``; see docs/extending.md.
+
+    All filters of a model are called in their order, for each bucket as soon as it is complete, in the middle
+    of backward. They make no calls of their own to other ranks.
+    """
+
+    def pass_begins(self) -> None:
+        """A backward pass begins."""
+
+    def before(self, bucket: GradientBucket) -> None:
+        """The gradients of a bucket are complete; what this leaves in ``bucket.values`` is averaged."""
+
+    def averaged(self, buckets: Sequence[GradientBucket]) -> None:
+        """All averages of the pass are in the buckets, or this rank's parts of them. Parameters have not got
+        them, except with ``fused=True``."""
+
+    def after(self, bucket: GradientBucket) -> None:
+        """The parameters of a bucket have their averages."""
+
+    def pass_ends(self) -> None:
+        """The pass has ended well on this rank."""

@@ -16,6 +16,7 @@ import trigram
 from tests.support.cases import Cases
 from tests.support.checks import equal, relative
 from tests.support.twin_training import x
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import find
@@ -71,12 +72,12 @@ def robust(kind: str, codec: str) -> Callable[[trigram.QAdam], GradientCompresso
 
 LINEAR: dict[str, Callable[[trigram.QAdam], GradientCompressor]] = {
     **{name: both(name) for name in ("topk:0.05", "randomk:0.05", "sign", "int8", "int4", "fp8")},
-    "powersgd": lambda optimizer: make("powersgd:2", None, {}),
+    "powersgd": lambda optimizer: make("powersgd:2", AlgorithmOptions()),
     "qadam": lambda optimizer: MomentumCompressor(optimizer, 1, None),
 }
 """What loses nothing: the residuals of both phases are fed back."""
 KEEPING = LINEAR | {
-    "signsgd": lambda optimizer: make("sign", None, {}),
+    "signsgd": lambda optimizer: make("sign", AlgorithmOptions()),
     "topk momentum": lambda optimizer: MomentumCorrectedCompressor(find("topk:0.05"), 0.9),
     "median": robust("median", "topk:0.05"),
     "clip": robust("clip:1", "sign"),

@@ -11,6 +11,7 @@ from typing import Any
 from trigram import codecs
 from trigram.algorithms import graphs
 from trigram.algorithms.names import DEFAULT, SHARDED, Entry, named, names
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
@@ -150,16 +151,16 @@ class _Parser:
         if carry is None:
             plain = (what == "full" and "outer_lr" not in entry.options) or shares
             carry = "gradients" if gradients else "weights" if plain else "differences"
-        options = {"staleness": staleness} if every is None else {}
+        options: dict[str, Any] = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
         options |= self._sharding(what, carry)
         if kind == "central" and graph:
             options |= self._robust(graph, what, carry)
         arguments: dict[str, Any] = {}
         if entry.step is not None or entry.average is not None:
-            options |= {k: self.given.pop(k) for k in entry.options if k in self.given}
+            own = {**options, **{k: self.given.pop(k) for k in entry.options if k in self.given}}
             self.known += [k for k in entry.options if k not in self.known]
-            arguments = {k: options[k] for k in entry.options if k in options and k not in _OWN}
+            arguments = {k: own[k] for k in entry.options if k in own and k not in _OWN}
         if self.given and not self.from_environment:
             known = ", ".join(sorted(set(self.known))) or "none"
             raise self.refuse(
@@ -178,7 +179,7 @@ class _Parser:
             kind,
             graph,
             every,
-            options,
+            AlgorithmOptions(**options),
             entry.step,
             entry.average,
             arguments,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 
 
@@ -54,7 +55,7 @@ class Algorithm:
         value: The trigram, with the values that options changed.
         kind, graph: The two parts of WHO.
         every: Training steps per averaging step; None: asynchronous.
-        options: The other options, by name.
+        options: The other options.
         step: The class of a registered averaging step of weights; None: composed of Trigram's own.
         average: The class of a registered average of gradients; None: composed of Trigram's own.
         arguments: The options of this class.
@@ -67,7 +68,7 @@ class Algorithm:
     kind: str
     graph: str
     every: int | None
-    options: dict[str, Any]
+    options: AlgorithmOptions
     step: Callable[..., Any] | None = None
     average: Callable[..., Any] | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -75,8 +76,7 @@ class Algorithm:
     unknown: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        options = {k: v for k, v in self.options.items() if k != "script"}
-        return f"{self.value} carrying {self.value.carry}, {options}"
+        return f"{self.value} carrying {self.value.carry}, {self.options}, {self.arguments}"
 
     @property
     def title(self) -> str:
@@ -87,7 +87,7 @@ class Algorithm:
     def aggregation(self) -> RobustAggregation | None:
         """The robust aggregation of ``central:AGGREGATION``; None: the mean."""
         found = RobustAggregation.parse(self.graph) if self.kind == "central" else None
-        return found and replace(found, iterations=self.options.get("iterations", found.iterations))
+        return found and replace(found, iterations=self.options.iterations or found.iterations)
 
     @property
     def gradients(self) -> bool:
@@ -98,4 +98,4 @@ class Algorithm:
     def in_step(self) -> bool:
         """Whether all ranks make the same averaging steps together: it is neither asynchronous nor has it a
         quorum."""
-        return self.every is not None and "quorum" not in self.options
+        return self.every is not None and self.options.quorum is None

@@ -293,7 +293,7 @@ class Auto:
             self.wrapped.extras.check(algorithm, self.wrapped.size)
         except TrigramError:
             return False
-        return algorithm.value.carry == "gradients" and not algorithm.options.get("warmup_steps")
+        return algorithm.value.carry == "gradients" and not algorithm.options.warmup_steps
 
     def _from_first(self, text: str) -> str:
         """The text of rank 0, on all ranks."""

@@ -69,7 +69,7 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
             "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
             "others continue without it"
         )
-    if any({"state", "fused"} & w.algorithm.options.keys() and w.size > 1 for w in wrapped):
+    if any((w.algorithm.options.sharded or w.algorithm.options.fused) and w.size > 1 for w in wrapped):
         raise UnsupportedError(
             "join: not supported with state='sharded' and fused=True, because a rank without inputs makes no "
             "optimizer step, and the others need its part of the weights; give all ranks as many batches"

@@ -149,7 +149,7 @@ def with_bagua(
     states = None
     if elastic is not False:
         states = _states(model, chosen, optimizer, group, elastic)
-        if "state" not in chosen.options:
+        if not chosen.options.sharded:
             optimizer = None
     _check_copies(chosen, states is not None)
     check(chosen, optimizer, model)
@@ -164,8 +164,8 @@ def with_bagua(
     extras.check(chosen, ranks.size)
     if extras.filters and any(True for _ in sparse_parameters(model)):
         raise UnsupportedError(
-            "with_bagua: filters= do not see the gradients of modules with sparse=True, which would be sent as "
-            "they are; create them with sparse=False, or remove filters="
+            "with_bagua: filters= do not see the gradients of modules with sparse=True, which would be sent "
+            "as they are; create them with sparse=False, or remove filters="
         )
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
@@ -242,9 +242,9 @@ _NOT_ELASTIC = {
 
 def _check_copies(chosen: Algorithm, elastic: bool) -> None:
     """Raises if copies of a sharded optimizer's state are asked for in a job whose ranks do not change."""
-    if "copies" in chosen.options and not elastic:
+    if chosen.options.copies is not None and not elastic:
         raise MisuseError(
-            f"with_bagua: copies={chosen.options['copies']} needs elastic=True, where ranks may be lost; "
+            f"with_bagua: copies={chosen.options.copies} needs elastic=True, where ranks may be lost; "
             "remove copies="
         )
 
@@ -260,18 +260,18 @@ def _states(
         )
     if group is not None:
         raise UnsupportedError("with_bagua: elastic=True trains on all ranks of the job; remove group=")
-    if chosen.value.carry == "momentum" or chosen.options.get("warmup_steps"):
+    if chosen.value.carry == "momentum" or chosen.options.warmup_steps:
         raise UnsupportedError(
             f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
             "algorithm without warm-up"
         )
-    if "quorum" in chosen.options:
+    if chosen.options.quorum is not None:
         raise UnsupportedError(
             "with_bagua: elastic=True does not support quorum=, whose ranks all depend on the first one; use "
             "one of the two"
         )
     for option, (value, why) in _NOT_ELASTIC.items():
-        if chosen.options.get(option) == value and ("state" in chosen.options or option == "fused"):
+        if getattr(chosen.options, option) == value and (chosen.options.sharded or option == "fused"):
             raise UnsupportedError(f"with_bagua: elastic=True does not support {option}={value!r}, {why}")
     if list(sparse_parameters(model)):
         raise UnsupportedError(
@@ -367,7 +367,8 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     _check_outside_blocks(wrapped, "switch")
     chosen = find(algorithm, options)
     check(chosen, optimizer, model)
-    if wrapped.states is not None and {"state", "fused"} & {*chosen.options, *wrapped.algorithm.options}:
+    kept = chosen.options, wrapped.algorithm.options
+    if wrapped.states is not None and any(of.sharded or of.fused for of in kept):
         raise UnsupportedError(
             "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "
             "call with_bagua with one algorithm; choose it there"
@@ -377,7 +378,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()
         wrapped.hooks.drain(between_steps=True)
-        if chosen.gradients or chosen.options.get("warmup_steps"):
+        if chosen.gradients or chosen.options.warmup_steps:
             _check_updated(waiting, wrapped.hooks)
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:

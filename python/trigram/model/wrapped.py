@@ -113,18 +113,18 @@ class WrappedModel:
             agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
-        if "quorum" in chosen.options and any(isinstance(h.schedule, QuorumSteps) for h in running):
+        if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in running):
             raise UnsupportedError(
                 "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for "
                 "the first rank in one while that waits for it in the other; trigram.unwrap ends the other"
             )
         self.extras.bind(self.groups, chosen)
         self.groups.be_patient(not chosen.in_step)
-        warmup = chosen.options.get("warmup_steps", 0)
+        warmup = chosen.options.warmup_steps
         self.groups.use_helpers(
             chosen.gradients
             and chosen.value.what == "full"
-            and not (chosen.graph or warmup or "state" in chosen.options)
+            and not (chosen.graph or warmup or chosen.options.sharded)
         )
         if warmup:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))

@@ -79,7 +79,11 @@ class Comparison:
 def schedule(name: str) -> dict[str, Any]:
     """The options of an algorithm that set its schedule, written out so that later defaults do not matter."""
     found = find(name)
-    options = {k: v for k, v in found.options.items() if k in ("overlap", "staleness") and v is not None}
+    options: dict[str, Any] = {}
+    if not found.gradients and found.every is not None:
+        options["overlap"] = found.options.overlap
+    if found.options.staleness is not None:
+        options["staleness"] = found.options.staleness
     if found.value.when.startswith("every:"):
         options["every"] = found.every
     if "topology" in _takes(name):

@@ -65,7 +65,7 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered classes: {algorithm.name}"
         )
-    if "quorum" in algorithm.options:
+    if algorithm.options.quorum is not None:
         raise UnsupportedError(f"plan: the model has no quorum: {algorithm.name}")
     if job.machines.ranks == 1:
         return Prediction(job.compute.step, 0.0, 0.0, 0.0)
@@ -367,7 +367,7 @@ def _every(job: Job, algorithm: Algorithm, averaged_state: bool) -> tuple[float,
     assert algorithm.every is not None
     state = job.compute.optimizer_state if averaged_state else 0.0
     step = _weights(job, algorithm, state)
-    if algorithm.options.get("overlap"):
+    if algorithm.options.overlap:
         return _overlapped(job, step, algorithm.every)
     pause = elapsed(job, step.before + step.after) + step.seconds
     return job.compute.step + pause / algorithm.every, step.sent / algorithm.every
@@ -377,7 +377,7 @@ def _gossip(job: Job, algorithm: Algorithm) -> tuple[float, float]:
     """An averaging step begins with a training step, and is applied before its update."""
     assert algorithm.every is not None
     step = _weights(job, algorithm)
-    if not algorithm.options.get("overlap", True):
+    if not algorithm.options.overlap:
         pause = elapsed(job, step.before + step.after) + step.seconds
         return job.compute.step + pause / algorithm.every, step.sent / algorithm.every
     return _overlapped(job, step, algorithm.every)
@@ -399,8 +399,8 @@ def _background(job: Job, algorithm: Algorithm) -> tuple[float, float]:
     update or at a boundary."""
     step = _weights(job, algorithm)
     alone = job.compute.typical or job.compute.step
-    staleness = algorithm.options.get("staleness")
-    fragments = algorithm.options.get("fragments") or default_fragments(FLOAT * job.compute.elements)
+    staleness = algorithm.options.staleness
+    fragments = algorithm.options.fragments or default_fragments(FLOAT * job.compute.elements)
     seconds, period = alone, 1.0
     takes = 1.0 if algorithm.kind == "central" else TAKES
     # Training steps between two averages of a fragment.
@@ -435,15 +435,13 @@ def _memory(job: Job, algorithm: Algorithm) -> float:
     taken = 2 * size  # mixing/step.py
     if algorithm.kind == "central":
         differs = algorithm.value.carry == "differences"
-        outer = size if algorithm.options.get("outer_momentum") else 0
+        outer = size if algorithm.options.outer_momentum else 0
         return taken + coded + outer + (size if differs else 0) + (size if code or power else 0)
     if algorithm.kind == "push":
         return taken + 4 * size
     degree = len(graphs.find(algorithm.graph, n).sends(0))
     if algorithm.every is None:
         return taken + (2 * size if not code else 2 * code + size * (1 + min(2 * degree, n - 1)))
-    if algorithm.options.get("outer_lr", 1) != 1 or algorithm.options.get(
-        "outer_momentum"
-    ):  # mixing/outer_gossip.py
+    if algorithm.options.outer_lr != 1 or algorithm.options.outer_momentum:  # mixing/outer_gossip.py
         return taken + (3 + degree) * size
     return taken + degree * size if not code else taken + 2 * size + (1 + degree) * code

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trigram.algorithms import graphs
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.parse import COPIES
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
@@ -58,7 +59,7 @@ def compose(
         optimizer: The optimizer, for algorithms that use it; else None.
         elastic: The job is elastic.
     """
-    if "state" in algorithm.options or "fused" in algorithm.options:
+    if algorithm.options.sharded or algorithm.options.fused:
         claim(optimizer, model, algorithm.name)
         try:
             hooks = _compose(model, groups, algorithm, bucket_bytes, optimizer, elastic)
@@ -79,26 +80,24 @@ def _compose(
     optimizer: Any,
     elastic: bool,
 ) -> StepHooks:
-    if algorithm.options.get("state") == "sharded":
-        whole = not updates_values(optimizer, algorithm.options, algorithm.name)
-        divided = algorithm.options["gradients"] == "shards"
-        fused = bool(algorithm.options.get("fused"))
-        kind = ShardsCompressor(whole, fused) if divided else compressors.of(algorithm, optimizer)
-        overlap = algorithm.options["overlap"]
-        copies = algorithm.options.get("copies", COPIES)
+    options = algorithm.options
+    if options.sharded:
+        whole = not updates_values(optimizer, options, algorithm.name)
+        divided = options.gradients == "shards"
+        kind = ShardsCompressor(whole, options.fused) if divided else compressors.of(algorithm, optimizer)
         hooks: GradientSync = (
-            ElasticShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, copies)
+            ElasticShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, options.copies or COPIES)
             if elastic
-            else ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, overlap)
+            else ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, options.overlap)
         )
     elif algorithm.gradients:
         hooks = GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer))
     if algorithm.gradients:
-        if algorithm.options.get("fused"):
+        if options.fused:
             hooks.fuse(optimizer)
         return hooks
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
-    of_mean = algorithm.options.get("second_moment") == "mean"
+    of_mean = options.second_moment == "mean"
     weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)
     weights.times.asynchronous = algorithm.every is None
     if optimizer is not None and _averages_state(algorithm):
@@ -108,17 +107,16 @@ def _compose(
 
 def warm(algorithm: Algorithm) -> compressors.GradientCompressor | None:
     """The compressor during an algorithm's warm-up: in full, with its robust aggregation if it has one."""
-    return (
-        None if algorithm.aggregation is None else compressors.make("full", None, {}, algorithm.aggregation)
-    )
+    rule = algorithm.aggregation
+    return None if rule is None else compressors.make("full", AlgorithmOptions(), rule)
 
 
 def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
     """Raises if the optimizer or the model does not fit the algorithm; sends nothing."""
     options = algorithm.options
     takes_real = {
-        "state='sharded'": options.get("state") == "sharded",
-        "fused=True": bool(options.get("fused")),
+        "state='sharded'": options.sharded,
+        "fused=True": options.fused,
         "a robust aggregation": algorithm.aggregation is not None,
         "Adam's momentum": algorithm.value.carry == "momentum",
     }
@@ -129,9 +127,9 @@ def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
                 f"{algorithm.name}: parameter {name} has dtype {p.dtype}, and {reason} takes real "
                 "parameters; choose an algorithm without it, or keep the parameter as torch.view_as_real(p)"
             )
-    if options.get("state") == "sharded" or options.get("fused"):
+    if options.sharded or options.fused:
         updates_values(optimizer, options, algorithm.name)
-    if options.get("state") == "sharded":
+    if options.sharded:
         check_state_dict(optimizer, algorithm.name)
     if algorithm.value.carry == "momentum":
         if not isinstance(optimizer, QAdam):
@@ -141,7 +139,7 @@ def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
                 f"{algorithm.name}: its momenta are dense, and {type(model).__name__} has modules with "
                 "sparse=True; create them with sparse=False, or choose another algorithm"
             )
-    elif options.get("momentum"):
+    elif options.momentum:
         if optimizer is None:
             raise MisuseError(
                 f"{algorithm.name}: momentum= also needs optimizer=, to check that the optimizer has no "
@@ -169,30 +167,30 @@ def _schedule(
     options = algorithm.options
     if algorithm.every is None:
         # A registered step may count on its calls being those of one averaging step after the other.
-        parts = _fragments(tensors, options["fragments"] or (None if algorithm.step is None else 1))
+        parts = _fragments(tensors, options.fragments or (None if algorithm.step is None else 1))
         if algorithm.kind != "gossip" or algorithm.step is not None:
             each = [_steps(part, groups, algorithm) for part in parts]
-            return BackgroundSteps(each, groups, options["staleness"], options["script"])
+            return BackgroundSteps(each, groups, options.staleness, options.script)
         graph = graphs.find(algorithm.graph, groups.size)
-        codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.get("block"))
+        codec = None if algorithm.value.what == "full" else find(algorithm.value.what, options.block)
         plain = codec is None and len(tensors) == 1
         weights = [
             AveragingStep([t for same in part for t in same], groups, None if plain else torch.float32)
             for part in parts
         ]
-        return AsyncGossip(weights, groups, graph, codec, options["staleness"], options["script"])
-    if "quorum" in options:
+        return AsyncGossip(weights, groups, graph, codec, options.staleness, options.script)
+    if options.quorum is not None:
         assert algorithm.every is not None
         one = AveragingStep([t for same in tensors for t in same], groups, torch.float32)
         one.exact = all(same[0].dtype != torch.float64 for same in tensors)
         one.heals = groups.sample_weight is not None
-        return QuorumSteps(one, groups, algorithm.every, options["quorum"], options["grace"])
+        return QuorumSteps(one, groups, algorithm.every, options.quorum, options.grace)
     fragments = [
-        _steps(part, groups, algorithm) for part in _fragments(tensors, options["fragments"], algorithm.every)
+        _steps(part, groups, algorithm) for part in _fragments(tensors, options.fragments, algorithm.every)
     ]
     if optimizer is not None and _averages_state(algorithm):
         fragments[0].append(OptimizerState(groups, optimizer))
-    return EverySteps(fragments, groups, algorithm.every, options["overlap"])
+    return EverySteps(fragments, groups, algorithm.every, options.overlap)
 
 
 def _fragments(
@@ -255,17 +253,17 @@ def _steps(
     if what.startswith("share"):
         return [Share(same, groups, float(what.partition(":")[2])) for same in tensors]
     power = int(what.partition(":")[2]) if what.startswith("powersgd") else None
-    codec = find(what, options.get("block")) if what != "full" and power is None else None
-    outer = Outer(options.get("outer_lr", 1.0), options.get("outer_momentum", 0.0))
+    codec = find(what, options.block) if what != "full" and power is None else None
+    outer = Outer(options.outer_lr, options.outer_momentum)
     if algorithm.kind == "central":
         if codec is None and power is None and outer == Outer():
             return [Mean(same, groups, algorithm.aggregation) for same in tensors]
-        feedback = options.get("feedback")
-        return [Differences(all_tensors, groups, outer, codec, power, algorithm.aggregation, feedback)]
+        rule = algorithm.aggregation
+        return [Differences(all_tensors, groups, outer, codec, power, rule, options.feedback)]
     graph = graphs.find(algorithm.graph, groups.size)
     if codec is None and outer != Outer():
         return [OuterGossip(all_tensors, groups, graph, outer)]
     if codec is None:
         return [Mix(same, groups, graph) for same in tensors]
     make = Edges if graph.changes else Choco
-    return [make(all_tensors, groups, graph.closure(), codec, options["gamma"])]
+    return [make(all_tensors, groups, graph.closure(), codec, options.gamma)]

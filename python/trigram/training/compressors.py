@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.average import Average, padded
@@ -269,20 +270,17 @@ def of(algorithm: Algorithm, optimizer: Any) -> GradientCompressor:
     """
     if algorithm.average is not None:
         return RegisteredCompressor(algorithm.average, algorithm.arguments)
-    block = algorithm.options.get("block")
+    options = algorithm.options
     if algorithm.value.carry == "momentum":
-        return MomentumCompressor(optimizer, algorithm.options["bits"], block)
-    return make(algorithm.value.what, block, algorithm.options, algorithm.aggregation)
+        return MomentumCompressor(optimizer, options.bits, options.block)
+    return make(algorithm.value.what, options, algorithm.aggregation)
 
 
-def make(
-    what: str, block: int | None, options: dict[str, Any], rule: RobustAggregation | None = None
-) -> GradientCompressor:
+def make(what: str, options: AlgorithmOptions, rule: RobustAggregation | None = None) -> GradientCompressor:
     """Makes the gradient compressor of a trigram's WHAT.
 
     Args:
         what: ``full``, ``powersgd:RANK`` or the name of a codec.
-        block: Values per block; None: the default of the codec.
         options: The algorithm's options; ``momentum`` is used with top-k.
         rule: The robust aggregation that replaces the mean; None: the mean.
     """
@@ -291,9 +289,9 @@ def make(
         return GradientCompressor() if rule is None else RobustCompressor(rule)
     if kind == "powersgd":
         return PowerSGDCompressor(int(parameter))
-    codec = find(what, block)
-    if options.get("momentum"):
-        return MomentumCorrectedCompressor(codec, options["momentum"])
+    codec = find(what, options.block)
+    if options.momentum:
+        return MomentumCorrectedCompressor(codec, options.momentum)
     feeds_back = kind in NEEDS_FEEDBACK
     second = find("int8") if kind == "sign" else codec
     feedback = (feeds_back, feeds_back and kind != "sign")

@@ -93,15 +93,15 @@ def ddp_hook(algorithm: str, group: AnyGroup = None, **options: Any) -> tuple[Ho
     if algorithm == "gradient_allreduce":
         options.pop("warmup_steps")
     chosen = find(algorithm, options)
-    if chosen.value.carry != "gradients" or chosen.options.get("momentum"):
-        needs = "momentum correction" if chosen.options.get("momentum") else chosen.value.carry
+    if chosen.value.carry != "gradients" or chosen.options.momentum:
+        needs = "momentum correction" if chosen.options.momentum else chosen.value.carry
         raise UnsupportedError(
             f"ddp_hook: {algorithm} works on {needs}, but a communication hook of DistributedDataParallel "
             "receives only gradients; use trigram.with_bagua instead"
         )
-    if chosen.options.get("warmup_steps"):
+    if chosen.options.warmup_steps:
         raise UnsupportedError(
-            f"ddp_hook: warmup_steps={chosen.options['warmup_steps']} is not supported; train these steps "
+            f"ddp_hook: warmup_steps={chosen.options.warmup_steps} is not supported; train these steps "
             "without the hook, then register it"
         )
     ranks = resolve(group)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trigram.algorithms.options import AlgorithmOptions
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.training import optimizer_trial
 
@@ -19,7 +20,7 @@ WHOLE = ("Muon", "Adafactor")
 """Those that need whole parameters."""
 
 
-def updates_values(optimizer: Any, options: Mapping[str, Any], name: str) -> bool:
+def updates_values(optimizer: Any, options: AlgorithmOptions, name: str) -> bool:
     """Whether an optimizer may be given slices of parameters; False: only whole parameters.
 
     What torch has is known. Others are tried, see :mod:`trigram.training.optimizer_trial`, so that an update
@@ -39,7 +40,7 @@ def updates_values(optimizer: Any, options: Mapping[str, Any], name: str) -> boo
             f"{name}: state='sharded' and fused=True need optimizer=, the torch.optim.Optimizer of the "
             f"model's parameters; it is {type(optimizer).__name__ if optimizer is not None else None}"
         )
-    kind, elementwise = type(optimizer), options["elementwise"]
+    kind, elementwise = type(optimizer), options.elementwise
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             f"{name}: {kind.__name__} computes with all parameters at once, so it can be neither sharded nor "
@@ -68,12 +69,12 @@ def updates_values(optimizer: Any, options: Mapping[str, Any], name: str) -> boo
                 "depends on other parameters too, such as by a norm of all gradients or a learning rate that "
                 "is found from them; clip with trigram.clip_grad_norm_ instead, where this is an option of it"
             )
-        if options.get("state") == "sharded" and not found.sent:
+        if options.sharded and not found.sent:
             raise UnsupportedError(
                 f"{name}: {kind.__name__} cannot be sharded: its state has objects other than tensors "
                 "and numbers, which no state_dict could collect"
             )
-        if options.get("fused") and not found.fused:
+        if options.fused and not found.fused:
             raise UnsupportedError(
                 f"{name}: {kind.__name__} cannot be fused: it counts its steps, and a step for each bucket "
                 "is more than one; remove fused=True"

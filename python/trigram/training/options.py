@@ -61,7 +61,7 @@ class Options:
                 f"{rule.parameter:g} smallest values, so it needs at least {rule.least()} ranks; there are "
                 f"{size}"
             )
-        if (quorum := algorithm.options.get("quorum", 1)) > max(size, 1):
+        if (quorum := algorithm.options.quorum or 1) > max(size, 1):
             raise UnsupportedError(f"{algorithm.name}: quorum={quorum} needs as many ranks; there are {size}")
         if self.check_finite and not algorithm.gradients:
             raise UnsupportedError(
@@ -69,7 +69,7 @@ class Options:
                 "averages weights; remove check_finite, or use a robust average (central:median/...), which "
                 "leaves out NaN and infinite values and names the rank that sent them"
             )
-        if algorithm.options.get("fused") and (self.check_finite or self.sample_weight is not None):
+        if algorithm.options.fused and (self.check_finite or self.sample_weight is not None):
             name = "check_finite" if self.check_finite else "sample_weight"
             raise UnsupportedError(
                 f"{algorithm.name}: {name} is not supported with fused=True, because it is known for all "
@@ -114,7 +114,7 @@ class Options:
                 f"{algorithm.name}: sample_weight is not supported with {algorithm.value}: {why}; remove "
                 "sample_weight"
             )
-        if (algorithm.options.get("fragments") or 1) > 1:
+        if (algorithm.options.fragments or 1) > 1:
             raise UnsupportedError(
                 f"{algorithm.name}: sample_weight is not supported with fragments, whose averages begin at "
                 "different steps; remove one of the two"

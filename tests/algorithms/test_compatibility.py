@@ -23,7 +23,7 @@ def cells() -> dict[tuple[str, str], str]:
     """What the page says of each pair."""
     found: dict[tuple[str, str], str] = {}
     columns: list[str] = []
-    for line in PAGE.read_text().splitlines():
+    for line in PAGE.read_text().split("## All refusals")[0].splitlines():
         parts = [part.strip() for part in line.split("|")[1:-1]]
         if parts and not parts[0]:
             columns = parts[1:]
@@ -62,4 +62,5 @@ def test_the_page_says_what_happens(elastic: bool) -> None:
         assert not wrong, wrong
         assert not elastic or said.keys() == {pair for pair, _ in found}
     assert PAGE.read_text().startswith(feature_pairs.HEAD)
+    assert PAGE.read_text().endswith(feature_pairs.page({}).split("## All refusals")[1])
     assert all(f"{k}. {reason}" in PAGE.read_text() for k, reason in enumerate(feature_pairs.REASONS, 1))

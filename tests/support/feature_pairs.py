@@ -15,6 +15,7 @@ from torch import nn
 
 import trigram
 from tests.support.ternary import register
+from trigram.algorithms.compatibility import REFUSALS
 
 LATE = 30.0
 NO_ALGORITHM = "no algorithm goes with both"
@@ -159,27 +160,9 @@ def outcome(rank: int, *features: Feature) -> str:
 # The page.
 
 REASONS = [
-    "between averages each rank needs the whole state of its own weights",
-    "gradients='shards' sums gradients in full, without codecs, robust and registered averages",
-    "fused=True needs uncompressed gradients",
-    "check_finite checks gradients before they are sent, but this algorithm averages weights",
-    "filters= change gradients before they are averaged, but this algorithm averages weights",
-    "with this one the ranks hold different weights between averaging steps",
-    "the graph fixes the weights of neighbours, so that the mean over all ranks does not change",
-    "its ranks are at different steps, so no averaging step belongs to one set of samples",
-    "a robust average counts ranks, so one rank with a wrong weight would count as many",
-    "an averaging step added with trigram.register computes the average without it",
-    "an average added with trigram.register need not be linear",
-    "ranks that were late do not have what the others agreed on meanwhile",
+    *dict.fromkeys(refusal.why for refusal in REFUSALS),
     "it must be a divisor of the 1 steps",
-    "sample_weight is not supported with fragments, whose averages begin at different steps",
-    "a rank without inputs makes no optimizer step, and the others need its part of the weights",
-    "it is known for all ranks only at the end of backward, when weights have been updated",
     "the model is in a block of join",
-    "which has a warm-up",
-    "a lost rank takes its part of the gradients with it",
-    "a step in which a rank is lost could not be repeated",
-    "ranks that join would have to follow its trials",
 ]
 """Parts of the errors of pairs that are refused, beside that an algorithm does not have an option."""
 HEAD = """# What goes with what
@@ -192,7 +175,7 @@ ranks, and a test compares it with what happens.
 * **-**: the algorithm has no such option, as it would have nothing to do; the error lists the options that it
   has.
 * **no**: no algorithm goes with both.
-* A number: it is refused, on all ranks, and the error says this:
+* A number: it is refused, on all ranks, and the error says this (`trigram/algorithms/compatibility.py`):
 
 """
 
@@ -222,6 +205,9 @@ def page(found: dict[tuple[str, str], str]) -> str:
         for row in rows:
             cells = [cell(found[row, name]) if (row, name) in found else "" for name in names]
             text += f"| {row} | {' | '.join(cells)} |\n"
+    text += "\n## All refusals\n\n| | is not supported with | |\n|---|---|---|\n"
+    for one, other, why in REFUSALS:
+        text += f"| {one} | {other} | {REASONS.index(why) + 1} |\n"
     return text
 
 

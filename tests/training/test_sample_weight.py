@@ -235,6 +235,63 @@ def local_sgd(rank: int, world: int, label: str) -> None:
             close(a.detach(), e.detach(), 3e-5 * float(e.abs().max()), f"{label}, step {step}")
 
 
+@CASES.over("awaited", "overlapping", "saved")
+def fragments(rank: int, world: int, label: str) -> None:
+    """A fragment weighs what the steps since its own last average weigh together."""
+    every, overlaps = 4, label == "overlapping"
+
+    def weight(r: int, step: int) -> float:
+        return float((r + 3 * step) % 5)
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        module = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False))
+        return module, torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def ours() -> tuple[Any, torch.optim.Optimizer]:
+        module, optimizer = make()
+        given = {"sample_weight": lambda: weight(rank, at[0]), "fragments": 2, "overlap": overlaps}
+        return trigram.with_bagua(module, f"central/full/every:{every}", **given), optimizer
+
+    at = [0]
+    model, optimizer = ours()
+    replicas = [make() for _ in range(world)]
+    since = [0, 0]  # by fragment, the first step that its next average counts
+    means: list[tuple[int, Tensor]] = []
+    for step in range(11):
+        if step == 5 and label == "saved":
+            kept, weights = trigram.algorithm_state(model), model.state_dict()
+            model, optimizer = ours()
+            model.load_state_dict(weights)
+            trigram.load_algorithm_state(model, kept)
+        at[0] = step
+        optimizer.zero_grad()
+        per_sample(model, inputs(rank, step)).backward()
+        for r, (m, o) in enumerate(replicas):
+            o.zero_grad()
+            per_sample(m, inputs(r, step)).backward()
+        for part, mean in means:  # of before this step; its gradients are of other weights
+            for m, _ in replicas:
+                list(m.parameters())[part].data.copy_(mean)
+        means = []
+        optimizer.step()
+        for _, o in replicas:
+            o.step()
+        if (step + 1) % (every // 2) == 0:
+            part = (step + 1) // (every // 2) % 2
+            w = [sum(weight(r, s) for s in range(since[part], step + 1)) for r in range(world)]
+            since[part] = step + 1
+            those = [list(m.parameters())[part].detach() for m, _ in replicas]
+            mean = torch.stack([a * p for a, p in zip(w, those, strict=True)]).sum(0) / sum(w)
+            if overlaps:
+                means.append((part, mean))
+            else:
+                for p in those:
+                    p.copy_(mean)
+        for a, e in zip(model.parameters(), replicas[rank][0].parameters(), strict=True):
+            close(a.detach(), e.detach(), 3e-6, f"{label}, step {step}")
+
+
 class Partly(nn.Module):
     """Rank 0 alone uses `rare`, nobody uses `never`; rows of `table` have sparse gradients."""
 

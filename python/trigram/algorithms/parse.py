@@ -9,7 +9,7 @@ from math import inf
 from typing import Any
 
 from trigram import codecs
-from trigram.algorithms import graphs
+from trigram.algorithms import compatibility, graphs
 from trigram.algorithms.names import DEFAULT, SHARDED, Entry, named, names
 from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
@@ -155,7 +155,7 @@ class _Parser:
         options |= self._options(kind, what, every, carry)
         options |= self._sharding(what, carry)
         if kind == "central" and graph:
-            options |= self._robust(graph, what, carry)
+            options |= self._robust(graph)
         arguments: dict[str, Any] = {}
         if entry.step is not None or entry.average is not None:
             own = {**options, **{k: self.given.pop(k) for k in entry.options if k in self.given}}
@@ -173,7 +173,7 @@ class _Parser:
         elif when != "sync":
             when = f"every:{every}"
         value = replace(value, who=who, what=what, when=when, carry=carry)
-        return Algorithm(
+        algorithm = Algorithm(
             self.name,
             value,
             kind,
@@ -186,6 +186,8 @@ class _Parser:
             self.from_environment,
             tuple(self.given),
         )
+        compatibility.check(f"algorithm {self.name!r}", compatibility.features(algorithm))
+        return algorithm
 
     def _when(self, when: str) -> tuple[int | None, int | None]:
         """Training steps per averaging step and None, or None and the staleness."""
@@ -230,29 +232,8 @@ class _Parser:
         codecs.find(what)
         return what
 
-    def _robust(self, aggregation: str, what: str, carry: str) -> dict[str, Any]:
-        """Checks what a robust aggregation is combined with, and returns its option."""
-        codec = what.partition(":")[0]
-        if codec == "powersgd":
-            raise self.refuse(
-                f"central:{aggregation} compares the tensors of single ranks, and powersgd sends matrices "
-                "that are meaningful only after summation; use int8 or another codec"
-            )
-        if codec in ("topk", "randomk", "chunktopk"):
-            raise self.refuse(
-                f"central:{aggregation} cannot be combined with {what}: each element is sent by few ranks, "
-                "so nearly all values sent would be discarded as outliers; use int8, int4, fp8 or sign"
-            )
-        if carry == "momentum":
-            raise self.refuse(
-                f"central:{aggregation} cannot be combined with carry='momentum': a rank's momentum would "
-                "still contain the values that were discarded; use gradients, weights or differences"
-            )
-        if self.entry.step is not None:
-            raise self.refuse(
-                f"central:{aggregation} cannot be combined with a registered step, which computes its "
-                "averages itself; use who='central'"
-            )
+    def _robust(self, aggregation: str) -> dict[str, Any]:
+        """The option of a robust aggregation."""
         if not aggregation.startswith("clip"):
             return {}
         must = "a number of iterations, 1 or more"
@@ -320,7 +301,7 @@ class _Parser:
             and what == "full"
             and every is not None
         ):
-            found |= self._quorum(found)
+            found |= self._quorum()
         if not gradients:
             # An outer optimizer makes up for short steps itself, and is tuned with the plain inner one.
             outer = found.get("outer_lr", 1.0) != 1 or found.get("outer_momentum", 0.0) != 0
@@ -333,7 +314,7 @@ class _Parser:
             )
         return found
 
-    def _quorum(self, found: dict[str, Any]) -> dict[str, Any]:
+    def _quorum(self) -> dict[str, Any]:
         """The options of averaging steps that go on without ranks that are late; nothing without a quorum."""
         must = "a number of ranks, 1 or more"
         quorum = self.option("quorum", None, lambda q: q is None or (bool(q) and _positive(q)), must)
@@ -342,12 +323,6 @@ class _Parser:
             if grace is not None:
                 raise self.refuse(f"grace={grace} is how long a quorum waits for the others; add quorum=")
             return {}
-        for name, plain in (("outer_lr", 1), ("outer_momentum", 0), ("fragments", 1), ("overlap", False)):
-            if found[name] != plain:
-                raise self.refuse(
-                    f"quorum={quorum} is not supported with {name}={found[name]}: ranks that were late do "
-                    "not have what the others agreed on meanwhile; remove one of the two"
-                )
         return {"quorum": quorum, "grace": grace}
 
     def _sharding(self, what: str, carry: str) -> dict[str, Any]:
@@ -361,12 +336,6 @@ class _Parser:
             return {}  # the script's options belong to another algorithm
         state = self.option("state", "replicated", lambda s: s in places, "replicated or sharded")
         fused = self.option("fused", False, _flag, "True or False")
-        if (fused or state == "sharded") and carry != "gradients":
-            raise self.refuse(
-                "state='sharded' and fused=True need an algorithm that averages gradients in every step, "
-                f"and this one averages {carry}: between averages each rank needs the whole state of its own "
-                "weights"
-            )
         if state == "sharded":
             found = {
                 "state": state,
@@ -378,17 +347,7 @@ class _Parser:
             if "copies" in self.given:
                 several = lambda n: _whole(n) and n > 1  # noqa: E731
                 found["copies"] = self.option("copies", COPIES, several, "a number of ranks, 2 or more")
-            if found["gradients"] == "shards" and not plain:
-                raise self.refuse(
-                    "gradients='shards' sums gradients in full, without codecs, robust and registered "
-                    "averages; use gradients='full' with these"
-                )
         if fused:
-            if not plain:
-                raise self.refuse(
-                    "fused=True needs uncompressed gradients: only they arrive together with the word which "
-                    "parameters any rank has used; remove codecs, robust and registered averages"
-                )
             found["fused"] = True
         if found:
             must = "True, False or None"

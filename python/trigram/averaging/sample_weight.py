@@ -8,7 +8,7 @@ the weights. It starts with the backward pass and is awaited after the averages,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,12 +31,14 @@ class SampleWeight:
 
     Attributes:
         mine: This rank's weight in the averaging step that :meth:`start_averaging` started.
-        pending: The sum of the weights of the backward passes since then.
+        pending: For each fragment of what is averaged, the sum of the weights of the backward passes since
+            its last averaging step.
     """
 
     def __init__(self, given: float | Callable[[], float], group: Group) -> None:
         self.given = given
-        self.mine = self.pending = 0.0
+        self.mine = 0.0
+        self.pending = [0.0]
         self.local = torch.zeros(1, dtype=torch.float64, device="cpu")
         self.work: collectives.Work | None = None
         self.renew(group)
@@ -50,12 +52,18 @@ class SampleWeight:
 
     def add_backward(self) -> None:
         """Adds the weight of a backward pass that begins; it counts in the next averaging step."""
-        self.pending += float(self.given() if callable(self.given) else self.given)
+        weight = float(self.given() if callable(self.given) else self.given)
+        self.pending = [before + weight for before in self.pending]
 
-    def start_averaging(self) -> None:
-        """Starts an averaging step. An invalid weight counts as 0 here; :meth:`factor` raises on all
-        ranks."""
-        self.local[0], self.pending = self.pending, 0.0
+    def divide(self, fragments: int) -> None:
+        """From now on so many fragments are averaged, one after the other."""
+        if len(self.pending) != fragments:
+            self.pending = [self.pending[0]] * fragments
+
+    def start_averaging(self, fragment: int = 0) -> None:
+        """Starts an averaging step of a fragment. An invalid weight counts as 0 here; :meth:`factor` raises
+        on all ranks."""
+        self.local[0], self.pending[fragment] = self.pending[fragment], 0.0
         weight = float(self.local[0])
         self.mine = weight if 0 < weight < math.inf else 0.0
         self.work = collectives.all_gather(self.weights, self.local, self.group, async_op=True)
@@ -104,11 +112,15 @@ class SampleWeight:
             idle: This rank has no inputs left: its weight is 0.
             again: The pass is repeated after a rank was lost: its weight is that of the last pass.
         """
-        self.pending = float(self.local[0]) if again else 0.0
+        self.pending = [float(self.local[0]) if again else 0.0]
         self.last_call = self.group.core.next() + 1
         if not idle and not again:
             self.add_backward()
         self.start_averaging()
+
+    def load(self, pending: float | Sequence[float]) -> None:
+        """Restores ``pending``; a number is that of one fragment, in checkpoints of releases before."""
+        self.pending = [float(p) for p in (pending if isinstance(pending, Sequence) else [pending])]
 
     def abort(self, why: str) -> None:
         """Aborts the exchange of weights after a failed pass; all ranks count the same calls afterwards."""

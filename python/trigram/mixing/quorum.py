@@ -82,6 +82,8 @@ class QuorumSteps:
         self.trained = 0  # training steps of this rank since its last average
         self.here = [False] * n  # of the leader: who has said so; of another rank: whether it has
         self.there = [True] * n  # who has not ended its training
+        if groups.sample_weight is not None:
+            groups.sample_weight.divide(1)
         self.late = False  # the averaging step that this rank's next one belongs to went on without it
         self.leaves = False
         self.flushed_by: set[int] = set()
@@ -213,7 +215,7 @@ class QuorumSteps:
         if len(members) > 1:  # what a rank trains alone counts in its next average
             self.trained = 0
             if self.groups.sample_weight is not None:
-                mine, self.groups.sample_weight.pending = self.groups.sample_weight.pending, 0.0
+                [mine], self.groups.sample_weight.pending = self.groups.sample_weight.pending, [0.0]
             weights.take()
             weights.out.copy_(weights.inp)
             self._exchange(weights.out, members, mine)
@@ -345,11 +347,11 @@ class QuorumSteps:
     def state(self) -> dict[str, Any]:
         """The averaging steps so far, and this rank's training steps since the last, with their weight."""
         weight = self.groups.sample_weight
-        kept = {"weight": weight.pending} if weight is not None else {}
+        kept = {"weight": list(weight.pending)} if weight is not None else {}
         return {**kept, "rounds": self.steps_done, "trained": self.trained}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         self.steps_done, self.trained = state["rounds"], state["trained"]
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.pending = state["weight"]
+            self.groups.sample_weight.load(state["weight"])

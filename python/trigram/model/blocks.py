@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 
 from torch import nn
 
+from trigram.algorithms import compatibility
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
 from trigram.training.uneven_inputs import UnevenInputs
@@ -64,16 +65,13 @@ def join(*models: nn.Module, throw_on_early_termination: bool = False) -> Abstra
     if not models:
         raise MisuseError("join: pass the models that are trained in the block, as in trigram.join(model)")
     wrapped = [lookup(model, "join") for model in models]
-    if any(w.states is not None for w in wrapped):
-        raise UnsupportedError(
-            "join: not supported for elastic models; a rank that has no more inputs ends its script, and the "
-            "others continue without it"
-        )
-    if any((w.algorithm.options.sharded or w.algorithm.options.fused) and w.size > 1 for w in wrapped):
-        raise UnsupportedError(
-            "join: not supported with state='sharded' and fused=True, because a rank without inputs makes no "
-            "optimizer step, and the others need its part of the weights; give all ranks as many batches"
-        )
+    for one in wrapped:
+        features: set[compatibility.Feature] = {"trigram.join"}
+        if one.states is not None:
+            features.add("elastic=True")
+        if one.size > 1:
+            features |= compatibility.features(one.algorithm)
+        compatibility.check("join", features)
     if any(w.group.ranks != wrapped[0].group.ranks for w in wrapped) or len(set(map(id, wrapped))) < len(
         wrapped
     ):

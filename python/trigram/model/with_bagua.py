@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from trigram.algorithms import compatibility
 from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
 from trigram.algorithms.trigram import Algorithm, Trigram
@@ -25,6 +26,7 @@ from trigram.plan.file import agreed
 from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.world import AnyGroup, resolve
+from trigram.training import fidelity
 from trigram.training.compose import check
 from trigram.training.model_checks import check_modules
 from trigram.training.options import Options, ignored_names
@@ -129,10 +131,7 @@ def with_bagua(
         bucket_mb = decision.bucket_mb if bucket_mb is None else bucket_mb
     if (automatic := settle.settings(algorithm, options)) is not None:
         if elastic is not False:
-            raise UnsupportedError(
-                "with_bagua: algorithm='auto' does not support elastic=True: ranks that join would have to "
-                'follow its trials; measure with trigram plan, and pass plan="plan.json"'
-            )
+            compatibility.check("with_bagua", {"elastic=True", "algorithm='auto'"})
         algorithm, options = DEFAULT, {}
     chosen = find(algorithm, options)
     if bucket_mb is None:
@@ -162,11 +161,8 @@ def with_bagua(
     if automatic is not None:
         _warn_of("auto", automatic.ignored, ranks)
     extras.check(chosen, ranks.size)
-    if extras.filters and any(True for _ in sparse_parameters(model)):
-        raise UnsupportedError(
-            "with_bagua: filters= do not see the gradients of modules with sparse=True, which would be sent "
-            "as they are; create them with sparse=False, or remove filters="
-        )
+    features = compatibility.features(chosen) | extras.features() | _of_model(model)
+    compatibility.check(f"algorithm {chosen.name!r}", features)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
     if asked is not None and (unfit := _unfit(model, names)):
@@ -198,6 +194,11 @@ def _filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
         f"with_bagua: filters={given!r} must be a sequence of objects of subclasses of "
         "trigram.averaging.GradientFilter, such as [MyFilter()]"
     )
+
+
+def _of_model(model: nn.Module) -> set[compatibility.Feature]:
+    """What the model has that some features do not go with."""
+    return {"modules with sparse=True"} if list(sparse_parameters(model)) else set()
 
 
 def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:
@@ -232,14 +233,6 @@ def _warn_of(chosen: str, unknown: Sequence[str], ranks: Group) -> None:
         )
 
 
-_NOT_ELASTIC = {
-    "fused": (True, "because a step in which a rank is lost could not be repeated; remove it"),
-    "gradients": ("shards", "because a lost rank takes its part of the gradients with it; use 'full'"),
-    "overlap": (True, "because a rank may be lost while weights are collected; use overlap=False"),
-}
-"""Options of sharded and fused optimizers that elastic jobs do not support, and why."""
-
-
 def _check_copies(chosen: Algorithm, elastic: bool) -> None:
     """Raises if copies of a sharded optimizer's state are asked for in a job whose ranks do not change."""
     if chosen.options.copies is not None and not elastic:
@@ -258,26 +251,13 @@ def _states(
             "with_bagua: elastic=True also needs optimizer=, because a joining rank receives the "
             "optimizer's state"
         )
+    features = compatibility.features(chosen)
+    features.add("elastic=True")
     if group is not None:
-        raise UnsupportedError("with_bagua: elastic=True trains on all ranks of the job; remove group=")
-    if chosen.value.carry == "momentum" or chosen.options.warmup_steps:
-        raise UnsupportedError(
-            f"with_bagua: elastic=True does not support {chosen.name}, which has a warm-up; choose an "
-            "algorithm without warm-up"
-        )
-    if chosen.options.quorum is not None:
-        raise UnsupportedError(
-            "with_bagua: elastic=True does not support quorum=, whose ranks all depend on the first one; use "
-            "one of the two"
-        )
-    for option, (value, why) in _NOT_ELASTIC.items():
-        if getattr(chosen.options, option) == value and (chosen.options.sharded or option == "fused"):
-            raise UnsupportedError(f"with_bagua: elastic=True does not support {option}={value!r}, {why}")
-    if list(sparse_parameters(model)):
-        raise UnsupportedError(
-            "with_bagua: elastic=True does not support modules with sparse=True; create them with "
-            "sparse=False"
-        )
+        features.add("group=")
+    if fidelity.every():
+        features.add("TRIGRAM_GRADIENTS")
+    compatibility.check(f"algorithm {chosen.name!r}", features | _of_model(model))
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
     for s in states:
         if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):

@@ -103,11 +103,6 @@ class WrappedModel:
         if self.groups is None:
             return
         looks = fidelity.every()
-        if looks and self.states is not None:
-            raise UnsupportedError(
-                f"with_bagua: {fidelity.VARIABLE} is not supported with elastic=True, where ranks come and "
-                "go; unset it"
-            )
         if not self.groups.joining:
             seen = f", looks at gradients every {looks} steps" if looks else ""
             agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trigram.algorithms import graphs
+from trigram.algorithms import compatibility, graphs
 from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.parse import COPIES
 from trigram.algorithms.trigram import Algorithm
@@ -135,10 +135,7 @@ def check(algorithm: Algorithm, optimizer: Any, model: nn.Module) -> None:
         if not isinstance(optimizer, QAdam):
             raise MisuseError(f"{algorithm.name}: needs optimizer=trigram.QAdam(model.parameters(), ...)")
         if list(sparse_parameters(model)):
-            raise UnsupportedError(
-                f"{algorithm.name}: its momenta are dense, and {type(model).__name__} has modules with "
-                "sparse=True; create them with sparse=False, or choose another algorithm"
-            )
+            compatibility.check(algorithm.name, {"QAdam's momentum", "modules with sparse=True"})
     elif options.momentum:
         if optimizer is None:
             raise MisuseError(

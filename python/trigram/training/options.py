@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from trigram.algorithms import compatibility
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.groups import ModelGroups
@@ -63,62 +64,28 @@ class Options:
             )
         if (quorum := algorithm.options.quorum or 1) > max(size, 1):
             raise UnsupportedError(f"{algorithm.name}: quorum={quorum} needs as many ranks; there are {size}")
-        if self.check_finite and not algorithm.gradients:
-            raise UnsupportedError(
-                f"{algorithm.name}: check_finite checks gradients before they are sent, but this algorithm "
-                "averages weights; remove check_finite, or use a robust average (central:median/...), which "
-                "leaves out NaN and infinite values and names the rank that sent them"
-            )
-        if algorithm.options.fused and (self.check_finite or self.sample_weight is not None):
-            name = "check_finite" if self.check_finite else "sample_weight"
-            raise UnsupportedError(
-                f"{algorithm.name}: {name} is not supported with fused=True, because it is known for all "
-                "ranks only "
-                "at the end of backward, when weights have been updated; use one of both"
-            )
-        if self.filters and not algorithm.gradients:
-            raise UnsupportedError(
-                f"{algorithm.name}: filters= change gradients before they are averaged, but this algorithm "
-                "averages weights; change gradients between backward() and optimizer.step()"
-            )
         if self.check_replicas < 0:
             raise MisuseError(
                 f"with_bagua: check_replicas={self.check_replicas} must be a number of steps, or 0 for no "
                 "checks"
             )
-        if self.check_replicas and not algorithm.gradients:
-            raise UnsupportedError(
-                f"{algorithm.name}: check_replicas needs an algorithm that averages gradients; with this "
-                "one the ranks hold different weights between averaging steps; remove check_replicas"
-            )
-        if self.sample_weight is None:
-            return
-        if not callable(self.sample_weight) and not isinstance(self.sample_weight, int | float):
+        weight = self.sample_weight
+        if not (weight is None or callable(weight) or isinstance(weight, int | float)):
             raise MisuseError(
-                f"with_bagua: sample_weight={self.sample_weight!r} must be a number or a callable that "
-                "returns one"
+                f"with_bagua: sample_weight={weight!r} must be a number or a callable that returns one"
             )
-        why = ""
-        if rule is not None:
-            why = "a robust average counts ranks, so one rank with a wrong weight would count as many"
-        elif algorithm.kind != "central":
-            why = "the graph fixes the weights of neighbours, so that the mean over all ranks does not change"
-        elif algorithm.every is None:
-            why = "its ranks are at different steps, so no averaging step belongs to one set of samples"
-        elif algorithm.step is not None:
-            why = "an averaging step added with trigram.register computes the average without it"
-        elif algorithm.average is not None:
-            why = "an average added with trigram.register need not be linear"
-        if why:
-            raise UnsupportedError(
-                f"{algorithm.name}: sample_weight is not supported with {algorithm.value}: {why}; remove "
-                "sample_weight"
-            )
-        if (algorithm.options.fragments or 1) > 1:
-            raise UnsupportedError(
-                f"{algorithm.name}: sample_weight is not supported with fragments, whose averages begin at "
-                "different steps; remove one of the two"
-            )
+        wanted = compatibility.features(algorithm) | self.features()
+        compatibility.check(algorithm.name, wanted)
+
+    def features(self) -> set[compatibility.Feature]:
+        """Those that are asked for."""
+        asked: dict[compatibility.Feature, bool] = {
+            "sample_weight=": self.sample_weight is not None,
+            "check_finite=True": self.check_finite,
+            "check_replicas=": self.check_replicas > 0,
+            "filters=": bool(self.filters),
+        }
+        return {feature for feature, wanted in asked.items() if wanted}
 
     def bind(self, groups: ModelGroups, algorithm: Algorithm) -> None:
         """Sets the options in the model's process groups, after all ranks have agreed on them."""

@@ -114,6 +114,8 @@ class _CountedSchedule:
         self.waits = 0
         self.waited = 0.0
         self.polled_at = 0.0
+        if groups.sample_weight is not None:
+            groups.sample_weight.divide(len(fragments))
 
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""
@@ -145,9 +147,9 @@ class _CountedSchedule:
 
     def _start(self, boundary: int = 0) -> None:
         """Starts the next averaging step."""
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.start_averaging()
         n, fragment = self.steps_started, self._next_fragment()
+        if self.groups.sample_weight is not None:
+            self.groups.sample_weight.start_averaging(fragment)
         span = spans.begin("rounds", lambda: f"round {n}")
         with spans.naming(self.groups.main, lambda: f"round {n}"):
             for step in self.fragments[fragment]:
@@ -193,7 +195,7 @@ class _CountedSchedule:
     def state(self) -> dict[str, Any]:
         """The number of averaging steps, and the state of each."""
         weight = self.groups.sample_weight
-        kept = {"weight": weight.pending} if weight is not None else {}
+        kept = {"weight": list(weight.pending)} if weight is not None else {}
         exchanges = [e.state() for steps in self.fragments for e in steps]
         return {**kept, "rounds": self.steps_done, "exchanges": exchanges}
 
@@ -201,7 +203,7 @@ class _CountedSchedule:
         """See :meth:`state`."""
         self.steps_done = self.steps_started = state["rounds"]
         if self.groups.sample_weight is not None:
-            self.groups.sample_weight.pending = state["weight"]
+            self.groups.sample_weight.load(state["weight"])
         all_steps = [step for steps in self.fragments for step in steps]
         for step, kept in zip(all_steps, state["exchanges"], strict=True):
             step.load(kept)

@@ -61,6 +61,7 @@ ALGORITHMS = [
     Feature("auto", "auto"),
 ]
 OPTIONS = [
+    Feature("every=function", options={"every": lambda step: step % 2 == 0}),
     Feature("overlap", options={"overlap": True}),
     Feature("fragments", options={"fragments": 2}),
     Feature("quorum", options={"quorum": 2}),

@@ -26,6 +26,7 @@ Feature = Literal[
     "outer_momentum=",
     "overlap=True",
     "fragments=",
+    "every= of a function",
     "quorum=",
     "warmup_steps=",
     "state='sharded'",
@@ -116,6 +117,12 @@ REFUSALS = (
     Refusal("quorum=", "outer_momentum=", _LATE),
     Refusal("quorum=", "fragments=", _LATE),
     Refusal("quorum=", "overlap=True", _LATE),
+    Refusal("quorum=", "every= of a function", "late ranks count by their own steps; use a number"),
+    Refusal(
+        "every= of a function",
+        "averages of neighbours",
+        "neighbours would not notice that they average at different steps; use a number",
+    ),
     Refusal(
         "check_finite=True",
         "an algorithm that averages weights",
@@ -266,6 +273,8 @@ def _features(algorithm: Algorithm) -> Iterator[Feature]:
         yield "outer_momentum="
     if (options.fragments or 1) > 1:
         yield "fragments="
+    if options.due is not None:
+        yield "every= of a function"
     if options.quorum is not None:
         yield "quorum="
     if options.sharded:

@@ -18,6 +18,8 @@ class AlgorithmOptions:
         gamma: The fraction of a compressed difference that gossip applies.
         feedback: How much of what a codec lost the next averaging step adds; None: by the codec.
         iterations: Of a robust aggregation; None: its own number.
+        due: Says, from the number of training steps, whether weights are averaged after that one; None: every
+            so many steps.
         overlap: Averages of weights run during the next step, and sharded weights are collected then.
         fragments: Parts of the weights, averaged one after the other; None: by their size.
         staleness: Boundaries after which a rank waits for an averaging step in the background; None: never.
@@ -40,6 +42,7 @@ class AlgorithmOptions:
     gamma: float = 1.0
     feedback: float | None = None
     iterations: int | None = None
+    due: Callable[[int], bool] | None = None
     overlap: bool = False
     fragments: int | None = None
     staleness: int | None = None
@@ -62,6 +65,10 @@ class AlgorithmOptions:
         return self.state == "sharded"
 
     def __str__(self) -> str:
-        """Those that are not as above; without ``script``, which is a function of each rank's own."""
-        told = [f for f in fields(self) if f.name != "script" and getattr(self, f.name) != f.default]
-        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in told)
+        """Those that are not as above. Functions are of each rank's own, so only that there is one counts."""
+        told = [(f.name, getattr(self, f.name)) for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(
+            f"{name}={'a function' if callable(value) else repr(value)}"
+            for name, value in told
+            if name != "script"
+        )

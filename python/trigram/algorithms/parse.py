@@ -81,6 +81,7 @@ class _Parser:
         self.given = {**entry.options, **options}
         self.taken: dict[str, Any] = {}
         self.known: list[str] = []
+        self.due: Callable[[int], bool] | None = None
 
     def refuse(self, why: str) -> UnsupportedError:
         """The error to raise, with the algorithm's name."""
@@ -154,6 +155,8 @@ class _Parser:
         options: dict[str, Any] = {"staleness": staleness} if every is None else {}
         options |= self._options(kind, what, every, carry)
         options |= self._sharding(what, carry)
+        if self.due is not None:
+            options["due"] = self.due
         if kind == "central" and graph:
             options |= self._robust(graph)
         arguments: dict[str, Any] = {}
@@ -197,7 +200,10 @@ class _Parser:
         if kind in ("every", "async") and (number.isdigit() or (kind == "async" and not number)):
             count = int(number) if number else None
             if kind == "every":
-                count = self.option("every", count, _positive, "a number of steps, 1 or more")
+                must = "a number of steps, 1 or more, or a function that says after which steps"
+                count = self.option("every", count, lambda h: callable(h) or _positive(h), must)
+                if callable(count):
+                    self.due, count = count, 1
             else:
                 count = self.option("staleness", count, _positive, "a number of steps, 1 or more, or None")
             if count != 0:

@@ -65,8 +65,10 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered classes: {algorithm.name}"
         )
-    if algorithm.options.quorum is not None:
-        raise UnsupportedError(f"plan: the model has no quorum: {algorithm.name}")
+    if algorithm.options.quorum is not None or algorithm.options.due is not None:
+        raise UnsupportedError(
+            f"plan: the model has no quorum, and no every= of a function: {algorithm.name}"
+        )
     if job.machines.ranks == 1:
         return Prediction(job.compute.step, 0.0, 0.0, 0.0)
     if algorithm.gradients:

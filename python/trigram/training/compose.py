@@ -187,7 +187,7 @@ def _schedule(
     ]
     if optimizer is not None and _averages_state(algorithm):
         fragments[0].append(OptimizerState(groups, optimizer))
-    return EverySteps(fragments, groups, algorithm.every, options.overlap)
+    return EverySteps(fragments, groups, algorithm.every, options.overlap, options.due)
 
 
 def _fragments(

@@ -114,6 +114,7 @@ class _CountedSchedule:
         self.waits = 0
         self.waited = 0.0
         self.polled_at = 0.0
+        self.due_at = 0  # the last boundary at which one was due
         if groups.sample_weight is not None:
             groups.sample_weight.divide(len(fragments))
 
@@ -179,7 +180,8 @@ class _CountedSchedule:
     def drain(self, timeout: float | None = None) -> None:
         """Makes averaging steps until this rank has made as many as every other rank."""
         control = self.groups.control
-        most = max(started for (started,) in tell_all([self.steps_started], control))
+        # A rank that is behind makes the averaging step of the one that is ahead.
+        most, self.due_at = max((a, b) for a, b in tell_all([self.steps_started, self.due_at], control))
         while self.steps_done < most:
             if not self.under_way:
                 self._start()
@@ -219,12 +221,22 @@ class EverySteps(_CountedSchedule):
         every: h, a multiple of p.
         overlap: The averaging step begins with the next training step, runs during its forward and backward
             passes and is applied before its update. Without it the averaging step ends at the boundary.
+        due: Says from the number of training steps whether there is one; None: at every h-th.
+
+    Attributes:
+        is_due: Whether there is one at the last boundary.
     """
 
     def __init__(
-        self, fragments: Sequence[Sequence[AveragingStep]], groups: ModelGroups, every: int, overlap: bool
+        self,
+        fragments: Sequence[Sequence[AveragingStep]],
+        groups: ModelGroups,
+        every: int,
+        overlap: bool,
+        due: Callable[[int], bool] | None = None,
     ) -> None:
         super().__init__(fragments, groups)
+        self.due, self.is_due = due, False
         self.every, self.overlap = every // len(fragments), overlap
         self.steps_due = 0
         self.fragment = 0
@@ -237,12 +249,21 @@ class EverySteps(_CountedSchedule):
         """See :class:`StepSchedule`."""
         if self.steps_started > self.steps_done:
             self._finish(moved=True)  # this training step had no update before which it could end
-        if step % self.every == 0:
+        self.is_due = bool(self.due(step)) if self.due is not None else step % self.every == 0
+        if self.is_due:
+            self.due_at = step
             self.fragment = step // self.every % len(self.fragments)
             self.steps_due = self.steps_started + 1
             if not self.overlap:
                 self._start()
                 self._finish(moved=False)
+
+    def _start(self, boundary: int = 0) -> None:
+        """See :class:`_CountedSchedule`. Ranks whose function says different things would average what does
+        not belong together, so calls have the number of their boundary."""
+        if self.due is not None:
+            self.groups.main.core.set_pass(1 + self.due_at % 0xFFFF)
+        super()._start(boundary)
 
     def begin_step(self) -> None:
         """See :class:`StepSchedule`."""
@@ -258,12 +279,13 @@ class EverySteps(_CountedSchedule):
 
     def state(self) -> dict[str, Any]:
         """See :class:`_CountedSchedule`."""
-        return {**super().state(), "due": self.steps_due, "fragment": self.fragment}
+        return {**super().state(), "due": self.steps_due, "fragment": self.fragment, "due_at": self.due_at}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
         self.steps_due = state["due"]
+        self.due_at = state.get("due_at", 0)
         self.fragment = state.get("fragment", 0)
 
 

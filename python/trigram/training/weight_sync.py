@@ -416,8 +416,8 @@ class WeightSync(StepHooks):
         except MismatchError as e:
             raise MismatchError(
                 f"{self.groups.name}: the ranks average different weights after this training step; if "
-                "parameters were frozen, replaced, added or loaded on some ranks only, do the same on all "
-                f"ranks ({e})"
+                "parameters were frozen, replaced, added or loaded on some ranks only, or a function given "
+                f"as every= says something else there, do the same on all ranks ({e})"
             ) from e
 
     def _boundary(self) -> bool:
@@ -428,7 +428,7 @@ class WeightSync(StepHooks):
         if self.fidelity is not None and isinstance(self.schedule, EverySteps) and self.join is None:
             self.fidelity.weights(number, self.trained)
         self.schedule.boundary(number)
-        return isinstance(self.schedule, EverySteps) and number % self.schedule.every == 0
+        return isinstance(self.schedule, EverySteps) and self.schedule.is_due
 
     # Models that change.
 

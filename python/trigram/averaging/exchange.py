@@ -14,21 +14,11 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol
 
 from trigram.collectives.work import Work
 from trigram.errors import AbortedError, MisuseError, TrigramError
 from trigram.runtime import serving
-
-
-class Pending(Protocol):
-    """What an exchange waits for: a collective, messages, or several of them."""
-
-    def is_completed(self) -> bool:
-        """Whether it has ended, or failed."""
-
-    def wait(self) -> object:
-        """Waits until it has ended; raises if it failed."""
+from trigram.runtime.serving import Pending
 
 
 class Together:

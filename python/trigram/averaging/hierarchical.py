@@ -16,12 +16,13 @@ from dataclasses import dataclass
 import torch
 
 from trigram.averaging.average import SHARD, Average
-from trigram.averaging.exchange import Pending, Phases
+from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import TrigramError
 from trigram.gpu import device, routes
 from trigram.gpu.two_level import TwoLevelGroups
 from trigram.runtime import engine_codes
+from trigram.runtime.serving import Pending
 from trigram.runtime.world import current
 
 _SUM = engine_codes.OPS["sum"]

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 
 from trigram import collectives
-from trigram.averaging.exchange import Exchange, Pending, Phases
+from trigram.averaging.exchange import Exchange, Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
+from trigram.runtime.serving import Pending
 
 
 class AveragingStep(Exchange):

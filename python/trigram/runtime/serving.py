@@ -25,14 +25,14 @@ _POLL = 0.0005
 """Seconds between two looks at what :func:`until` waits for."""
 
 
-class Work(Protocol):
-    """A call."""
+class Pending(Protocol):
+    """What is waited for: a collective, messages, or several of them."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Whether it has ended, or failed."""
 
     def wait(self) -> object:
-        """Waits for its end."""
+        """Waits until it has ended; raises if it failed."""
 
 
 class Server(Protocol):
@@ -146,7 +146,7 @@ def until(done: Callable[[], bool], end: float | None = None, idle: bool = False
     return True
 
 
-def rest(work: Work) -> None:
+def rest(work: Pending) -> None:
     """Waits for a call while this rank does not train: averages may change its weights."""
     if any(thread is not None for thread in _servers.values()):
         until(work.is_completed, idle=True)

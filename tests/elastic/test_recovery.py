@@ -15,6 +15,7 @@ from tests.support.checks import close, raises, says
 from tests.support.elastic_run import Negated, await_step, come, reduce, reference, sums, the_same, train
 from tests.support.harness import Died, Ranks, await_flag, flag, run, say
 from tests.support.marks import long, long_unless
+from trigram.averaging import GradientBucket, GradientFilter
 
 pytestmark = pytest.mark.waits
 
@@ -69,6 +70,49 @@ def test_what_filters_have_changed_is_sent_again() -> None:
     got = the_same(results, [0, 2])
     expected = [tuple(range(world))] * last + [(0, 2)] * (steps - last)
     torch.testing.assert_close(got["weights"], reference(expected, -1.0), rtol=1e-9, atol=1e-12)
+
+
+class Ones(GradientFilter):
+    """Whatever a gradient was, it is 1."""
+
+    def before(self, bucket: GradientBucket) -> None:
+        for view in bucket.views:
+            view.fill_(1.0)
+
+
+def _loses_one_in_the_midst(rank: int, world: int, algorithm: str) -> bool:
+    """Rank 1 dies with some buckets sent; the others come to the rest later."""
+    trigram.init(elastic=True)
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(6)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    trigram.with_bagua(net, algorithm, optimizer=optimizer, elastic=True, bucket_mb=0.001, filters=[Ones()])
+    now = [0]
+
+    def in_the_midst(_grad: torch.Tensor) -> None:
+        if now[0] == 3 and rank == 1:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if now[0] == 3:
+            time.sleep(1.5)
+
+    net[3].weight.register_hook(in_the_midst)
+    for step in range(6):
+        now[0] = step
+        optimizer.zero_grad()
+        net(torch.randn(4, 16)).square().mean().backward()
+        for p in net.parameters():
+            assert p.grad is not None
+            close(p.grad, torch.ones_like(p), 0.02, f"step {step}: a gradient that was not filtered")
+        optimizer.step()
+    return True
+
+
+@pytest.mark.parametrize("algorithm", ["gradient_allreduce", "bytegrad"])
+def test_what_was_not_sent_goes_through_filters_too(algorithm: str) -> None:
+    with Ranks(3, _loses_one_in_the_midst, algorithm) as ranks:
+        results = ranks.results(60, dies=[1])
+    assert results[0] is True and results[2] is True
 
 
 ALGORITHMS = [

@@ -168,6 +168,69 @@ def fails_on_one(rank: int, world: int) -> None:
 
 
 @CASES
+def sees_the_averages(rank: int, world: int) -> None:
+    """On the way back a filter sees what the parameters get, with weights too."""
+
+    class Notes(GradientFilter):
+        def averaged(self, buckets: Any) -> None:
+            self.found = [b.mean.clone() for b in buckets]
+
+    notes = Notes()
+    model = trigram.with_bagua(Net(), filters=[notes], sample_weight=1.0 + rank)
+    loss(model, rank, 0).backward()
+    length = sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None)
+    seen = sum(float(mean.square().sum()) for mean in notes.found)
+    assert abs(seen - length) < 1e-5 * length
+
+
+@CASES
+def begins_badly(rank: int, world: int) -> None:
+    """What `pass_begins` raises on one rank leaves all calls in step, those of the weights too."""
+
+    class Begins(GradientFilter):
+        fails = False
+
+        def pass_begins(self) -> None:
+            if self.fails and rank == 0:
+                raise ValueError("a value of the script's")
+
+    mine = Begins()
+    model = trigram.with_bagua(Net(), filters=[mine], sample_weight=1.0 + rank)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    train(model, optimizer, rank, 2)
+    mine.fails = True
+    raises((ValueError, trigram.TrigramError), train, model, optimizer, rank, 1)
+    mine.fails = False
+    weights = train(model, optimizer, rank, 3)
+    everybody = torch.empty(world, len(weights))
+    trigram.all_gather(everybody, weights)
+    assert torch.equal(everybody, everybody[:1].expand(world, -1))
+
+
+@CASES
+def sparse_and_ignored(rank: int, world: int) -> None:
+    """Sparse gradients that are not averaged do not matter."""
+    model = nn.ModuleDict({"table": nn.Embedding(4, 6, sparse=True), "net": Net()})
+    trigram.with_bagua(model, filters=[Times(1.0)], ignore=["table.weight"])
+    model["net"](model["table"](torch.tensor([0, rank]))).sum().backward()
+
+
+@CASES
+def no_sync_costs_no_copy(rank: int, world: int) -> None:
+    """Gradients of micro-batches are views of buckets in the end, as a script holds none of them."""
+    model = trigram.with_bagua(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(3):
+        optimizer.zero_grad()
+        with trigram.no_sync(model):
+            loss(model, rank, 2 * step).backward()
+        loss(model, rank, 2 * step + 1).backward()
+        optimizer.step()
+    kept = [p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None]
+    assert len(set(kept)) == 1, "each has memory of its own"
+
+
+@CASES
 def refused(rank: int, world: int) -> None:
     """What cannot be is named."""
     unsupported = trigram.UnsupportedError
@@ -206,6 +269,12 @@ def alone(rank: int, world: int) -> None:
         if mine.grad is not None and other.grad is not None:
             close(mine.grad, other.grad, 1e-6, "of one rank")
     assert times.passes == times.ends == 1
+    trigram.unwrap(model)
+    exact = trigram.with_bagua(Net(), "topk", filters=[Times(2.0)])  # nothing is left out for nobody
+    loss(exact, rank, 0).backward()
+    for mine, other in zip(exact.parameters(), plain.parameters(), strict=True):
+        if mine.grad is not None and other.grad is not None:
+            close(mine.grad, other.grad, 1e-6, "of one rank, with a codec")
 
 
 @pytest.mark.parametrize("case", list(ALONE))

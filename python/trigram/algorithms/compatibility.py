@@ -1,6 +1,7 @@
-"""What does not go together, and why: the only place that says so. docs/compatibility.md is made from it.
+"""Which features do not go together, and why. docs/compatibility.md is made from it.
 
-A pair of features that is not here works, and a test trains with it.
+A pair of features that is not here works, and a test trains with it. Which trigrams there are, and which
+options each has, ``parse.py`` says.
 """
 
 from __future__ import annotations

@@ -14,13 +14,18 @@ class GradientBucket(Protocol):
     Attributes:
         values: The gradients, one after the other: one-dimensional, with zeros between them.
         views: The gradient of each parameter, as a view into ``values``, of the parameter's shape; zeros
-            where this rank's backward pass has not reached it.
+            where this rank has no gradient.
         tensors: The parameters.
     """
 
     values: torch.Tensor
     views: list[torch.Tensor]
     tensors: tuple[torch.Tensor, ...]
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """The averages when they are there, in the place of ``values``; this rank's part of them with
+        ``gradients="shards"``."""
 
 
 class GradientFilter:
@@ -38,8 +43,9 @@ class GradientFilter:
         """The gradients of a bucket are complete; what this leaves in ``bucket.values`` is averaged."""
 
     def averaged(self, buckets: Sequence[GradientBucket]) -> None:
-        """All averages of the pass are in the buckets, or this rank's parts of them. Parameters have not got
-        them, except with ``fused=True``."""
+        """All averages of the pass are in ``mean`` of the buckets; the last filter is called first.
+        Parameters have not got them, except with ``fused=True``. In elastic jobs it may come twice in a pass.
+        """
 
     def after(self, bucket: GradientBucket) -> None:
         """The parameters of a bucket have their averages."""

@@ -119,7 +119,7 @@ def with_bagua(
     if (asked := measuring.wanted()) is not None:
         algorithm, bucket_mb, optimizer, plan = "local_sgd", None, None, None
         options = {**measuring.LEARN, "warmup_steps": asked.communicating}
-        sample_weight, check_finite, check_replicas = None, False, 0
+        sample_weight, check_finite, check_replicas, filters = None, False, 0, ()
         if elastic is not False:
             raise UnsupportedError(
                 "with_bagua: trigram plan cannot measure an elastic job; pass elastic=False"
@@ -161,7 +161,7 @@ def with_bagua(
     if automatic is not None:
         _warn_of("auto", automatic.ignored, ranks)
     extras.check(chosen, ranks.size)
-    features = compatibility.features(chosen) | extras.features() | _of_model(model)
+    features = compatibility.features(chosen) | extras.features() | _of_model(model, names)
     compatibility.check(f"algorithm {chosen.name!r}", features)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
@@ -196,9 +196,10 @@ def _filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
     )
 
 
-def _of_model(model: nn.Module) -> set[compatibility.Feature]:
+def _of_model(model: nn.Module, ignored: frozenset[str]) -> set[compatibility.Feature]:
     """What the model has that some features do not go with."""
-    return {"modules with sparse=True"} if list(sparse_parameters(model)) else set()
+    averaged = {id(p) for name, p in model.named_parameters() if name not in ignored}
+    return {"modules with sparse=True"} if any(id(p) in averaged for p in sparse_parameters(model)) else set()
 
 
 def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:
@@ -257,7 +258,7 @@ def _states(
         features.add("group=")
     if fidelity.every():
         features.add("TRIGRAM_GRADIENTS")
-    compatibility.check(f"algorithm {chosen.name!r}", features | _of_model(model))
+    compatibility.check(f"algorithm {chosen.name!r}", features | _of_model(model, frozenset()))
     states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
     for s in states:
         if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):

@@ -51,7 +51,7 @@ class WrappedModel:
     Attributes:
         job: The job in which it was wrapped, see :func:`trigram.runtime.world.job`.
         algorithm: The algorithm with its options.
-        hooks: The hooks on the model; None if one rank trains it alone.
+        hooks: The hooks on the model; None if one rank trains it alone, without filters.
         earlier_steps: Steps made with earlier algorithms.
         settings: More that all ranks must have alike, as text.
         tuner: Chooses the algorithm while the model trains; None: the script has chosen it.
@@ -77,8 +77,8 @@ class WrappedModel:
         self.group = group
         self.earlier_steps = 0
         self.hooks: StepHooks | None = None
-        alone = group.size == 1 and states is None and not extras.filters
-        self.groups = None if alone else ModelGroups(group)
+        self.alone = group.size == 1 and states is None
+        self.groups = None if self.alone and not extras.filters else ModelGroups(group)
         self.states = states
         if self.groups is not None:
             self.groups.describe(_describes(weakref.ref(self)))
@@ -121,7 +121,9 @@ class WrappedModel:
             and chosen.value.what == "full"
             and not (chosen.graph or warmup or chosen.options.sharded)
         )
-        if warmup:
+        if self.alone:  # for the filters; there is nobody to average with
+            self.hooks = GradientSync(model, self.groups, self.bucket_bytes)
+        elif warmup:
             self.hooks = GradientSync(model, self.groups, self.bucket_bytes, warm(chosen))
             self.hooks.limit, self.hooks.successor = warmup, self.proceed
         else:

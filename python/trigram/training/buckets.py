@@ -140,8 +140,12 @@ class Bucket:
             params: All parameters of the model.
             param: The index of the one whose gradient has arrived; autograd refers to it.
         """
-        grads = [params[i].grad for i in self.params]
-        others = [k for k, grad in enumerate(grads) if grad is None or grad is not self.grad(k)]
+        # Nothing may refer to the gradients here while references to them are counted.
+        others = [
+            k
+            for k, i in enumerate(self.params)
+            if params[i].grad is None or params[i].grad is not self.grad(k)
+        ]
         return bool(others) and (
             any(sys.getrefcount(self.grads[k]) > self._references[k] for k in others)
             or 0 < self._storage_references < self._count_storage_references()

@@ -1,6 +1,7 @@
 """What gradients pass on their way to the other ranks.
 
-Their order is in :meth:`trigram.training.gradient_sync.GradientSync.filters`, with the reasons.
+Their order is in ``GradientSync._filters`` (``gradient_sync.py``), with the reasons. On the way back, with
+the averages, it is the reverse.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ class Compared(GradientFilter):
 
     def after(self, bucket: GradientBucket) -> None:
         """The averages, or this rank's part of them."""
-        mean = cast(Bucket, bucket).mean
-        self.fidelity.mean(mean, mean is not bucket.values)
+        self.fidelity.mean(bucket.mean, bucket.mean is not bucket.values)
 
     def pass_ends(self) -> None:
         """Ranks tell each other."""
@@ -56,6 +56,29 @@ class Joining(GradientFilter):
         if self.elastic.newcomers and not self.weighted:
             for bucket in buckets:
                 cast(Bucket, bucket).memory.mul_(self.ranks / (self.ranks - len(self.elastic.newcomers)))
+
+
+class Repeated(GradientFilter):
+    """A filter of the script, in a pass that is repeated: its gradients have gone through it.
+
+    Args:
+        once: The filter.
+    """
+
+    def __init__(self, once: GradientFilter) -> None:
+        self.once = once
+
+    def averaged(self, buckets: Sequence[GradientBucket]) -> None:
+        """The averages are there."""
+        self.once.averaged(buckets)
+
+    def after(self, bucket: GradientBucket) -> None:
+        """The parameters of a bucket have them."""
+        self.once.after(bucket)
+
+    def pass_ends(self) -> None:
+        """The pass has ended."""
+        self.once.pass_ends()
 
 
 class Silent(GradientFilter):
@@ -113,7 +136,7 @@ class Weighed(GradientFilter):
     def averaged(self, buckets: Sequence[GradientBucket]) -> None:
         """Makes weighted means of the means."""
         for bucket in buckets:
-            self.weight.normalize(cast(Bucket, bucket).mean)
+            self.weight.normalize(bucket.mean)
         self.weight.factor()  # of a pass without buckets too: it may raise
 
 

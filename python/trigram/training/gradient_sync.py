@@ -80,6 +80,7 @@ class GradientSync(FusedBuckets):
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
         self.idle = False
+        self.kept_after = 0  # so many filters come before the backup
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
         self.reaches = False  # backward says which parameters this pass has reached
         self.passes = 0  # since the last update
@@ -273,14 +274,15 @@ class GradientSync(FusedBuckets):
         self.reaches = param is not None and not self.fusing and not self.elastic.can_redo
         for bucket in self.buckets:
             bucket.begin()
-        for passed in self.filters:
-            passed.pass_begins()
         if self.fidelity is not None:
             comparable = self.join is None and self.groups.sample_weight is None
             self.fidelity.begin(self.since, comparable)
         if self.groups.sample_weight is not None:
             idle = self.idle or self.elastic.newcomer
             self.groups.sample_weight.begin_backward(idle, self.redoing)
+        # Last: those of the script may raise, and then the calls that were made here are aborted.
+        for passed in self.filters:
+            passed.pass_begins()
 
     def _begin_pipeline(self) -> None:
         """No gradient is there. What looks at each of them wants to be told of each."""
@@ -293,10 +295,10 @@ class GradientSync(FusedBuckets):
         """What the gradients of a pass go through, in order; only what this model asks for."""
         groups, weight, idle = self.groups, self.groups.sample_weight, self.idle or self.elastic.newcomer
         found: list[GradientFilter] = []
-        # The script's own come first: to the others, what they leave is what backward has computed. Gradients
-        # of a pass that is repeated have gone through them, and a rank that contributes nothing has none.
-        if not self.redoing and not idle:
-            found += groups.filters
+        # The script's own come first: to the others, what they leave is what backward has computed. A rank
+        # that contributes nothing has no gradients.
+        if not idle:
+            found += map(filters.Repeated, groups.filters) if self.redoing else groups.filters
         # These look at what this rank has computed, before anything is made of it.
         if self.probe is not None:
             found.append(self.probe)
@@ -312,6 +314,7 @@ class GradientSync(FusedBuckets):
             elsewhere = [self.params[i] for i in self.sparse]
             found.append(filters.Finite(groups.non_finite_check, elsewhere, weight))
         # Averages that are repeated begin here, from what the backup has: all that follows is made again.
+        self.kept_after = len(found)
         if self.elastic.can_redo:
             found.append(filters.Through(partial(self.backup.keep, params=self.params)))
         found.append(filters.Through(partial(self.buckets.compressor.before_send, params=self.params)))
@@ -382,11 +385,7 @@ class GradientSync(FusedBuckets):
         self.land_before(bucket)
         if self.next == 0:
             self.began = time.perf_counter()
-        missing = self.pipeline.missing(self.next)
-        self._check_gradients(bucket, missing)
-        missed = [(k, bucket.params[k]) for k in missing] if self.reaches else []
-        bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
-        bucket.collect(self.params, self.buckets.copies)
+        self._complete_bucket(bucket, self.next)
         for passed in self.filters:
             passed.before(bucket)
         name = partial("bucket {}".format, self.next)  # without references to the model's hooks
@@ -396,6 +395,14 @@ class GradientSync(FusedBuckets):
             bucket.average.start(self.since)
         self.buckets.compressor.after_send(bucket)
         self.pipeline.start()
+
+    def _complete_bucket(self, bucket: Bucket, unit: int) -> None:
+        """No more gradients of the bucket, the ``unit``-th, are awaited."""
+        missing = self.pipeline.missing(unit)
+        self._check_gradients(bucket, missing)
+        missed = [(k, bucket.params[k]) for k in missing] if self.reaches else []
+        bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
+        bucket.collect(self.params, self.buckets.copies)
 
     def _check_gradients(self, bucket: Bucket, missing: Sequence[int]) -> None:
         """Raises if a gradient that has come is none that can be averaged; ``missing``: those that have not.
@@ -432,6 +439,8 @@ class GradientSync(FusedBuckets):
     def end(self) -> None:
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
+        for passed in self.filters:
+            passed.pass_ends()
         self.steps += 1
         self.passes += 1
         self.since += 1
@@ -443,6 +452,24 @@ class GradientSync(FusedBuckets):
 
     def send_rest(self) -> None:
         """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
+        try:
+            self._send_rest()
+        except TrigramError:
+            if self.elastic.can_redo:
+                self._keep_rest()
+            raise
+
+    def _keep_rest(self) -> None:
+        """The pass may be repeated: the gradients that were not sent go through the script's filters too, and
+        are kept as they leave them."""
+        for unit in range(self.next, len(self.buckets)):
+            bucket = self.buckets[unit]
+            if bucket.params[0] not in self.backup.gradients:  # else it failed as it was sent
+                self._complete_bucket(bucket, unit)
+                for passed in self.filters[: self.kept_after + 1]:
+                    passed.before(bucket)
+
+    def _send_rest(self) -> None:
         failure, self.failure = self.failure, None
         if failure is not None:
             self._finish(f"a collective of this pass failed: {failure}")
@@ -451,7 +478,7 @@ class GradientSync(FusedBuckets):
             self._start(bucket)
             self.groups.line.advance()
         self._finish()
-        for passed in self.filters:
+        for passed in reversed(self.filters):
             passed.averaged(self.buckets)
         self.bytes += sum(b.average.sent for b in self.buckets)
         for bucket, used in self.buckets.with_flags() if not self.fusing else ():
@@ -460,8 +487,6 @@ class GradientSync(FusedBuckets):
                 passed.after(bucket)
             if not self.moves_parameters:
                 bucket.give_strides(self.params)
-        for passed in self.filters:
-            passed.pass_ends()
         for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
 

@@ -42,8 +42,8 @@ class StepSchedule(Protocol):
         """Called when a training step begins: in its first forward pass, or when its backward pass begins."""
 
     def gradient(self) -> None:
-        """Called inside a backward pass, when a parameter on the CPU has its gradient; the weights must not
-        change."""
+        """Called inside a backward pass, now and then when a parameter on the CPU has its gradient; weights
+        must not change."""
 
     def backward_over(self) -> None:
         """Called when a backward pass has ended; the weights must not change."""
@@ -279,7 +279,8 @@ class EverySteps(_CountedSchedule):
 
     def state(self) -> dict[str, Any]:
         """See :class:`_CountedSchedule`."""
-        return {**super().state(), "due": self.steps_due, "fragment": self.fragment, "due_at": self.due_at}
+        at = {} if self.due is None else {"due_at": self.due_at}
+        return {**super().state(), "due": self.steps_due, "fragment": self.fragment, **at}
 
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""

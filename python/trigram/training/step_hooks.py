@@ -210,7 +210,8 @@ class StepHooks:
         """The backward pass has ended on this rank."""
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
-        """Parameter ``i`` has its gradient of this pass."""
+        """Parameter ``i`` has its gradient of this pass. Called only where there may be something to do, see
+        ``pipeline``."""
 
     def local_gradient(self, param: torch.Tensor) -> None:
         """A gradient has been added to the parameter inside ``no_sync``."""

@@ -6,7 +6,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use pyo3::prelude::*;
-use pyo3::types::PyTuple;
 use trigram_core::pipeline::{self, Arrival, Pipeline};
 use trigram_engine::sys::serving;
 
@@ -200,7 +199,7 @@ impl GradientHook {
         &self,
         py: Python<'_>,
         _inputs: &Bound<'_, PyAny>,
-        given: &Bound<'_, PyTuple>,
+        given: &Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let param = self.param.bind(py);
         let requires_grad = pyo3::intern!(py, "requires_grad");

@@ -195,12 +195,7 @@ impl GradientHook {
     }
 
     /// `given` has the gradient that was added, or None.
-    fn __call__(
-        &self,
-        py: Python<'_>,
-        _inputs: &Bound<'_, PyAny>,
-        given: &Bound<'_, PyAny>,
-    ) -> PyResult<()> {
+    fn __call__(&self, py: Python<'_>, _inputs: &Bound<'_, PyAny>, given: &Bound<'_, PyAny>) -> PyResult<()> {
         let param = self.param.bind(py);
         let requires_grad = pyo3::intern!(py, "requires_grad");
         if given.get_item(0)?.is_none() || !param.getattr(requires_grad)?.is_truthy()? {

@@ -221,7 +221,7 @@ def combinations(rank: int, world: int) -> None:
         says(raises(error, trigram.with_bagua, model, algorithm, fused=True, **given), *words)
 
     refused("optimizer=", optimizer=None)
-    refused("codecs", algorithm="bytegrad")
+    refused("a codec", "uncompressed", algorithm="bytegrad")
     refused("weights", algorithm="local_sgd")
     refused("check_finite", check_finite=True)
     refused("sample_weight", sample_weight=2.0)

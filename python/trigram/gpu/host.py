@@ -321,6 +321,10 @@ class _Transfer:
         """See :class:`trigram.gpu.device.Call`."""
         if not self.begun.is_set() or not self.finished.is_set():
             return False
+        # A thread waits for it already. That may be this one: in the wait it makes what other ranks wait for,
+        # looks at this call too, and would wait for itself.
+        if self.lock.locked() and not self.over:
+            return False
         if self.consistency_check is not None and not self.consistency_check.is_completed():
             return False
         if self.before is not None and not self.before.is_completed():

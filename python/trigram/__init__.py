@@ -58,6 +58,7 @@ from trigram.observe import snapshots as _snapshots  # noqa: F401  # so that TRI
 from trigram.observe import torch_steps as _torch_steps  # noqa: F401  # so that these know all steps
 from trigram.observe.timeline import timeline
 from trigram.runtime.group import Group
+from trigram.runtime.job import Job
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
@@ -72,6 +73,7 @@ __all__ = [
     "DistributedDataParallel",
     "Group",
     "IoError",
+    "Job",
     "MismatchError",
     "MisuseError",
     "PeerLostError",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import trigram
-from tests.support.harness import run
+from tests.support.harness import run, scratch
 from trigram.mixing import rare_averages
 from trigram.training.pace import MOST, Pace, default_fragments
 
@@ -34,20 +34,23 @@ class _Lines(logging.Handler):
 
 
 def _train(
-    rank: int, world: int, algorithm: str, pauses: list[float], seconds: float
+    rank: int, world: int, algorithm: str, pauses: list[float], leader: int, count: int
 ) -> tuple[int, int, list[str]]:
-    """Steps and averaging steps of a rank that pauses in each step, and its lines of rare averages."""
+    """Steps and averaging steps of a rank that pauses in each step, and its lines of rare averages. All train
+    until the rank ``leader`` has made ``count`` steps, however busy the cores are."""
     said = _Lines()
     logging.getLogger("trigram").addHandler(said)
     module = _model(8)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     model = trigram.with_bagua(module, algorithm, fragments=8)
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
+    over = scratch() / "over"
+    while not over.exists():
         optimizer.zero_grad()
         model(torch.ones(2, 16)).square().sum().backward()
         optimizer.step()
         time.sleep(pauses[rank])
+        if rank == leader and trigram.stats(model)["steps"] == count:
+            over.touch()
     stats = trigram.stats(model)
     trigram.barrier()  # lines are written in another thread
     return stats["steps"], stats["rounds"], said.lines
@@ -56,14 +59,14 @@ def _train(
 def test_a_slow_rank_averages_all_fragments_in_each_step() -> None:
     """It alone sees that the network is fast: for the others its snapshots are late. Fragment by fragment
     each weight would be averaged in every eighth of its steps."""
-    results = run(3, _train, "async", [0.004, 0.06, 0.004], 4.0, timeout=60)
+    results = run(3, _train, "async", [0.004, 0.06, 0.004], 1, 60, timeout=100)
     steps, rounds, _ = results[1]
     assert rounds > 2.5 * steps, results
-    assert results[0][0] > 3 * steps, results  # nobody waits for it
+    assert results[0][0] > 1.5 * steps, results  # nobody waits for it
 
 
 def test_equal_ranks_average_each_weight_every_fourth_step() -> None:
-    results = run(2, _train, "async_low_precision", [0.01, 0.01], 3.0, timeout=60)
+    results = run(2, _train, "async_low_precision", [0.01, 0.01], 0, 200, timeout=100)
     for steps, rounds, _ in results:
         assert 0.8 * steps < rounds < 2.6 * steps, results
 
@@ -71,8 +74,7 @@ def test_equal_ranks_average_each_weight_every_fourth_step() -> None:
 @pytest.mark.parametrize("algorithm", ["async", "async_low_precision_decentralized"])
 def test_a_rank_says_once_that_its_averages_are_rare(algorithm: str) -> None:
     """It makes dozens of steps while the other makes one. The other has no hundred steps."""
-    results = run(2, _train, algorithm, [0.001, 0.4], 5.0, timeout=60)
-    assert results[0][0] > 200, results
+    results = run(2, _train, algorithm, [0.001, 0.4], 0, 250, timeout=100)
     said = results[0][2]
     assert len(said) == 1, results
     assert said[0].startswith("rank 0 averaged each weight "), said

@@ -23,7 +23,7 @@ from tests.support.checks import equal, raises, says
 from tests.support.data import DTYPES, numbers, reduced
 from tests.support.harness import until
 from tests.support.marks import long_unless
-from trigram.collectives.work import _in_flight
+from trigram.collectives.work import _held
 from trigram.runtime.callbacks import when_done
 
 CASES = Cases()
@@ -221,7 +221,7 @@ def a_call_that_cannot_be_asked(rank: int, world: int) -> None:
         del t
         assert all(t() is not None for t in kept)
     finally:
-        _in_flight.discard(broken)
+        _held.works.discard(broken)
     trigram.barrier()
     for tag in range(70):
         trigram.send(torch.tensor([tag]), after, tag=tag)

@@ -56,7 +56,7 @@ def _train(rank: int, world: int, *args: Any) -> dict[str, Any]:
     communicators._SHRINKING = 10 * TIMEOUT  # nobody waits so long for a rank that could not
     run = elastic_run.reduce if len(args) == 2 else elastic_run.train
     results = run(rank, world, *args)
-    return results | {"shrunk": shrunk, "names": names, "kept": len(communicators._made)}
+    return results | {"shrunk": shrunk, "names": names, "kept": len(communicators._kept().made)}
 
 
 def goes_on(env: dict[str, str], dies: dict[int, int]) -> list[Any]:

@@ -300,7 +300,7 @@ def _is_interrupted(rank: int, world: int) -> int:
     nccl._OnStream.wait = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         trigram.all_reduce(x)
-    held = sum(any(t is x for t in each._tensors) for each in works._in_flight)  # type: ignore[attr-defined]
+    held = sum(any(t is x for t in each._tensors) for each in works._held.works)  # type: ignore[attr-defined]
     flag("interrupted")
     await_flag("over")  # it has not left
     return held

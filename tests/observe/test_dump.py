@@ -22,7 +22,7 @@ import trigram
 from tests.support.harness import run, until
 from trigram.elastic.joining import MissingEngine
 from trigram.observe import calls, dump, postmortem, spans, timeline
-from trigram.runtime import engine_codes, world
+from trigram.runtime import engine_codes, job, world
 
 
 def _job(rank: int, world: int, how: str) -> str:
@@ -144,7 +144,7 @@ def test_a_signal_asks_all_ranks_for_a_dump(tmp_path: Path) -> None:
 def _dumps(rank: int, world: int) -> list[str]:
     trigram.init()
     trigram.barrier()
-    dumper = dump._dumper
+    dumper = job.here().part(dump.Dumps).dumper
     assert dumper is not None
     dumper.write("of the test")
     return sorted(p.name for p in dumper.folder.glob(".*"))
@@ -254,7 +254,7 @@ def _uneven(rank: int, world: int, folder: str) -> None:
         list(torch.ones(sum(received)).split(received)),
         list(torch.ones(sum(lengths[rank])).split(lengths[rank])),
     )
-    dumper = dump._dumper
+    dumper = job.here().part(dump.Dumps).dumper
     assert dumper is not None
     dumper.write("of the test")
     trigram.barrier()
@@ -331,10 +331,10 @@ def test_a_late_rank_has_a_dump_and_a_timeline(tmp_path: Path) -> None:
 
 def _broken(rank: int, world_size: int, folder: str) -> bool:
     with trigram.timeline(f"{folder}/trace.json"):
-        recorder: Any = timeline._recorder
+        recorder: Any = job.here().part(timeline._Recorded).recorder
         recorder._calls = None
         until(lambda: recorder._file is None, 10, "its end")
-        return recorder not in spans._listeners
+        return recorder not in job.here().part(spans.Listeners).all
 
 
 def test_a_timeline_that_fails_takes_no_more_spans(tmp_path: Path) -> None:

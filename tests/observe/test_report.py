@@ -47,7 +47,7 @@ def train(rank: int, world: int, plant: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(3 * STEPS if plant == "link" else STEPS):
         if rank == 1 and (plant == "input" or (plant == "once" and step == 5)):
-            time.sleep(0.05 if plant == "input" else 0.6)
+            time.sleep(0.15 if plant == "input" else 3.0)  # more than busy cores take from a rank
         inputs = torch.randn(8, wide)
         optimizer.zero_grad()
         loss = model(inputs).square().mean()
@@ -58,8 +58,8 @@ def train(rank: int, world: int, plant: str) -> None:
 
 
 def slowly(grad: torch.Tensor) -> None:
-    """Takes its time in backward."""
-    time.sleep(0.05)
+    """Takes its time in backward, more than busy cores take from a rank."""
+    time.sleep(0.15)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def over_torch(rank: int, world: int, kind: str, plant: str) -> list[str]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(STEPS):
             if rank == 1 and plant == "input":
-                time.sleep(0.06)
+                time.sleep(0.15)
             optimizer.zero_grad()
             loss = model(torch.randn(8, 64)).square().mean()
             if rank == 1 and plant == "compute":

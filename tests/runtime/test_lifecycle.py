@@ -19,7 +19,7 @@ from tests.reference.torch_gloo import gloo
 from tests.support.checks import equal, raises
 from tests.support.harness import Ranks, await_flag, flag, free_port, run, until
 from tests.support.marks import long
-from trigram.runtime import world as runtime
+from trigram.runtime import job
 from trigram.runtime.rendezvous import find_store
 
 pytestmark = pytest.mark.waits
@@ -35,13 +35,19 @@ def test_the_host_of_a_store_is_found_behind_prefixes() -> None:
 
 
 def _ends_badly(rank: int, world: int) -> bool:
-    def fail() -> None:
-        raise OSError("planned, of the test")
+    called: list[int] = []
+
+    @job.told_first
+    class _Fails(job.Part):
+        def finish(self) -> None:
+            raise OSError("planned, of the test")
+
+    @job.told
+    class _Called(job.Part):
+        def finish(self) -> None:
+            called.append(1)
 
     trigram.init()
-    called: list[int] = []
-    runtime.at_exit.insert(0, fail)
-    runtime.at_exit.append(lambda: called.append(1))
     trigram.shutdown()
     return bool(called) and not trigram.is_initialized()
 

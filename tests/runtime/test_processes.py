@@ -301,4 +301,6 @@ def test_the_first_child_to_end_ends_no_other(how: str, algorithm: str, tmp_path
 def test_a_child_that_fails_does_not_wait_for_the_others(tmp_path: Path) -> None:
     """Its status ends the job at once; the others would train for a minute."""
     code, errors = _children(tmp_path, "fork", "async_decentralized", True)
-    assert code != 0 and "ProcessExitedException" in errors and "exit code 3" in errors, errors
+    # torch names the first that it sees: the child, or one of its peers, which miss it at once.
+    first = ("ProcessExitedException", "exit code 3"), ("PeerLostError", "is gone")
+    assert code != 0 and any(all(word in errors for word in words) for words in first), errors

@@ -17,7 +17,7 @@ from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
 from trigram.backend.identity import Identity, Options
 from trigram.errors import UnsupportedError
-from trigram.runtime import dynamo, world
+from trigram.runtime import dynamo, job, world
 from trigram.runtime.group import Group
 
 
@@ -40,7 +40,8 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
         dist.ProcessGroup.__init__(self, group.rank, group.size)  # type: ignore[call-arg,arg-type]
         self._start_with(group)
         self._awaited = {}
-        self._store, self._owns, self._job = store, owns, world.job()
+        self._store, self._owns = store, owns
+        self._job, self._stay = job.here(), job.here().stay
         self._options = options if options is not None else Options(timeout)
 
     def split_group(
@@ -68,16 +69,17 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
         del device_types
         if self._aborted is not None:
             self._group()
-        group = world.torch_group([self.trigram_group.ranks[place] for place in ranks])
-        if group.rank < 0:
-            return None
-        group.timeout = self.trigram_group.timeout if timeout is None else seconds(timeout)
-        store = dist.PrefixStore(f"{group_name}/", self._store)
-        made = ProcessGroup(group, store, timeout or self._options._timeout, opts, False)
-        made.setGroupName(group_name or group.name)
-        made.setGroupDesc(group_desc or f"{self.getGroupDesc()}, split")
-        stand_in.register(made)
-        return made
+        with self._job.here():
+            group = world.torch_group([self.trigram_group.ranks[place] for place in ranks])
+            if group.rank < 0:
+                return None
+            group.timeout = self.trigram_group.timeout if timeout is None else seconds(timeout)
+            store = dist.PrefixStore(f"{group_name}/", self._store)
+            made = ProcessGroup(group, store, timeout or self._options._timeout, opts, False)
+            made.setGroupName(group_name or group.name)
+            made.setGroupDesc(group_desc or f"{self.getGroupDesc()}, split")
+            stand_in.register(made)
+            return made
 
     def abort(self) -> None:
         """Aborts the calls in flight, on all ranks of the group; later calls of this group raise too."""
@@ -85,21 +87,29 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
 
     def _abort(self, why: str) -> None:
         self._aborted = why
-        if self._job != world.job() or not world.is_initialized():
+        if self._stay.over or (present := self._job.world) is None:
             return
         for group in (self.trigram_group, *self._beside.values()):
-            group.core.abort_all(f"{why} on rank {world.current().rank}")
+            group.core.abort_all(f"{why} on rank {present.rank}")
         if self._owns:
             self.shutdown()
 
     def shutdown(self) -> None:
         """Ends the group; the default group leaves the job."""
+        self._end(patient=True)
+
+    def leave_at_once(self) -> None:
+        """As :meth:`shutdown`, but does not wait until the other ranks have all that this one has sent."""
+        self._end(patient=False)
+
+    def _end(self, patient: bool) -> None:
         if self._aborted is None:
             self._aborted = "it was destroyed"
         self._callbacks.close()
         self._beside.clear()
-        if self._owns and self._job == world.job():
-            world.shutdown()
+        if self._owns and not self._stay.over:
+            with self._job.here():
+                self._job.leave(patient)
 
 
 dynamo.skip(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith("trigram.")), Work, Future)

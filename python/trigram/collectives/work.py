@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -12,14 +11,8 @@ import torch
 from trigram import _core
 from trigram.errors import MisuseError, TimeoutError
 from trigram.gpu import device
-from trigram.runtime import callbacks, logs, world
-
-# These keep their tensors alive until the engine has finished with them, even if the caller drops the Work.
-# Threads change it at any time: only single operations of the set are used, which no other thread interrupts,
-# and no loop over the set itself, which could find it changed.
-_in_flight: set[InFlight] = set()
-_limit = 64
-"""With more in flight, those that have finished are dropped."""
+from trigram.runtime import callbacks, job, logs
+from trigram.runtime.job import Part
 
 
 class InFlight(Protocol):
@@ -29,19 +22,53 @@ class InFlight(Protocol):
         """Whether the call has finished or failed."""
 
 
-def hold(work: InFlight) -> None:
-    """Keeps the tensors of a call alive until it has finished."""
-    global _limit
-    _in_flight.add(work)
-    if len(_in_flight) > _limit and not device.capturing():
-        _collect()
-        # Not at every call while many are in flight: each would look at all of them.
-        _limit = max(64, 2 * len(_in_flight))
+class _Held:
+    """Calls whose tensors stay alive until the engine has finished with them, even if the caller drops the
+    Work.
+
+    One for all jobs of a process: it only keeps memory. Threads change it at any time: only single operations
+    of the set are used, which no other thread interrupts, and no loop over the set itself, which could find
+    it changed.
+
+    Attributes:
+        limit: With more in flight, those that have finished are dropped.
+    """
+
+    def __init__(self) -> None:
+        self.works: set[InFlight] = set()
+        self.limit = 64
+
+    def add(self, work: InFlight) -> None:
+        """Keeps a call's tensors."""
+        self.works.add(work)
+        if len(self.works) > self.limit and not device.capturing():
+            self.drop_finished()
+            # Not at every call while many are in flight: each would look at all of them.
+            self.limit = max(64, 2 * len(self.works))
+
+    def drop_finished(self) -> None:
+        """Drops works that have finished, and with them their resources on GPUs."""
+        for work in self.works.copy():
+            # An error of one call, such as a GPU's, is raised by its wait; here another call starts.
+            with contextlib.suppress(Exception):
+                if work.is_completed():
+                    self.works.discard(work)
 
 
-def release(work: InFlight) -> None:
-    """Ends :func:`hold`: the call has finished."""
-    _in_flight.discard(work)
+_held = _Held()
+hold = _held.add
+"""Keeps the tensors of a call alive until it has finished."""
+release = _held.works.discard
+"""Ends :func:`hold`: the call has finished."""
+
+
+@job.told
+class _DropsFinished(Part):
+    """At the end of a job: the engine that drops resources on GPUs still runs."""
+
+    def finish(self) -> None:
+        """See the class."""
+        _held.drop_finished()
 
 
 class Work:
@@ -123,7 +150,7 @@ class Work:
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the list of output tensors.
 
-        Its callbacks run in one thread per process, for the collectives of one group in the order in which
+        Its callbacks run in one thread of this rank, for the collectives of one group in the order in which
         their futures were asked for. For GPU tensors a thread of its own waits for the collective.
         """
         outputs = self._tensors[len(self._tensors) - self._outputs :]
@@ -141,17 +168,5 @@ class Work:
         if isinstance(self._core, _core.Work):
             callbacks.when_done(self._core, finish)
         else:
-            threading.Thread(target=finish, name="trigram-future", daemon=True).start()
+            job.here().thread("trigram-future", finish)
         return future
-
-
-def _collect() -> None:
-    """Drops works that have finished, and with them their resources on GPUs."""
-    for work in _in_flight.copy():
-        # An error of one call, such as a GPU's, is raised by its wait; here another call starts.
-        with contextlib.suppress(Exception):
-            if work.is_completed():
-                _in_flight.discard(work)
-
-
-world.at_exit.append(_collect)

@@ -20,6 +20,7 @@ import struct
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ import torch
 from trigram.collectives import recv, send
 from trigram.data.store import Store
 from trigram.errors import MismatchError, TrigramError
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
+from trigram.runtime.job import Part
 from trigram.runtime.records import all_gather_bytes
 
 _ASK, _ANSWER, _GIVE = 0, 1, 2
@@ -149,6 +151,19 @@ class _Connection:
             self._lock.release()
 
 
+@job.told
+class _Servers(Part):
+    """The servers of this rank that still exist."""
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[Server] = weakref.WeakSet()
+
+    def finish(self) -> None:
+        """Closes them."""
+        for server in list(self.open):
+            server.close()
+
+
 class Server:
     """The serving rank of a host: passes requests on, and answers those of other hosts.
 
@@ -170,8 +185,9 @@ class Server:
         self._answers: dict[int, queue.SimpleQueue[bytearray]] = {}
         self._not_before = [0.0] * group.size
         self._pid, self._closed = os.getpid(), False
+        self._job, self._stay = job.here(), job.here().stay
         os.register_at_fork(after_in_child=self._listener.close)
-        world.at_exit.append(self.close)
+        self._job.part(_Servers).open.add(self)
         for host in range(group.size):
             if host != group.rank:
                 self._thread(self._send, host)
@@ -179,7 +195,7 @@ class Server:
         self._thread(self._receive)
 
     def _thread(self, target: Callable[..., None], *args: Any) -> None:
-        threading.Thread(target=target, args=args, name="trigram-samples", daemon=True).start()
+        self._job.thread("trigram-samples", target, *args)
 
     def close(self) -> None:
         """Stops serving; a request that is under way is answered with nothing."""
@@ -283,7 +299,7 @@ class Server:
 
     def _end(self, error: TrigramError) -> None:
         """Stops, because a host is lost or the job ends."""
-        if not self._closed and world.is_initialized():
+        if not self._closed and not self._stay.over:
             logs.info(f"CachedDataset: samples are not asked of other hosts any more: {error}")
         self.close()
 

@@ -16,12 +16,17 @@ from torch.utils.data import Sampler
 
 from trigram.data import plan
 from trigram.errors import MismatchError, MisuseError
-from trigram.runtime import world
+from trigram.runtime import job, world
 from trigram.runtime.group import Group
 from trigram.runtime.records import all_gather_bytes
 
-_KEYS = itertools.count(1 << 40)
-"""Identifies the group of a sampler among the groups beside the same ranks."""
+
+class _Keys:
+    """Numbers the samplers of this rank, alike on all ranks: a number identifies the group of a sampler among
+    the groups beside the same ranks."""
+
+    def __init__(self) -> None:
+        self.next = itertools.count(1 << 40).__next__
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -95,7 +100,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 f"BalancedBatchSampler: speeds={speeds!r}: pass a number for each rank, None, or 'measured', "
                 "which takes the ranks from group= and not from rank= and num_replicas="
             )
-        self._key = next(_KEYS) if self._measured else 0
+        self._key = job.here().part(_Keys).next() if self._measured else 0
         self._beside: tuple[Any, Group] | None = None
         self.seed = int(seed)
         self.epoch = 0
@@ -143,7 +148,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
         """Gathers what each rank has measured, and derives the speeds from it."""
         group = self._group
         assert group is not None
-        made_for = world.job(), tuple(group.ranks)
+        made_for = job.here().stay, tuple(group.ranks)
         if self._beside is None or self._beside[0] != made_for:
             self._beside = made_for, world.current().beside(group, "batch sampler", self._key)
         mine = self._arguments() + struct.pack("<d", self._speed())

@@ -27,9 +27,10 @@ from trigram.elastic.membership import Membership
 from trigram.errors import AuthError, ConfigError, MisuseError, TimeoutError, TrigramError
 from trigram.runtime import world
 from trigram.runtime.group import Group
+from trigram.runtime.job import World
 from trigram.runtime.live_store import connect_again
 from trigram.runtime.rendezvous import LateError
-from trigram.runtime.world import Settings, World, use_elastic
+from trigram.runtime.world import Settings, use_elastic
 
 _STEP_TIMEOUT = 15.0
 """Seconds that one step of joining may take; after that this rank sends a new request."""

@@ -30,8 +30,9 @@ from trigram.elastic.join_queue import ADMITTED, HANDSHAKE, VERDICTS, JoinQueue
 from trigram.errors import AbortedError, CorruptError, PeerLostError, TrigramError
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
+from trigram.runtime.job import World
 from trigram.runtime.records import all_gather_bytes, broadcast_bytes
-from trigram.runtime.world import EPOCH_ORDINALS, REACHABLE_ORDINALS, World
+from trigram.runtime.world import EPOCH_ORDINALS, REACHABLE_ORDINALS
 
 _REACHABLE = "the reachable members"
 """The name of their group in error messages."""

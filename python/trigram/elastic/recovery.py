@@ -30,8 +30,9 @@ from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import joining, membership
 from trigram.elastic.membership import MembershipChange, current, is_loss
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
 from trigram.runtime.group import Group
+from trigram.runtime.job import Part
 from trigram.runtime.records import broadcast_bytes
 
 _JOIN_POLL = 0.1
@@ -366,10 +367,25 @@ class ElasticModel:
         return found
 
 
-_models: list[ElasticModel] = []
-"""The models of this process; one of them at most is in use."""
-_join_change = MembershipChange([], 0, False, False)
-"""On a rank that has joined: what the members know of its first epoch."""
+@job.told
+class _Models(Part):
+    """The models of this rank; one of them at most is in use.
+
+    Attributes:
+        join_change: On a rank that has joined: what the members know of its first epoch.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[ElasticModel] = []
+        self.join_change = MembershipChange([], 0, False, False)
+
+    def left(self) -> None:
+        """Lets the models go."""
+        self.models = []
+
+    def of(self, group: Group) -> list[ElasticModel]:
+        """The models that exist still and belong to the job of this group, not to an earlier one."""
+        return [m for m in self.models if m.model() is not None and m.groups.group is group]
 
 
 def add(part: ElasticModel) -> None:
@@ -379,29 +395,25 @@ def add(part: ElasticModel) -> None:
         MisuseError: The job has another elastic model.
     """
     now, mine = current()
-    _models[:] = _others(now.group, part)
-    if _models:
+    known = job.here().part(_Models)
+    known.models = _others(known, now.group, part)
+    if known.models:
         gc.collect()  # a model that the script has dropped may be in a reference cycle
-        _models[:] = _others(now.group, part)
-    if _models:
+        known.models = _others(known, now.group, part)
+    if known.models:
         raise MisuseError(
             "with_bagua: this job has another model with elastic=True already, and supports only one: a rank "
             "joins between two steps of that model; put both into one nn.Module"
         )
-    _models.append(part)
+    known.models.append(part)
     if mine.newcomer:
         # The members call `renew` at the end of `recover`; this rank's groups were made after it joined.
         with _recover_from_loss():
-            part.renew(now.group, _join_change, fresh=True)
+            part.renew(now.group, known.join_change, fresh=True)
 
 
-def _others(group: Group, part: ElasticModel) -> list[ElasticModel]:
-    return [m for m in _models_of(group) if m.model() is not part.model()]
-
-
-def _models_of(group: Group) -> list[ElasticModel]:
-    """The models that exist still and belong to the job of this group, not to an earlier one."""
-    return [m for m in _models if m.model() is not None and m.groups.group is group]
+def _others(known: _Models, group: Group, part: ElasticModel) -> list[ElasticModel]:
+    return [m for m in known.of(group) if m.model() is not part.model()]
 
 
 def is_newcomer() -> bool:
@@ -428,26 +440,24 @@ def join_job() -> None:
 
 def _join_if_late() -> None:
     """Makes a rank that has started late a member."""
-    global _join_change
     if not joining.must_join():
         return
     joining.join()
     now, _ = current()
     # The members make the same call at the end of `recover`.
     with _recover_from_loss():
-        _join_change = _describe_change(now.group, newcomer=True, commit=False)
+        job.here().part(_Models).join_change = _describe_change(now.group, newcomer=True, commit=False)
 
 
 @contextlib.contextmanager
 def _recover_from_loss() -> Iterator[None]:
     """A block of a rank that has just joined: if a rank is lost in it, this rank recovers like all."""
-    global _join_change
     try:
         yield
     except TrigramError as e:
         if not is_loss(e):
             raise
-        _join_change = recover(boundary=False)
+        job.here().part(_Models).join_change = recover(boundary=False)
 
 
 def _broadcast(value: Any, src: int, group: Group) -> Any:
@@ -480,12 +490,12 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
         PeerLostError: The ranks that this rank reaches are too few to continue the job.
     """
     while True:
-        out_of_step = not all(m.in_step for m in _models_of(current()[0].group))
+        out_of_step = not all(m.in_step for m in job.here().part(_Models).of(current()[0].group))
         change = membership.change_membership(boundary or out_of_step, complete, out_of_step)
         _, mine = current()
         mine.join_pending = False
         if not change.renewed:
-            for model in _models_of(current()[0].group):
+            for model in job.here().part(_Models).of(current()[0].group):
                 model.behind = change.behind
             return change
         try:
@@ -493,8 +503,9 @@ def recover(boundary: bool = True, complete: bool = False) -> MembershipChange:
             if change.commit:
                 mine.newcomer = False  # its first pass counts, so it has received the training state
             change = _describe_change(now.group, mine.newcomer, change.commit, change.behind)
-            _models[:] = _models_of(now.group)
-            for model in _models:
+            known = job.here().part(_Models)
+            known.models = known.of(now.group)
+            for model in known.models:
                 model.renew(now.group, change)
             logs.warning(
                 f"rank {now.rank}: the job continues with ranks {listed(now.group.ranks)}"
@@ -528,7 +539,7 @@ def public_recover() -> Group:
     if joining.must_join():
         _join_if_late()
         _, mine = current()
-        if not _models:
+        if not job.here().part(_Models).models:
             mine.newcomer = False
     else:
         recover()
@@ -557,6 +568,6 @@ def await_members(count: int, timeout: float) -> None:
             )
         public_recover()
         time.sleep(_JOIN_POLL)
-    for model in _models_of(world.current().group):
+    for model in job.here().part(_Models).of(world.current().group):
         model.receive()
         model._end_step()

@@ -21,10 +21,11 @@ import torch
 from trigram import _core
 from trigram.errors import AbortedError, ConfigError, PeerLostError, TrigramError, UnsupportedError
 from trigram.gpu.device import PRIORITY, Device
-from trigram.runtime import logs
+from trigram.runtime import job, logs
 from trigram.runtime.group import Group
+from trigram.runtime.job import World
 from trigram.runtime.records import all_gather_bytes
-from trigram.runtime.world import World, current
+from trigram.runtime.world import current
 
 WRONG = 255
 """The first byte of a record that holds an error message."""
@@ -58,9 +59,21 @@ class _Made:
     world: World
 
 
-_made: dict[tuple[torch.device, str], _Made] = {}
-_epochs: list[World] = []
-"""The last two epochs of the job in which a communicator was made."""
+class _Kept:
+    """The communicators of this rank that later groups can be made from.
+
+    Attributes:
+        made: The last of a group of that name on a device.
+        epochs: The last two epochs of the job in which a communicator was made.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[torch.device, str], _Made] = {}
+        self.epochs: list[World] = []
+
+
+def _kept() -> _Kept:
+    return job.here().part(_Kept)
 
 
 def shrinks(nccl: _core.Nccl | None) -> bool:
@@ -102,13 +115,13 @@ def make(
         id = _unique_id(group, alarm, nccl)
         core = _core.DeviceGroup(group.core, alarm.core, nccl, found.index, id, PRIORITY, True, group.timeout)
         made = _Made(core, id, group.rank, group.size, weakref.ref(group), current())
-    _made[_key(group, device)] = made
+    _kept().made[_key(group, device)] = made
     return made.core
 
 
 def release(group: Group, device: torch.device) -> _Made | None:
     """Takes the last communicator that a group of that name had; it ends when the caller forgets it."""
-    return _made.pop(_key(group, device), None)
+    return _kept().made.pop(_key(group, device), None)
 
 
 def _key(group: Group, device: torch.device) -> tuple[torch.device, str]:
@@ -118,12 +131,13 @@ def _key(group: Group, device: torch.device) -> tuple[torch.device, str]:
 
 def _drop_old() -> None:
     """Ends communicators that no later group can be made from."""
-    if not _epochs or _epochs[-1] is not current():
-        _epochs.append(current())
-        del _epochs[:-2]
-    for key, made in list(_made.items()):
-        if made.world not in _epochs or (made.world is current() and made.group() is None):
-            del _made[key]
+    kept = _kept()
+    if not kept.epochs or kept.epochs[-1] is not current():
+        kept.epochs.append(current())
+        del kept.epochs[:-2]
+    for key, made in list(kept.made.items()):
+        if made.world not in kept.epochs or (made.world is current() and made.group() is None):
+            del kept.made[key]
 
 
 def _shrunk(group: Group, alarm: Group, former: _Made | None) -> _Made | None:
@@ -200,5 +214,6 @@ def error(rank: int, text: bytes) -> TrigramError:
 
 def forget() -> None:
     """Ends the communicators that were kept, while the engine still runs."""
-    _made.clear()
-    _epochs.clear()
+    kept = _kept()
+    kept.made.clear()
+    kept.epochs.clear()

@@ -25,7 +25,7 @@ from trigram import _core
 from trigram.errors import UnsupportedError
 from trigram.gpu.device import Call, Device, Message, StartCall
 from trigram.gpu.two_level import TwoLevelGroups
-from trigram.runtime import engine_codes
+from trigram.runtime import engine_codes, job
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
 
@@ -214,6 +214,7 @@ class _InOrder:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.job = job.here()
         self.queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.lock = threading.Lock()
@@ -227,9 +228,10 @@ class _InOrder:
         self.queue.put(begin)
 
     def _serve(self) -> None:
-        while (begin := self.queue.get()) is not None:
-            begin()
-            del begin
+        with self.job.here():
+            while (begin := self.queue.get()) is not None:
+                begin()
+                del begin
 
 
 class _Transfer:

@@ -30,20 +30,42 @@ from trigram.gpu.communicators import WRONG, error, forget, make, release, shrin
 from trigram.gpu.device import Call, FailedCall, Message, Route, find
 from trigram.gpu.host import HostRoute
 from trigram.gpu.nccl import NcclRoute, library
-from trigram.runtime import world
+from trigram.runtime import job
 from trigram.runtime.engine_codes import Asked, Splits
 from trigram.runtime.group import Group
+from trigram.runtime.job import Part
 from trigram.runtime.records import all_gather_bytes
 from trigram.runtime.world import current
 
 _ROUTES = ("auto", "nccl", "hierarchical", "host")
 
-_message_routes: dict[torch.device, HostRoute] = {}
-"""By device, the route of messages with tags."""
-_followed: weakref.WeakKeyDictionary[Group, Call] = weakref.WeakKeyDictionary()
-"""By group, the call whose result its next collective reads."""
-_agreed: weakref.WeakSet[Group] = weakref.WeakSet()
-"""Groups that have agreed on a route."""
+
+@job.told
+class _Routes(Part):
+    """What this rank's calls on GPUs share.
+
+    Attributes:
+        messages: By device, the route of messages with tags.
+        followed: By group, the call whose result its next collective reads.
+        agreed: Groups that have agreed on a route.
+    """
+
+    def __init__(self) -> None:
+        self.messages: dict[torch.device, HostRoute] = {}
+        self.agreed: weakref.WeakSet[Group] = weakref.WeakSet()
+        self.followed: weakref.WeakKeyDictionary[Group, Call] = weakref.WeakKeyDictionary()
+
+    def finish(self) -> None:
+        """Frees communicators and pinned memory while the engine still runs: NCCL can then finalise them
+        cleanly."""
+        self.messages.clear()
+        for group in list(self.agreed):
+            group.routes.clear()
+        forget()
+
+
+def _routes() -> _Routes:
+    return job.here().part(_Routes)
 
 
 def route(group: Group, device: torch.device) -> Route:
@@ -52,7 +74,7 @@ def route(group: Group, device: torch.device) -> Route:
     found = _usable(group, device)
     if found is None:
         found = group.routes[device] = _agree(group, device)
-        _agreed.add(group)
+        _routes().agreed.add(group)
     return found
 
 
@@ -84,7 +106,7 @@ def start(
     """Starts the collective ``asked`` on tensors of one device."""
     t = source if source is not None else target
     assert t is not None
-    before = _followed.pop(group, None)
+    before = _routes().followed.pop(group, None)
     if _usable(group, t.device) is None:
         # The ranks agree on a route in a group of their own. A rank that makes another call instead, such as
         # barrier, would not be compared with them there, and all would wait.
@@ -100,16 +122,17 @@ def start(
 
 def follow(group: Group, call: Call) -> None:
     """The group's next collective reads what this call writes: it sends nothing if the call fails."""
-    _followed[group] = call
+    _routes().followed[group] = call
 
 
 def message(
     group: Group, sends: bool, peer: int, tag: int, t: torch.Tensor, code: int, timeout: float | None
 ) -> Call:
     """Starts sending or receiving a message, through the host: NCCL has no tags."""
-    if t.device not in _message_routes:
-        _message_routes[t.device] = HostRoute(group, group, find(t.device), None)
-    return _message_routes[t.device].message(group, sends, peer, tag, t, code, timeout)
+    messages = _routes().messages
+    if t.device not in messages:
+        messages[t.device] = HostRoute(group, group, find(t.device), None)
+    return messages[t.device].message(group, sends, peer, tag, t, code, timeout)
 
 
 def batch_send_recv(group: Group, messages: Sequence[Message]) -> Call:
@@ -164,15 +187,3 @@ def _agree(group: Group, t: torch.device) -> Route:
 
 def _derive(group: Group, name: str) -> Group:
     return current().derive(group, f"{group.name}, {name}", group.ranks)
-
-
-def _end() -> None:
-    """Frees communicators and pinned memory while the engine still runs: NCCL can then finalise them
-    cleanly."""
-    _message_routes.clear()
-    for group in list(_agreed):
-        group.routes.clear()
-    forget()
-
-
-world.at_exit.append(_end)

@@ -11,6 +11,7 @@ from torch import nn
 from trigram.algorithms import compatibility
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.model.wrapped import WrappedModel, lookup
+from trigram.runtime import job
 from trigram.training.uneven_inputs import UnevenInputs
 
 
@@ -90,8 +91,11 @@ def _is_asynchronous(wrapped: WrappedModel) -> bool:
     return not wrapped.algorithm.in_step and not wrapped.warming
 
 
-_blocks: list[UnevenInputs] = []
-"""The blocks under way."""
+class _Blocks:
+    """The blocks of this rank that are under way."""
+
+    def __init__(self) -> None:
+        self.open: list[UnevenInputs] = []
 
 
 @contextlib.contextmanager
@@ -99,13 +103,14 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
     trained = [(w, w.model(), w.hooks) for w in wrapped]
     waiting = [(m, h) for w, m, h in trained if m is not None and h is not None and not _is_asynchronous(w)]
     block = UnevenInputs(waiting, throw) if waiting else None
-    if block is not None and _blocks:
+    under_way = job.here().part(_Blocks).open
+    if block is not None and under_way:
         raise MisuseError(
             "join: this rank is in another join block already, and the ranks would wait for each other at "
             "its end; write join(a, b) for several models"
         )
     if block is not None:
-        _blocks.append(block)
+        under_way.append(block)
     for _, hooks in waiting:
         hooks.join = block
     try:
@@ -117,6 +122,6 @@ def _join(wrapped: Sequence[WrappedModel], throw: bool) -> Iterator[None]:
                 w.hooks.drain()
     finally:
         if block is not None:
-            _blocks.remove(block)
+            under_way.remove(block)
         for _, hooks in waiting:
             hooks.leave_join()

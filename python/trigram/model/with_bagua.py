@@ -25,6 +25,7 @@ from trigram.plan import measuring, settle
 from trigram.plan.file import agreed
 from trigram.runtime import logs
 from trigram.runtime.group import Group
+from trigram.runtime.weak import copied
 from trigram.runtime.world import AnyGroup, resolve
 from trigram.training import fidelity
 from trigram.training.compose import check
@@ -212,7 +213,7 @@ def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:
 def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:
     """Raises if another wrapped model averages one of the parameters."""
     names = {id(p): n for n, p in model.named_parameters() if n not in ignored and p.requires_grad}
-    for other, wrapped in wrapped_models.items():
+    for other, wrapped in copied(wrapped_models.items):
         hooks = wrapped.hooks
         if other is model or wrapped.stale or hooks is None:
             continue

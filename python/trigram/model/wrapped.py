@@ -6,7 +6,6 @@ A model is wrapped in one job: after ``trigram.shutdown`` its groups are gone, a
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -16,17 +15,18 @@ from torch import nn
 from trigram.algorithms.trigram import Algorithm
 from trigram.averaging.groups import ModelGroups
 from trigram.elastic import recovery
-from trigram.errors import MisuseError, TrigramError, UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
 from trigram.mixing.quorum import QuorumSteps
-from trigram.runtime import exit_status, logs, serving, world
+from trigram.runtime import job, logs
 from trigram.runtime.group import Group
+from trigram.runtime.weak import copied
 from trigram.training import fidelity
 from trigram.training.compose import check, compose, warm
 from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
 from trigram.training.step_hooks import StepHooks, agree_on_algorithm
-from trigram.training.weight_sync import WeightSync, running
+from trigram.training.weight_sync import RunningModels, WeightSync
 
 
 class Tuner(Protocol):
@@ -49,7 +49,7 @@ class WrappedModel:
     """A model and its algorithm.
 
     Attributes:
-        job: The job in which it was wrapped, see :func:`trigram.runtime.world.job`.
+        stay: In the job in which it was wrapped.
         algorithm: The algorithm with its options.
         hooks: The hooks on the model; None if one rank trains it alone, without filters.
         earlier_steps: Steps made with earlier algorithms.
@@ -70,7 +70,7 @@ class WrappedModel:
     ) -> None:
         self.settings = settings
         self.tuner: Tuner | None = None
-        self.job = world.job()
+        self.stay = job.here().stay
         self.extras = extras
         self.model = weakref.ref(model)
         self.bucket_bytes = bucket_bytes
@@ -89,7 +89,7 @@ class WrappedModel:
     @property
     def stale(self) -> bool:
         """Whether the job in which the model was wrapped has ended."""
-        return self.job != world.job()
+        return self.stay.over
 
     @property
     def size(self) -> int:
@@ -108,7 +108,8 @@ class WrappedModel:
             agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
-        if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in running):
+        others = job.here().part(RunningModels).models
+        if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in others):
             raise UnsupportedError(
                 "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for "
                 "the first rank in one while that waits for it in the other; trigram.unwrap ends the other"
@@ -160,9 +161,7 @@ class WrappedModel:
         hooks = compose(model, self.groups, self.algorithm, self.bucket_bytes, self.optimizer, elastic)
         if not self.algorithm.in_step:
             assert isinstance(hooks, WeightSync)
-            exit_status.watch()
-            running[hooks] = None if self.states is None else model
-            serving.add(hooks)
+            job.here().part(RunningModels).add(hooks, None if self.states is None else model)
         return hooks
 
     def end(self) -> None:
@@ -173,8 +172,7 @@ class WrappedModel:
             hooks.close()
             if isinstance(hooks, WeightSync):
                 hooks.schedule.close()
-                running.pop(hooks, None)
-                serving.remove(hooks)
+                hooks.running.remove(hooks)
 
     def proceed(self) -> StepHooks:
         """Starts the algorithm after its warm-up."""
@@ -240,21 +238,5 @@ def remove(wrapped: WrappedModel) -> None:
         wrapped.hooks.close_without_calls()
         wrapped.hooks = None
     wrapped.end()
-    for model in [m for m, w in wrapped_models.items() if w is wrapped]:
+    for model in [m for m, w in copied(wrapped_models.items) if w is wrapped]:
         del wrapped_models[model]
-
-
-def _finish() -> None:
-    """At exit: ends asynchronous algorithms together with all ranks, unless this process failed."""
-    failed = exit_status.has_failed()
-    for hooks in running:  # they may have been made in another thread
-        serving.bind(hooks)
-    for hooks in list(running):
-        if not failed:
-            with contextlib.suppress(TrigramError):
-                hooks.drain()
-        serving.remove(hooks)
-    running.clear()
-
-
-world.at_exit.insert(0, _finish)

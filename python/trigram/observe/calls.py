@@ -7,7 +7,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from trigram import _core
-from trigram.runtime import group, world
+from trigram.runtime import group, job
 
 
 class GroupName(NamedTuple):
@@ -22,7 +22,7 @@ class GroupName(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def engine_of(present: world.World) -> _core.Engine | None:
+def engine_of(present: job.World) -> _core.Engine | None:
     """The engine of a world; None: this rank has come late into an elastic job, and has not joined it yet."""
     engine: Any = present.engine
     return engine if isinstance(engine, _core.Engine) else None
@@ -32,7 +32,8 @@ class Calls:
     """The calls of this process."""
 
     def __init__(self) -> None:
-        self._world: weakref.ref[world.World] | None = None
+        self._job = job.here()
+        self._world: weakref.ref[job.World] | None = None
         self._reader: _core.EventReader | None = None
         self._names: dict[int, GroupName] = {}
         self.lost = 0
@@ -41,7 +42,7 @@ class Calls:
         """Failures of the present engine that somebody knows of already."""
 
     def _current(self) -> _core.EventReader | None:
-        present = world.present()
+        present = self._job.world
         if present is not None and (self._world is None or self._world() is not present):
             engine = engine_of(present)
             if engine is None:

@@ -23,7 +23,8 @@ from trigram import _core
 from trigram.errors import ConfigError
 from trigram.observe.calls import Calls, engine_of
 from trigram.observe.timeline import wall_offset
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
+from trigram.runtime.job import Part
 
 PREFIX = "rank"
 """Of a dump's name; the rank follows."""
@@ -48,6 +49,10 @@ class Dumper:
     def __init__(self, folder: Path, rank: int, after: float) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.rank, self.after, self.job = folder, rank, after, world.current().name
+        self._job = job.here()
+        # The thread that trains: where it is, is part of a dump.
+        is_process = self._job is job.of_process
+        self._of_rank = (threading.main_thread().ident or 0) if is_process else threading.get_ident()
         self._calls = Calls()
         self._failures: list[tuple[int, int | None, str]] = []
         self._stop = False
@@ -152,7 +157,7 @@ class Dumper:
 
     def _contents(self, why: str) -> dict[str, Any]:
         events, offset = self._calls.all(), wall_offset()
-        present = world.present()
+        present = self._job.world
         engine = engine_of(present) if present is not None else None
         losses = engine.losses() if engine is not None else []
         groups = {e.group: self._calls.group(e.group) for e in events}
@@ -172,7 +177,7 @@ class Dumper:
                 "why": why,
                 "time_ns": time.time_ns(),
                 "losses": losses,
-                "stack": _stack(),
+                "stack": _stack(self._of_rank),
                 "failures": [(f"{group:016x}", sequence, text) for group, sequence, text in self._failures],
             },
         }
@@ -244,10 +249,10 @@ _FRAMES = 32
 """The innermost frames of a stack that a dump keeps."""
 
 
-def _stack() -> list[str]:
-    """Where the main thread is now, the innermost frame first: ``function at file:line``. Frames of this
-    package are left out: a call says more of itself."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+def _stack(thread: int) -> list[str]:
+    """Where a thread is now, the innermost frame first: ``function at file:line``. Frames of this package are
+    left out: a call says more of itself."""
+    frame = sys._current_frames().get(thread)
     found: list[str] = []
     while frame is not None and len(found) < _FRAMES:
         code = frame.f_code
@@ -257,40 +262,45 @@ def _stack() -> list[str]:
     return found
 
 
-_dumper: Dumper | None = None
+@job.told
+class Dumps(Part):
+    """The dumps of this rank, if ``TRIGRAM_DUMP`` asks for them.
 
+    Attributes:
+        dumper: None: nobody asks.
+    """
 
-def _from_environment() -> None:
-    global _dumper
-    folder = os.environ.get("TRIGRAM_DUMP")
-    if not folder or _dumper is not None:
-        return
-    text = os.environ.get("TRIGRAM_DUMP_AFTER", str(DUMP_AFTER))
-    try:
-        after = float(text)
-    except ValueError:
-        after = 0.0
-    if not after > 0:
-        raise ConfigError(f"TRIGRAM_DUMP_AFTER={text!r} is invalid; set it to a number of seconds above 0")
-    try:
-        _dumper = Dumper(Path(folder), world.current().rank, after)
-    except OSError as e:
-        raise ConfigError(f"TRIGRAM_DUMP={folder!r}: {e}; name a folder that can be written to") from e
-    in_main = threading.current_thread() is threading.main_thread()
-    if in_main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR2, _dumper.ask)
+    def __init__(self) -> None:
+        self.dumper: Dumper | None = None
 
+    def begin(self) -> None:
+        """See the class."""
+        folder = os.environ.get("TRIGRAM_DUMP")
+        if not folder or self.dumper is not None:
+            return
+        text = os.environ.get("TRIGRAM_DUMP_AFTER", str(DUMP_AFTER))
+        try:
+            after = float(text)
+        except ValueError:
+            after = 0.0
+        if not after > 0:
+            raise ConfigError(
+                f"TRIGRAM_DUMP_AFTER={text!r} is invalid; set it to a number of seconds above 0"
+            )
+        try:
+            self.dumper = Dumper(Path(folder), world.current().rank, after)
+        except OSError as e:
+            raise ConfigError(f"TRIGRAM_DUMP={folder!r}: {e}; name a folder that can be written to") from e
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
+            signal.signal(signal.SIGUSR2, self.dumper.ask)
 
-def _end() -> None:
-    global _dumper
-    dumper, _dumper = _dumper, None
-    if dumper is not None:
-        dumper.close()
-        if signal.getsignal(signal.SIGUSR2) == dumper.ask and (
-            threading.current_thread() is threading.main_thread()
-        ):
-            signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that comes late must not end the process
-
-
-world.at_start.append(_from_environment)
-world.at_exit.append(_end)
+    def finish(self) -> None:
+        """Writes a last dump if one is owed."""
+        dumper, self.dumper = self.dumper, None
+        if dumper is not None:
+            dumper.close()
+            if signal.getsignal(signal.SIGUSR2) == dumper.ask and (
+                threading.current_thread() is threading.main_thread()
+            ):
+                signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # one that comes late must not end the process

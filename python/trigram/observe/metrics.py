@@ -17,7 +17,8 @@ from trigram import _core
 from trigram.errors import ConfigError
 from trigram.observe import steps
 from trigram.observe.calls import engine_of
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
+from trigram.runtime.job import Part
 
 VARIABLE = "TRIGRAM_METRICS"
 
@@ -37,11 +38,14 @@ def address(text: str, place: int) -> tuple[str, int]:
 class Collector:
     """The metrics of this rank, for a registry of prometheus_client; docs/observing.md lists them."""
 
+    def __init__(self) -> None:
+        self._job = job.here()
+
     def collect(self) -> Iterator[Any]:
         """The metric families as of now; nothing outside of a job."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        present = world.present()
+        present = self._job.world
         engine = engine_of(present) if present is not None else None
         if present is None or engine is None:
             return
@@ -88,57 +92,59 @@ class Collector:
         ended = family(CounterMetricFamily, "steps", "training steps", "model")
         spent = family(CounterMetricFamily, "step_seconds", "seconds of steps by phase", "model", "phase")
         rates = family(GaugeMetricFamily, "link_bytes_per_second", "what a rank's link carries", "peer")
-        for model, (count, _, *phases) in steps.totals().items():
+        for model, (count, _, *phases) in steps.totals(self._job).items():
             ended.add_metric([me, model], count)
             for phase, ns in zip(steps.PHASES, phases, strict=True):
                 spent.add_metric([me, model, phase], ns * 1e-9)
-        times = steps.latest()
+        times = steps.latest(self._job)
         for peer, rate in zip(*(times.links() if times else steps.links(present.group)), strict=False):
             rates.add_metric([me, str(peer)], rate)
         yield from (ended, spent, rates)
 
 
-_server: tuple[Any, threading.Thread] | None = None
-
-
-def _place(present: world.World) -> int:
+def _place(present: job.World) -> int:
     """``LOCAL_RANK``; if nobody has set it, as for children of ``torch.multiprocessing.spawn``, this rank's
     place among those with which it shares memory."""
     engine = engine_of(present)
-    if "LOCAL_RANK" in os.environ or engine is None:
+    several = job.here() is not job.of_process  # ranks that are threads have one environment
+    if ("LOCAL_RANK" in os.environ and not several) or engine is None:
         return int(os.environ.get("LOCAL_RANK", "0"))
     return engine.hosts[: present.rank].count(engine.hosts[present.rank])
 
 
-def _begin() -> None:
-    global _server
-    text, present = os.environ.get(VARIABLE), world.present()
-    if not text or present is None or _server is not None:
-        return
-    host, port = address(text, _place(present))
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError as error:
-        raise ConfigError(f"{VARIABLE} needs prometheus_client: pip install 'trigram[metrics]'") from error
-    registry = CollectorRegistry(auto_describe=False)
-    collector: Any = Collector()
-    registry.register(collector)
-    try:
-        _server = start_http_server(port, host, registry)
-    except OSError as error:  # a port that is taken must not end a training
-        logs.warning(f"{VARIABLE}: rank {present.rank} serves no metrics at {host}:{port}: {error}")
+@job.told
+class _Server(Part):
+    """The server of this rank's metrics, if ``TRIGRAM_METRICS`` asks for it."""
 
+    def __init__(self) -> None:
+        self._served: tuple[Any, threading.Thread] | None = None
 
-def _finish() -> None:
-    global _server
-    served, _server = _server, None
-    if served is not None:
-        with contextlib.suppress(OSError):
-            served[0].socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, which looks twice a second
-        served[0].shutdown()
-        served[0].server_close()
-        served[1].join(1.0)
+    def begin(self) -> None:
+        """See the class."""
+        text, present = os.environ.get(VARIABLE), world.present()
+        if not text or present is None or self._served is not None:
+            return
+        host, port = address(text, _place(present))
+        try:
+            from prometheus_client import CollectorRegistry, start_http_server
+        except ImportError as error:
+            raise ConfigError(
+                f"{VARIABLE} needs prometheus_client: pip install 'trigram[metrics]'"
+            ) from error
+        registry = CollectorRegistry(auto_describe=False)
+        collector: Any = Collector()
+        registry.register(collector)
+        try:
+            self._served = start_http_server(port, host, registry)
+        except OSError as error:  # a port that is taken must not end a training
+            logs.warning(f"{VARIABLE}: rank {present.rank} serves no metrics at {host}:{port}: {error}")
 
-
-world.at_start.append(_begin)
-world.at_exit.append(_finish)
+    def finish(self) -> None:
+        """Ends the server."""
+        served, self._served = self._served, None
+        if served is not None:
+            with contextlib.suppress(OSError):
+                served[0].socket.shutdown(socket.SHUT_RDWR)  # wakes its thread, which looks twice a second
+            served[0].shutdown()
+            served[0].server_close()
+            served[1].join(1.0)

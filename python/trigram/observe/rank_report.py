@@ -20,7 +20,8 @@ from typing import Any
 
 from trigram.errors import ConfigError
 from trigram.observe import figures, report, snapshots, steps
-from trigram.runtime import exit_status, logs, world
+from trigram.runtime import exit_status, job, logs, world
+from trigram.runtime.job import Part
 from trigram.runtime.live_store import ReconnectingStore, connect_again
 
 VARIABLE = world.REPORT
@@ -56,7 +57,7 @@ def unsealed(value: bytes, rank: int, key: bytes | None) -> figures.Rank | None:
     return row if row.rank == rank else None
 
 
-def of_this_rank(present: world.World, times: steps.StepTimes | None) -> figures.Rank:
+def of_this_rank(present: job.World, times: steps.StepTimes | None) -> figures.Rank:
     """What this rank says of itself and of a model now."""
     whole = times.summary() if times is not None else None
     keys = ("step", *steps.PHASES)
@@ -83,16 +84,6 @@ def of_this_rank(present: world.World, times: steps.StepTimes | None) -> figures
         coded=times is not None and times.coded,
         recent=[ns * 1e-9 for ns in times.recent.copy()] if times is not None else [],
     )
-
-
-def _begin() -> None:
-    folder, present = _folder(), world.present()
-    if folder is not None and present is not None:
-        exit_status.watch()
-        # Rank 0 removes what an earlier job has left of ranks of other hosts.
-        for rank in range(present.size) if present.rank == 0 else [present.rank]:
-            with contextlib.suppress(OSError):  # what cannot be written is told at the end
-                (folder / f"{figures.PREFIX}{rank}.json").unlink(missing_ok=True)
 
 
 @dataclass
@@ -131,38 +122,55 @@ class _Awaited:
                 self.far.discard(rank)
 
 
-_awaited: _Awaited | None = None
+@job.told_first
+class _Report(Part):
+    """The report of a job, if ``TRIGRAM_REPORT`` asks for it."""
+
+    def __init__(self) -> None:
+        self._awaited: _Awaited | None = None
+
+    def begin(self) -> None:
+        """See the class."""
+        folder, present = _folder(), world.present()
+        if folder is not None and present is not None:
+            exit_status.watch()
+            # Rank 0 removes what an earlier job has left of ranks of other hosts.
+            for rank in range(present.size) if present.rank == 0 else [present.rank]:
+                with contextlib.suppress(OSError):  # what cannot be written is told at the end
+                    (folder / f"{figures.PREFIX}{rank}.json").unlink(missing_ok=True)
+
+    def finish(self) -> None:
+        """Leaves this rank's figures where the first rank looks for them."""
+        folder, present = _folder(), world.present()
+        if folder is None or present is None:
+            return
+        row = of_this_rank(present, steps.longest())
+        try:
+            figures.write(folder, row)
+        except OSError as error:
+            logs.warning(f"{VARIABLE}: rank {present.rank} cannot write its figures to {folder}: {error}")
+        hosts = present.engine.hosts
+        store = None
+        if present.store is not None and (present.rank == 0 or hosts[present.rank] != hosts[0]):
+            store = connect_again(present.store)
+        if present.rank:
+            if store is not None:
+                store.put(KEY.format(present.name, present.rank), sealed(row, snapshots.secret()))
+            return
+        if not exit_status.has_failed():
+            near = {r for r in range(present.size) if hosts[r] == hosts[0]}
+            others = set(range(present.size)) - near
+            self._awaited = _Awaited(folder, near, others, store, present.name, row)
+
+    def left(self) -> None:
+        """Nobody waits for this rank while it waits for the figures of the others."""
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            _print(awaited)
 
 
-def _finish() -> None:
-    global _awaited
-    folder, present = _folder(), world.present()
-    if folder is None or present is None:
-        return
-    row = of_this_rank(present, steps.longest())
-    try:
-        figures.write(folder, row)
-    except OSError as error:
-        logs.warning(f"{VARIABLE}: rank {present.rank} cannot write its figures to {folder}: {error}")
-    hosts = present.engine.hosts
-    store = None
-    if present.store is not None and (present.rank == 0 or hosts[present.rank] != hosts[0]):
-        store = connect_again(present.store)
-    if present.rank:
-        if store is not None:
-            store.put(KEY.format(present.name, present.rank), sealed(row, snapshots.secret()))
-        return
-    if not exit_status.has_failed():
-        near = {r for r in range(present.size) if hosts[r] == hosts[0]}
-        _awaited = _Awaited(folder, near, set(range(present.size)) - near, store, present.name, row)
-
-
-def _print() -> None:
-    """This rank has left the job, so nobody waits for it while it waits for the figures of the others."""
-    global _awaited
-    awaited, _awaited = _awaited, None
-    if awaited is None:
-        return
+def _print(awaited: _Awaited) -> None:
+    """Prints the report, with what has come in time."""
     deadline = time.monotonic() + _PATIENCE
     try:
         while True:
@@ -180,8 +188,3 @@ def _print() -> None:
         text = f"trigram report: none, because {error}"
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
-
-
-world.at_start.append(_begin)
-world.at_exit.insert(0, _finish)
-world.after_exit.append(_print)

@@ -21,7 +21,8 @@ from typing import Any
 
 from trigram.errors import AuthError
 from trigram.observe import steps
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
+from trigram.runtime.job import Part
 from trigram.runtime.live_store import ReconnectingStore, connect_again
 
 PERIOD = 2.0
@@ -147,8 +148,9 @@ class Publisher:
         present: The job.
     """
 
-    def __init__(self, store: ReconnectingStore, present: world.World) -> None:
+    def __init__(self, store: ReconnectingStore, present: job.World) -> None:
         self.store = store
+        self._job = job.here()
         self.period = max(PERIOD, PER_RANK * present.size)
         self.number, self.at = 0, time.monotonic()
         self.before: weakref.WeakKeyDictionary[steps.StepTimes, Sequence[int]] = weakref.WeakKeyDictionary()
@@ -173,7 +175,7 @@ class Publisher:
 
     def publish(self, left: bool = False) -> None:
         """Writes one snapshot."""
-        present = world.present()
+        present = self._job.world
         if present is None:
             return
         try:
@@ -185,7 +187,7 @@ class Publisher:
                 logs.warning(f"{world.TOP}: rank {present.rank} cannot take a snapshot: {error}")
             self.failing = True
 
-    def take(self, present: world.World, left: bool = False) -> Snapshot:
+    def take(self, present: job.World, left: bool = False) -> Snapshot:
         """This rank now."""
         now = time.monotonic()
         elapsed, self.at = max(now - self.at, 1e-3), now
@@ -194,7 +196,7 @@ class Publisher:
         taken = Snapshot(
             present.rank, present.size, socket.gethostname()[:_TEXT], time.time(), self.number, left=left
         )
-        times = steps.latest()
+        times = steps.latest(self._job)
         if times is not None:
             sums = times.sums
             taken.model, taken.steps = times.name[:_TEXT], times.earlier + sums[0]
@@ -213,34 +215,33 @@ class Publisher:
         return taken
 
 
-_publisher: Publisher | None = None
+@job.told
+class _Published(Part):
+    """The snapshots of this rank, if ``TRIGRAM_TOP`` asks for them."""
 
+    def __init__(self) -> None:
+        self._publisher: Publisher | None = None
 
-def _begin() -> None:
-    global _publisher
-    present = world.present()
-    if present is None or not world.asks(world.TOP):
-        return
-    if present.store is None:
-        if present.size == 1:
-            logs.warning(
-                f"{world.TOP}: the only rank of a job has met nobody, so there is no store for trigram top; "
-                "TRIGRAM_METRICS shows it while it runs"
-            )
-        return
-    store = connect_again(present.store)
-    if present.rank == 0:
-        at = f"--store {store.address}" if store.address else "nothing: the store has no address"
-        logs.warning(f"{world.TOP}: look at this job with trigram top {at}")
-    _publisher = Publisher(store, present)
+    def begin(self) -> None:
+        """See the class."""
+        present = world.present()
+        if present is None or not world.asks(world.TOP):
+            return
+        if present.store is None:
+            if present.size == 1:
+                logs.warning(
+                    f"{world.TOP}: the only rank of a job has met nobody, so there is no store for trigram "
+                    "top; TRIGRAM_METRICS shows it while it runs"
+                )
+            return
+        store = connect_again(present.store)
+        if present.rank == 0:
+            at = f"--store {store.address}" if store.address else "nothing: the store has no address"
+            logs.warning(f"{world.TOP}: look at this job with trigram top {at}")
+        self._publisher = Publisher(store, present)
 
-
-def _finish() -> None:
-    global _publisher
-    publisher, _publisher = _publisher, None
-    if publisher is not None:
-        publisher.close()
-
-
-world.at_start.append(_begin)
-world.at_exit.append(_finish)
+    def finish(self) -> None:
+        """Leaves a last one."""
+        publisher, self._publisher = self._publisher, None
+        if publisher is not None:
+            publisher.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from trigram.observe import profiling
+from trigram.runtime import job
 from trigram.runtime.group import Group
 
 
@@ -25,23 +26,29 @@ class Listener(Protocol):
         """The collectives of a group from the ``first``-th to before the ``until``-th have this name."""
 
 
-_listeners: list[Listener] = []
+class Listeners:
+    """Who is told of the spans of a rank."""
+
+    def __init__(self) -> None:
+        self.all: list[Listener] = []
+
+    def add(self, listener: Listener) -> None:
+        """From now on tells ``listener`` of spans, until :meth:`remove`."""
+        self.all.append(listener)
+
+    def remove(self, listener: Listener) -> None:
+        """Tells ``listener`` of no more spans."""
+        if listener in self.all:
+            self.all.remove(listener)
 
 
-def listen(listener: Listener) -> None:
-    """From now on tells ``listener`` of spans, until :func:`leave`."""
-    _listeners.append(listener)
-
-
-def leave(listener: Listener) -> None:
-    """Tells ``listener`` of no more spans."""
-    if listener in _listeners:
-        _listeners.remove(listener)
+def _told() -> list[Listener]:
+    return job.here().part(Listeners).all
 
 
 def tell(track: str, name: str, began: int, ended: int) -> None:
     """Tells the listeners of a span."""
-    for listener in _listeners:
+    for listener in _told():
         listener.span(track, name, began, ended)
 
 
@@ -62,7 +69,7 @@ class Span:
 
     def end(self) -> None:
         """Ends it."""
-        if _listeners and self._track:
+        if self._track:
             tell(self._track, self._name, self._began, time.monotonic_ns())
         event, self._event = self._event, None
         profiling.end(event)
@@ -70,7 +77,7 @@ class Span:
 
 def begin(track: str, name: Callable[[], str]) -> Span | None:
     """A span, if anybody looks; ``name`` is called only then."""
-    return Span(track, name()) if _listeners or profiling.enabled() else None
+    return Span(track, name()) if _told() or profiling.enabled() else None
 
 
 def end(span: Span | None) -> None:
@@ -82,12 +89,13 @@ def end(span: Span | None) -> None:
 @contextlib.contextmanager
 def naming(group: Group, name: Callable[[], str]) -> Iterator[None]:
     """Names the collectives of a group that are made inside, if anybody looks."""
-    if not _listeners:
+    listeners = _told()
+    if not listeners:
         yield
         return
     core, first = group.core, group.core.next()
     try:
         yield
     finally:
-        for listener in _listeners:
+        for listener in listeners:
             listener.name_calls(core.id, first, core.next(), name())

@@ -29,8 +29,9 @@ import torch
 from trigram import _core
 from trigram.observe import profiling, spans
 from trigram.observe.phases import BACKWARD, FORWARD, INPUT, OPTIMIZER, OTHER, PHASES, WAIT, WITH_BAGUA
-from trigram.runtime import world
+from trigram.runtime import job
 from trigram.runtime.group import Group
+from trigram.runtime.job import Job
 
 _KEPT = 512
 """Values of which medians are computed."""
@@ -136,11 +137,11 @@ class StepTimes:
         self._busy = 0  # what all models of this process have computed, in nanoseconds, when the phase began
         self._event: profiling.Event | None = None
         self.sums = _NOTHING
-        self._job = world.job()
+        self._of, self._stay = job.here().part(_Times), job.here().stay
         self._links: tuple[list[int], list[float]] = [], []
-        self._number = next(_numbers)
-        _totals.setdefault(name, _NOTHING)
-        _open.add(self)
+        self._number = self._of.next_number()
+        self._of.totals.setdefault(name, _NOTHING)
+        self._of.open.add(self)
 
     def links(self) -> tuple[list[int], list[float]]:
         """The world ranks that train the model, and the bytes per second of the link of each, if they were
@@ -149,15 +150,17 @@ class StepTimes:
 
     def close(self) -> None:
         """The model has no hooks any more: what is known of it stays, its group is let go."""
-        global _longest
-        if self not in _open:
+        if self not in self._of.open:
             return
-        _open.discard(self)
+        self._of.open.discard(self)
         self._links, self.group = self.links(), None
         known = self.fidelity()
         self.fidelity = lambda: known
-        if self.step.count and (_longest is None or _better(_longest) < _better(self)):
-            _longest = self
+        longest = self._of.longest
+        if self._stay.over or not self.step.count:
+            return
+        if longest is None or longest._stay.over or _better(longest) < _better(self):
+            self._of.longest = self
 
     def enter(self, phase: str) -> str:
         """A phase begins, and the one before it ends.
@@ -174,7 +177,7 @@ class StepTimes:
         )
         if before:
             self._add(before, now - self._since, fetches=phase == FORWARD and not closes)
-            if spans._listeners and before not in (INPUT, OTHER):
+            if before not in (INPUT, OTHER):
                 spans.tell(self.name, before, self._since, now)
         if self._event is not None:
             event, self._event = self._event, None
@@ -195,7 +198,6 @@ class StepTimes:
 
     def _add(self, phase: str, spent: int, fetches: bool) -> None:
         """Time of a phase that has ended; ``fetches``: the next forward pass of the same step follows."""
-        global _busy
         blocked = threading.get_ident(), *_core.blocked()
         thread, waited, passed = map(operator.sub, blocked, self._blocked)
         if phase != WAIT and thread == 0 and 0 < waited <= passed:
@@ -204,12 +206,12 @@ class StepTimes:
             spent -= waited
         self._blocked = blocked
         if phase in (INPUT, OTHER):  # what another model computes meanwhile, as that of a GAN, is no input
-            computed = min(spent, _busy - self._busy)
+            computed = min(spent, self._of.busy - self._busy)
             self._now[OTHER] += computed
             spent -= computed
         else:
-            _busy += spent
-        self._busy = _busy
+            self._of.busy += spent
+        self._busy = self._of.busy
         self._now[INPUT if phase == OTHER and fetches and self._accumulates else phase] += spent
 
     def end_pass(self) -> None:
@@ -235,8 +237,8 @@ class StepTimes:
             self.recent.append(sum(self._now.values()) - self._now[WAIT])
         new = 1, step, *self._now.values()
         self.sums = _sum(self.sums, new)
-        with _adding:
-            _totals[self.name] = _sum(_totals[self.name], new)
+        with self._of.adding:
+            self._of.totals[self.name] = _sum(self._of.totals[self.name], new)
         self._now = {**dict.fromkeys(PHASES, 0), INPUT: later}
         self._began, self._updated, self._has_passed = ended, 0, False
         self.stepped = now
@@ -247,36 +249,51 @@ class StepTimes:
         return {"name": self.name, "step": self.step.summary(), **parts}
 
 
-_open: set[StepTimes] = set()
-"""Of models that have hooks. Other threads read it: they take a copy, which no change can interrupt."""
-_longest: StepTimes | None = None
-"""Of those that are closed, the one with the most steps, for the report at the end."""
-_numbers = itertools.count()
 _NOTHING = (0,) * (2 + len(PHASES))
-_totals: dict[str, tuple[int, ...]] = {}
-_adding = threading.Lock()
-_busy = 0
-"""Nanoseconds that the models of this process have spent in passes and updates."""
+
+
+class _Times:
+    """The steps of all models of a rank.
+
+    Attributes:
+        open: Of models that have hooks. Other threads read it: they take a copy, which no change can
+            interrupt.
+        longest: Of those that are closed, the one with the most steps, for the report at the end.
+        next_number: Numbers the models.
+        totals: By name, see :func:`totals`.
+        adding: Held while a step is added to ``totals``.
+        busy: Nanoseconds that the models have spent in passes and updates.
+    """
+
+    def __init__(self) -> None:
+        self.open: set[StepTimes] = set()
+        self.longest: StepTimes | None = None
+        self.next_number = itertools.count().__next__
+        self.totals: dict[str, tuple[int, ...]] = {}
+        self.adding = threading.Lock()
+        self.busy = 0
 
 
 def _sum(before: tuple[int, ...], new: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(operator.add, before, new))
 
 
-def totals() -> dict[str, tuple[int, ...]]:
-    """By name, the :attr:`StepTimes.sums` of all models of that name that this process has trained, also of
-    those that are gone: they never decrease."""
-    return _totals.copy()
+def totals(of: Job | None = None) -> dict[str, tuple[int, ...]]:
+    """By name, the :attr:`StepTimes.sums` of all models of that name that a rank, this one by default, has
+    trained, also of those that are gone: they never decrease."""
+    return _times(of).totals.copy()
 
 
-def latest() -> StepTimes | None:
-    """The times of the model of this job that has stepped last; None: no model has hooks."""
-    return max(_present(), key=lambda times: (times.stepped, times._number), default=None)
+def latest(of: Job | None = None) -> StepTimes | None:
+    """The times of the model of a rank, this one by default, that has stepped last; None: no model has
+    hooks."""
+    return max(_present(of), key=lambda times: (times.stepped, times._number), default=None)
 
 
 def longest() -> StepTimes | None:
     """The times of the model of this job with the most steps, also if its hooks are gone."""
-    closed = [_longest] if _longest is not None and _longest._job == world.job() else []
+    longest = _times().longest
+    closed = [longest] if longest is not None and not longest._stay.over else []
     return max([*_present(), *closed], key=_better, default=None)
 
 
@@ -285,12 +302,16 @@ def with_bagua_trains() -> bool:
     return any(times.trained_by == WITH_BAGUA for times in _present())
 
 
-def _present() -> list[StepTimes]:
-    return [times for times in _open.copy() if times._job == world.job()]
+def _times(of: Job | None = None) -> _Times:
+    return (of or job.here()).part(_Times)
 
 
-def _better(times: StepTimes) -> tuple[int, int, int]:
-    return times._job, times.step.count, -times._number  # of equals the first, on all ranks
+def _present(of: Job | None = None) -> list[StepTimes]:
+    return [times for times in _times(of).open.copy() if not times._stay.over]
+
+
+def _better(times: StepTimes) -> tuple[int, int]:
+    return times.step.count, -times._number  # of equals the first, on all ranks
 
 
 def links(group: Group) -> tuple[list[int], list[float]]:

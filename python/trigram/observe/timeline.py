@@ -27,7 +27,8 @@ from trigram import _core
 from trigram.errors import ConfigError, MisuseError
 from trigram.observe import spans
 from trigram.observe.calls import Calls
-from trigram.runtime import logs, world
+from trigram.runtime import job, logs, world
+from trigram.runtime.job import Part
 
 _DAY = 86_400_000_000_000
 FIRST_LANE = 100
@@ -63,7 +64,7 @@ class Recorder:
         self._file.write("[\n")
         base = time.time_ns() // _DAY * _DAY
         self._offset = wall_offset() - base
-        self._calls = Calls()
+        self._calls, self._listeners = Calls(), job.here().part(spans.Listeners)
         self._spans: collections.deque[tuple[str, str, int, int]] = collections.deque()
         self._names: dict[tuple[int, int], str] = {}
         self._tracks: dict[str, int] = {}
@@ -74,11 +75,11 @@ class Recorder:
         host = socket.gethostname()
         self._meta("process_name", 0, name=f"rank {rank} on {host}")
         self._meta("process_sort_index", 0, sort_index=rank)
-        job, began = world.current().name, time.time_ns()
-        self._meta("trigram", 0, rank=rank, host=host, base_ns=base, pid=os.getpid(), job=job, began_ns=began)
+        about: dict[str, Any] = {"job": world.current().name, "began_ns": time.time_ns(), "pid": os.getpid()}
+        self._meta("trigram", 0, False, rank=rank, host=host, base_ns=base, **about)
         try:
             self._file.flush()  # a rank that is killed at once leaves a file that says whose it is
-            spans.listen(self)
+            self._listeners.add(self)
         except OSError as e:
             self._give_up(e)
         self._thread = threading.Thread(target=self._serve, name="trigram-timeline", daemon=True)
@@ -102,7 +103,7 @@ class Recorder:
         """Writes what is left, and ends the file."""
         if self._process != os.getpid():
             return  # a forked child: the file is its parent's
-        spans.leave(self)
+        self._listeners.remove(self)
         self._stop.set()
         self._thread.join(10.0)
         with self._lock:
@@ -131,7 +132,7 @@ class Recorder:
                     self._drain()
                     self._file.flush()
                 except Exception as e:  # nobody takes the spans any more
-                    spans.leave(self)
+                    self._listeners.remove(self)
                     self._give_up(e)
 
     def _give_up(self, error: Exception) -> None:
@@ -217,9 +218,6 @@ class Recorder:
         self._file.write(json.dumps(event) + ("\n" if last else ",\n"))
 
 
-_recorder: Recorder | None = None
-
-
 def file_of(path: Path, rank: int) -> Path:
     """The file of a rank: ``trace.json`` becomes ``trace-rank0.json``."""
     return path.with_name(f"{path.stem}-rank{rank}{path.suffix or '.json'}")
@@ -242,40 +240,49 @@ def timeline(path: str | os.PathLike[str]) -> Iterator[None]:
         raise MisuseError(
             f"timeline: {path} would not be compressed; name it .json, and compress with trigram timeline DIR"
         )
-    _begin(file_of(Path(path), world.current().rank), time.monotonic_ns())
+    mine = job.here().part(_Recorded)
+    mine.record(file_of(Path(path), world.current().rank), time.monotonic_ns())
     try:
         yield
     finally:
-        _end()
+        mine.finish()
 
 
-def _begin(path: Path, since: int) -> None:
-    global _recorder
-    if _recorder is not None:
-        raise MisuseError(
-            f"timeline: {_recorder.path} is being recorded already, by TRIGRAM_TIMELINE or another block; "
-            "record one at a time"
-        )
-    _recorder = Recorder(path, world.current().rank, since)
+@job.told
+class _Recorded(Part):
+    """The timeline of this rank that is being recorded, if one is."""
 
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
 
-def _end() -> None:
-    global _recorder
-    recorder, _recorder = _recorder, None
-    if recorder is not None:
-        recorder.close()
+    def record(self, path: Path, since: int) -> None:
+        """Starts one, see :class:`Recorder`.
 
+        Raises:
+            MisuseError: One is being recorded.
+        """
+        if self.recorder is not None:
+            raise MisuseError(
+                f"timeline: {self.recorder.path} is being recorded already, by TRIGRAM_TIMELINE or another "
+                "block; record one at a time"
+            )
+        self.recorder = Recorder(path, world.current().rank, since)
 
-def _from_environment() -> None:
-    folder = os.environ.get("TRIGRAM_TIMELINE")
-    if not folder or _recorder is not None:
-        return
-    try:
-        # With the calls of init: short ones in which all ranks meet, by which clocks of hosts are aligned.
-        _begin(file_of(Path(folder) / "trace.json", world.current().rank), 0)
-    except OSError as e:
-        raise ConfigError(f"TRIGRAM_TIMELINE={folder!r}: {e}; name a folder that can be written to") from e
+    def begin(self) -> None:
+        """Starts one, if ``TRIGRAM_TIMELINE`` asks for it."""
+        folder = os.environ.get("TRIGRAM_TIMELINE")
+        if not folder or self.recorder is not None:
+            return
+        try:
+            # With the calls of init: short ones in which all ranks meet, so clocks of hosts are aligned.
+            self.record(file_of(Path(folder) / "trace.json", world.current().rank), 0)
+        except OSError as e:
+            raise ConfigError(
+                f"TRIGRAM_TIMELINE={folder!r}: {e}; name a folder that can be written to"
+            ) from e
 
-
-world.at_start.append(_from_environment)
-world.at_exit.append(_end)
+    def finish(self) -> None:
+        """Ends it."""
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.close()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from trigram.observe import steps
-from trigram.runtime import dynamo, world
+from trigram.runtime import dynamo, job, world
+from trigram.runtime.job import Part
 from trigram.runtime.weak_hook import WeakHook
 
 ASKED = ("TRIGRAM_REPORT", "TRIGRAM_TOP", "TRIGRAM_METRICS", "TRIGRAM_TIMELINE")
@@ -31,22 +33,25 @@ _optimizers: weakref.WeakKeyDictionary[Optimizer, tuple[weakref.ref[nn.Module], 
     weakref.WeakKeyDictionary()
 )
 _handles: list[Any] = []
+_registering = threading.Lock()
 
 
 def watch() -> None:
     """From now on counts the steps of all models."""
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before))
-        _handles.append(register_optimizer_step_post_hook(_after))
+    with _registering:
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_before))
+            _handles.append(register_optimizer_step_post_hook(_after))
 
 
-def _begin() -> None:
-    """A job begins."""
-    if any(os.environ.get(name, "0") not in ("", "0") for name in ASKED):
-        watch()
+@job.told
+class _Asked(Part):
+    """Counts steps if a variable asks for them."""
 
-
-world.at_start.append(_begin)
+    def begin(self) -> None:
+        """See the class."""
+        if any(os.environ.get(name, "0") not in ("", "0") for name in ASKED):
+            watch()
 
 
 class _Model:

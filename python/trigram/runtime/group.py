@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +11,7 @@ import torch
 
 from trigram import _core
 from trigram.errors import MisuseError
+from trigram.runtime.weak import copied
 
 _HELPER_POLL = 0.02
 """Seconds between two checks by a helper whether the group still exists."""
@@ -41,9 +41,7 @@ _all: weakref.WeakSet[Group] = weakref.WeakSet()
 
 def all_groups() -> list[Group]:
     """The groups of this process that still exist."""
-    while True:
-        with contextlib.suppress(RuntimeError):  # another thread has made one meanwhile
-            return list(_all)
+    return copied(_all.__iter__)
 
 
 class Group:

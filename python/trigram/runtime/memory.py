@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,13 +57,3 @@ class _Owned:
         array = (ctypes.c_char * block.nbytes).from_address(block.address)
         array._owner = block  # type: ignore[attr-defined]
         return array
-
-
-@contextlib.contextmanager
-def kept_tensors() -> Iterator[None]:
-    """A block that makes tensors which are written later, wherever it runs: a tensor that is made inside
-    ``torch.inference_mode`` can never be written outside of it. Ranks of an elastic job may regroup, and so
-    make new ones, while a script evaluates."""
-    grad = torch.is_grad_enabled()  # which ``inference_mode(False)`` sets
-    with torch.inference_mode(False), torch.set_grad_enabled(grad):
-        yield

@@ -19,7 +19,9 @@ from typing import Protocol
 import torch
 
 from trigram import _core
-from trigram.runtime.memory import kept_tensors
+from trigram.runtime import job
+from trigram.runtime.inference_mode import kept_tensors
+from trigram.runtime.job import Job
 
 _POLL = 0.0005
 """Seconds between two looks at what :func:`until` waits for."""
@@ -58,24 +60,38 @@ class _Thread(threading.local):
     look: Callable[[], object] | None = None
 
 
-_servers: dict[Server, int | None] = {}
-_changing = threading.Lock()
-_busy: set[Server] = set()
+class _Servers:
+    """Who is served in this process, whichever of its ranks they are of: a thread that waits in one rank's
+    call may be the one that another rank's server is served by.
+
+    Attributes:
+        known: By server, the thread that serves it, None: any, and the job that it is of.
+        changing: Held while one is added or removed.
+        busy: Those that a thread serves now.
+    """
+
+    def __init__(self) -> None:
+        self.known: dict[Server, tuple[int | None, Job]] = {}
+        self.changing = threading.Lock()
+        self.busy: set[Server] = set()
+
+
+_servers = _Servers()
 _thread = _Thread()
 
 
 def add(server: Server, *, anywhere: bool = False) -> None:
     """From now on threads that wait serve it: this one only, or with ``anywhere`` any."""
-    with _changing:
-        _servers[server] = None if anywhere else threading.get_ident()
+    with _servers.changing:
+        _servers.known[server] = (None if anywhere else threading.get_ident()), job.here()
         _core.serve_by(serve, True)
 
 
 def remove(server: Server) -> None:
     """Ends :func:`add`."""
-    with _changing:
-        _servers.pop(server, None)
-        if not _servers:
+    with _servers.changing:
+        _servers.known.pop(server, None)
+        if not _servers.known:
             _core.serve_by(serve, False)
 
 
@@ -89,15 +105,15 @@ def serve(idle: bool = False) -> None:
         _thread.look()
     me = threading.get_ident()
     with kept_tensors(), torch.no_grad():
-        for server, thread in list(_servers.items()):
-            if server in _busy or thread not in (None, me):
+        for server, (thread, owner) in list(_servers.known.items()):
+            if server in _servers.busy or thread not in (None, me):
                 continue
-            _busy.add(server)  # it may wait in a call itself, and the others are served meanwhile
+            _servers.busy.add(server)  # it may wait in a call itself, and the others are served meanwhile
             try:
-                with contextlib.suppress(Exception):  # see `Server.serve`
+                with owner.here(), contextlib.suppress(Exception):  # see `Server.serve`
                     server.serve(idle)
             finally:
-                _busy.discard(server)
+                _servers.busy.discard(server)
 
 
 class _Nobody:
@@ -109,9 +125,9 @@ class _Nobody:
 
 def bind(server: Server) -> None:
     """If threads serve it, from now on this one does: its owner works here now."""
-    with _changing:
-        if server in _servers:
-            _servers[server] = threading.get_ident()
+    with _servers.changing:
+        if server in _servers.known:
+            _servers.known[server] = threading.get_ident(), _servers.known[server][1]
 
 
 @contextlib.contextmanager
@@ -148,6 +164,7 @@ def until(done: Callable[[], bool], end: float | None = None, idle: bool = False
 
 def rest(work: Pending) -> None:
     """Waits for a call while this rank does not train: averages may change its weights."""
-    if any(thread is not None for thread in _servers.values()):
+    me = threading.get_ident()
+    if any(thread == me for thread, _ in list(_servers.known.values())):
         until(work.is_completed, idle=True)
     work.wait()

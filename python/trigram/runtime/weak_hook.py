@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trigram.runtime import dynamo
+from trigram.runtime import dynamo, job
 
 _is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -34,9 +34,11 @@ class _NoHook(_NoTorchScript):
 
 class WeakHook(_NoTorchScript):
     """Calls ``owner.method(*args, ...)`` while the owner is alive; outside of graphs, for compiled functions
-    may run the backward pass of a model."""
+    may run the backward pass of a model. The call is in the job in which the hook was made: autograd has
+    threads of its own for GPUs."""
 
     def __init__(self, owner: Any, method: str, *args: Any) -> None:
+        self._job = job.here()
         self._owner = weakref.ref(owner)
         self._method = method
         self._args = args
@@ -50,7 +52,14 @@ class WeakHook(_NoTorchScript):
     def _call(self, *args: Any) -> None:
         owner = self._owner()
         if owner is not None:
-            getattr(owner, self._method)(*self._args, *args)
+            self._in_job(getattr(owner, self._method), *self._args, *args)
+
+    def _in_job(self, method: Callable[..., object], *args: Any) -> None:
+        if job.here() is self._job:
+            method(*args)
+        else:
+            with self._job.here():
+                method(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return _NoHook()

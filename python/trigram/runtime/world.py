@@ -6,25 +6,21 @@ through any ``torch.distributed.Store``, and then connect to each other.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import math
-import multiprocessing
-import multiprocessing.util
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
 from trigram.errors import ConfigError, MisuseError, PeerLostError, UnsupportedError
-from trigram.runtime import engine_codes, logs
+from trigram.runtime import engine_codes, job, logs
 from trigram.runtime.group import Group
+from trigram.runtime.job import Job, Membership, World
 from trigram.runtime.rendezvous import AgainError, LateError, StoreGather, find_store
 
 _TRANSPORTS = ("auto", "shm", "tcp")
@@ -44,25 +40,10 @@ EPOCH_ORDINALS = 5 << 32
 """Of the default groups of an elastic job after its first epoch."""
 REACHABLE_ORDINALS = 6 << 32
 """Of the groups in which the ranks of an elastic job that reach each other decide how to go on."""
-_DERIVED = 1 << 62
-
 
 Settings = tuple[str | None, str | None, str]
 """How the other ranks reach this one: network interface, an address that all ranks can reach, and
 transport."""
-
-
-class Membership(Protocol):
-    """What the runtime knows of an elastic job's membership; :mod:`trigram.elastic` implements it.
-
-    Attributes:
-        ranks: World ranks of the present members.
-    """
-
-    ranks: list[int]
-
-    def leave(self) -> None:
-        """Leaves the job: this rank no longer answers join requests."""
 
 
 class ElasticStart(Protocol):
@@ -84,82 +65,14 @@ class ElasticStart(Protocol):
 StartElastic = Callable[[dist.Store, int, int, Settings, float | None], ElasticStart]
 """From the store, rank, world size, settings and op_timeout to the start of an elastic job."""
 
-_start_elastic: StartElastic | None = None
+_START_ELASTIC: list[StartElastic] = []
 
 
 def use_elastic(start: StartElastic) -> None:
     """Registers what ``init(elastic=True)`` calls, because the runtime does not import trigram.elastic."""
-    global _start_elastic
-    _start_elastic = start
+    _START_ELASTIC[:] = [start]
 
 
-@dataclass
-class World:
-    """The state of an initialised job.
-
-    Attributes:
-        engine: The engine, with its connections to all ranks.
-        group: The default group: all ranks except helpers.
-        rank: This rank.
-        size: The number of ranks, helpers included.
-        op_timeout: Seconds that a collective may take; None: no limit.
-        aided: The group with helpers that the first model's gradients use; None: no helpers, or taken.
-        ordinals: How many groups of the same kind and ranks have been created.
-        borrowed: The groups of torch's process groups.
-        elastic: The membership of an elastic job; None: the job is not elastic.
-        store: The store in which the ranks met; None: closed, unless ``TRIGRAM_TOP`` or ``TRIGRAM_REPORT``
-            asks for it.
-        name: The same on all ranks, and another in each job; "": this rank came late.
-        process: The process that has joined; a forked child has only a copy.
-    """
-
-    engine: _core.Engine
-    group: Group
-    rank: int
-    size: int
-    op_timeout: float | None
-    aided: Group | None = None
-    ordinals: dict[tuple[int, tuple[int, ...]], int] = field(default_factory=dict)
-    borrowed: dict[dist.ProcessGroup, Group] = field(default_factory=dict)
-    elastic: Membership | None = None
-    store: Any = None
-    name: str = ""
-    process: int = field(default_factory=os.getpid)
-
-    def new_group(self, ranks: Sequence[int], name: str, kind: int, helpers: Sequence[int] = ()) -> Group:
-        """Creates a group of world ranks; all members create the same groups in the same order."""
-        key = (kind, (*ranks, -1, *helpers))
-        ordinal = self.ordinals[key] = self.ordinals.get(key, -1) + 1
-        core, members = None, [*ranks, *helpers]
-        if self.rank in members:
-            core = self.engine.group(name, members, kind + ordinal + 1, len(helpers))
-        return Group(name, ranks, core, self.op_timeout, helpers, kind + ordinal + 1)
-
-    def derive(self, group: Group, name: str, ranks: Sequence[int]) -> Group:
-        """Creates a group of some ranks of ``group``, for its internal communication.
-
-        All ranks of ``group`` derive the same groups in the same order; the order relative to other groups
-        does not matter, so several threads may do this.
-        """
-        group.derived += 1
-        return self._derived(group, name, ranks, group.derived)
-
-    def beside(self, group: Group, name: str, key: int) -> Group:
-        """A second group of the same ranks, which ``key`` (from 1) identifies: members need not create theirs
-        in the same order."""
-        return self._derived(group, name, group.ranks, (key * 0xD1342543DE82EF95) % _DERIVED | 1 << 32)
-
-    def _derived(self, group: Group, name: str, ranks: Sequence[int], number: int) -> Group:
-        ordinal = _DERIVED + (group.ordinal * 0x9E3779B97F4A7C15 + number) % _DERIVED
-        core = self.engine.group(name, list(ranks), ordinal, 0) if self.rank in ranks else None
-        return Group(name, ranks, core, group.timeout, (), ordinal)
-
-
-_world: World | None = None
-_jobs_left = 0
-_unfinished: StoreGather | None = None
-"""Of the last ``init``. It keeps its store if that has failed: ranks that have called it again may be
-connected to this rank's server."""
 TOP, REPORT = "TRIGRAM_TOP", "TRIGRAM_REPORT"
 """If one of them is set, the store stays open while the job runs: ranks leave snapshots in it, or their part
 of the report, for which one host needs none."""
@@ -170,38 +83,19 @@ def asks(variable: str) -> bool:
     return os.environ.get(variable, "0") not in ("", "0")
 
 
-_starting = threading.RLock()
-"""Held by a thread in ``init``: the first calls of two threads make one world, not two."""
-_leaves_in = 0
-"""The child of multiprocessing that leaves its job when it ends."""
-at_start: list[Callable[[], None]] = []
-"""Functions that ``init`` calls when this rank has joined the job."""
-at_exit: list[Callable[[], None]] = []
-"""Functions that ``shutdown`` and the interpreter's exit call before this rank leaves the job."""
-after_exit: list[Callable[[], None]] = []
-"""Functions that they call when this rank has left: nobody waits for it any more."""
-
-
 def is_initialized() -> bool:
     """Whether ``init`` has been called, without a ``shutdown`` since."""
-    return _world is not None
+    return job.here().world is not None
 
 
 def present() -> World | None:
     """The current world; None if there is none."""
-    return _world
-
-
-def job() -> int:
-    """The number of jobs that this process has left: it tells whether something was made in the present
-    job."""
-    return _jobs_left
+    return job.here().world
 
 
 def replace(new: World) -> None:
     """Makes ``new`` the current world, after an elastic job has changed its membership."""
-    global _world
-    _world = new
+    job.here().world = new
 
 
 def rank() -> int:
@@ -218,10 +112,16 @@ def world_size() -> int:
 
 def current() -> World:
     """The current world; calls ``init()`` if there is none."""
-    if _world is None:
+    mine = job.here()
+    if mine.world is None:
+        if mine is job.of_process and job.is_any_other():
+            raise MisuseError(
+                "this thread is in no job, and other threads of this process are ranks: enter job.here() in "
+                "it, with job = trigram.Job.current() of the thread for whose rank it works"
+            )
         init()
-    assert _world is not None
-    return _world
+    assert mine.world is not None
+    return mine.world
 
 
 def new_group(ranks: Sequence[int], helpers: Sequence[int] = (), timeout: float | None = None) -> Group:
@@ -304,7 +204,7 @@ def resolve(group: AnyGroup) -> Group:
         MisuseError: The argument is no group, or a process group that was destroyed.
     """
     if group is None:
-        return (_world or current()).group
+        return current().group
     if isinstance(group, Group):
         return group
     world = current()
@@ -383,25 +283,13 @@ def init(
         AuthError: Ranks have different ``TRIGRAM_SECRET``, or a record in the store was forged.
         AbortedError: ``init`` failed on another rank; the message has its error.
     """
-    with _starting:
-        if _world is None:
-            _start(store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
-            _leave_at_end_of_child()
-            for begin in at_start:
-                begin()
-        assert _world is not None
-        return _world.group
-
-
-def _leave_at_end_of_child() -> None:
-    """In a child of multiprocessing: calls ``shutdown`` when its function has returned or raised.
-
-    Such a child ends by ``os._exit``, without the functions at exit; without this its peers would lose it.
-    """
-    global _leaves_in
-    if multiprocessing.parent_process() is not None and _leaves_in != os.getpid():
-        _leaves_in = os.getpid()
-        multiprocessing.util.Finalize(None, shutdown, exitpriority=100)
+    mine = job.here()
+    with mine.starting:
+        if mine.world is None:
+            _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
+            mine.begin()
+        assert mine.world is not None
+        return mine.world.group
 
 
 def _limit(op_timeout: float | None, what: str = "init: op_timeout") -> float | None:
@@ -417,6 +305,7 @@ def _limit(op_timeout: float | None, what: str = "init: op_timeout") -> float | 
 
 
 def _start(
+    mine: Job,
     store: dist.Store | None,
     rank: int | None,
     world_size: int | None,
@@ -426,15 +315,14 @@ def _start(
     elastic: bool,
     helper: bool,
 ) -> None:
-    """Makes this process's world; the arguments are those of ``init``."""
-    global _world, _unfinished
+    """Makes the world of a job; the other arguments are those of ``init``."""
     _core.check_process()  # before it registers as a rank
     logs.start()
     deadline = time.monotonic() + init_timeout
     store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     kept = store if asks(TOP) or asks(REPORT) else None
     gather, start = StoreGather(store, rank, world_size, deadline), None
-    _unfinished = gather
+    mine.unfinished = gather
     try:
         limit = _limit(op_timeout)
         settings = _settings(iface, toward)
@@ -443,8 +331,7 @@ def _start(
                 "init: elastic=True and helper=True exclude each other; pass only one of them"
             )
         if elastic:
-            assert _start_elastic is not None
-            start = _start_elastic(store, rank, world_size, settings, limit)
+            start = _START_ELASTIC[0](store, rank, world_size, settings, limit)
             gather.late = start.is_late
             start.find_out()
         del store
@@ -457,8 +344,8 @@ def _start(
     except LateError:
         assert start is not None
         gather.close()
-        _world = start.late_world()
-        _world.store = kept
+        mine.world = start.late_world()
+        mine.world.store = kept
         return
     except TimeoutError:  # the others' too; whoever calls init again finds those who still wait
         raise
@@ -472,19 +359,19 @@ def _start(
     workers = _workers([record[:1] == b"h" for record in records])
     if workers == world_size:
         group = Group("world", range(workers), everyone, limit)
-        _world = World(engine, group, rank, world_size, limit)
+        world = mine.world = World(engine, group, rank, world_size, limit)
     else:
         core = None if helper else engine.group("workers", list(range(workers)), 0, 0)
         group = Group("workers", range(workers), core, limit)
-        _world = World(engine, group, rank, world_size, limit)
+        world = mine.world = World(engine, group, rank, world_size, limit)
         helpers = range(workers, world_size)
-        _world.aided = _world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
+        world.aided = world.new_group(group.ranks, "gradients, with helpers", _AIDED, helpers)
         if helper:
-            _world.aided.help()
+            world.aided.help()
     if start is not None:
-        _world.elastic = start.member()
-    _world.store = kept if asks(TOP) or len(set(engine.hosts)) > 1 else None
-    _world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
+        world.elastic = start.member()
+    world.store = kept if asks(TOP) or len(set(engine.hosts)) > 1 else None
+    world.name = hashlib.sha256(b"".join(records)).hexdigest()[:16]
 
 
 def _connect(
@@ -558,46 +445,4 @@ def shutdown() -> None:
     First it completes asynchronous training: this rank takes part until all ranks have finished. It returns
     when the peers have all that this rank has sent; a log line names a peer that takes nothing for 10 s.
     """
-    global _world, _jobs_left
-    mine = _world is not None and _world.process == os.getpid()
-    if mine:
-        _call(at_exit)
-    world, _world = _world, None
-    if world is not None:
-        _jobs_left += 1
-        if mine and world.elastic is not None:
-            world.elastic.leave()
-        try:
-            world.engine.shutdown(False)
-        finally:  # Ctrl-C ends the wait for slow peers
-            if mine:
-                _call(after_exit)
-            logs.flush()
-
-
-def _call(finishers: Sequence[Callable[[], None]]) -> None:
-    """Calls them all; one that raises does not keep the others from their work, nor this rank in the job."""
-    for finish in list(finishers):
-        try:
-            finish()
-        except Exception as error:
-            logs.warning(f"at the end of the job: {type(error).__name__}: {error}")
-
-
-@atexit.register
-def _exit() -> None:
-    mine = _world is not None and _world.process == os.getpid()
-    try:
-        if mine:
-            assert _world is not None
-            _call(at_exit)
-            if _world.elastic is not None:
-                _world.elastic.leave()
-            _world.engine.write_out_log()
-        logs.flush()  # before the threads that serve the interpreter stop
-    finally:
-        if _world is not None:
-            _world.engine.shutdown(True)
-            logs.write_rest()
-    if mine:
-        _call(after_exit)
+    job.here().leave()

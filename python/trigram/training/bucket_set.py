@@ -12,7 +12,7 @@ from trigram import collectives
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.collectives import coalesced
-from trigram.runtime.memory import kept_tensors
+from trigram.runtime.inference_mode import kept_tensors
 from trigram.training.buckets import Bucket, assign
 from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded_gradient import ShardedGradient

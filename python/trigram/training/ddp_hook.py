@@ -11,6 +11,7 @@ import torch.distributed as dist
 from trigram.algorithms.parse import find
 from trigram.averaging.groups import ModelGroups
 from trigram.errors import UnsupportedError
+from trigram.runtime import job
 from trigram.runtime.world import AnyGroup, resolve
 from trigram.training import compressors
 from trigram.training.buckets import Bucket
@@ -27,6 +28,7 @@ class HookState:
         self.residuals: dict[int, dict[str, torch.Tensor]] = {}
         # Runs second phases and waits for averages, in the order of the buckets.
         self.thread = ThreadPoolExecutor(1, "trigram-ddp")
+        self.job = job.here()
 
     def bucket_of(self, bucket: dist.GradBucket) -> Bucket:
         """Our bucket for a bucket of DDP. DDP rebuilds its buckets after the first step; residuals move
@@ -50,6 +52,11 @@ class HookState:
 
 
 def _hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    with state.job.here():  # this may be a thread of autograd's
+        return _average(state, bucket)
+
+
+def _average(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     ours = state.bucket_of(bucket)
     average, grads = ours.average, bucket.gradients()
     if ours.gaps is not None:
@@ -63,7 +70,8 @@ def _hook(state: HookState, bucket: dist.GradBucket) -> torch.futures.Future[tor
 
     def finish() -> None:
         try:
-            average.wait()
+            with state.job.here():
+                average.wait()
             torch._foreach_copy_(grads, ours.views)
             future.set_result(bucket.buffer())
         except Exception as e:

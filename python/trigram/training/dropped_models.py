@@ -9,9 +9,9 @@ from __future__ import annotations
 import gc
 
 from trigram.averaging.groups import ModelGroups
-from trigram.runtime import serving
+from trigram.runtime import job
 from trigram.runtime.records import all_gather_bytes
-from trigram.training.weight_sync import WeightSync, running
+from trigram.training.weight_sync import RunningModels, WeightSync
 
 
 def release_dropped(groups: ModelGroups) -> None:
@@ -24,7 +24,7 @@ def release_dropped(groups: ModelGroups) -> None:
     """
     mine = {
         hooks.groups.control.ordinal: hooks
-        for hooks, kept in running.items()
+        for hooks, kept in job.here().part(RunningModels).models.items()
         if kept is None and hooks.groups.group.ranks == groups.group.ranks
     }
     if any(hooks.model() is not None for hooks in mine.values()):
@@ -43,5 +43,4 @@ def _end(hooks: WeightSync) -> None:
     hooks.drain()
     hooks.close()
     hooks.schedule.close()
-    running.pop(hooks, None)
-    serving.remove(hooks)
+    hooks.running.remove(hooks)

@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from trigram.observe import steps
 from trigram.runtime import dynamo
+from trigram.runtime.weak import copied
 
 
 class Updated(Protocol):
@@ -57,6 +59,7 @@ class Updated(Protocol):
 
 _listeners: weakref.WeakSet[Updated] = weakref.WeakSet()
 _handles: list[Any] = []
+_registering = threading.Lock()
 _TORCH = Optimizer.step.__code__.co_filename
 _unheard: set[int] = set()
 _stepped: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
@@ -81,10 +84,11 @@ def step_unheard(optimizer: Optimizer) -> None:
 def listen(listener: Updated) -> None:
     """From now on tells ``listener`` of updates, as long as it exists and until :func:`leave`."""
     _listeners.add(listener)
-    if not _handles:
-        _handles.append(register_optimizer_step_pre_hook(_before))
-        _handles.append(register_optimizer_step_post_hook(_after))
-        _handles.append(_hear_scalers())
+    with _registering:
+        if not _handles:
+            _handles.append(register_optimizer_step_pre_hook(_before))
+            _handles.append(register_optimizer_step_post_hook(_after))
+            _handles.append(_hear_scalers())
 
 
 def _hear_scalers() -> Callable[..., Any]:
@@ -98,7 +102,9 @@ def _hear_scalers() -> Callable[..., Any]:
         value = step(scaler, optimizer, *args, **kwargs)
         concerned = _concerned(optimizer) if hasattr(optimizer, "param_groups") else []
         # An optimizer inside of this one may have stepped.
-        stepped = [parameters_of(o) for o, number in _stepped.items() if number > before] if concerned else []
+        stepped = (
+            [parameters_of(o) for o, number in copied(_stepped.items) if number > before] if concerned else []
+        )
         for listener, mine in concerned:
             if not any(mine & theirs for theirs in stepped):
                 listener.update_skipped(mine)
@@ -115,12 +121,12 @@ def leave(listener: Updated) -> None:
 
 def listeners() -> list[Updated]:
     """Who is told of updates now."""
-    return list(_listeners)
+    return copied(_listeners.__iter__)
 
 
 def has_listener(param: torch.Tensor) -> bool:
     """Whether a model that still exists is told of updates of the parameter."""
-    return any(id(param) in listener.param_ids and listener.model() is not None for listener in _listeners)
+    return any(id(param) in listener.param_ids and listener.model() is not None for listener in listeners())
 
 
 def parameters_of(optimizer: Optimizer) -> set[int]:
@@ -237,5 +243,5 @@ def _concerned(optimizer: Optimizer) -> list[tuple[Updated, set[int]]]:
         return []
     params = parameters_of(optimizer)
     # The same order on all ranks: that in which the models were wrapped.
-    listeners = sorted(_listeners, key=lambda listener: getattr(listener, "number", 0))
-    return [(listener, mine) for listener in listeners if (mine := params & listener.param_ids)]
+    found = [(listener, mine) for listener in listeners() if (mine := params & listener.param_ids)]
+    return sorted(found, key=lambda each: getattr(each[0], "number", 0))

@@ -36,8 +36,9 @@ from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
-from trigram.runtime import dynamo, logs, world
+from trigram.runtime import dynamo, job, logs
 from trigram.runtime.group import Group
+from trigram.runtime.job import Stay
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
 from trigram.training.elasticity import Elasticity, FixedRanks
@@ -85,13 +86,13 @@ class _Told(WeakHook):
         owner = self._owner()
         if owner is None:
             return
-        if owner.model() is None:  # other ranks may wait for its hooks, see `weight_sync.running`
+        if owner.model() is None:  # other ranks may wait for its hooks, see `RunningModels`
             _DroppedModel("of an asynchronous algorithm", owner.made_in)(param)
         elif torch.is_grad_enabled():  # ``create_graph=True``
             with torch.no_grad():
-                owner._on_gradient(param)
+                self._in_job(owner._on_gradient, param)
         else:
-            owner._on_gradient(param)
+            self._in_job(owner._on_gradient, param)
 
 
 class _DroppedModel:
@@ -99,15 +100,15 @@ class _DroppedModel:
 
     Args:
         name: The parameter's name.
-        job: The job in which the model was wrapped.
+        stay: In the job in which the model was wrapped.
     """
 
-    def __init__(self, name: str, job: object) -> None:
-        self._name, self._job = name, job
+    def __init__(self, name: str, stay: Stay) -> None:
+        self._name, self._stay = name, stay
 
     def __call__(self, param: torch.Tensor) -> None:
         """See the class."""
-        if self._job == world.job() and not optimizer_hooks.has_listener(param):
+        if not self._stay.over and not optimizer_hooks.has_listener(param):
             raise MisuseError(
                 f"with_bagua: parameter {self._name} is trained, but the wrapped model that it is in was "
                 "dropped, so its gradients are not averaged; keep a reference to the model as long as its "
@@ -115,11 +116,11 @@ class _DroppedModel:
             )
 
     @staticmethod
-    def watch(params: Sequence[torch.Tensor], names: Sequence[str], job: object) -> None:
+    def watch(params: Sequence[torch.Tensor], names: Sequence[str], stay: Stay) -> None:
         """Hooks all parameters: their model's hooks do not exist any more."""
         for p, name in zip(params, names, strict=True):
             if p.requires_grad:
-                p.register_post_accumulate_grad_hook(_DroppedModel(name, job))
+                p.register_post_accumulate_grad_hook(_DroppedModel(name, stay))
 
 
 class StepHooks:
@@ -174,7 +175,7 @@ class StepHooks:
         self.told = False
         self.successor: Callable[[], StepHooks] | None = None
         self.handles: list[Any] = []
-        self.made_in = world.job()
+        self.made_in = job.here().stay
         self._nodes: dict[int, Any] = {}  # by `id()` of a parameter, where autograd adds its gradient
         self._dropped: weakref.finalize[..., StepHooks] | None = None
         self.updating: list[weakref.ref[Optimizer]] = []
@@ -596,7 +597,9 @@ class StepHooks:
         """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
         while it waits for them in this model."""
         for other in optimizer_hooks.listeners():
-            if isinstance(other, StepHooks) and other is not self and other.model() is not None:
+            if not isinstance(other, StepHooks) or other is self or other.made_in is not self.made_in:
+                continue
+            if other.model() is not None:
                 other.abort_failed()
 
     def _forward_failed(self, model: nn.Module) -> None:

@@ -29,8 +29,9 @@ from trigram.collectives import coalesced
 from trigram.elastic.recovery import ElasticModel
 from trigram.errors import MismatchError, MisuseError, TimeoutError, TrigramError, UnsupportedError
 from trigram.observe import steps
-from trigram.runtime import logs, serving
-from trigram.runtime.memory import kept_tensors
+from trigram.runtime import exit_status, job, logs, serving
+from trigram.runtime.inference_mode import kept_tensors
+from trigram.runtime.job import Part
 from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
@@ -41,11 +42,40 @@ _MOST_PERTURBATIONS = 40
 """Times in a row that weights may be moved by hand and gradients reset while their optimizer makes no step:
 adversarial training does so several times in each of the micro-batches of a step."""
 
-running: dict[WeightSync, nn.Module | None] = {}
-"""The hooks of asynchronous algorithms, in the order in which they were made. They stay here until they have
-ended on all ranks, even if the script drops the model, because other ranks may wait for their messages. In an
-elastic job the model stays too: a rank that has ended its training may have to send its state to a joining
-rank."""
+
+@job.told_first
+class RunningModels(Part):
+    """The hooks of a rank's asynchronous algorithms, in the order in which they were made.
+
+    They stay here until they have ended on all ranks, even if the script drops the model, because other ranks
+    may wait for their messages. In an elastic job the model stays too: a rank that has ended its training may
+    have to send its state to a joining rank.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[WeightSync, nn.Module | None] = {}
+
+    def add(self, hooks: WeightSync, model: nn.Module | None) -> None:
+        """Threads of this process that wait serve the hooks, until :meth:`remove`; keeps ``model``."""
+        exit_status.watch()
+        self.models[hooks] = model
+        serving.add(hooks)
+
+    def remove(self, hooks: WeightSync) -> None:
+        """Ends :meth:`add`."""
+        self.models.pop(hooks, None)
+        serving.remove(hooks)
+
+    def finish(self) -> None:
+        """Ends the algorithms together with all ranks, unless this rank has failed."""
+        failed = exit_status.has_failed()
+        for hooks in self.models:  # they may have been made in another thread
+            serving.bind(hooks)
+        for hooks in list(self.models):
+            if not failed:
+                with contextlib.suppress(TrigramError):
+                    hooks.drain()
+            self.remove(hooks)
 
 
 class _RanksChange(Exception):
@@ -79,6 +109,7 @@ class WeightSync(StepHooks):
         in_step: bool = True,
         of_mean: bool = False,
     ) -> None:
+        self.running = job.here().part(RunningModels)
         self.make = make
         self.in_step = in_step
         self.of_mean = of_mean
@@ -124,7 +155,7 @@ class WeightSync(StepHooks):
         """
         if param.requires_grad or id(param) not in self.groups.trained:
             return param.requires_grad
-        if self in running:  # whatever is frozen may be averaged: it changes nothing
+        if self in self.running.models:  # whatever is frozen may be averaged: it changes nothing
             return True
         holder = self.holders.get(id(param), _nobody)
         if holder is not None and holder() is None:
@@ -439,13 +470,13 @@ class WeightSync(StepHooks):
         frozen = self.has_other_training()
         if self.in_step:  # the next average meets that of a rank that has frozen other parameters
             self.groups.main.core.set_pass(self._frozen_word())
-        if self in running and (other or frozen):
+        if self in self.running.models and (other or frozen):
             raise UnsupportedError(
                 f"{self.groups.name}: parameters were unfrozen, replaced or added while an "
                 "asynchronous algorithm trains the model; call trigram.switch(model, ...) on all ranks to "
                 "apply the change"
             )
-        if not (other or frozen or (loaded and self not in running)):
+        if not (other or frozen or (loaded and self not in self.running.models)):
             return
         with self._explaining():
             agree_on_change(self.tensors(model), self.groups)
@@ -566,7 +597,7 @@ class WeightSync(StepHooks):
     def _rest(self) -> None:
         """The weights are this rank's now, until it trains or a script moves them for a while: asynchronous
         averages may take them."""
-        if self in running:
+        if self in self.running.models:
             self.resting = WeightsSnapshot(self.trained)
 
     def _wait_for_all(self, timeout: float | None, end: float | None) -> bool:

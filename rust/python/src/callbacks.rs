@@ -20,8 +20,8 @@ const CHECK: Duration = Duration::from_secs(1);
 /// What has one order.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Line {
-    /// The collectives of a group.
-    Collectives(u64),
+    /// The collectives of a group of an engine: ranks that are threads of one process have the same groups.
+    Collectives(usize, u64),
     /// A message.
     Message(u64),
 }
@@ -81,7 +81,8 @@ pub(crate) fn add(
     let mut lock = queue.lock();
     let notes = lock.get_or_insert_default();
     notes.messages += 1;
-    let line = group.map_or(Line::Message(notes.messages), Line::Collectives);
+    let line =
+        group.map_or(Line::Message(notes.messages), |id| Line::Collectives(engine.as_ptr() as usize, id));
     let asked = Asked { completion: completion.clone(), engine: engine.clone(), callback };
     notes.asked.entry(line).or_default().push_back(asked);
     drop(lock);

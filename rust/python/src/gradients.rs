@@ -31,6 +31,8 @@ struct State {
     task: Option<i64>,
     between: Between,
     looked: Instant,
+    /// How many ends of calls it had seen then.
+    noted: u64,
     /// The gradients of units in the order in which they came, if that is to be learned.
     order: Option<Vec<usize>>,
 }
@@ -69,9 +71,12 @@ impl GradientPipeline {
         };
         let waits = matches!(state.arrive(i), Arrival::Waits | Arrival::Elsewhere);
         if state.between == Between::Serving && waits {
-            if !serving::is_due() && state.looked.elapsed() < LOOK_INTERVAL {
+            // Only this model's calls are made here: what other models are to be served with, a wait looks at.
+            let noted = serving::noted();
+            if noted == state.noted && state.looked.elapsed() < LOOK_INTERVAL {
                 return true;
             }
+            state.noted = noted;
             state.looked = Instant::now();
             return false;
         }
@@ -89,6 +94,7 @@ impl GradientPipeline {
             task: None,
             between: Between::Nothing,
             looked: Instant::now(),
+            noted: 0,
             order: None,
         };
         Self { state: Mutex::new(state) }

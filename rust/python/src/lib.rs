@@ -151,11 +151,19 @@ impl Engine {
         py.detach(|| self.0.write_out_log());
     }
 
-    /// Ends everything, when the peers have what this rank has sent. `exiting`: the interpreter ends too.
-    fn shutdown(&self, py: Python<'_>, exiting: bool) -> PyResult<()> {
+    /// Ends everything, when the peers have what this rank has sent; without `patient`, at once. `exiting`: the interpreter
+    /// ends too.
+    #[pyo3(signature = (exiting, patient=true))]
+    fn shutdown(&self, py: Python<'_>, exiting: bool, patient: bool) -> PyResult<()> {
         waits::set_exiting(exiting);
         log_sink::wake();
         callbacks::wake();
+        if !patient {
+            py.detach(|| {
+                drop(self.0.shutdown(&mut || Err(Error::Aborted("this rank does not wait".into()))))
+            });
+            return Ok(());
+        }
         waits::leave(py, |check_interrupt| self.0.shutdown(check_interrupt))
     }
 

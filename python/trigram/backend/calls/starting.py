@@ -16,6 +16,7 @@ from trigram.gpu import device, routes
 from trigram.observe import profiling
 from trigram.runtime import engine_codes, world
 from trigram.runtime.group import Group
+from trigram.runtime.job import Job
 
 _NOTHING: tuple[torch.Tensor, ...] = ()
 _NO_MEMORY = (0, 0, 0, 0)
@@ -56,6 +57,7 @@ class Starting:
     _aborted: str | None
     _callbacks: Callbacks
     _beside: dict[int, Group]
+    _job: Job
 
     def _start_with(self, group: Group) -> None:
         self.trigram_group = group
@@ -133,7 +135,9 @@ class Starting:
                 if t.is_cpu and "cpu" not in device.kinds:
                     memory = (given[0] if given else (0, 0)) + (wanted[0] if wanted else (0, 0))
                 else:
-                    call = OnDevice(routes.start(group, asked, source, target, splits, timeout), t.device)
+                    with self._job.here():  # DistributedDataParallel may be in a thread of autograd's
+                        started = routes.start(group, asked, source, target, splits, timeout)
+                    call = OnDevice(started, t.device)
             if background:
                 if call is None:
                     call = group.core.start(asked, memory, timeout, splits, lists)

@@ -9,7 +9,7 @@ from typing import Any
 
 from trigram import _core
 from trigram.backend.handles.futures import Future
-from trigram.runtime import logs
+from trigram.runtime import job, logs
 from trigram.runtime.callbacks import when_done
 
 _threads: dict[int, Callbacks] = {}
@@ -28,6 +28,7 @@ class Callbacks:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._ident: int | None = None
+        self._job = job.here()
 
     def future_of(self, work: Any) -> Future:
         """The future of a call's outputs."""
@@ -71,12 +72,13 @@ class Callbacks:
 
     def _serve(self) -> None:
         try:
-            while (task := self._queue.get()) is not None:
-                try:
-                    task()
-                except Exception as e:
-                    logs.warning(f"a callback of a future raised {type(e).__name__}: {e}")
-                del task
+            with self._job.here():
+                while (task := self._queue.get()) is not None:
+                    try:
+                        task()
+                    except Exception as e:
+                        logs.warning(f"a callback of a future raised {type(e).__name__}: {e}")
+                    del task
         finally:
             _threads.pop(threading.get_ident(), None)
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_unlike_first
 from trigram.errors import MismatchError, MisuseError, TrigramError
-from trigram.runtime import dynamo, world
+from trigram.runtime import dynamo, job
 from trigram.training.group_values import KERNELS, GroupValues
 
 
@@ -61,11 +61,11 @@ def explained(error: TrigramError, name: str, call: str) -> TrigramError:
     )
 
 
-class Job:
+class StayCheck:
     """The job in which an optimizer is sharded. As a hook before a step: raises if it has ended."""
 
     def __init__(self) -> None:
-        self.job = world.job()
+        self._stay = job.here().stay
 
     @dynamo.disable
     def __call__(self, *_: Any) -> None:
@@ -75,7 +75,7 @@ class Job:
     @property
     def has_ended(self) -> bool:
         """Whether ``trigram.shutdown`` has ended it."""
-        return self.job != world.job()
+        return self._stay.over
 
     def check(self, call: str) -> None:
         """Raises if the job has ended."""

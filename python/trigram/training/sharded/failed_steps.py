@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trigram.errors import MisuseError
 from trigram.gpu import routes
-from trigram.training.sharded.agreement import Job
+from trigram.training.sharded.agreement import StayCheck
 from trigram.training.sharded.divided_weights import DividedWeights
 
 
@@ -18,7 +18,7 @@ class FailedSteps(DividedWeights):
         broken: Whether a step has failed after some of its values were updated.
     """
 
-    job: Job
+    stay: StayCheck
     ends_at: int | None = None
     gathers_of_step = broken = False
     _versions: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class FailedSteps(DividedWeights):
     def abort_step(self) -> None:
         """Aborts, on all ranks, a step that has raised an exception on this one."""
         ends_at, self.ends_at = self.ends_at, None
-        if ends_at is None or self.job.has_ended:
+        if ends_at is None or self.stay.has_ended:
             return
         why = (
             f"{self.groups.name} aborted its step: optimizer.step() raised an exception; see that rank's log"

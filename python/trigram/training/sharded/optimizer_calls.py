@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from trigram.training.group_values import GroupValues
-from trigram.training.sharded.agreement import Job, agree
+from trigram.training.sharded.agreement import StayCheck, agree
 from trigram.training.sharded.divided_weights import DividedWeights
 
 
@@ -18,14 +18,14 @@ class OptimizerCalls(DividedWeights):
     """Divided weights whose optimizer gives, and takes, the state of whole parameters.
 
     Attributes:
-        job: The job whose ranks hold the other parts of the state.
+        stay: In the job whose ranks hold the other parts of the state.
     """
 
-    job: Job
+    stay: StayCheck
 
     def _before_state_dict(self, optimizer: Optimizer) -> None:
         if self.shards.places:
-            self.job.check("optimizer.state_dict()")
+            self.stay.check("optimizer.state_dict()")
             self._between_steps("state_dict()")
             self.shards.cut()
             self._join()
@@ -35,7 +35,7 @@ class OptimizerCalls(DividedWeights):
 
     def _before_load_optimizer(self, *_: Any) -> None:
         if self.shards.places:
-            self.job.check("optimizer.load_state_dict()")
+            self.stay.check("optimizer.load_state_dict()")
             self._between_steps("load_state_dict()")
 
     def _after_load_optimizer(self, *_: Any) -> None:
@@ -48,7 +48,7 @@ class OptimizerCalls(DividedWeights):
         """A method of the optimizer that may exchange the weights: it sees this rank's slices."""
         if not self.shards.places or self.shards.entered:
             return method()
-        self.job.check(call)
+        self.stay.check(call)
         self._between_steps(call)
         self._prepare()
         before = GroupValues(self.optimizer)

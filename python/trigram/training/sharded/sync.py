@@ -20,7 +20,7 @@ from trigram.runtime import dynamo
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.compressors import GradientCompressor
-from trigram.training.sharded.agreement import Job, agree_on_options
+from trigram.training.sharded.agreement import StayCheck, agree_on_options
 from trigram.training.sharded.failed_steps import FailedSteps
 from trigram.training.sharded.fused_slices import FusedSlices
 from trigram.training.sharded.lent_slices import LentSlices
@@ -50,7 +50,7 @@ class ShardedSync(FailedSteps, FusedSlices, LentSlices, OptimizerCalls):
         overlap: bool = False,
     ) -> None:
         self.updates = 0
-        self.job = Job()
+        self.stay = StayCheck()
         super().__init__(model, groups, bucket_bytes, compressor, optimizer, whole, overlap)
         stepped = optimizer.register_step_post_hook(WeakHook(self, "_stepped"))
         # Before the script's own hooks, which may save a checkpoint.
@@ -59,7 +59,7 @@ class ShardedSync(FailedSteps, FusedSlices, LentSlices, OptimizerCalls):
         self.optimizer_handles: list[Any] = [
             OtherMethods(optimizer, self),
             stepped,
-            optimizer.register_step_pre_hook(self.job),
+            optimizer.register_step_pre_hook(self.stay),
             optimizer.register_state_dict_pre_hook(WeakHook(self, "_before_state_dict")),
             optimizer.register_state_dict_post_hook(WeakHook(self, "_after_state_dict")),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_load_optimizer")),

@@ -5,7 +5,8 @@
 //! called when there may be one). Otherwise two ranks would wait for each other for ever: this one in a call,
 //! the other in what this one has not got round to.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// How often a thread that sleeps until another one has ended its call looks whether something is due.
@@ -13,8 +14,14 @@ pub(crate) const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Whether there is anything that may become due.
 static ACTIVE: AtomicBool = AtomicBool::new(false);
-/// Whether a call has ended since the last [`take`] after which something may be made: [`note`].
-static DUE: AtomicBool = AtomicBool::new(false);
+/// How many calls have ended after which something may be made: [`note`].
+static NOTED: AtomicU64 = AtomicU64::new(0);
+
+thread_local! {
+    /// What [`NOTED`] was when this thread came to [`take`]. Each thread has its own: what another has looked at may be
+    /// for this one to make, as of another rank of this process.
+    static TAKEN: Cell<u64> = const { Cell::new(0) };
+}
 
 /// Says whether there is anything that may become due. Until there is not, threads that wait may make calls.
 pub fn set_active(active: bool) {
@@ -28,15 +35,20 @@ pub fn is_active() -> bool {
 
 /// A call has ended after which something may be made.
 pub(crate) fn note() {
-    DUE.store(true, Ordering::SeqCst);
+    NOTED.fetch_add(1, Ordering::SeqCst);
 }
 
-/// Whether something may be made.
+/// How many calls have ended after which something may be made.
+pub fn noted() -> u64 {
+    NOTED.load(Ordering::SeqCst)
+}
+
+/// Whether this thread may have something to make.
 pub fn is_due() -> bool {
-    DUE.load(Ordering::Relaxed) && is_active()
+    is_active() && TAKEN.get() != NOTED.load(Ordering::Relaxed)
 }
 
-/// The caller makes all that can be made.
+/// This thread makes all that it can make.
 pub fn take() {
-    DUE.store(false, Ordering::SeqCst);
+    TAKEN.set(noted());
 }

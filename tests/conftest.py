@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import harness
 from tests.support.cases import launch
 from tests.support.netns import several_hosts
 
@@ -26,6 +27,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LIMIT))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How long launches of ranks took: which test to look at when the suite is slow."""
+    total = sum(seconds for seconds, _ in harness.launches)
+    if total > 60:
+        terminalreporter.write_line(
+            f"{len(harness.launches)} launches of ranks took {total:.0f} s, the longest:"
+        )
+        for seconds, name in sorted(harness.launches, reverse=True)[:10]:
+            terminalreporter.write_line(f"  {seconds:6.1f} s  {name}")
 
 
 @pytest.fixture(params=["shm", "tcp"])

@@ -43,6 +43,8 @@ CLONE_NEWNET = 0x40000000
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 _pipe: Connection | None = None  # in a rank: the way to the test
+launches: list[tuple[float, str]] = []
+"""Of this process's tests: the seconds that each launch of ranks took, and what it was."""
 
 
 class RanksFailed(AssertionError):
@@ -174,6 +176,7 @@ class Ranks:
         only: Iterable[int] | None = None,
     ) -> None:
         self.name = f"{fn.__module__}.{fn.__name__} on {world} ranks ({transport})"
+        self.began = time.monotonic()
         self.dir = Path(tempfile.mkdtemp(prefix="trigram-test-"))
         self.ranks: dict[int, _Rank] = {}
         path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -225,6 +228,7 @@ class Ranks:
             r.process.close()
             r.pipe.close()
         shutil.rmtree(self.dir, ignore_errors=True)
+        launches.append((time.monotonic() - self.began, self.name))
 
     def _log(self, rank: int) -> Path:
         return self.dir / f"rank{rank}.log"

@@ -97,6 +97,15 @@ def test_more_calls_than_declared() -> None:
         exchange.wait()
 
 
+def test_a_program_that_is_none_is_refused() -> None:
+    class Plain(Exchange):
+        def phases(self, step: int) -> Phases:
+            return None  # type: ignore[return-value]
+
+    with pytest.raises(MisuseError, match=r"Plain\.phases: returned None; it must be a generator"):
+        Plain().start(0)
+
+
 def test_a_program_may_end_what_it_has_started() -> None:
     ended = []
 

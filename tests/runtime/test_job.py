@@ -130,10 +130,38 @@ def _outside(rank: int, world: int) -> None:
         assert trigram.world_size() == 1
         theirs = trigram.with_bagua(nn.Linear(2, 2))
         assert trigram.is_wrapped(theirs)
+    assert repr(job) == "Job()"
+    with job.here(), pytest.raises(trigram.MisuseError, match="has been shut down"):
+        trigram.all_reduce(torch.ones(1))  # a thread that is late; it would be a job of one rank
+    with pytest.raises(trigram.MisuseError, match=r"asked for rank 1, but this is rank 0 already"):
+        trigram.init(dist.HashStore(), 1, 2)
     assert trigram.is_wrapped(mine)
     trigram.stats(mine)
     with pytest.raises(trigram.MisuseError, match=r"trigram\.shutdown has ended"):
         trigram.stats(theirs)
+
+
+def _without_blocks(rank: int, world: int) -> list[str]:
+    store, said = dist.HashStore(), []
+
+    def work(rank: int) -> None:
+        try:
+            trigram.init(store, rank, 2, init_timeout=3)
+        except trigram.TrigramError as e:
+            said.append(f"{type(e).__name__}: {e}")
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(said)
+
+
+def test_threads_without_blocks_are_told_so() -> None:
+    [(missed, said)] = run(1, _without_blocks)
+    assert missed.startswith("MisuseError: init: asked for rank") and "trigram.Job()" in missed
+    assert said.startswith("TimeoutError"), said
 
 
 def test_a_block_is_a_job_beside_that_of_the_process() -> None:

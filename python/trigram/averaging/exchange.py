@@ -92,10 +92,19 @@ class Exchange:
         if self._turn is None:
             self._turn = threading.Lock()  # threads that wait go on with it too
         with self._turn:
-            self._program, self._left = self.phases(step), self.calls
+            self._program, self._left = self._generator(step), self.calls
             self._run()
         if self._left and self._pending is not None and self.line is not None:
             self.line.add(self)
+
+    def _generator(self, step: int) -> Phases:
+        made = self.phases(step)
+        if not isinstance(made, Generator):
+            raise MisuseError(
+                f"{type(self).__name__}.phases: returned {made!r}; it must be a generator, which yields each "
+                "call that it starts with async_op=True, even a single one"
+            )
+        return made
 
     @property
     def is_over(self) -> bool:

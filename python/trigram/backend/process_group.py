@@ -105,11 +105,10 @@ class ProcessGroup(Reductions, Transfers, Barriers, Identity, dist.ProcessGroup)
     def _end(self, patient: bool) -> None:
         if self._aborted is None:
             self._aborted = "it was destroyed"
-        self._callbacks.close()
-        self._beside.clear()
         if self._owns and not self._stay.over:
-            with self._job.here():
-                self._job.leave(patient)
+            self._job.leave(patient)
+        self._beside.clear()
+        self._callbacks.close()  # last: calls that fail by it have futures that complete there
 
 
 dynamo.skip(*(kind for kind in ProcessGroup.__mro__ if kind.__module__.startswith("trigram.")), Work, Future)

@@ -117,7 +117,7 @@ class MissingEngine:
     def write_out_log(self) -> None:
         """Does nothing: there are no log lines of an engine."""
 
-    def shutdown(self, linger: bool) -> None:
+    def shutdown(self, exiting: bool, patient: bool = True) -> None:
         """Does nothing: there are no connections."""
 
 

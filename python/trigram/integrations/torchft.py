@@ -8,6 +8,7 @@ Ranks may be threads of one process, as in torchft's own tests: each configurati
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from trigram.backend.process_group import ProcessGroup
-from trigram.errors import PeerLostError, TimeoutError, TrigramError
+from trigram.errors import AbortedError, PeerLostError, TimeoutError
 from trigram.runtime import world
 from trigram.runtime.job import Job
 
@@ -39,6 +40,8 @@ class ProcessGroupTrigram(ProcessGroupWrapper):  # type: ignore[misc]
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(timeout)
+        self._on_gpu: list[_Work] = []
+        self._dropped: Any = None
 
     def getBackendName(self) -> str:
         """``torchft-trigram``."""
@@ -48,27 +51,51 @@ class ProcessGroupTrigram(ProcessGroupWrapper):  # type: ignore[misc]
         seconds = self._timeout.total_seconds()
         with _as_torchft_says(self._timeout), Job().here():
             group = world.init(store, rank, world_size, init_timeout=seconds, op_timeout=seconds)
-            return ProcessGroup(group, store, self._timeout, None, owns=True)
+            made = ProcessGroup(group, store, self._timeout, None, owns=True)
+        # A group that is dropped without shutdown: the others are not to take this rank for alive.
+        self._dropped = weakref.finalize(self, made.leave_at_once)
+        self._dropped.atexit = False
+        return made
 
     def abort(self, errored: bool = True) -> None:
         """Leaves the job without waiting for the other ranks; calls under way fail, here and there."""
-        self.shutdown()
+        before, self._pg = self._taken(), None
+        if before is not None:
+            before.leave_at_once()
         super().abort(errored)  # for torchft's log
 
     def shutdown(self) -> None:
-        """As :meth:`abort`."""
-        before, self._pg = self._pg, None
-        if isinstance(before, ProcessGroup):
-            before.leave_at_once()
+        """Leaves the job, when the other ranks have what this one has sent."""
+        before, self._pg = self._taken(), None
+        if before is not None:
+            before.shutdown()
+
+    def _taken(self) -> ProcessGroup | None:
+        if self._dropped is not None:
+            self._dropped.detach()
+        return self._pg if isinstance(self._pg, ProcessGroup) else None
+
+    def errored(self) -> Exception | None:
+        """The error of a call on GPU tensors since the last time: their ``wait`` makes only a stream wait."""
+        works, self._on_gpu = self._on_gpu, []
+        for work in works:
+            try:
+                work.wait(self._timeout)
+            except Exception as e:
+                return e
+        return None
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Of calls from now on, and of the ranks' next meeting."""
         super().set_timeout(timeout)
         if isinstance(self._pg, ProcessGroup):
-            self._pg.trigram_group.timeout = timeout.total_seconds()
+            self._pg.set_timeout(timeout)
 
     def _wrap_work(self, work: Any, opts: object) -> Any:
-        return _Work(work)
+        wrapped = _Work(work, self._timeout)
+        if not all(t.is_cpu for t in work.result()):
+            self._on_gpu.append(wrapped)
+        return wrapped
 
     @contextlib.contextmanager
     def _run_context(self) -> Iterator[None]:
@@ -77,15 +104,20 @@ class ProcessGroupTrigram(ProcessGroupWrapper):  # type: ignore[misc]
 
 
 class _Work(dist.Work):
-    """A call, whose errors are told in torchft's words."""
+    """A call, whose errors are told in torchft's words.
 
-    def __init__(self, work: dist.Work) -> None:
+    Args:
+        work: The call.
+        timeout: Of the group.
+    """
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
         super().__init__()
-        self._work = work
+        self._work, self._timeout = work, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """See ``torch.distributed.Work``."""
-        with _as_torchft_says(timeout):
+        with _as_torchft_says(timeout or self._timeout):
             return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -95,7 +127,7 @@ class _Work(dist.Work):
 
         def hand_on(ended: torch.futures.Future[Any]) -> None:
             try:
-                with _as_torchft_says(None):
+                with _as_torchft_says(self._timeout):
                     value = ended.wait()
             except Exception as e:
                 plain.set_exception(e)  # type: ignore[arg-type]  # torch's stub is wrong
@@ -108,24 +140,48 @@ class _Work(dist.Work):
             inner.add_done_callback(hand_on)
         return plain
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    # torch's class has these in C++, where they know nothing of our call.
+
+    def is_completed(self) -> bool:
+        """See ``torch.distributed.Work``."""
+        return bool(self._work.is_completed())
+
+    def is_success(self) -> bool:
+        """See ``torch.distributed.Work``."""
+        return bool(self._work.is_success())
+
+    def exception(self) -> Any:
+        """See ``torch.distributed.Work``."""
+        return self._work.exception()
+
+    def result(self) -> Any:
+        """See ``torch.distributed.Work``."""
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        """See ``torch.distributed.Work``."""
+        return int(self._work.source_rank())
+
+    def synchronize(self) -> None:
+        """See ``torch.distributed.Work``."""
+        with _as_torchft_says(self._timeout):
+            self._work.synchronize()
+
+    def block_current_stream(self) -> None:
+        """See ``torch.distributed.Work``."""
+        with _as_torchft_says(self._timeout):
+            self._work.block_current_stream()
 
 
 @contextlib.contextmanager
-def _as_torchft_says(timeout: timedelta | None) -> Iterator[None]:
+def _as_torchft_says(timeout: timedelta) -> Iterator[None]:
     """torchft knows errors by words of gloo's: they come first, and then what has happened."""
     try:
         yield
     except TimeoutError as e:
-        raise TimeoutError(f"timed out: timeout after {_ms(timeout)}ms: {e}") from e
+        after = round(timeout.total_seconds() * 1000)
+        raise TimeoutError(f"timed out: timeout after {after}ms: {e}") from e
     except PeerLostError as e:
         raise PeerLostError(f"Connection closed by peer: {e}", e.rank) from e
-    except TrigramError as e:
-        if "abort" in str(e):
-            raise type(e)(f"Connection closed by peer: {e}") from e
-        raise
-
-
-def _ms(timeout: timedelta | None) -> int:
-    return round(timeout.total_seconds() * 1000) if timeout is not None else 0
+    except AbortedError as e:
+        raise AbortedError(f"Connection closed by peer: {e}") from e

@@ -35,7 +35,7 @@ def when_done(work: _core.Work, callback: Callable[[], object]) -> None:
                 threading.Thread(target=_serve, name="trigram-callbacks", daemon=True).start()
                 _started_in = os.getpid()
     mine = job.here()
-    if mine is not job.of_process or job.is_any_other():
+    if mine is not job.of_process or mine.has(_OfRank) or job.is_any_other():
         callback = mine.part(_OfRank).handing_over(callback)
     work.add_done_callback(callback)
 
@@ -50,7 +50,7 @@ def _serve() -> None:
 def _run(callback: Callable[[], object]) -> None:
     try:
         callback()
-    except Exception as e:
+    except BaseException as e:  # also SystemExit, which would end the thread for those that follow
         logs.warning(f"a callback of a collective raised {type(e).__name__}: {e}")
 
 
@@ -62,7 +62,7 @@ class _OfRank:
         self._job = job.here()
         self._due: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._runs = False
+        self._runs_in = 0  # the process that has the thread: a forked child has none
 
     def handing_over(self, callback: Callable[[], object]) -> Callable[[], object]:
         """What hands the callback to the thread."""
@@ -71,9 +71,13 @@ class _OfRank:
     def _hand_over(self, callback: Callable[[], object]) -> None:
         with self._lock:
             self._due.put(callback)
-            if not self._runs:
-                self._runs = True
+            if self._runs_in == os.getpid():
+                return
+            try:
                 self._job.thread("trigram-callbacks", self._serve)
+                self._runs_in = os.getpid()
+            except RuntimeError:  # the interpreter ends, and starts none any more
+                _run(self._due.get())
 
     def _serve(self) -> None:
         while True:
@@ -82,7 +86,7 @@ class _OfRank:
             except queue.Empty:
                 with self._lock:
                     if self._due.empty():
-                        self._runs = False
+                        self._runs_in = 0
                         return
                 continue
             _run(callback)

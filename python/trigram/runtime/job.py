@@ -182,6 +182,7 @@ class Job:
         self.stay = Stay()
         self.starting = threading.RLock()
         self.unfinished: Any = None
+        self._joining: int | None = None  # the rank that a thread in `init` is about to be
         self._parts: dict[type, Any] = {}
         self._making = threading.RLock()
         self._entered: Token[Job | None] | None = None
@@ -202,6 +203,28 @@ class Job:
                     found = self._parts[kind] = kind()
         return cast(_T, found)
 
+    def has(self, kind: type) -> bool:
+        """Whether anything has asked for the part of a kind."""
+        return kind in self._parts
+
+    @contextlib.contextmanager
+    def joins(self, rank: int | None) -> Iterator[None]:
+        """A block of a thread in ``init``.
+
+        Raises:
+            MisuseError: Another thread is in ``init`` for another rank.
+        """
+        with self._making:
+            refuse_another(rank, self._joining)
+            first = self._joining is None
+            if first:
+                self._joining = rank
+        try:
+            yield
+        finally:
+            if first:
+                self._joining = None
+
     def begin(self) -> None:
         """This rank has joined: tells the parts."""
         self._leave_at_end_of_child()
@@ -218,29 +241,32 @@ class Job:
             mine = self._is_mine()
             if mine:
                 self._tell(lambda part: part.finish())
-            world = self.world  # now: an elastic job may have changed meanwhile
-            if world is None:
-                return
-            self.world, self.stay.over, self.stay = None, True, Stay()
+            self._disconnect(mine, patient)
+
+    def _disconnect(self, mine: bool, patient: bool) -> None:
+        world = self.world  # now: an elastic job may have changed while the parts finished
+        if world is None:
+            return
+        self.world, self.stay.over, self.stay = None, True, Stay()
+        try:
+            if mine and world.elastic is not None:
+                world.elastic.leave()
+        finally:
             try:
-                if mine and world.elastic is not None:
-                    world.elastic.leave()
-            finally:
-                try:
-                    world.engine.shutdown(False, patient)
-                finally:  # Ctrl-C ends the wait for slow peers
-                    if mine:
-                        self._tell(lambda part: part.left())
-                    logs.flush()
+                world.engine.shutdown(False, patient)
+            finally:  # Ctrl-C ends the wait for slow peers
+                if mine:
+                    self._tell(lambda part: part.left())
+                logs.flush()
 
     def _is_mine(self) -> bool:
         """Whether this process has joined; a forked child has only a copy."""
         return self.world is not None and self.world.process == os.getpid()
 
     def _shut_down(self) -> None:
-        """At exit: ends the engine, and waits for nobody."""
+        """At exit: ends the engine. Those of threads that end with the process wait for nobody."""
         if self.world is not None:
-            self.world.engine.shutdown(True)
+            self.world.engine.shutdown(True, self is of_process)
 
     def _tell(self, what: Callable[[Part], None]) -> None:
         """Tells all parts; one that raises does not keep the others from their work, nor this rank in the
@@ -252,16 +278,20 @@ class Job:
                 logs.warning(f"at the end of the job: {type(error).__name__}: {error}")
 
     def _leave_at_end_of_child(self) -> None:
-        """In a child of multiprocessing: leaves the job when the child's function has returned or raised.
+        """In a child of multiprocessing: leaves all jobs when the child's function has returned or raised.
 
         Such a child ends by ``os._exit``, without the functions at exit; without this its peers would lose
         it.
         """
-        if self is of_process and multiprocessing.parent_process() is not None:
-            ending = self.part(_EndOfChild)
+        if multiprocessing.parent_process() is not None:
+            ending = of_process.part(_EndOfChild)
             if ending.process != os.getpid():
                 ending.process = os.getpid()
-                multiprocessing.util.Finalize(None, self.leave, exitpriority=100)
+                multiprocessing.util.Finalize(None, _leave_all, exitpriority=100)
+
+    def __repr__(self) -> str:
+        world = self.world
+        return "Job()" if world is None else f"Job(rank {world.rank} of {world.size})"
 
     def __enter__(self) -> Job:
         """See the class."""
@@ -273,10 +303,14 @@ class Job:
         self._entered = _here.set(self)
         return self
 
-    def __exit__(self, raised: object, *_: object) -> None:
+    def __exit__(self, kind: object, raised: object, _: object) -> None:
         """See the class."""
+        well = raised is None or (isinstance(raised, SystemExit) and raised.code in (0, None))
         try:
-            self.leave(patient=raised is None)
+            self.leave(patient=well)
+        except BaseException:  # Ctrl-C while it finished: the block ends all the same
+            self._disconnect(False, False)
+            raise
         finally:
             assert self._entered is not None
             _here.reset(self._entered)
@@ -319,6 +353,21 @@ def here() -> Job:
     return _here.get() or of_process
 
 
+def _leave_all() -> None:
+    of_process.leave()
+    for job in copied(_jobs.__iter__):  # of threads that end with the process
+        job._disconnect(False, False)
+
+
+def refuse_another(rank: int | None, present: int | None) -> None:
+    """Raises if ``rank`` is to be another one than that which this job is or is about to be."""
+    if rank is not None and present is not None and rank != present:
+        raise MisuseError(
+            f"init: asked for rank {rank}, but this is rank {present} already; where ranks are threads of "
+            "one process, each calls init in its own `with trigram.Job():`"
+        )
+
+
 def is_any_other() -> bool:
     """Whether threads of this process are ranks of their own now."""
     return any(job is not of_process and job.world is not None for job in copied(_jobs.__iter__))
@@ -329,7 +378,7 @@ def _exit() -> None:
     """Leaves the process's job. Those of threads that end with the process are not told: their ranks may be
     in the middle of a step. All engines run until the process's own rank has finished, and may need them."""
     mine = of_process._is_mine()
-    with contextlib.ExitStack() as at_last:  # whatever is raised, such as Ctrl-C
+    with of_process.here(), contextlib.ExitStack() as at_last:  # whatever is raised, such as Ctrl-C
         at_last.callback(logs.write_rest)
         for job in copied(_jobs.__iter__):
             at_last.callback(job._shut_down)
@@ -343,4 +392,5 @@ def _exit() -> None:
         finally:
             logs.flush()  # before the threads that serve the interpreter stop
     if mine:
-        of_process._tell(lambda part: part.left())
+        with of_process.here():
+            of_process._tell(lambda part: part.left())

@@ -114,7 +114,12 @@ def current() -> World:
     """The current world; calls ``init()`` if there is none."""
     mine = job.here()
     if mine.world is None:
-        if mine is job.of_process and job.is_any_other():
+        if mine is not job.of_process:
+            raise MisuseError(
+                "this rank is in no job: it has not called trigram.init(store, rank, world_size) in its "
+                "trigram.Job(), or its job has been shut down"
+            )
+        if job.is_any_other():
             raise MisuseError(
                 "this thread is in no job, and other threads of this process are ranks: enter job.here() in "
                 "it, with job = trigram.Job.current() of the thread for whose rank it works"
@@ -279,12 +284,15 @@ def init(
 
     Raises:
         TimeoutError: Ranks are missing; the message names them.
+        MisuseError: This is another rank already: a thread that is to be a rank needs a :class:`trigram.Job`.
         ConfigError: A setting or an environment variable is wrong, or a launcher's do not suffice.
         AuthError: Ranks have different ``TRIGRAM_SECRET``, or a record in the store was forged.
         AbortedError: ``init`` failed on another rank; the message has its error.
     """
     mine = job.here()
-    with mine.starting:
+    with mine.joins(rank), mine.starting:
+        if mine.world is not None and mine.world.elastic is None:
+            job.refuse_another(rank, mine.world.rank)
         if mine.world is None:
             _start(mine, store, rank, world_size, init_timeout, op_timeout, iface, elastic, helper)
             mine.begin()
@@ -388,9 +396,13 @@ def _connect(
     everyone = engine.group("world", list(range(size)), 0, 0)
     # All ranks have read what they need from the store. The second barrier: all ranks have closed it, so that
     # no forked worker inherits its sockets, and no later init finds this one's server.
-    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
-    gather.close()
-    everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    try:
+        everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+        gather.close()
+        everyone.run(_BARRIER, _NOTHING, max(deadline - time.monotonic(), 0.1))
+    except BaseException:
+        engine.shutdown(False, False)  # the exception holds it, and the others would take this rank for alive
+        raise
     return engine, everyone, records
 
 

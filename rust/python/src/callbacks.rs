@@ -33,8 +33,16 @@ struct Asked {
 }
 
 impl Asked {
-    fn is_due(&self) -> bool {
-        self.completion.is_done() || self.engine.upgrade().is_none_or(|engine| engine.check_sound().is_err())
+    /// `kept` gets the engine that was asked: it may be the last to hold it, and an engine ends calls, whose listeners
+    /// take the lock under which this is called.
+    fn is_due(&self, kept: &mut Vec<Arc<Engine>>) -> bool {
+        if self.completion.is_done() {
+            return true;
+        }
+        let Some(engine) = self.engine.upgrade() else { return true };
+        let failed = engine.check_sound().is_err();
+        kept.push(engine);
+        failed
     }
 }
 
@@ -96,7 +104,7 @@ pub(crate) fn add(
 
 impl Notes {
     /// The callbacks that are due; with `all`, also those of engines that have failed.
-    fn take(&mut self, all: bool) -> Vec<Py<PyAny>> {
+    fn take(&mut self, all: bool, kept: &mut Vec<Arc<Engine>>) -> Vec<Py<PyAny>> {
         let mut due = Vec::new();
         let mut lines = std::mem::take(&mut self.ended);
         if all {
@@ -104,7 +112,7 @@ impl Notes {
         }
         for line in lines {
             let Some(asked) = self.asked.get_mut(&line) else { continue };
-            while asked.front().is_some_and(Asked::is_due)
+            while asked.front().is_some_and(|asked| asked.is_due(kept))
                 && let Some(next) = asked.pop_front()
             {
                 due.push(next.callback);
@@ -120,6 +128,7 @@ impl Notes {
 /// The callbacks that are due. If there are none, waits for one until `deadline`, or until `is_over` and [`wake`].
 pub(crate) fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<Py<PyAny>> {
     let queue = queue();
+    let mut kept = Vec::new(); // dropped after the lock
     let mut lock = queue.lock();
     let mut checked = Instant::now();
     while !is_over() {
@@ -128,7 +137,7 @@ pub(crate) fn next(deadline: Instant, is_over: impl Fn() -> bool) -> Vec<Py<PyAn
         if check {
             checked = now;
         }
-        let due = lock.get_or_insert_default().take(check);
+        let due = lock.get_or_insert_default().take(check, &mut kept);
         if !due.is_empty() || now >= deadline {
             return due;
         }

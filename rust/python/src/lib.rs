@@ -155,7 +155,9 @@ impl Engine {
     /// ends too.
     #[pyo3(signature = (exiting, patient=true))]
     fn shutdown(&self, py: Python<'_>, exiting: bool, patient: bool) -> PyResult<()> {
-        waits::set_exiting(exiting);
+        if exiting {
+            waits::set_exiting();
+        }
         log_sink::wake();
         callbacks::wake();
         if !patient {

@@ -33,9 +33,9 @@ pub(crate) fn is_exiting() -> bool {
     EXITING.load(Ordering::Acquire)
 }
 
-/// Says whether the interpreter is about to end.
-pub(crate) fn set_exiting(exiting: bool) {
-    EXITING.store(exiting, Ordering::Release);
+/// Says that the interpreter is about to end. It stays so: another rank of this process may leave meanwhile.
+pub(crate) fn set_exiting() {
+    EXITING.store(true, Ordering::Release);
 }
 
 /// Gives threads that are on their way back to an interpreter that ends up to a second to get there. The caller does not

@@ -65,7 +65,8 @@ class PointToPoint(Starting):
             if peer is None:
                 raise UnsupportedError("recv: src is None, which only CPU tensors can have; name the sender")
             limit = group.timeout
-            call = OnDevice(routes.message(group, sends, peer, tag, flat, code, limit), flat.device)
+            with self._job.here():
+                call = OnDevice(routes.message(group, sends, peer, tag, flat, code, limit), flat.device)
         else:
             call, _ = group.core.message(
                 sends, peer, tag, code, flat.numel(), flat.data_ptr(), True, not sends, group.timeout

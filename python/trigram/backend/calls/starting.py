@@ -14,7 +14,7 @@ from trigram.collectives import work as in_flight
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import device, routes
 from trigram.observe import profiling
-from trigram.runtime import engine_codes, world
+from trigram.runtime import engine_codes
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job
 
@@ -80,7 +80,10 @@ class Starting:
         found = self._beside.get(caller.key)
         if found is None:
             name = f"{self.trigram_group.name}, callbacks"
-            found = world.current().beside(self.trigram_group, name, caller.key + 1)
+            present = self._job.world
+            if present is None:
+                raise AbortedError(f"{self.trigram_group.name}: its job has been shut down")
+            found = present.beside(self.trigram_group, name, caller.key + 1)
             found.timeout = self.trigram_group.timeout
             self._beside[caller.key] = found
         return found

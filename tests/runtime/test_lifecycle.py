@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import subprocess
@@ -50,6 +51,75 @@ def _ends_badly(rank: int, world: int) -> bool:
     trigram.init()
     trigram.shutdown()
     return bool(called) and not trigram.is_initialized()
+
+
+class _Noting:
+    """An engine that notes its end."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine, self.ended = engine, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def shutdown(self, exiting: bool, patient: bool = True) -> None:
+        self.ended = True
+        self.engine.shutdown(exiting, patient)
+
+
+def _changes_at_the_end(rank: int, world: int) -> tuple[bool, bool]:
+    """As an elastic job whose members change while its last averages are made."""
+    trigram.init()
+    mine = job.here()
+    assert mine.world is not None
+    before = _Noting(mine.world.engine)
+    after = _Noting(mine.world.engine)
+    mine.world.engine = before  # type: ignore[assignment]
+
+    @job.told
+    class _Changes(job.Part):
+        def finish(self) -> None:
+            assert mine.world is not None
+            mine.world = dataclasses.replace(mine.world, engine=after)
+
+    trigram.shutdown()
+    return before.ended, after.ended
+
+
+def test_the_engine_that_is_left_at_the_end_is_shut_down() -> None:
+    assert run(2, _changes_at_the_end) == [(False, True)] * 2
+
+
+INTERRUPTED = """
+import torch, trigram
+from trigram.runtime import job
+
+@job.told
+class Interrupted(job.Part):
+    def finish(self):
+        raise KeyboardInterrupt
+
+trigram.init()
+trigram.barrier()
+if trigram.rank():
+    try:
+        trigram.all_reduce(torch.ones(1))
+    except trigram.PeerLostError as e:
+        print("MISSED", e, flush=True)
+"""
+
+
+def test_ctrl_c_at_the_end_leaves_the_job_all_the_same(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "MISSED" in done.stdout and "it has left the job" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_finisher_that_raises_stops_nothing() -> None:

@@ -28,6 +28,9 @@ except ImportError as e:
 
 __all__ = ["ProcessGroupTrigram"]
 
+_MOST_WORKS = 64
+"""With more calls on GPU tensors known, those that have succeeded are let go."""
+
 
 class ProcessGroupTrigram(ProcessGroupWrapper):  # type: ignore[misc]
     """A process group over Trigram's engine that torchft reconfigures.
@@ -95,6 +98,8 @@ class ProcessGroupTrigram(ProcessGroupWrapper):  # type: ignore[misc]
         wrapped = _Work(work, self._timeout)
         if not all(t.is_cpu for t in work.result()):
             self._on_gpu.append(wrapped)
+            if len(self._on_gpu) > _MOST_WORKS:
+                self._on_gpu = [w for w in self._on_gpu if not (w.is_completed() and w.is_success())]
         return wrapped
 
     @contextlib.contextmanager

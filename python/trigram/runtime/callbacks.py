@@ -76,8 +76,10 @@ class _OfRank:
             try:
                 self._job.thread("trigram-callbacks", self._serve)
                 self._runs_in = os.getpid()
+                return
             except RuntimeError:  # the interpreter ends, and starts none any more
-                _run(self._due.get())
+                callback = self._due.get()
+        _run(callback)
 
     def _serve(self) -> None:
         while True:

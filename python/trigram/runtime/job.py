@@ -309,7 +309,7 @@ class Job:
         try:
             self.leave(patient=well)
         except BaseException:  # Ctrl-C while it finished: the block ends all the same
-            self._disconnect(False, False)
+            self._disconnect(self._is_mine(), False)
             raise
         finally:
             assert self._entered is not None
@@ -336,7 +336,7 @@ class Job:
 
 
 class _EndOfChild:
-    """The child of multiprocessing that leaves its job when it ends."""
+    """The child of multiprocessing that leaves its jobs when it ends."""
 
     process = 0
 

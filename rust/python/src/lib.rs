@@ -160,13 +160,14 @@ impl Engine {
         }
         log_sink::wake();
         callbacks::wake();
-        if !patient {
-            py.detach(|| {
-                drop(self.0.shutdown(&mut || Err(Error::Aborted("this rank does not wait".into()))))
-            });
-            return Ok(());
-        }
-        waits::leave(py, |check_interrupt| self.0.shutdown(check_interrupt))
+        waits::leave(py, |check_interrupt| match patient {
+            true => self.0.shutdown(check_interrupt),
+            false => {
+                // Its only error is that the wait was ended.
+                let _ = self.0.shutdown(&mut || Err(Error::Aborted("this rank does not wait".into())));
+                Ok(())
+            }
+        })
     }
 
     /// The ranks lost so far in the order of their losses, those that left last, and how: left, dead, silent or refused.

@@ -184,8 +184,9 @@ def hooks_of(training: Training) -> Any:
 def at_once(training: Training) -> None:
     """The updates of all buckets in one pass each, as at the end of a backward pass."""
     hooks = hooks_of(training)
+    weights, one_pass = hooks.updates.state.weights, hooks.updates.values.one_pass
     for k, bucket in enumerate(hooks.buckets):
-        hooks.gathers.add(*hooks.one_pass.start(k, bucket, hooks.shards))
+        weights.gathers.add(*one_pass.start(k, bucket, weights.shards))
     hooks.drain()
 
 
@@ -201,7 +202,7 @@ def averages(training: Training) -> None:
 def pass_alone(args: argparse.Namespace) -> str:
     """The time of an update in one pass, beside what it replaces."""
     fused, plain = Training(WAYS[ONE_PASS], args), Training(WAYS["gradient_allreduce"], args)
-    if not hooks_of(fused).at_once:
+    if not hooks_of(fused).updates.values.after_backward:
         return "\none pass: not taken here\n"
     calls = {
         "one pass": lambda: at_once(fused),

@@ -229,7 +229,9 @@ def a_wait_with_a_limit(rank: int, world: int) -> None:
     """Updates that have not ended when a wait is over have not failed: they stay under way."""
     twins = trained(rank, world, "adamw", overlap=True)
     model, hooks = twins.models[1], hooks_of(twins.models[1])
-    begin, before = hooks.one_pass.start, taken(twins)
+    updates = hooks.updates
+    one_pass, gathers = updates.values.one_pass, updates.state.weights.gathers
+    begin, before = one_pass.start, taken(twins)
 
     def held_up(*given: Any) -> Any:
         await_flag("a wait with a limit is over")
@@ -238,16 +240,16 @@ def a_wait_with_a_limit(rank: int, world: int) -> None:
     for m, optimizer in twins.pairs:
         optimizer.zero_grad()
         if m is model and rank == world - 1:
-            hooks.one_pass.start = held_up
+            one_pass.start = held_up
         twins.loss(m, 5).backward()
         if m is model and rank == 0:
-            under_way = len(hooks.gathers.under_way)
+            under_way = len(gathers.under_way)
             raises(trigram.TimeoutError, hooks.drain, 0.05)
-            assert len(hooks.gathers.under_way) == under_way > 0
-            assert not hooks.fused.broken
+            assert len(gathers.under_way) == under_way > 0
+            assert not updates.in_backward.steps.broken
             flag("a wait with a limit is over")
         optimizer.step()
-    hooks.one_pass.start = begin
+    one_pass.start = begin
     twins.check("after the wait")
     twins.train(6, 3)
     twins.check_state("after the wait")
@@ -324,7 +326,7 @@ def _stopped(rank: int, world: int) -> tuple[int, str, str] | None:
     say("updates at once")
     optimizer.zero_grad()
     if rank == world - 1:
-        hooks_of(model).one_pass.start = lambda *_: signal.pause()
+        hooks_of(model).updates.values.one_pass.start = lambda *_: signal.pause()
     try:
         square(model, rank, 3).backward()
     except trigram.PeerLostError as e:

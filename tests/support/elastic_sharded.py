@@ -17,9 +17,10 @@ from tests.support.elastic_run import awaited, loss_of, model, weights
 from tests.support.harness import flag, say, until
 from trigram.elastic import membership
 from trigram.elastic.recovery import ElasticModel
-from trigram.training.sharded.elastic import sync as elastic_sync
-from trigram.training.sharded.elastic.sync import ElasticShardedSync
-from trigram.training.sharded.optimizer import ShardedOptimizer
+from trigram.training.sharded.elastic import copied_parts
+from trigram.training.sharded.elastic.copied_parts import CopiedParts
+from trigram.training.sharded.weights.divided_weights import DividedWeights
+from trigram.training.sharded.weights.optimizer import ShardedOptimizer
 
 Moments = dict[int, tuple[int, str]]
 """By rank, the step and the moment in it at which it ends itself."""
@@ -92,19 +93,19 @@ def _prepare_death(net: Any, opt: Any, where: str, world: int) -> None:
     elif where == "update":
         opt.register_step_pre_hook(die)
     elif where == "updated":
-        before(ElasticShardedSync, "_gather_all", die)
+        before(CopiedParts, "gather", die)
     elif where == "gathering":
-        after(ElasticShardedSync, "_gather", lambda self, k, group: die() if k == 1 else None)
+        after(DividedWeights, "gather_bucket", lambda self, k, group: die() if k == 1 else None)
     elif where == "gathered":
-        before(ElasticShardedSync, "_await_ranks_without_part", die)
+        before(CopiedParts, "_await_ranks_without_part", die)
     elif where == "state":
         before(ShardedOptimizer, "gathered", die)
     elif where == "has state":
         after(ShardedOptimizer, "gathered", die)
     elif where == "told":
-        after(elastic_sync.collectives, "barrier", die)
+        after(copied_parts.collectives, "barrier", die)
     elif where == "moved":
-        after(ElasticShardedSync, "_use_next", die)
+        after(CopiedParts, "_use_next", die)
     else:
         assert where in ("after", "stepped"), where
 
@@ -123,12 +124,12 @@ def _see_loss_in(what: str) -> None:
     if what == "commit":
         after(ElasticModel, "_commit", fail)
     elif what == "gather":
-        after(ElasticShardedSync, "_await_ranks_without_part", fail)
+        after(CopiedParts, "_await_ranks_without_part", fail)
     elif what == "move":
-        before(ElasticShardedSync, "_use_next", fail)
+        before(CopiedParts, "_use_next", fail)
     else:
         assert what == "state"
-        after(elastic_sync.collectives, "barrier", fail)
+        after(copied_parts.collectives, "barrier", fail)
 
 
 class Shadow:

@@ -10,7 +10,8 @@ from torch import nn
 
 from trigram.errors import MisuseError
 from trigram.model.wrapped import wrapped_models
-from trigram.training.sharded.sync import ShardedSync
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.sharded.updates import ShardedUpdates
 
 
 class LocalShards(nn.Module):
@@ -25,12 +26,13 @@ class LocalShards(nn.Module):
         self.shards = nn.ParameterList()
         wrapped = wrapped_models.get(model)
         hooks = wrapped.hooks if wrapped is not None and not wrapped.stale else None
-        self._sharded = weakref.ref(hooks) if isinstance(hooks, ShardedSync) else None
+        updates = hooks.updates if isinstance(hooks, GradientSync) else None
+        self._sharded = weakref.ref(updates) if isinstance(updates, ShardedUpdates) else None
         for name, p in model.named_parameters():
             if p.is_meta:
                 raise MisuseError(f"local_shards: the parameter {name} is on the meta device; materialize it")
-        if isinstance(hooks, ShardedSync):
-            self.shards.extend(nn.Parameter(part) for part in hooks.lend())
+        if isinstance(updates, ShardedUpdates):
+            self.shards.extend(nn.Parameter(part) for part in updates.lend())
         for p in model.parameters():
             if self._sharded is not None and p.requires_grad:
                 continue  # its values are in the parts
@@ -94,9 +96,9 @@ def give_back(model: nn.Module) -> None:
     From now on it collects its weights itself."""
     if (sharded := _lender(model)) is not None:
         sharded.collect()
-        sharded.lent = False
+        sharded.lent.active = False
 
 
-def _lender(model: nn.Module) -> ShardedSync | None:
+def _lender(model: nn.Module) -> ShardedUpdates | None:
     sharded = model._sharded() if isinstance(model, LocalShards) and model._sharded is not None else None
-    return sharded if sharded is not None and sharded.lent else None
+    return sharded if sharded is not None and sharded.lent.active else None

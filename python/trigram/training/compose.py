@@ -33,11 +33,13 @@ from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.pace import default_fragments
 from trigram.training.qadam import QAdam
 from trigram.training.schedule import BackgroundSteps, EverySteps, StepSchedule
-from trigram.training.sharded.elastic.sync import ElasticShardedSync
-from trigram.training.sharded.gradient_buckets import ShardsCompressor
-from trigram.training.sharded.sync import ShardedSync
-from trigram.training.shown_params import claim, disclaim
+from trigram.training.sharded.elastic.copied_parts import CopiedParts
+from trigram.training.sharded.recovery import Recovery
+from trigram.training.sharded.updates import ShardedUpdates
+from trigram.training.sharded.weights.gradient_buckets import ShardsCompressor
 from trigram.training.step_hooks import StepHooks
+from trigram.training.updating.fused_updates import FusedUpdates
+from trigram.training.updating.shown_params import claim, disclaim
 from trigram.training.weight_sync import WeightSync
 
 
@@ -82,20 +84,16 @@ def _compose(
 ) -> StepHooks:
     options = algorithm.options
     if options.sharded:
-        whole = not updates_values(optimizer, options, algorithm.name)
-        divided = options.gradients == "shards"
-        kind = ShardsCompressor(whole, options.fused) if divided else compressors.of(algorithm, optimizer)
-        hooks: GradientSync = (
-            ElasticShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, options.copies or COPIES)
-            if elastic
-            else ShardedSync(model, groups, bucket_bytes, kind, optimizer, whole, options.overlap)
+        whole, divided = not updates_values(optimizer, options, algorithm.name), options.gradients == "shards"
+        recovery = CopiedParts(groups, options.copies or COPIES) if elastic else Recovery()
+        sharded = ShardedUpdates(
+            model, groups, optimizer, whole, options.overlap, options.fused, divided, recovery
         )
-    elif algorithm.gradients:
-        hooks = GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer))
+        kind = ShardsCompressor(whole, options.fused) if divided else compressors.of(algorithm, optimizer)
+        return GradientSync(model, groups, bucket_bytes, kind, sharded)
     if algorithm.gradients:
-        if options.fused:
-            hooks.fuse(optimizer)
-        return hooks
+        updates = FusedUpdates(optimizer) if options.fused else None
+        return GradientSync(model, groups, bucket_bytes, compressors.of(algorithm, optimizer), updates)
     make = lambda tensors: _schedule(tensors, groups, algorithm, optimizer)  # noqa: E731
     of_mean = options.second_moment == "mean"
     weights = WeightSync(model, groups, make, algorithm.in_step, of_mean)

@@ -31,28 +31,29 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
-from trigram.elastic.recovery import ElasticModel
+from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
 from trigram.observe import spans, steps
 from trigram.runtime.group import Group
 from trigram.training import gradient_filters as filters
-from trigram.training import joined_optimizers
+from trigram.training import joined_optimizers, optimizer_hooks
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
 from trigram.training.buffer_broadcast import BufferBroadcast
 from trigram.training.compressors import GradientCompressor
-from trigram.training.fused_buckets import FusedBuckets
 from trigram.training.gradient_backup import GradientBackup
 from trigram.training.gradient_probe import GradientProbe
 from trigram.training.local_gradients import LocalGradients
 from trigram.training.model_changes import agree_on_change
 from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import UntrainedPasses
+from trigram.training.updating.updates import Updates
 from trigram.training.warmup_end import WarmupEnd
 
 
-class GradientSync(FusedBuckets):
+class GradientSync(StepHooks):
     """Averages the gradients of one model.
 
     Args:
@@ -60,13 +61,14 @@ class GradientSync(FusedBuckets):
         groups: The model's process groups.
         bucket_bytes: The size of a bucket in bytes.
         compressor: Chooses how gradients are averaged; None: in full.
+        updates: Who updates the weights, and when; None: the script's optimizer, when the script says.
 
     Attributes:
+        buckets: The buckets of gradients.
+        filters: What the gradients of this pass go through.
         probe: Told of gradients, while somebody looks.
         at_boundary: Called once per pass when it is prepared, on all ranks; it may call :meth:`change`.
     """
-
-    buckets: BucketSet
 
     def __init__(
         self,
@@ -74,12 +76,16 @@ class GradientSync(FusedBuckets):
         groups: ModelGroups,
         bucket_bytes: int,
         compressor: GradientCompressor | None = None,
+        updates: Updates | None = None,
     ) -> None:
+        self.updates = updates or Updates()
+        self.updates.attach(self)
         self.buckets = BucketSet(groups, bucket_bytes, compressor or GradientCompressor())
         self.buffers = BufferBroadcast(groups)
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
         self.idle = False
+        self.filters: list[GradientFilter] = []
         self.kept_after = 0  # so many filters come before the backup
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
         self.reaches = False  # backward says which parameters this pass has reached
@@ -95,6 +101,17 @@ class GradientSync(FusedBuckets):
         self.local = LocalGradients(())
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
+        self.updates.begin()
+
+    @property
+    def next(self) -> int:
+        """How many buckets were sent in this pass."""
+        return self.pipeline.started
+
+    def watch(self, model: nn.Module) -> None:
+        """See :class:`StepHooks`."""
+        super().watch(model)
+        self.handles += self.updates.watch(model)
 
     # Parameters and buckets.
 
@@ -112,6 +129,7 @@ class GradientSync(FusedBuckets):
             self.buckets.begin_anew(self.params, order)
         self._buckets_changed()
         self.pipeline.learn(any(id(self.params[i]) not in known for i in order))
+        self.updates.parameters_found()
 
     def change(self, bucket_bytes: int, compressor: GradientCompressor | None = None) -> None:
         """Gives the buckets another size, and averages another compressor; all ranks call it, between passes.
@@ -161,7 +179,7 @@ class GradientSync(FusedBuckets):
     @property
     def before_passes(self) -> Group:
         """The group of the calls that all ranks make between passes."""
-        return self.groups.control
+        return self.updates.before_passes
 
     def before_pass(self, model: nn.Module, in_backward: bool) -> None:
         """Checks and broadcasts; all ranks do it once per pass."""
@@ -248,6 +266,7 @@ class GradientSync(FusedBuckets):
 
     def begin(self, param: int | None) -> None:
         """Resets the buckets and counters for a new pass."""
+        self.updates.pass_begins()
         self.warmup_end.begin_pass()
         if self.successor is not None and self.join is None:
             model_name = type(self.model()).__name__
@@ -263,7 +282,7 @@ class GradientSync(FusedBuckets):
             self.build_buckets(self.buckets.order)
         # First: what follows may raise, and then all ranks abort this pass.
         self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
-        self.landed, self.fusing = 0, self.begin_fused(param)
+        self.updates.begin_updates(param)
         self._check_once(param)
         self._number_calls()
         self._begin_pipeline()
@@ -271,7 +290,7 @@ class GradientSync(FusedBuckets):
         self.backup.clear()
         self.filters = self._filters()
         # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
-        self.reaches = param is not None and not self.fusing and not self.elastic.can_redo
+        self.reaches = param is not None and not self.updates.fusing and not self.elastic.can_redo
         for bucket in self.buckets:
             bucket.begin()
         if self.fidelity is not None:
@@ -288,7 +307,9 @@ class GradientSync(FusedBuckets):
         """No gradient is there. What looks at each of them wants to be told of each."""
         phases = self.buckets.have_phases
         # Nothing notes the ends of calls on GPUs.
-        told_of_all = self.probe is not None or self.fusing or (phases and not self.buckets.are_on_cpu)
+        told_of_all = (
+            self.probe is not None or self.updates.fusing or (phases and not self.buckets.are_on_cpu)
+        )
         self.pipeline.begin(None if told_of_all else self.task, phases)
 
     def _filters(self) -> list[GradientFilter]:
@@ -355,6 +376,7 @@ class GradientSync(FusedBuckets):
         if not self.elastic.can_redo:
             self.since = 0
             self.has_failed = True
+            self.updates.counted_anew()
 
     def local_gradient(self, param: torch.Tensor) -> None:
         """Gradients that only this rank has; see :meth:`before_update`."""
@@ -375,14 +397,14 @@ class GradientSync(FusedBuckets):
             while starts and self.pipeline.next_full() is not None and not self.failure:
                 self._start(self.buckets[self.next])
             self.groups.line.advance()
-            self.land_ready()
+            self.updates.update_ready()
         except TrigramError as e:
             if not self.elastic.can_redo:
                 raise explained(e, self.groups.name) from e
             self.failure = e  # at the end of the pass the remaining ranks repeat the averages
 
     def _start(self, bucket: Bucket) -> None:
-        self.land_before(bucket)
+        self.updates.before_average(bucket)
         if self.next == 0:
             self.began = time.perf_counter()
         self._complete_bucket(bucket, self.next)
@@ -449,6 +471,7 @@ class GradientSync(FusedBuckets):
         self.buffers.write_late()
         if self.buckets.copies:
             self.local.averages_are(self.params)
+        self.updates.pass_ends()
 
     def send_rest(self) -> None:
         """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
@@ -481,11 +504,11 @@ class GradientSync(FusedBuckets):
         for passed in reversed(self.filters):
             passed.averaged(self.buckets)
         self.bytes += sum(b.average.sent for b in self.buckets)
-        for bucket, used in self.buckets.with_flags() if not self.fusing else ():
+        for bucket, used in self.buckets.with_flags() if not self.updates.fusing else ():
             bucket.assign(self.params, used)
             for passed in self.filters:
                 passed.after(bucket)
-            if not self.moves_parameters:
+            if not self.updates.moves_parameters:
                 bucket.give_strides(self.params)
         for i in self.sparse:
             sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
@@ -513,10 +536,24 @@ class GradientSync(FusedBuckets):
                 bucket.average.await_end()
         self.build_buckets(meta["order"], keep_residuals=False)
         self._has_learned(meta["order"])
+        self.updates.follow(part)
 
-    def _call_counts(self) -> list[int]:
+    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
+        """See :class:`StepHooks`."""
+        return self.updates.state_sources(states)
+
+    def fingerprint(self) -> int:
+        """See :class:`StepHooks`."""
+        return self.updates.fingerprint()
+
+    def fingerprints_differ(self) -> TrigramError:
+        """See :class:`StepHooks`."""
+        return self.updates.fingerprints_differ()
+
+    def call_counts(self) -> list[int]:
         """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""
-        return [a + b for a, b in zip(self.calls, self.buckets.calls(), strict=True)]
+        first, second = (a + b for a, b in zip(self.calls, self.buckets.calls(), strict=True))
+        return [first, second + self.updates.calls()]
 
     def _finish(self, failed: str | None = None) -> None:
         """Awaits all averages of this pass, then raises the first error if there was one.
@@ -524,13 +561,13 @@ class GradientSync(FusedBuckets):
         With ``failed``, the reason of a failure, it aborts the pass and only waits until its calls have
         ended. An aborted pass makes no more calls, so that all ranks count the same number of calls.
         """
-        counts = self._call_counts()
+        counts = self.call_counts()
         error: Exception | None = None
         before = self.times.enter(steps.WAIT)
         waits = time.perf_counter()
         flags = None
         if failed is not None:
-            self._abort_calls(counts, failed)
+            self.abort_calls(counts, failed)
         try:
             if failed is None and self.next == len(self.buckets):
                 flags = self.buckets.reduce_flags()
@@ -538,13 +575,12 @@ class GradientSync(FusedBuckets):
                 bucket.average.wait()
                 bucket.end_span()
                 self.groups.line.advance()
-                if self.fusing and self.landed == k:
-                    self.land()
+                self.updates.averaged(k)
             if flags is not None:
                 flags.wait()
         except Exception as e:  # of a call, or of the script's own average
             error = e
-            self._abort_calls(counts, "a collective of this pass failed")
+            self.abort_calls(counts, "a collective of this pass failed")
         if failed is not None or error is not None:
             ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.sent]
             ends += [flags.wait] if flags is not None else []
@@ -553,13 +589,7 @@ class GradientSync(FusedBuckets):
                 with contextlib.suppress(TrigramError):
                     end()
             self.count_anew()
-        # A forward pass that fails here fails a pass of the other ranks that updates weights.
-        updates = self.fusing if failed is None else self.fused is not None and self.fused.started
-        if self.fused is not None and updates and (failed is not None or error is not None):
-            self.fused.broken = True
-            for p in self.params:
-                if isinstance(p.grad, ShardedGradient):
-                    p.grad = None
+            self.updates.pass_failed(aborted=failed is not None)
         self.groups.main.core.set_pass(0)
         self.times.enter(before)
         for bucket in self.buckets:
@@ -571,7 +601,7 @@ class GradientSync(FusedBuckets):
         if error is not None:
             raise explained(error, self.groups.name)
 
-    def _abort_calls(self, counts: list[int], why: str) -> None:
+    def abort_calls(self, counts: list[int], why: str) -> None:
         """Aborts all calls of this pass on all ranks; the next call has the same number on all of them."""
         why = f"{self.groups.name} aborted its backward pass: {why}"
         self.groups.line.clear()  # first: while this rank waits for their ends, it must start no call
@@ -598,6 +628,30 @@ class GradientSync(FusedBuckets):
                 if bucket.sent:
                     bucket.memory.zero_()
 
+    def abort_failed(self, timeout: float | None = None) -> None:
+        """See :class:`StepHooks`; between steps, it also ends what an optimizer's step has left."""
+        optimizer_hooks.forget_failed(self)
+        self.updates.step_failed()
+        if self.in_backward:
+            return  # what updates of this pass wait for is awaited at its end
+        if self.active:
+            super().abort_failed(timeout)  # before anything is awaited that the other ranks have aborted
+        self.updates.settle(timeout)
+        super().abort_failed(timeout)
+
+    def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:
+        """See :class:`StepHooks`."""
+        self.updates.drain(timeout)
+
+    def release(self) -> None:
+        """See :class:`StepHooks`."""
+        self.updates.release()
+
+    def close_without_calls(self) -> None:
+        """See :class:`StepHooks`."""
+        super().close_without_calls()
+        self.updates.close_without_calls()
+
     def leave_join(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""
         super().leave_join()
@@ -605,6 +659,7 @@ class GradientSync(FusedBuckets):
 
     def _before_load(self, *_: Any) -> None:
         """See :class:`StepHooks`. An update that only some ranks have made is made up for."""
+        self.updates.before_load()
         self.passes = 0
         super()._before_load()
 
@@ -636,12 +691,14 @@ class GradientSync(FusedBuckets):
     waits_for_closure = True
 
     def closure_ignored(self, mine: set[int], optimizer: str) -> None:
-        """Raises if an optimizer that did not call its closure has used gradients of this rank only."""
+        """Raises if an optimizer that did not call its closure has used gradients of this rank only, or has
+        updated what the ranks have divided."""
         if self.local.any(self.buckets.placed(), self.params, mine):
             raise MisuseError(
                 f"{self.groups.name}: {optimizer}.step(closure) has not called the closure, and updated the "
                 "weights with the gradients of this rank only; call step() without a closure"
             )
+        self.updates.closure_ignored(mine, optimizer)
 
     def before_update(self, mine: set[int]) -> None:
         """Averages gradients that no backward pass has averaged: those that a script has assigned, and those
@@ -650,6 +707,12 @@ class GradientSync(FusedBuckets):
         Raises:
             MisuseError: Inside backward or inside ``no_sync``, where the update would be of this rank only.
         """
+        self.updates.step_begins()
+        self._average_local(mine)
+        self.updates.step_has_gradients(mine)
+
+    def _average_local(self, mine: set[int]) -> None:
+        """See :meth:`before_update`."""
         self.abort_failed()
         if self.inside_backward():
             self.begin_in_backward(None)  # so that this error aborts the pass on all ranks
@@ -663,7 +726,6 @@ class GradientSync(FusedBuckets):
             if self.since_fewer.bit_count() == 1 and (optimizer := self.updating[-1]()) is not None:
                 joined_optimizers.check_options(self.groups, optimizer)
         if not self.local.any(self.buckets.placed(), self.params, mine):
-            self.finish_fused()
             return
         if not self.sync:
             raise MisuseError(
@@ -676,7 +738,6 @@ class GradientSync(FusedBuckets):
             else:
                 self.begin_pass(None)
                 self._end_pass()
-        self.finish_fused()
 
     def _average_changed(self, mine: set[int]) -> None:
         """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
@@ -714,9 +775,7 @@ class GradientSync(FusedBuckets):
         self.abort_failed()
         super().load(state)
         self.since = self.steps
-        for p in self.params if self.fused is not None else ():
-            if isinstance(p.grad, ShardedGradient):
-                p.grad = None  # its pass has updated the weights
+        self.updates.state_loaded()
         if state["order"] is not None:
             self.build_buckets(state["order"])
             self._has_learned(state["order"])
@@ -724,7 +783,7 @@ class GradientSync(FusedBuckets):
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
-        return {
+        counters = {
             **super().stats(),
             "overlap": 1 - self.waited / self.busy if self.busy else 0.0,
             "buckets": [
@@ -732,6 +791,7 @@ class GradientSync(FusedBuckets):
                 for b in self.buckets
             ],
         }
+        return self.updates.stats(counters)
 
 
 def explained(error: Exception, name: str) -> Exception:

@@ -19,7 +19,7 @@ from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
 from trigram.errors import MismatchError, UnsupportedError
 from trigram.runtime import logs
 from trigram.training import optimizer_hooks
-from trigram.training.group_values import KERNELS, GroupValues
+from trigram.training.updating.group_values import KERNELS, GroupValues
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 

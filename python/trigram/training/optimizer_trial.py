@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from trigram.collectives import serialization
 from trigram.errors import UnsupportedError
 from trigram.training import optimizer_hooks
-from trigram.training.group_values import GroupValues
+from trigram.training.updating.group_values import GroupValues
 
 _STEPS = 40
 """Some optimizers begin with another update: RAdam for 5 steps, Shampoo of some libraries for 25."""

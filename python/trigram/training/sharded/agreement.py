@@ -11,7 +11,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_unlike_first
 from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime import dynamo, job
-from trigram.training.group_values import KERNELS, GroupValues
+from trigram.training.updating.group_values import KERNELS, GroupValues
 
 
 def agree(groups: ModelGroups, call: str, text: str) -> None:

@@ -24,8 +24,8 @@ from trigram.collectives.consistency import tell_all
 from trigram.collectives.updates import Piece, update
 from trigram.training.buckets import Bucket
 from trigram.training.sharded import rules
-from trigram.training.sharded.optimizer import ShardedOptimizer
-from trigram.training.sharded.weight_buckets import WeightBucket
+from trigram.training.sharded.weights.optimizer import ShardedOptimizer
+from trigram.training.sharded.weights.weight_buckets import WeightBucket
 
 
 class Flags(FullAverage):

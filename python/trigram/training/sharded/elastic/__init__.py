@@ -1,5 +1,5 @@
 """The divided state of an optimizer in elastic jobs.
 
-What lives here: the step hooks, and how parts move between ranks. Uses: ``sharded`` around it, and what that
-may use.
+What lives here: the recovery from copies, and how parts move between ranks. Uses: ``sharded`` around it, and
+what that may use.
 """

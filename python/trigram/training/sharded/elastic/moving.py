@@ -18,8 +18,8 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import listed, tell_all
 from trigram.elastic.membership import StateLostError
 from trigram.runtime.group import Group
-from trigram.training.sharded.optimizer import ShardedOptimizer, Slice, as_here, is_cut
-from trigram.training.sharded.weight_buckets import Layout, WeightBucket
+from trigram.training.sharded.weights.optimizer import ShardedOptimizer, Slice, as_here, is_cut
+from trigram.training.sharded.weights.weight_buckets import Layout, WeightBucket
 
 Place = tuple[int, int, int]
 """A slice: its bucket, its part, and the position of its parameter in the bucket."""
@@ -80,7 +80,7 @@ class NextCut:
     Attributes:
         cut: The cut.
         layouts: How the buckets are divided.
-        loads: See :func:`~trigram.training.sharded.weight_buckets.allot`.
+        loads: See :func:`~trigram.training.sharded.weights.weight_buckets.allot`.
         states: The optimizer's state of each slice that this rank will hold and that has one.
     """
 

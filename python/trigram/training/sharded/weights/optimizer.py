@@ -20,10 +20,10 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
 from trigram.errors import UnsupportedError
 from trigram.runtime.group import Group
-from trigram.training.sharded.other_methods import DividedState
-from trigram.training.sharded.weight_buckets import WeightBucket, flat
+from trigram.training.sharded.weights.other_methods import DividedState
+from trigram.training.sharded.weights.weight_buckets import WeightBucket, flat
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.shown_params import ShownParams
+from trigram.training.updating.shown_params import ShownParams
 
 _SCALARS = ("step", "mu_product", "eta", "mu")
 """Names of state that belongs to a parameter as a whole, of whatever shape the parameter is."""

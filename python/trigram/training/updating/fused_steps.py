@@ -17,9 +17,9 @@ from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
-from trigram.training.group_values import GroupValues
 from trigram.training.sharded_gradient import ShardedGradient
-from trigram.training.shown_params import ShownParams, disclaim
+from trigram.training.updating.group_values import GroupValues
+from trigram.training.updating.shown_params import ShownParams, disclaim
 
 
 class FusedSteps:

@@ -10,7 +10,7 @@ from trigram import collectives
 from trigram.errors import TrigramError
 from trigram.observe import spans
 from trigram.runtime.group import Group
-from trigram.training.sharded.weight_buckets import WeightBucket
+from trigram.training.sharded.weights.weight_buckets import WeightBucket
 
 
 class Gathers:

@@ -15,8 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging.groups import ModelGroups
@@ -26,19 +24,18 @@ from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.runtime.records import broadcast_bytes
 from trigram.training import optimizer_hooks
-from trigram.training.buckets import assign
-from trigram.training.compressors import GradientCompressor
 from trigram.training.sharded.agreement import explained, plain_options
 from trigram.training.sharded.elastic.moving import Cut, NextCut, collect_weights, move_state
-from trigram.training.sharded.sync import ShardedSync
-from trigram.training.sharded.weight_buckets import Layout, WeightBucket
+from trigram.training.sharded.recovery import Recovery
+from trigram.training.sharded.weights.divided_weights import DividedWeights, Parts
+from trigram.training.sharded.weights.weight_buckets import Layout
 
 
-class ElasticShardedSync(ShardedSync):
-    """The hooks of :class:`ShardedSync` in an elastic job.
+class CopiedParts(Recovery):
+    """The recovery of an elastic job.
 
     Args:
-        model, groups, bucket_bytes, compressor, optimizer, whole: See :class:`ShardedSync`.
+        groups: The model's process groups.
         copies: How many ranks hold each part.
 
     Attributes:
@@ -50,17 +47,8 @@ class ElasticShardedSync(ShardedSync):
         has_state: Whether it has all results of the one under way.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: ModelGroups,
-        bucket_bytes: int,
-        compressor: GradientCompressor,
-        optimizer: Optimizer,
-        whole: bool,
-        copies: int,
-    ) -> None:
-        self.copies = copies
+    def __init__(self, groups: ModelGroups, copies: int) -> None:
+        self.copies, self.groups = copies, groups
         owners = () if groups.joining else tuple(groups.group.ranks)
         self.cut = Cut(-1 if groups.joining else 0, owners, copies)
         self.next_cut: NextCut | None = None
@@ -71,7 +59,11 @@ class ElasticShardedSync(ShardedSync):
         self._newest = 0
         self._holders: set[int] = set()
         self._replaced: list[tuple[torch.Tensor, Any]] | None = None
-        super().__init__(model, groups, bucket_bytes, compressor, optimizer, whole)
+
+    @property
+    def weights(self) -> DividedWeights:
+        """The weights, with this rank's slices."""
+        return self.state.weights
 
     @property
     def moved(self) -> bool:
@@ -80,18 +72,16 @@ class ElasticShardedSync(ShardedSync):
 
     # Buckets of weights.
 
-    def _check_options(self) -> None:
+    def check_options(self) -> None:
         """See :meth:`fingerprint`: a call here could not be repeated."""
 
-    def _divide(self, wanted: Sequence[Layout]) -> None:
-        """See :class:`ShardedSync`; that all ranks divide alike was found when the pass was counted."""
-        for layout in wanted:
-            self._add(layout)
-        self.shards.cut()
+    def agree(self, wanted: Sequence[Layout]) -> None:
+        """See :class:`Recovery`; that all ranks divide alike was found when the pass was counted."""
 
-    def _add(self, layout: Layout) -> None:
+    def parts(self) -> Parts:
+        """See :class:`Recovery`."""
         own, *copies = self.cut.parts(self._rank)
-        self.shards.add(WeightBucket(self.params, layout, len(self.cut.owners)), own, copies)
+        return Parts(len(self.cut.owners), own, copies)
 
     @property
     def _rank(self) -> int:
@@ -102,11 +92,13 @@ class ElasticShardedSync(ShardedSync):
     def fingerprint(self) -> int:
         """The optimizer's options, now and then, and how parameters will be divided that are not yet."""
         text = ""
-        if (self.updates + 1).bit_count() == 1:
-            text = plain_options(self.optimizer)
-        if missing := self._missing(optimizer_hooks.parameters_of(self.optimizer)):
-            buckets = assign(self.params, missing, self.buckets.bucket_bytes)
-            text += f"{self._lay_out(buckets, list(self.loads))}{self.shards.outline()}"
+        optimizer = self.state.optimizer
+        if (self.state.count + 1).bit_count() == 1:
+            text = plain_options(optimizer)
+        if missing := self.weights.lay_out_missing(
+            optimizer_hooks.parameters_of(optimizer), list(self.weights.loads)
+        ):
+            text += f"{missing}{self.weights.shards.outline()}"
         digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
         return int.from_bytes(digest, "little") if text else 0
 
@@ -120,13 +112,13 @@ class ElasticShardedSync(ShardedSync):
 
     # Updates.
 
-    def _gather_all(self, updated: set[int]) -> None:
+    def gather(self, updated: set[int]) -> None:
         """Collects the weights of an update; if a rank is lost, the others take its parts from the copies."""
         self.version += 1
         self.has_weights = False
         try:
             if not self.moved:
-                super()._gather_all(updated)
+                self.state.gather(updated)
                 self._await_ranks_without_part()
         except TrigramError as e:
             self._regroup(e)
@@ -143,27 +135,26 @@ class ElasticShardedSync(ShardedSync):
         """No rank may be a step ahead of one that has yet to make this update: the gather sees to that, but
         for a rank that has no parameter."""
         ranks = range(len(self.cut.owners))
-        if not all(any(b.part(q).numel() for b in self.shards.buckets) for q in ranks):
+        if not all(any(b.part(q).numel() for b in self.weights.shards.buckets) for q in ranks):
             collectives.barrier(self.groups.main)
 
     def _regroup(self, error: TrigramError) -> None:
         """Regroups after the loss of a rank; raises any other error."""
-        if not self.elastic.is_loss(error):
+        if not self.state.sync.elastic.is_loss(error):
             raise error
-        self.elastic.regroup(boundary=False)
+        self.state.sync.elastic.regroup(boundary=False)
 
-    def lend(self) -> list[torch.Tensor]:
-        """See :class:`ShardedSync`."""
+    def check_lending(self) -> None:
+        """See :class:`Recovery`."""
         raise UnsupportedError(
             f"{self.groups.name}: local_shards of a model with elastic=True: parts move between ranks"
         )
 
     # Changes of the membership.
 
-    def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
-        """See :class:`StepHooks`; moves the state, if all ranks have made the same updates."""
-        super().follow(meta, part)
-        self.gathers.end()
+    def follow(self, part: ElasticModel) -> None:
+        """See :class:`Recovery`; moves the state, if all ranks have made the same updates."""
+        self.weights.gathers.end()
         group, indices = self.groups.main, self._indices()
         following = -1 if self.next_cut is None else self.next_cut.cut.number
         counters = [self.version, self.ended, self.state_dicts]
@@ -197,7 +188,7 @@ class ElasticShardedSync(ShardedSync):
         group = self.groups.main
         record = b""
         if self._rank == source:
-            counters = [self.version, self.ended, self.state_dicts, self.updates]
+            counters = [self.version, self.ended, self.state_dicts, self.state.count]
             value = [list(self.cut.owners), indices, counters]
             record = serialization.pack(value, "elastic").numpy().tobytes()
         data = broadcast_bytes(group, record, group.ranks.index(source))
@@ -205,23 +196,23 @@ class ElasticShardedSync(ShardedSync):
             owners, self._composition, counters = serialization.unpack(
                 torch.frombuffer(bytearray(data), dtype=torch.uint8), source
             )
-            self.version, self.ended, self.state_dicts, self.updates = counters
+            self.version, self.ended, self.state_dicts, self.state.count = counters
             self.cut = Cut(-1, tuple(owners), self.copies)
 
     def _indices(self) -> list[list[int]]:
         """The parameters in each bucket of weights."""
-        places = {id(p): i for i, p in enumerate(self.params)}
-        if any(id(p) not in places for b in self.shards.buckets for p in b.params):
+        places = {id(p): i for i, p in enumerate(self.state.sync.params)}
+        if any(id(p) not in places for b in self.weights.shards.buckets for p in b.params):
             raise UnsupportedError(
                 f"{self.groups.name}: elastic: a parameter that was divided among the ranks is no longer in "
                 "the model, so the state cannot move; restart the job from a checkpoint, and replace "
                 "parameters before with_bagua"
             )
-        return [[places[id(p)] for p in b.params] for b in self.shards.buckets]
+        return [[places[id(p)] for p in b.params] for b in self.weights.shards.buckets]
 
     def _collect(self, holders: set[int]) -> None:
         """Collects all weights from the ranks that remain; all of them call it."""
-        collect_weights(self.shards.buckets, self.cut.sources(holders), self.groups.main)
+        collect_weights(self.weights.shards.buckets, self.cut.sources(holders), self.groups.main)
         self.has_weights = True
 
     def _move(self, holders: set[int]) -> None:
@@ -231,11 +222,12 @@ class ElasticShardedSync(ShardedSync):
             return
         has_part = self.cut.number >= 0
         if has_part:
-            self._prepare()
+            self.weights.prepare()
         composition, loads = self._indices() if has_part else self._composition, [0] * group.size
         cut = Cut(self._newest + 1, tuple(group.ranks), self.copies)
-        following = NextCut(cut, self._lay_out(composition, loads), loads)
-        whole = move_state(self.shards, self.params, self.cut, holders, following, group)
+        following = NextCut(cut, self.weights.lay_out(composition, loads), loads)
+        shards, params = self.weights.shards, self.state.sync.params
+        whole = move_state(shards, params, self.cut, holders, following, group)
         self.next_cut = following
         complete = torch.tensor([int(whole)], device="cpu")
         # It ends on no rank before all ranks have what they will hold.
@@ -251,51 +243,53 @@ class ElasticShardedSync(ShardedSync):
         """The parts that have arrived take the place of those that this rank has had."""
         following, self.next_cut = self.next_cut, None
         assert following is not None
-        self.shards.clear()
-        self.cut, self.loads = following.cut, following.loads
+        self.weights.shards.clear()
+        self.cut, self.weights.loads = following.cut, following.loads
         self._newest, self._holders = following.cut.number, set(following.cut.owners)
         for layout in following.layouts:
-            self._add(layout)
-        state = self.optimizer.state
-        for p, _, _ in self.shards.places.values():
+            self.weights.add(layout, self.parts())
+        state = self.state.optimizer.state
+        for p, _, _ in self.weights.shards.places.values():
             state.pop(p, None)
         slices = {
-            (key, s.part): s for key, (p, _, _) in self.shards.places.items() for s in self.shards.held(p)
+            (key, s.part): s
+            for key, (p, _, _) in self.weights.shards.places.items()
+            for s in self.weights.shards.held(p)
         }
         for (b, part, k), values in following.states.items():
-            state[slices[id(self.shards.buckets[b].params[k]), part].value] = values
-        if self.shards.places:
-            self.shards.cut()
+            state[slices[id(self.weights.shards.buckets[b].params[k]), part].value] = values
+        if self.weights.shards.places:
+            self.weights.shards.cut()
 
     # The optimizer's state.
 
     def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """See :class:`StepHooks`; a joining rank gets the state of slices from those that hold them."""
-        return [_Shared(self) if s is self.optimizer else s for s in states]
+        """See :class:`Recovery`; a joining rank gets the state of slices from those that hold them."""
+        return [_Shared(self) if s is self.state.optimizer else s for s in states]
 
     def shared_state(self) -> dict[str, Any]:
         """The optimizer's state that all ranks have: its groups, and parameters that are not divided."""
-        kept, self._shared_only = self.shards.forget(), True
+        kept, self._shared_only = self.weights.shards.forget(), True
         try:
-            found: dict[str, Any] = self.optimizer.state_dict()
+            found: dict[str, Any] = self.state.optimizer.state_dict()
         finally:
             self._shared_only = False
-            self.optimizer.state.update(kept)
+            self.state.optimizer.state.update(kept)
         return found
 
     def load_shared_state(self, state: dict[str, Any]) -> None:
         """Loads what :meth:`shared_state` returned; slices keep their state."""
-        kept, self._shared_only = self.shards.forget(), True
+        kept, self._shared_only = self.weights.shards.forget(), True
         try:
-            self.optimizer.load_state_dict(state)
+            self.state.optimizer.load_state_dict(state)
         finally:
             self._shared_only = False
-            self.optimizer.state.update(kept)
-            if self.shards.places:
-                self.shards.cut()
+            self.state.optimizer.state.update(kept)
+            if self.weights.shards.places:
+                self.weights.shards.cut()
 
-    def _join(self) -> None:
-        """See :class:`ShardedSync`. If a rank is lost, the others repeat it, unless one of them has left it:
+    def whole_state(self) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """See :class:`Recovery`. If a rank is lost, the others repeat it, unless one of them has left it:
         then all have everything."""
         if self.moved:
             raise MisuseError(
@@ -306,7 +300,7 @@ class ElasticShardedSync(ShardedSync):
         while True:
             try:
                 if not self.has_state:
-                    whole = self.shards.gathered(self.groups.main)
+                    whole = self.weights.shards.gathered(self.groups.main)
                     self.has_state = True
                 collectives.barrier(self.groups.main)
                 break
@@ -317,46 +311,48 @@ class ElasticShardedSync(ShardedSync):
                 self.has_state = False
         self.has_state = False
         self.state_dicts += 1
-        self.shards.join(whole)
+        return whole
 
-    def _before_state_dict(self, optimizer: Optimizer) -> None:
-        if not self._shared_only:
-            super()._before_state_dict(optimizer)
+    def gives_whole_state(self) -> bool:
+        """See :class:`Recovery`."""
+        return not self._shared_only
 
-    def _before_load_optimizer(self, *args: Any) -> None:
-        if self._shared_only or not self.shards.places:
+    def before_load(self) -> None:
+        """See :class:`Recovery`."""
+        if self._shared_only:
             return
-        if not self.elastic.newcomer:
+        if not self.state.sync.elastic.newcomer:
             raise UnsupportedError(
                 f"{self.groups.name}: load_state_dict of a sharded optimizer after the first step is not "
                 "supported with elastic=True, where ranks may be lost before all have loaded; load before "
                 "the first step"
             )
-        self._replaced = self.shards.forget()
+        self._replaced = self.weights.shards.forget()
 
-    def _after_load_optimizer(self, *_: Any) -> None:
+    def after_load(self) -> None:
+        """See :class:`Recovery`."""
         kept, self._replaced = self._replaced, None
         if kept is not None:  # this rank has joined, and has the job's state already
-            self.optimizer.state.clear()
-            self.optimizer.state.update(kept)
-            self.shards.cut()
+            self.state.optimizer.state.clear()
+            self.state.optimizer.state.update(kept)
+            self.weights.shards.cut()
 
     def stats(self) -> dict[str, Any]:
         """Counters, see :func:`trigram.stats`."""
-        copied = sum(s.stop - s.start for pieces in self.shards.copies.values() for s in pieces)
-        return {**super().stats(), "copied_values": copied}
+        copied = sum(s.stop - s.start for pieces in self.weights.shards.copies.values() for s in pieces)
+        return {"copied_values": copied}
 
 
 class _Shared:
     """What of a divided optimizer's state all ranks have, for ranks that join."""
 
-    def __init__(self, sync: ElasticShardedSync) -> None:
-        self.sync = sync
+    def __init__(self, recovery: CopiedParts) -> None:
+        self.recovery = recovery
 
     def state_dict(self) -> dict[str, Any]:
         """See the class."""
-        return self.sync.shared_state()
+        return self.recovery.shared_state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See the class."""
-        self.sync.load_shared_state(state)
+        self.recovery.load_shared_state(state)

@@ -20,7 +20,7 @@ from trigram.observe import spans
 from trigram.runtime.memory import empty
 from trigram.training.buckets import Bucket
 from trigram.training.compressors import GradientCompressor
-from trigram.training.sharded.weight_buckets import Layout, allot, divide
+from trigram.training.sharded.weights.weight_buckets import Layout, allot, divide
 from trigram.training.sharded_gradient import ShardedGradient
 
 

@@ -1,12 +1,9 @@
 """Averages weights instead of gradients: each rank's optimizer changes that rank's weights, and averaging
 steps bring them together.
 
-Averaging steps start at *boundaries*, one for each training step. A boundary lies after the update: when
-optimizers have updated all parameters that have gradients. A step without such an update (a GradScaler skips
-it, a script updates weights by hand) ends where the root module is called next, or just before the next
-update, if gradients were reset or weights have moved since the backward pass. So all ranks count the same
-steps, whether their updates were skipped or not. A :class:`~trigram.training.schedule.StepSchedule` decides
-at which boundaries averaging steps run.
+Averaging steps start at *boundaries*, one for each training step: a
+:class:`~trigram.training.step_tracker.StepTracker` finds them, and a
+:class:`~trigram.training.schedule.StepSchedule` decides at which of them averaging steps run.
 """
 
 from __future__ import annotations
@@ -36,11 +33,9 @@ from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
-from trigram.training.update_watch import GradientsSnapshot, UntrainedPasses, UsedGradients, WeightsSnapshot
-
-_MOST_PERTURBATIONS = 40
-"""Times in a row that weights may be moved by hand and gradients reset while their optimizer makes no step:
-adversarial training does so several times in each of the micro-batches of a step."""
+from trigram.training.step_tracker import StepTracker
+from trigram.training.update_watch import UntrainedPasses, WeightsSnapshot
+from trigram.training.weight_looks import WeightLooks
 
 
 @job.told_first
@@ -97,6 +92,10 @@ class WeightSync(StepHooks):
         in_step: Whether all ranks make an averaging step at the same training steps.
         of_mean: Whether Adam's second moments become those of the mean gradient, see
             :mod:`trigram.training.adam_variance`.
+
+    Attributes:
+        tracker: The training steps, and which of them have had their boundary.
+        looks: What it looks at.
     """
 
     weights_differ = True
@@ -113,37 +112,34 @@ class WeightSync(StepHooks):
         self.make = make
         self.in_step = in_step
         self.of_mean = of_mean
-        self.last_boundary = 0
-        self.owed = 0
+        kind = type(model).__name__
+        self.looks = WeightLooks(lambda: f"{groups.name}: the weights of {kind}")
+        self.tracker = StepTracker(self.looks)
         self.skip_until = -1
-        self.covered: set[int] = set()
-        self.reached: set[int] = set()
         self.holders: dict[int, weakref.ref[Optimizer] | None] = {}
-        self.managed: set[int] = set()
-        self.unmanaged: set[int] = set()
-        self.used = UsedGradients()
-        self.weights: WeightsSnapshot | None = None
         self.resting: WeightsSnapshot | None = None
-        self.has_optimizer = self.has_looked = False
-        self.perturbed = False
-        self.perturbations = 0
         self.untrained = UntrainedPasses()
         self.averaged: weakref.ref[Optimizer] | None = None
-        self.begun = self.forward_begun = False
         self.earlier = {"rounds": 0, "waits": 0, "bytes": 0, "waited": 0.0}
-        self.last_user_step = 0
-        self.early = -1  # the step whose boundary was made before its update, or instead of it
         super().__init__(model, groups)
         if not groups.joining:
             self._prepare()
             # Gradients that are there already: a script may write others into them.
-            self.used.keep(self.trained, {id(p) for p in self.trained})
+            self.looks.used({id(p) for p in self.trained})
+
+    @property
+    def steps(self) -> int:
+        """Training steps so far."""
+        return self.tracker.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.tracker.steps = steps
 
     @kept_tensors()
     def _prepare(self) -> None:
         self.trained = [p for p, trains in zip(self.params, self.trains, strict=True) if trains]
-        self.weights = None
-        self.gradients = GradientsSnapshot(self.trained)  # those of earlier steps are not of the next
+        self.looks.begin(self.trained)
         with torch.no_grad():
             self.schedule = self.make(coalesced.alike(coalesced.as_real(p) for p in self.trained))
 
@@ -178,25 +174,20 @@ class WeightSync(StepHooks):
 
     # Training steps.
 
-    @property
-    def due(self) -> bool:
-        """Whether a training step has had its backward pass and not its boundary."""
-        return self.steps > max(self.last_boundary, self.owed)
-
     @torch.no_grad()
     def forward_begins(self, model: nn.Module) -> None:
         """Makes a boundary that is due, and begins the next step."""
-        self._make_late_boundaries()
+        self._make_boundaries(self.tracker.late())
         self._follow_changes(model)
         self._check_trains(model)
-        self.forward_begun = True
+        self.tracker.root_called()
         self.elastic.between_steps()
         self._begin_step()
 
     def _check_trains(self, model: nn.Module) -> None:
         """Raises if weights change again and again, and no backward pass tells of a training step: a script
         that uses ``torch.autograd.grad`` and changes weights by hand would train apart from the others."""
-        if not self.sync or self.due or not model.training:
+        if not self.sync or self.tracker.due or not model.training:
             return
         changes = self.untrained.forward(self.steps, self.trained)
         if changes >= self.untrained.MOST:
@@ -207,7 +198,7 @@ class WeightSync(StepHooks):
             )
 
     def _begin_step(self) -> None:
-        self.begun = True
+        self.tracker.step_begins()
         with self.elastic.forgiving(), self._explaining():
             self.schedule.begin_step()
 
@@ -218,20 +209,12 @@ class WeightSync(StepHooks):
             self.groups.sample_weight.add_backward()
         if self.updating:
             return  # a closure: the optimizer's step counts, not the passes in it
-        if self.due and self._step_is_over(param):
-            if self.weights is not None and not self.covered and not self._has_optimizer():
-                raise MisuseError(
-                    f"{self.groups.name}: the weights of {self._model_name()} were changed without an "
-                    "optimizer of torch.optim and without a call of the model itself, so trigram cannot tell "
-                    "where a training step ends; call trigram.step(model) after each update, on all ranks"
-                )
-            self.owed = self.steps  # weights must not change during backward: before the update
-        self.covered.clear()
+        self.tracker.pass_begins(None if param is None else id(self.params[param]))
         self._begin_step()
 
     def local_gradient(self, param: torch.Tensor) -> None:
         """See :class:`StepHooks`."""
-        self.reached.add(id(param))
+        self.tracker.reach({id(param)})
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
         """Makes progress with averaging steps under way."""
@@ -252,15 +235,11 @@ class WeightSync(StepHooks):
         self._note_reached()
         with self.elastic.forgiving():
             self.schedule.backward_over()
-        if not self.due:
-            self.steps += 1
+        self.tracker.pass_ends()
         if self.updating:
             return
-        self.perturbed = False
-        self.used.clear()
-        self.weights, self.gradients = WeightsSnapshot(self.trained), GradientsSnapshot(self.trained)
-        if self.covered:  # optimizers have stepped inside backward
-            self._make_boundaries(self.steps)
+        self.looks.backward_ended()
+        self._make_boundaries(self.tracker.weights_may_change())
 
     @torch.no_grad()
     def before_update(self, mine: set[int]) -> None:
@@ -272,14 +251,14 @@ class WeightSync(StepHooks):
             return
         if len(self.updating) > 1:
             return
-        self.has_optimizer = True
-        self._make_boundaries(self.owed)
+        self.looks.has_stepped()
+        self._make_boundaries(self.tracker.owed)
         model = self.model()
-        if model is not None and self.due:
+        if model is not None and self.tracker.due:
             self._follow_changes(model)
-        if not self.forward_begun:
+        if not self.tracker.forward_begun:
             self.elastic.between_steps()
-        if not self.begun:  # the passes are in a closure of the optimizer, or there are none
+        if not self.tracker.begun:  # the passes are in a closure of the optimizer, or there are none
             self._begin_step()
         before = self.times.enter(steps.WAIT)
         moved = False
@@ -304,34 +283,14 @@ class WeightSync(StepHooks):
         self._updated(mine)
 
     def _updated(self, mine: set[int]) -> None:
-        self.covered |= mine
-        self.managed |= mine
-        if self.updating or self.inside_backward():
-            return
-        self.perturbations = 0
-        if not self.due and self._is_assigned(mine):
-            self.steps += 1
-            self.gradients = GradientsSnapshot(self.trained)
-            self.used.clear()  # those of other optimizers were assigned for the same step
-        self.used.keep(self.trained, mine)
-        self._note_reached()
-        # A gradient that no pass of this step has reached is one of an earlier step, of another optimizer's.
-        reached = self.reached or self.param_ids
-        used = {id(p) for p in self.trained if p.grad is not None and id(p) in reached}
-        if self.due and not used <= self.managed | self.unmanaged:
-            self._find_managers(used - self.managed)
-        if self.due and used & self.managed <= self.covered:
-            self._make_boundaries(self.steps)
+        inside = bool(self.updating) or self.inside_backward()
+        if not inside:
+            self._note_reached()
+        self._make_boundaries(self.tracker.updated(mine, inside))
 
     def _note_reached(self) -> None:
         """Those gradients too of which nothing was told."""
-        self.reached |= {id(self.params[i]) for i in self.pipeline.take()}
-
-    def _find_managers(self, unknown: set[int]) -> None:
-        """Finds optimizers of these parameters that have not stepped yet."""
-        for optimizer in optimizer_hooks.optimizers_of(unknown):
-            self.managed |= optimizer_hooks.parameters_of(optimizer) & unknown
-        self.unmanaged |= unknown - self.managed
+        self.tracker.reach({id(self.params[i]) for i in self.pipeline.take()})
 
     def _check_averaged(self, optimizer: Optimizer) -> None:
         """Warns, once, of an optimizer whose state is not averaged although that of another is."""
@@ -355,82 +314,29 @@ class WeightSync(StepHooks):
         model = self.model()
         if model is not None:
             self._follow_changes(model)
-        if not self.due and self.last_boundary == self.last_user_step:
-            self.steps += 1  # a step without a backward pass
-        self._make_boundaries(self.steps)
-        self.last_user_step = self.last_boundary
-
-    def _is_assigned(self, mine: set[int]) -> bool:
-        """Whether a script has assigned gradients of parameters that an optimizer has updated, or has written
-        them into the tensors of earlier gradients."""
-        return bool(self.gradients.foreign(self.trained, mine)) or bool(
-            self.used.rewritten(self.trained, mine)
-        )
+        self._make_boundaries(self.tracker.script_step())
+        self.tracker.all_made()
 
     def awaits_update(self) -> bool:
         """Whether a backward pass has made this rank's gradients, and its optimizer has not used them."""
-        due = self.due or self.early == self.steps
-        return due and not self._step_is_over() and self._has_optimizer()
-
-    def _step_is_over(self, param: int | None = None) -> bool:
-        """Whether the update of the step that is due has been made or skipped.
-
-        Args:
-            param: The index of a parameter that has received a gradient of the next step already.
-        """
-        if self.covered:
-            return True
-        if self.perturbed or self.weights is None:
-            return False
-        moved = self.weights.moved(self.trained)
-        skip = None if param is None else self.params[param]
-        but = next((k for k, p in enumerate(self.trained) if p is skip), None)
-        if moved and self._has_optimizer():
-            # Not the update: the optimizer makes that. SAM moves weights between two backward passes.
-            self.perturbed = True
-            self.perturbations += self.gradients.reset(self.trained, but)
-            if self.perturbations >= _MOST_PERTURBATIONS:
-                raise MisuseError(
-                    f"{self.groups.name}: the weights of {self._model_name()} were changed "
-                    f"{self.perturbations} times without a step of their optimizer; if these are the "
-                    "updates, call trigram.step(model) after each, on all ranks"
-                )
-            return False
-        return moved or self.gradients.reset(self.trained, but)
-
-    def _has_optimizer(self) -> bool:
-        """Whether an optimizer of ``torch.optim`` has the parameters, even if it has not stepped yet."""
-        if not self.has_optimizer and not self.has_looked:  # looking takes long; one made later shows itself
-            self.has_looked = True
-            self.has_optimizer = bool(optimizer_hooks.optimizers_of(self.param_ids))
-        return self.has_optimizer
+        return self.tracker.awaits_update()
 
     def _model_name(self) -> str:
         return type(self.model()).__name__
 
-    def _make_late_boundaries(self) -> None:
-        """Makes the boundaries of steps that are over, if no update was the place to make them."""
-        if self.due and self._step_is_over():
-            self._make_boundaries(self.steps)
-        self._make_boundaries(self.owed)
-
     def _make_boundaries(self, upto: int) -> None:
         """Makes the boundaries of all training steps up to ``upto``."""
-        while self.last_boundary < upto:
+        while self.tracker.last < upto:
             if self.join is not None:
                 try:
                     self.join.announce(self)
                 except MisuseError:
-                    self.last_boundary += 1  # of no effect, on all ranks
+                    self.tracker.skip_boundary()
                     raise
             self._make_boundary()
 
     def _make_boundary(self) -> None:
-        self.last_boundary += 1
-        self.covered.clear()
-        if not self.due:
-            self.reached.clear()
-        self.begun = self.forward_begun = False
+        self.tracker.next_boundary()
         before = self.times.enter(steps.WAIT)
         try:
             with self._explaining():
@@ -453,7 +359,7 @@ class WeightSync(StepHooks):
 
     def _boundary(self) -> bool:
         """Makes a boundary; True if all ranks are at the same one."""
-        number = self.last_boundary
+        number = self.tracker.last
         if isinstance(self.schedule, EverySteps) and number <= self.skip_until:
             return False
         if self.fidelity is not None and isinstance(self.schedule, EverySteps) and self.join is None:
@@ -480,7 +386,7 @@ class WeightSync(StepHooks):
             return
         with self._explaining():
             agree_on_change(self.tensors(model), self.groups)
-        due, known = self.due, {id(p) for p in self.params}
+        due, known = self.tracker.due, {id(p) for p in self.params}
         new = [t for n, t in self.tensors(model) if id(t) not in known and isinstance(t, nn.Parameter)]
         coalesced.broadcast(new, 0, self.groups.control)
         self.average(model)
@@ -489,7 +395,7 @@ class WeightSync(StepHooks):
         self.watch(model)
         self._prepare()
         if due:
-            self.weights, self.gradients = WeightsSnapshot(self.trained), GradientsSnapshot(self.trained)
+            self.looks.remember()
 
     def follow(self, meta: dict[str, Any], part: ElasticModel) -> None:
         """Continues after the ranks have changed, from the mean of the weights of all ranks that have some.
@@ -499,13 +405,13 @@ class WeightSync(StepHooks):
         step of all ranks, so that it misses no collective of the script.
         """
         position = torch.tensor(
-            [-1, -(1 << 62)] if part.newcomer else [self.last_boundary, -self.last_boundary],
+            [-1, -(1 << 62)] if part.newcomer else [self.tracker.last, -self.tracker.last],
             device="cpu",
         )
         collectives.all_reduce(position, "max", None, self.groups.control)
         self.skip_until = int(position[0])
         if part.newcomer:
-            self.steps = self.last_boundary = self.owed = -int(position[1])
+            self.tracker.start_at(-int(position[1]), -int(position[1]))
             part.receive()
         model = part.model()
         assert model is not None
@@ -531,30 +437,30 @@ class WeightSync(StepHooks):
             with torch.no_grad():
                 self.end()
             if not self.updating:
-                self.owed = self.steps  # no update follows
+                self.tracker.pass_failed()
 
     @torch.no_grad()
     def inputs_end(self) -> None:
         """Makes the boundary of the last step, and starts an overlapping averaging step that is due: the
         other ranks start it with their next step."""
         self.abort_failed()
-        self._make_late_boundaries()
+        self._make_boundaries(self.tracker.late())
         self.schedule.begin_step()
 
     @torch.no_grad()
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """A step of a rank without inputs: it takes part with the weights it has."""
         self.schedule.before_update()
-        self.steps += 1
+        self.tracker.idle_step()
         self.idle_steps += 1
         self._make_boundary()
         self.schedule.begin_step()
 
     def skip_boundary(self) -> None:
         """The other ranks have made their update, and no rank averages after it."""
-        self.steps += 1
+        self.tracker.idle_step()
         self.idle_steps += 1
-        self.last_boundary += 1
+        self.tracker.skip_boundary()
 
     @torch.no_grad()
     def drain(self, timeout: float | None = None, *, between_steps: bool = False) -> None:
@@ -571,10 +477,9 @@ class WeightSync(StepHooks):
         # Averages in the background may take longer: other ranks still train.
         with self.groups.within(timeout if isinstance(self.schedule, EverySteps) else None):
             self.abort_failed()
-            self._make_late_boundaries()
-            if between_steps and self.due:
-                self.early = self.steps
-                self._make_boundaries(self.steps)
+            self._make_boundaries(self.tracker.late())
+            if between_steps:
+                self._make_boundaries(self.tracker.draining())
         end = None if timeout is None else time.monotonic() + timeout
         while True:
             try:
@@ -590,8 +495,8 @@ class WeightSync(StepHooks):
     @torch.no_grad()
     def moved_here(self) -> None:
         """The weights were changed by trigram, which is no update by the script."""
-        if (self.due or self.early == self.steps) and self.weights is not None:
-            self.weights = WeightsSnapshot(self.trained)
+        if self.tracker.awaits():
+            self.looks.moved_here()
         self._rest()
 
     def _rest(self) -> None:
@@ -647,14 +552,14 @@ class WeightSync(StepHooks):
 
     def state(self) -> dict[str, Any]:
         """The number of steps, and the state of the schedule."""
-        return {**super().state(), "seen": self.last_boundary, "rounds": self.schedule.state()}
+        return {**super().state(), "seen": self.tracker.last, "rounds": self.schedule.state()}
 
     @torch.no_grad()
     def load(self, state: dict[str, Any]) -> None:
         """See :meth:`state`."""
         super().load(state)
-        self.last_boundary = self.owed = state["seen"]
-        self.weights = None
+        self.tracker.start_at(state["steps"], state["seen"])
+        self.looks.forget()
         self.schedule.load(state["rounds"])
 
     def stats(self) -> dict[str, Any]:

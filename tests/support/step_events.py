@@ -6,10 +6,11 @@ each row under `local_sgd`, and rank 0 writes down each event.
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import trigram
 from tests.support.harness import Ranks, say
@@ -73,7 +74,7 @@ class _Looks:
 class Recording(step_tracker.StepTracker):
     """A tracker that writes down its events."""
 
-    all: list[Recording] = []
+    all: ClassVar[list[Recording]] = []
 
     def __init__(self, looks: Any) -> None:
         self.events: list[Event] = []
@@ -147,6 +148,4 @@ def write() -> None:
 
 
 if __name__ == "__main__":
-    from tests.support import step_events  # the ranks import it by this name
-
-    step_events.write()
+    importlib.import_module("tests.support.step_events").write()  # the ranks import it by this name

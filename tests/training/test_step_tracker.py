@@ -183,7 +183,7 @@ def test_moved_by_hand_again_and_again_is_refused() -> None:
         backward(tracker)
         tracker.late()
     backward(tracker)
-    with pytest.raises(trigram.MisuseError, match="trigram.step"):
+    with pytest.raises(trigram.MisuseError, match=r"trigram\.step"):
         tracker.late()
 
 

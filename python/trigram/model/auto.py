@@ -162,8 +162,8 @@ class Auto:
         if hooks.probe is not None:
             self.probe, hooks.probe = hooks.probe, None
         joined = hooks.join is not None
-        self.updated |= not hooks.passes and hooks.steps > self._steps
-        if self.updated and hooks.passes and not joined:
+        self.updated |= not hooks.since_update and hooks.steps > self._steps
+        if self.updated and hooks.since_update and not joined:
             return  # inside an update; ranks without inputs make none, and cannot tell
         self._note()
         self.updates += 1

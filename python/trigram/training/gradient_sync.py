@@ -46,6 +46,7 @@ from trigram.training.gradient_backup import GradientBackup
 from trigram.training.gradient_probe import GradientProbe
 from trigram.training.local_gradients import LocalGradients
 from trigram.training.model_changes import agree_on_change
+from trigram.training.passes import inside_backward
 from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import UntrainedPasses
@@ -89,7 +90,7 @@ class GradientSync(StepHooks):
         self.kept_after = 0  # so many filters come before the backup
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
         self.reaches = False  # backward says which parameters this pass has reached
-        self.passes = 0  # since the last update
+        self.since_update = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
         self.backup = GradientBackup()
@@ -111,7 +112,7 @@ class GradientSync(StepHooks):
     def watch(self, model: nn.Module) -> None:
         """See :class:`StepHooks`."""
         super().watch(model)
-        self.handles += self.updates.watch(model)
+        self.passes.handles += self.updates.watch(model)
 
     # Parameters and buckets.
 
@@ -228,7 +229,7 @@ class GradientSync(StepHooks):
         if other:
             self.find_parameters(model)
             if in_backward:  # hooks must not be removed while one of them runs
-                self._watch_parameters()
+                self.passes.watch_parameters()
             else:
                 self.watch(model)
         return other
@@ -275,7 +276,7 @@ class GradientSync(StepHooks):
             model = self.model()
             assert model is not None
             self.find_parameters(model)
-            self._watch_parameters()
+            self.passes.watch_parameters()
         elif not self.buckets.copies and any(b.is_kept_by_script(self.params, param) for b in self.buckets):
             # The script still holds gradients: this pass must neither overwrite them nor leave them behind.
             self.groups.copies_gradients = True
@@ -310,7 +311,7 @@ class GradientSync(StepHooks):
         told_of_all = (
             self.probe is not None or self.updates.fusing or (phases and not self.buckets.are_on_cpu)
         )
-        self.pipeline.begin(None if told_of_all else self.task, phases)
+        self.pipeline.begin(None if told_of_all else self.passes.task, phases)
 
     def _filters(self) -> list[GradientFilter]:
         """What the gradients of a pass go through, in order; only what this model asks for."""
@@ -350,7 +351,7 @@ class GradientSync(StepHooks):
     def _check_once(self, param: int | None) -> None:
         """Raises if gradients of this pass are added to what a compressor has made of those of another."""
         holds = self.buckets.compressor.once
-        if holds is None or not self.passes or self.redoing:
+        if holds is None or not self.since_update or self.redoing:
             return
         before = [p.grad for i, p in enumerate(self.params) if i != param and p.grad is not None]
         if any(bool(g.any()) for g in before):
@@ -367,7 +368,7 @@ class GradientSync(StepHooks):
         with these, nothing is numbered."""
         comparable = self.join is None and not self.elastic.can_redo
         counter = self.since and 1 + (self.since - 1) % 0xFF  # 0 only after a failure, or at the beginning
-        self.groups.main.core.set_pass(counter << 8 | 1 + self.passes % 0xFF if comparable else 0)
+        self.groups.main.core.set_pass(counter << 8 | 1 + self.since_update % 0xFF if comparable else 0)
 
     def count_anew(self) -> None:
         """A pass has failed on this rank, and others may have completed it: calls that all ranks make in
@@ -464,7 +465,7 @@ class GradientSync(StepHooks):
         for passed in self.filters:
             passed.pass_ends()
         self.steps += 1
-        self.passes += 1
+        self.since_update += 1
         self.since += 1
         self.has_failed = False
         self.local.pass_ended()
@@ -519,7 +520,7 @@ class GradientSync(StepHooks):
         """Repeats the averages of this pass from the backup of this rank's gradients."""
         self.backup.restore(self.params)
         self.failure = None
-        self.active = self.redoing = True
+        self.passes.active = self.redoing = True
         self.begin(None)
         self.redoing = False
 
@@ -594,7 +595,7 @@ class GradientSync(StepHooks):
         self.times.enter(before)
         for bucket in self.buckets:
             bucket.end_span()
-        self.active = False
+        self.passes.active = False
         now = time.perf_counter()
         self.waited += now - waits
         self.busy += now - (self.began or waits)
@@ -617,9 +618,9 @@ class GradientSync(StepHooks):
 
     def abort_pass(self) -> None:
         """Aborts, on all ranks, a backward pass that raised an exception."""
-        if not self.active:
+        if not self.passes.active:
             return
-        self.clear_pass()
+        self.passes.clear()
         self._finish("it raised an exception; see the log of that rank")
         # The averages of sent buckets went on after the exception, possibly after a zero_grad of the script:
         # the memory now holds neither gradients nor averages.
@@ -632,9 +633,9 @@ class GradientSync(StepHooks):
         """See :class:`StepHooks`; between steps, it also ends what an optimizer's step has left."""
         optimizer_hooks.forget_failed(self)
         self.updates.step_failed()
-        if self.in_backward:
+        if self.passes.in_backward:
             return  # what updates of this pass wait for is awaited at its end
-        if self.active:
+        if self.passes.active:
             super().abort_failed(timeout)  # before anything is awaited that the other ranks have aborted
         self.updates.settle(timeout)
         super().abort_failed(timeout)
@@ -655,12 +656,12 @@ class GradientSync(StepHooks):
     def leave_join(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""
         super().leave_join()
-        self.passes = self.since = 0
+        self.since_update = self.since = 0
 
     def _before_load(self, *_: Any) -> None:
         """See :class:`StepHooks`. An update that only some ranks have made is made up for."""
         self.updates.before_load()
-        self.passes = 0
+        self.since_update = 0
         super()._before_load()
 
     def share_optimizers(self, model: nn.Module, longest: int) -> None:
@@ -676,7 +677,7 @@ class GradientSync(StepHooks):
         kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
-        self.active = self.idle = True
+        self.passes.active = self.idle = True
         try:
             self.begin(None)
             self.end()
@@ -714,8 +715,8 @@ class GradientSync(StepHooks):
     def _average_local(self, mine: set[int]) -> None:
         """See :meth:`before_update`."""
         self.abort_failed()
-        if self.inside_backward():
-            self.begin_in_backward(None)  # so that this error aborts the pass on all ranks
+        if inside_backward():
+            self.passes.begin_in_backward(None)  # so that this error aborts the pass on all ranks
             raise MisuseError(
                 f"{self.groups.name}: an optimizer stepped inside backward(), before its gradients were "
                 "averaged; call optimizer.step() after backward(), or use an algorithm that averages weights "
@@ -736,8 +737,8 @@ class GradientSync(StepHooks):
             if self.local.averaged and not self.local.accumulated:
                 self._average_changed(mine)
             else:
-                self.begin_pass(None)
-                self._end_pass()
+                self.passes.begin(None)
+                self.passes.end()
 
     def _average_changed(self, mine: set[int]) -> None:
         """Averages gradients that a script has replaced after a backward pass averaged them, in full: if it
@@ -754,7 +755,7 @@ class GradientSync(StepHooks):
         self.warmup_end.updated(mine)
         if self.updating:
             return
-        self.passes = 0
+        self.since_update = 0
         self.local.updated(self.params, mine)
         used = {id(p) for p in self.params if p.grad is not None} if self.successor else set()
         if self.steps > 1 and self.warmup_end.covers(used):  # after one step not all are known

@@ -21,6 +21,15 @@ from trigram.errors import MisuseError
 from trigram.runtime import serving
 
 
+class Prepared(Protocol):
+    """The passes of a model, see :class:`trigram.training.passes.Passes`."""
+
+    prepared: bool
+
+    def begin(self, param: int | None) -> None:
+        """Begins a pass."""
+
+
 class Joinable(Protocol):
     """What :class:`UnevenInputs` needs of a model's step hooks.
 
@@ -28,14 +37,17 @@ class Joinable(Protocol):
         steps: The number of steps made.
         idle_steps: Those of them that this rank made without inputs.
         weights_differ: Whether ranks may hold different weights.
-        prepared: Whether a pass has been announced to all ranks, and is not over.
+        passes: The model's passes. One that is prepared has been announced to all ranks, and is not over.
     """
 
     steps: int
     idle_steps: int
     weights_differ: bool
-    prepared: bool
     groups: ModelGroups
+
+    @property
+    def passes(self) -> Prepared:
+        """See the class."""
 
     def inputs_end(self) -> None:
         """This rank has no inputs left; completes its last step."""
@@ -46,11 +58,8 @@ class Joinable(Protocol):
     def step_without_inputs(self, model: nn.Module, src: int) -> None:
         """Takes part in a step of the other ranks; ``src``: the group rank whose buffers all ranks get."""
 
-    def begin_pass(self, param: int | None) -> None:
-        """Begins a pass."""
-
     def abort_pass(self) -> None:
-        """Aborts it on all ranks."""
+        """Aborts a pass on all ranks."""
 
     def share_optimizers(self, model: nn.Module, longest: int) -> None:
         """Some ranks have made fewer updates: all get the optimizers of the group rank ``longest``."""
@@ -122,9 +131,9 @@ class UnevenInputs:
     def _check_apart(self, hooks: Joinable) -> None:
         """Raises if a pass of another model has been met, and is not over: a rank without inputs waits in it
         until it is aborted."""
-        under_way = [other for _, other in self.models if other is not hooks and other.prepared]
+        under_way = [other for _, other in self.models if other is not hooks and other.passes.prepared]
         for other in under_way:
-            other.begin_pass(None)
+            other.passes.begin(None)
             other.abort_pass()
         if under_way:
             raise MisuseError(

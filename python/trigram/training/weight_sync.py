@@ -31,6 +31,7 @@ from trigram.runtime.inference_mode import kept_tensors
 from trigram.runtime.job import Part
 from trigram.training import adam_variance, optimizer_hooks
 from trigram.training.model_changes import agree_on_change
+from trigram.training.passes import inside_backward
 from trigram.training.schedule import EverySteps, StepSchedule
 from trigram.training.step_hooks import StepHooks
 from trigram.training.step_tracker import StepTracker
@@ -116,6 +117,7 @@ class WeightSync(StepHooks):
         self.looks = WeightLooks(lambda: f"{groups.name}: the weights of {kind}")
         self.tracker = StepTracker(self.looks)
         self.skip_until = -1
+        self.trained: list[torch.Tensor] = []
         self.holders: dict[int, weakref.ref[Optimizer] | None] = {}
         self.resting: WeightsSnapshot | None = None
         self.untrained = UntrainedPasses()
@@ -204,7 +206,7 @@ class WeightSync(StepHooks):
 
     def begin(self, param: int | None) -> None:
         """Adds this step's sample weight to the next averaging step."""
-        self.pipeline.begin(self.task, True)
+        self.pipeline.begin(self.passes.task, True)
         if self.groups.sample_weight is not None:
             self.groups.sample_weight.add_backward()
         if self.updating:
@@ -231,7 +233,7 @@ class WeightSync(StepHooks):
     @torch.no_grad()
     def end(self) -> None:
         """The backward pass has ended: the training step needs a boundary."""
-        self.active = False
+        self.passes.active = False
         self._note_reached()
         with self.elastic.forgiving():
             self.schedule.backward_over()
@@ -245,9 +247,9 @@ class WeightSync(StepHooks):
     def before_update(self, mine: set[int]) -> None:
         """Makes boundaries that are owed, and applies an overlapping averaging step."""
         self.abort_failed()
-        if self.inside_backward():
+        if inside_backward():
             # A hook of the script on a parameter, which is called before ours, steps its optimizer.
-            self.begin_in_backward(next(iter(i for i, p in enumerate(self.params) if id(p) in mine)))
+            self.passes.begin_in_backward(next(iter(i for i, p in enumerate(self.params) if id(p) in mine)))
             return
         if len(self.updating) > 1:
             return
@@ -283,7 +285,7 @@ class WeightSync(StepHooks):
         self._updated(mine)
 
     def _updated(self, mine: set[int]) -> None:
-        inside = bool(self.updating) or self.inside_backward()
+        inside = bool(self.updating) or inside_backward()
         if not inside:
             self._note_reached()
         self._make_boundaries(self.tracker.updated(mine, inside))
@@ -432,8 +434,8 @@ class WeightSync(StepHooks):
 
     def abort_pass(self) -> None:
         """Counts a failed backward pass like any other, because the other ranks count theirs."""
-        if self.active:
-            self.clear_pass()
+        if self.passes.active:
+            self.passes.clear()
             with torch.no_grad():
                 self.end()
             if not self.updating:

@@ -52,7 +52,7 @@ class FailedSteps(GradientPart):
     def has_failed(self, changed: bool) -> None:
         """All ranks come here for a step that has failed; ``changed``: this one has updated values."""
         self.broken |= changed
-        self.sync.passes = 0
+        self.sync.since_update = 0
         self.sync.count_anew()
 
     def _versions_now(self) -> tuple[int, ...]:

@@ -95,7 +95,7 @@ class ShardedState(GradientPart):
             # The pass has failed on another rank when this one had all averages and had counted it: some
             # values may be updated, and others not.
             inner.steps.broken = True
-            sync.steps, sync.passes = sync.steps - 1, max(sync.passes - 1, 0)
+            sync.steps, sync.since_update = sync.steps - 1, max(sync.since_update - 1, 0)
             sync.count_anew()
             sync.abort_calls(sync.call_counts(), "a gather of this pass failed")
 

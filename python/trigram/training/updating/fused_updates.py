@@ -199,7 +199,7 @@ class FusedUpdates(GradientPart, Updates):
     def step_failed(self) -> None:
         """See :class:`Updates`."""
         sync = self.sync
-        if self.steps.shown.active and not sync.updating and not sync.in_backward:
+        if self.steps.shown.active and not sync.updating and not sync.passes.in_backward:
             self.steps.shown.restore()
             for p in sync.params:  # the script may have reset gradients since, of what it found in the groups
                 p.grad = None

@@ -246,7 +246,7 @@ def a_wait_with_a_limit(rank: int, world: int) -> None:
             under_way = len(gathers.under_way)
             raises(trigram.TimeoutError, hooks.drain, 0.05)
             assert len(gathers.under_way) == under_way > 0
-            assert not updates.in_backward.steps.broken
+            assert not updates.fused_updates.stepper.broken
             flag("a wait with a limit is over")
         optimizer.step()
     one_pass.start = begin

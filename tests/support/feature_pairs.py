@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import textwrap
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,15 +169,16 @@ REASONS = [
 """Parts of the errors of pairs that are refused, beside that an algorithm does not have an option."""
 HEAD = """# What goes with what
 
-Each algorithm with each option of `with_bagua`, and with what a script does; then two of these with each
-other. `trigram run -n 2 -m tests.support.feature_pairs` makes this page by training with every pair on two
-ranks, and a test compares it with what happens.
+Each algorithm with each option of `with_bagua`, and with what a script does; then two of these with
+each other. `trigram run -n 2 -m tests.support.feature_pairs` makes this page by training with every
+pair on two ranks. A test compares it with what happens.
 
 * **yes**: it trains.
-* **-**: the algorithm has no such option, as it would have nothing to do; the error lists the options that it
-  has.
+* **-**: the algorithm has no such option, as it would have nothing to do; the error lists the
+  options that it has.
 * **no**: no algorithm goes with both.
-* A number: it is refused, on all ranks, and the error says this (`trigram/algorithms/compatibility.py`):
+* A number: it is refused, on all ranks, and the error says this
+  (`trigram/algorithms/compatibility.py`):
 
 """
 
@@ -194,9 +196,18 @@ def cell(errors: str) -> str:
     return str(known[0]) if known else "-"
 
 
+def reasons() -> str:
+    """The numbered list of the reasons."""
+    items = [f"{k}. {reason}" for k, reason in enumerate(REASONS, 1)]
+    return "".join(
+        textwrap.fill(i, 100, subsequent_indent=" " * (i.index(" ") + 1), break_on_hyphens=False) + "\n"
+        for i in items
+    )
+
+
 def page(found: dict[tuple[str, str], str]) -> str:
     """The page, from the outcome of each pair."""
-    text = HEAD + "".join(f"{k}. {reason}\n" for k, reason in enumerate(REASONS, 1))
+    text = HEAD + reasons()
     names = [feature.name for feature in OPTIONS]
     for title, rows in (
         ("Algorithms", [a.name for a in ALGORITHMS]),

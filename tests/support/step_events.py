@@ -24,11 +24,7 @@ EVENTS = [
     for name, of in vars(step_tracker.StepTracker).items()
     if callable(of) and not name.startswith("_") and name != "is_over"
 ]
-LOOKS = [
-    name
-    for name in ("taken", "moved", "reset", "has_optimizer", "is_assigned", "with_gradients", "managed")
-    if hasattr(step_tracker.Looks, name)
-]
+LOOKS = [name for name in vars(step_tracker.Looks) if not name.startswith("_") and name != "title"]
 ALGORITHM = "local_sgd"
 MOST = 45
 """So many events of a row are kept: three steps and more."""
@@ -39,7 +35,9 @@ Event = list[Any]
 
 def numbers(tracker: step_tracker.StepTracker) -> list[int]:
     """What a tracker has counted."""
-    return [tracker.steps, tracker.last, tracker.owed, tracker.early]
+    flags = [int(tracker.begun), int(tracker.forward_begun)]
+    counts = [len(tracker.covered), len(tracker.reached)]
+    return [tracker.steps, tracker.last, tracker.owed, tracker.early, *flags, *counts]
 
 
 class _Numbered:
@@ -59,7 +57,7 @@ class _Numbered:
 class _Looks:
     """Writes down what is seen."""
 
-    def __init__(self, looks: Any, note: Callable[[str, Any], Any]) -> None:
+    def __init__(self, looks: Any, note: Callable[[str, tuple[Any, ...], Any], Any]) -> None:
         self._looks, self._note = looks, note
 
     def __getattr__(self, name: str) -> Any:
@@ -67,8 +65,8 @@ class _Looks:
         if name not in LOOKS:
             return found
         if not callable(found):
-            return self._note(name, found)
-        return lambda *args: self._note(name, found(*args))
+            return self._note(name, (), found)
+        return lambda *args: self._note(name, args, found(*args))
 
 
 class Recording(step_tracker.StepTracker):
@@ -84,9 +82,11 @@ class Recording(step_tracker.StepTracker):
         super().__init__(_Looks(looks, self._note))  # type: ignore[arg-type]
         Recording.all.append(self)
 
-    def _note(self, name: str, found: Any) -> Any:
+    def _note(self, name: str, args: tuple[Any, ...], found: Any) -> Any:
         if self._seen is not None:
-            self._seen.append([name, self._number(found)])
+            self._seen.append(
+                [name, [self._number(set(a) if isinstance(a, set) else a) for a in args], self._number(found)]
+            )
         return found
 
     def told(self, name: str, args: tuple[Any, ...]) -> Any:

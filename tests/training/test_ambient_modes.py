@@ -42,7 +42,8 @@ class Linear(nn.Linear):
     """Without a product of matrices, whose gradients autocast would compute in bfloat16."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.unsqueeze(-2) * self.weight).sum(-1) + self.bias
+        y = (x.unsqueeze(-2) * self.weight).sum(-1)
+        return y if self.bias is None else y + self.bias
 
 
 def net() -> nn.Module:
@@ -122,6 +123,41 @@ def evaluates_in_inference_mode(rank: int, world: int, algorithm: str) -> None:
         for mode in (torch.no_grad, torch.inference_mode)
     )
     alike(algorithm, want, got)
+
+
+class Products(torch.optim.Optimizer):
+    """Multiplies matrices, which autocast would do in bfloat16."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.5})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad @ p.grad.t() @ p.grad + p.grad, alpha=-group["lr"])
+
+
+@CASES.over("gradient_allreduce", "sharded")
+def updates_in_backward_are_outside_of_autocast(rank: int, world: int, algorithm: str) -> None:
+    """Only the passes are inside: the optimizer computes as in a step outside."""
+
+    def weights(mode: Callable[[], Any]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [Linear(6, 16, bias=False), nn.Tanh(), Linear(16, 3, bias=False)]
+        optimizer = Products([p for layer in layers for p in layer.parameters()])
+        model = trigram.with_bagua(nn.Sequential(*layers), algorithm, optimizer=optimizer, fused=True)
+        for step in range(4):
+            optimizer.zero_grad()
+            with mode():
+                batch = x(rank, step, 8, 6)
+                ((model[2](model[1](model[0](batch)))) - batch[:, :3].sin()).square().mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    for a, b in zip(weights(contextlib.nullcontext), weights(MODES["autocast"]), strict=True):
+        equal(b, a, algorithm)
 
 
 @CASES

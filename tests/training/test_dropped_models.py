@@ -1,4 +1,4 @@
-"""Models that the script drops under asynchronous algorithms: freed once no rank needs them."""
+"""Models that the script drops: freed at once, or under asynchronous algorithms once no rank needs them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import trigram
 from tests.support.harness import run
+from trigram.model.wrapped import wrapped_models
 
 
 def _model(algorithm: str) -> tuple[torch.nn.Module, weakref.ref[torch.Tensor]]:
@@ -52,6 +53,46 @@ def _drops(rank: int, world: int, algorithm: str) -> list[bool]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_model_that_all_have_dropped_is_freed(world: int, algorithm: str) -> None:
     assert run(world, _drops, algorithm, timeout=120) == [[True, False, True, False, True]] * world
+
+
+WAYS: dict[str, dict[str, object]] = {
+    "gradient_allreduce": {},
+    "gradient_allreduce fused": {"fused": True},
+    "sharded": {},
+    "sharded fused": {"fused": True},
+    "sharded shards": {"gradients": "shards"},
+    "bytegrad": {},
+    "powersgd": {"rank": 1, "warmup_steps": 0},
+    "local_sgd": {"every": 2},
+    "decentralized": {},
+}
+
+
+def _left_over(rank: int, world: int) -> list[str]:
+    """What of a dropped model's hooks is there without a look of the garbage collector."""
+    left = []
+    for way, options in WAYS.items():
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        trigram.with_bagua(model, way.partition(" ")[0], optimizer=optimizer, **options)  # type: ignore[arg-type]
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(3, 4)).square().sum().backward()
+            optimizer.step()
+        hooks = wrapped_models[model].hooks
+        assert hooks is not None
+        parts = {"hooks": hooks, "passes": hooks.passes, "updates": getattr(hooks, "updates", hooks)}
+        looks = {name: weakref.ref(part) for name, part in parts.items()}
+        gc.collect()
+        gc.disable()
+        del model, hooks, parts
+        left += [f"{way}: {name}" for name, look in looks.items() if look() is not None]
+        gc.enable()
+    return left
+
+
+def test_hooks_end_with_the_model() -> None:
+    assert run(2, _left_over, timeout=120) == [[], []]
 
 
 def _in_a_circle(rank: int, world: int) -> bool:

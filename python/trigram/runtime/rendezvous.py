@@ -31,6 +31,8 @@ _LOOK_SECONDS = 0.2
 """Between two looks of a rank that waits at what else lies in the store."""
 _POLL = 0.02
 """The same, of a rank whose init has failed."""
+_CONNECT_SECONDS = 2.0
+"""How long torch may try to connect to the store before this module tries again."""
 
 Found = tuple[Any, int, int, str | None]
 """A store (None: a world of one), this rank, the world size, and a host name that all ranks can reach, if
@@ -97,26 +99,55 @@ def _from_environment(rank: int, deadline: float, job: str) -> dist.Store:
             "torchrun serves it at the address that it gives its ranks: leave MASTER_ADDR and MASTER_PORT as "
             "they are, or remove TORCHELASTIC_USE_AGENT_STORE too"
         )
-        _await_listener(host, port, rank, "the store", advice, deadline)
+        store = _connect(host, port, rank, "the store", advice, deadline)
     elif not serves:
         advice = "check that rank 0 is running and reachable"
-        _await_listener(host, port, rank, "the store of rank 0", advice, deadline)
-    left = timedelta(seconds=max(deadline - time.monotonic(), 1))
+        store = _connect(host, port, rank, "the store of rank 0", advice, deadline)
+    else:
+        store = _serve(host, port, deadline)
+    # A launcher's job chooses its port by its name, and so may another job: its ranks must not read this
+    # one's keys.
+    return dist.PrefixStore("/".join(filter(None, ("trigram", job))), store)
+
+
+def _serve(host: str, port: int, deadline: float) -> dist.Store:
+    """The store, served by this rank."""
     try:
-        store: dist.Store = dist.TCPStore(
-            host, port, None, serves, timeout=left, wait_for_workers=False, multi_tenant=True
+        return dist.TCPStore(
+            host, port, None, True, timeout=_left(deadline), wait_for_workers=False, multi_tenant=True
         )
     except dist.DistNetworkError as error:
-        if not serves:
-            raise
         raise ConfigError(
             f"init: rank 0 cannot serve the store at {host}:{port} (MASTER_ADDR:MASTER_PORT): "
             f"{str(error).splitlines()[0]}; set MASTER_ADDR to rank 0's host and MASTER_PORT to a free port "
             "there, the same for all ranks"
         ) from error
-    # A launcher's job chooses its port by its name, and so may another job: its ranks must not read this
-    # one's keys.
-    return dist.PrefixStore("/".join(filter(None, ("trigram", job))), store)
+
+
+def _connect(host: str, port: int, rank: int, what: str, advice: str, deadline: float) -> dist.Store:
+    """A connection to the store.
+
+    The server may be that of a job that ends just now, and reset the connection. torch would try again by
+    itself, but after pauses that grow to a minute; so each attempt here is short.
+    """
+    while True:
+        _await_listener(host, port, rank, what, advice, deadline)
+        attempt = min(_left(deadline), timedelta(seconds=_CONNECT_SECONDS))
+        try:
+            store = dist.TCPStore(
+                host, port, None, False, timeout=attempt, wait_for_workers=False, multi_tenant=True
+            )
+        except dist.DistError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(_POLL)
+        else:
+            store.set_timeout(_left(deadline))
+            return store
+
+
+def _left(deadline: float) -> timedelta:
+    return timedelta(seconds=max(deadline - time.monotonic(), 1))
 
 
 def reopen(host: str, port: int) -> dist.Store:

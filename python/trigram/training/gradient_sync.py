@@ -37,7 +37,7 @@ from trigram.gpu import routes
 from trigram.observe import spans, steps
 from trigram.runtime.group import Group
 from trigram.training import gradient_filters as filters
-from trigram.training import joined_optimizers, optimizer_hooks
+from trigram.training import joined_optimizers, optimizer_hooks, sharded_gradient
 from trigram.training.bucket_set import BucketSet
 from trigram.training.buckets import Bucket
 from trigram.training.buffer_broadcast import BufferBroadcast
@@ -102,7 +102,11 @@ class GradientSync(StepHooks):
         self.local = LocalGradients(())
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
-        self.updates.begin()
+        try:
+            self.updates.begin()
+        except BaseException:
+            self.close()  # whoever keeps the error keeps these hooks
+            raise
 
     @property
     def next(self) -> int:
@@ -554,7 +558,7 @@ class GradientSync(StepHooks):
     def call_counts(self) -> list[int]:
         """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""
         first, second = (a + b for a, b in zip(self.calls, self.buckets.calls(), strict=True))
-        return [first, second + self.updates.calls()]
+        return [first, second + self.updates.count_calls()]
 
     def _finish(self, failed: str | None = None) -> None:
         """Awaits all averages of this pass, then raises the first error if there was one.
@@ -582,6 +586,9 @@ class GradientSync(StepHooks):
         except Exception as e:  # of a call, or of the script's own average
             error = e
             self.abort_calls(counts, "a collective of this pass failed")
+        except BaseException:
+            self.updates.pass_interrupted()
+            raise
         if failed is not None or error is not None:
             ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.sent]
             ends += [flags.wait] if flags is not None else []
@@ -590,7 +597,6 @@ class GradientSync(StepHooks):
                 with contextlib.suppress(TrigramError):
                     end()
             self.count_anew()
-            self.updates.pass_failed(aborted=failed is not None)
         self.groups.main.core.set_pass(0)
         self.times.enter(before)
         for bucket in self.buckets:
@@ -599,6 +605,8 @@ class GradientSync(StepHooks):
         now = time.perf_counter()
         self.waited += now - waits
         self.busy += now - (self.began or waits)
+        if failed is not None or error is not None:
+            self.updates.pass_failed(aborted=failed is not None)
         if error is not None:
             raise explained(error, self.groups.name)
 
@@ -647,11 +655,13 @@ class GradientSync(StepHooks):
     def release(self) -> None:
         """See :class:`StepHooks`."""
         self.updates.release()
+        sharded_gradient.drop(self.params)
 
     def close_without_calls(self) -> None:
         """See :class:`StepHooks`."""
         super().close_without_calls()
         self.updates.close_without_calls()
+        sharded_gradient.drop(self.params)
 
     def leave_join(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""

@@ -5,7 +5,7 @@ pass is over. Nobody needs to call the root module for that; ``torch.autograd.gr
 makes no pass. What all ranks do together before a pass (buffers, checks, new ranks) they do once per pass: in
 the forward pass of the root module if there is one, else when the pass begins. docs/adr/0022 says why.
 
-This is the file that knows autograd and the hooks of modules.
+This is the file that knows autograd, and what forward passes of modules tell.
 """
 
 from __future__ import annotations
@@ -374,12 +374,8 @@ class Passes:
         running = self._backward is not None and self._backward.running
         return self.active and (running or self._handled_by > 0)
 
-    def abort_failed(self, timeout: float | None = None) -> None:
-        """Aborts, on all ranks, a backward pass that has raised an exception on this one.
-
-        Args:
-            timeout: Seconds to wait for what a step has begun; None: as long as its calls may take.
-        """
+    def abort_failed(self) -> None:
+        """Aborts, on all ranks, a backward pass that has raised an exception on this one."""
         method = self.method
         if self.active and not self.in_backward:
             method.abort_pass()

@@ -156,6 +156,13 @@ class ShardedGradient(torch.Tensor):
         _refuse(func, (args, kwargs))
 
 
+def drop(params: Iterable[torch.Tensor]) -> None:
+    """Takes gradients of which a rank has a part, or that were used, away from parameters."""
+    for p in params:
+        if isinstance(p.grad, ShardedGradient):
+            p.grad = None
+
+
 def _refuse(func: Any, given: Any) -> NoReturn:
     """Raises for something that these gradients do not know."""
     for gradient in pytree.tree_leaves(given):

@@ -26,7 +26,7 @@ from trigram.elastic.recovery import ElasticModel, Stateful
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
-from trigram.runtime import job, logs
+from trigram.runtime import logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import fidelity, optimizer_hooks
@@ -86,7 +86,6 @@ class StepHooks:
         self.limit = 0
         self.told = False
         self.successor: Callable[[], StepHooks] | None = None
-        self.made_in = job.here().stay
         self.updating: list[weakref.ref[Optimizer]] = []
         self.elastic: Elasticity = FixedRanks()
         self.fidelity = fidelity.asked(groups)
@@ -334,7 +333,11 @@ class StepHooks:
         """Aborts failed passes of other models: the other ranks wait in them, and would wait for this one
         while it waits for them in this model."""
         for other in optimizer_hooks.listeners():
-            if not isinstance(other, StepHooks) or other is self or other.made_in is not self.made_in:
+            if (
+                not isinstance(other, StepHooks)
+                or other is self
+                or other.passes.made_in is not self.passes.made_in
+            ):
                 continue
             if other.model() is not None:
                 other.abort_failed()

@@ -47,9 +47,9 @@ class FailedSteps(GradientPart):
         why = f"{groups.name} aborted its step: optimizer.step() raised an exception; see that rank's log"
         groups.main.core.abort(ends_at, why)
         routes.abort(groups.main, why)
-        self.has_failed(self._versions != self._versions_now())
+        self.note(self._versions != self._versions_now())
 
-    def has_failed(self, changed: bool) -> None:
+    def note(self, changed: bool) -> None:
         """All ranks come here for a step that has failed; ``changed``: this one has updated values."""
         self.broken |= changed
         self.sync.since_update = 0

@@ -29,7 +29,7 @@ class LentParts(GradientPart):
 
     def check_fused(self) -> None:
         """Raises if weights are updated in backward."""
-        if isinstance(self.state.in_backward, FusedUpdates):
+        if isinstance(self.state.fused_updates, FusedUpdates):
             raise UnsupportedError(
                 f"{self.sync.groups.name}: local_shards of a model with fused=True: its weights are "
                 "collected in backward, before they could be averaged; remove fused=True"

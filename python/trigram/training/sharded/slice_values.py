@@ -30,7 +30,7 @@ class SliceValues(GradientPart):
     """
 
     after_backward = False
-    steps: FusedSteps
+    stepper: FusedSteps
     remaining: list[int]
     bucket_of: dict[int, int]
 
@@ -42,10 +42,10 @@ class SliceValues(GradientPart):
         """Parameters were divided; all ranks call it."""
         self.one_pass.agree()
 
-    def begin(self, steps: FusedSteps, fuses: bool) -> bool:
+    def begin(self, stepper: FusedSteps, fuses: bool) -> bool:
         """See :class:`~trigram.training.updating.fused_updates.Values`. The first update divides the
         weights."""
-        self.steps = steps
+        self.stepper = stepper
         fuses = fuses and self._are_divided()
         at_once = fuses and self.sync.fidelity is None
         self.after_backward = self.one_pass.begin(self.sync.buckets, self.weights.shards, at_once)
@@ -68,9 +68,9 @@ class SliceValues(GradientPart):
             self._update_at_once(k)
             return
         shards = self.weights.shards
-        shards.enter(lambda p: True, self.steps.in_groups(params))
+        shards.enter(lambda p: True, self.stepper.in_groups(params))
         try:
-            self.steps.update()
+            self.stepper.update()
         finally:
             shards.leave()
         complete = []
@@ -87,7 +87,7 @@ class SliceValues(GradientPart):
 
     def _update_at_once(self, k: int) -> None:
         """Updates the bucket that has landed; all ranks get its weights."""
-        self.steps.count()
+        self.stepper.count()
         started = self.one_pass.start(k, self.sync.buckets[k], self.weights.shards)
         if started is not None:
             self.weights.gathers.add(*started)

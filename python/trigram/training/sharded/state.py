@@ -24,7 +24,7 @@ class ShardedState(GradientPart):
     Args:
         optimizer: The script's optimizer.
         weights: The weights and this rank's slices of them.
-        in_backward: Updates of slices in backward; else :class:`Updates`, which do nothing.
+        fused_updates: Updates of slices in backward; else :class:`Updates`, which do nothing.
         overlap: The gather is awaited in the next forward pass instead of in ``step``.
 
     Attributes:
@@ -35,9 +35,9 @@ class ShardedState(GradientPart):
     """
 
     def __init__(
-        self, optimizer: Optimizer, weights: DividedWeights, in_backward: Updates, overlap: bool
+        self, optimizer: Optimizer, weights: DividedWeights, fused_updates: Updates, overlap: bool
     ) -> None:
-        self.optimizer, self.weights, self.in_backward = optimizer, weights, in_backward
+        self.optimizer, self.weights, self.fused_updates = optimizer, weights, fused_updates
         self.overlap = overlap
         self.stay = StayCheck()
         self.failed = FailedSteps(weights, self.stay)
@@ -47,14 +47,14 @@ class ShardedState(GradientPart):
     def attach(self, hooks: StepHooks) -> None:
         """See :class:`GradientPart`."""
         super().attach(hooks)
-        for part in (self.weights, self.in_backward, self.failed):
+        for part in (self.weights, self.fused_updates, self.failed):
             part.attach(hooks)
 
     @property
     def updated(self) -> set[int]:
         """``id()`` of the parameters that this pass has updated in backward."""
-        inner = self.in_backward
-        return inner.steps.updated if isinstance(inner, FusedUpdates) and inner.fusing else set()
+        inner = self.fused_updates
+        return inner.stepper.updated if isinstance(inner, FusedUpdates) and inner.fusing else set()
 
     # All ranks get all weights.
 
@@ -86,15 +86,15 @@ class ShardedState(GradientPart):
 
     def _gather_failed(self) -> None:
         """This rank has not got all weights."""
-        sync, inner = self.sync, self.in_backward
+        sync, inner = self.sync, self.fused_updates
         if self.failed.gathers_of_step:
             # Another rank's step has failed, and this one's has updated values.
             if not sync.elastic.can_redo:
-                self.failed.has_failed(True)
-        elif isinstance(inner, FusedUpdates) and inner.fusing and not inner.steps.broken:
+                self.failed.note(True)
+        elif isinstance(inner, FusedUpdates) and inner.fusing and not inner.stepper.broken:
             # The pass has failed on another rank when this one had all averages and had counted it: some
             # values may be updated, and others not.
-            inner.steps.broken = True
+            inner.stepper.broken = True
             sync.steps, sync.since_update = sync.steps - 1, max(sync.since_update - 1, 0)
             sync.count_anew()
             sync.abort_calls(sync.call_counts(), "a gather of this pass failed")

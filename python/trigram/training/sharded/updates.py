@@ -53,7 +53,7 @@ class ShardedUpdates(GradientPart, Updates):
     Attributes:
         state: The state that is divided.
         values: The slices that are updated in backward; None: the optimizer steps when the script asks.
-        in_backward: Updates of slices in backward, if any.
+        fused_updates: Updates of slices in backward, if any.
         lent: Parts that an algorithm averages between replicas.
     """
 
@@ -75,8 +75,8 @@ class ShardedUpdates(GradientPart, Updates):
         self.optimizer = optimizer
         weights = DividedWeights(optimizer, whole, divides_gradients, groups.size)
         self.values = SliceValues(optimizer, weights, groups) if fused else None
-        self.in_backward = FusedUpdates(optimizer, self.values) if fused else Updates()
-        self.state = ShardedState(optimizer, weights, self.in_backward, overlap)
+        self.fused_updates = FusedUpdates(optimizer, self.values) if fused else Updates()
+        self.state = ShardedState(optimizer, weights, self.fused_updates, overlap)
         self.lent = LentParts(self.state)
         self.recovery = recovery or Recovery()
         self.recovery.serve(self.state)
@@ -98,7 +98,7 @@ class ShardedUpdates(GradientPart, Updates):
         self.calls_of_script = OptimizerCalls(self.state, self.recovery)
         self.handles = [stepped, *self.calls_of_script.handles]
         self.handles.append(optimizer.register_step_pre_hook(self.state.stay))
-        self.in_backward.begin()
+        self.fused_updates.begin()
         # Slices leave the groups before anything else happens after a step: the script's own hooks may save a
         # checkpoint.
         optimizer._optimizer_step_post_hooks.move_to_end(stepped.id, last=False)  # type: ignore[attr-defined]
@@ -138,22 +138,22 @@ class ShardedUpdates(GradientPart, Updates):
 
     def begin_updates(self, param: int | None) -> None:
         """See :class:`Updates`."""
-        self.in_backward.begin_updates(param)
-        self.fusing = self.in_backward.fusing
+        self.fused_updates.begin_updates(param)
+        self.fusing = self.fused_updates.fusing
 
     def before_average(self, bucket: Bucket) -> None:
         """See :class:`Updates`."""
-        self.in_backward.before_average(bucket)
+        self.fused_updates.before_average(bucket)
 
     def update_ready(self) -> None:
         """See :class:`Updates`."""
-        self.in_backward.update_ready()
+        self.fused_updates.update_ready()
 
     def averaged(self, k: int) -> None:
         """See :class:`Updates`."""
-        self.in_backward.averaged(k)
+        self.fused_updates.averaged(k)
 
-    def calls(self) -> int:
+    def count_calls(self) -> int:
         """See :class:`Updates`. A pass that fails on this rank before its first gradient updates nothing
         here, and the other ranks may have begun to gather: all ranks count a call for each bucket of weights,
         whether this pass makes it or not."""
@@ -161,7 +161,11 @@ class ShardedUpdates(GradientPart, Updates):
 
     def pass_failed(self, aborted: bool) -> None:
         """See :class:`Updates`; gathers of the pass end with it."""
-        self.in_backward.pass_failed(aborted)
+        self.fused_updates.pass_failed(aborted)
+        self.state.weights.gathers.end()
+
+    def pass_interrupted(self) -> None:
+        """See :class:`Updates`."""
         self.state.weights.gathers.end()
 
     def counted_anew(self) -> None:
@@ -183,7 +187,7 @@ class ShardedUpdates(GradientPart, Updates):
 
     def step_has_gradients(self, mine: set[int]) -> None:
         """See :class:`Updates`; the slices take the place of the parameters."""
-        self.in_backward.step_has_gradients(mine)
+        self.fused_updates.step_has_gradients(mine)
         sync, shards = self.sync, self.state.weights.shards
         optimizer = sync.updating[-1]() if sync.updating else None
         own = optimizer_hooks.parameters_of(self.optimizer)
@@ -300,7 +304,7 @@ class ShardedUpdates(GradientPart, Updates):
 
     def step_failed(self) -> None:
         """See :class:`Updates`."""
-        self.in_backward.step_failed()
+        self.fused_updates.step_failed()
 
     def settle(self, timeout: float | None) -> None:
         """See :class:`Updates`."""
@@ -319,7 +323,7 @@ class ShardedUpdates(GradientPart, Updates):
 
     def state_loaded(self) -> None:
         """See :class:`Updates`."""
-        self.in_backward.state_loaded()
+        self.fused_updates.state_loaded()
 
     def release(self) -> None:
         """See :class:`Updates`; the optimizer gets its state together again."""
@@ -329,13 +333,13 @@ class ShardedUpdates(GradientPart, Updates):
         self.state.weights.shards.leave()
         if self.state.weights.shards.places:
             self._put_together()
-        self.in_backward.release()
+        self.fused_updates.release()
         self.lent.active = False
         self._let_go()
 
     def close_without_calls(self) -> None:
         """See :class:`Updates`. An optimizer that has lost state goes on refusing to step."""
-        self.in_backward.close_without_calls()
+        self.fused_updates.close_without_calls()
         shards = self.state.weights.shards
         shards.leave()
         kept = shards.forget()

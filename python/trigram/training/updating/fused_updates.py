@@ -14,7 +14,7 @@ from trigram.observe import steps
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
 from trigram.training.buckets import Bucket
-from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.sharded_gradient import drop
 from trigram.training.updating.fused_steps import FusedSteps
 from trigram.training.updating.gradient_part import GradientPart
 from trigram.training.updating.updates import Updates
@@ -29,7 +29,7 @@ class Values(Protocol):
 
     after_backward: bool
 
-    def begin(self, steps: FusedSteps, fuses: bool) -> bool:
+    def begin(self, stepper: FusedSteps, fuses: bool) -> bool:
         """A pass begins that may update weights (``fuses``); returns whether it does."""
 
     def update(self, k: int, params: Sequence[torch.Tensor]) -> None:
@@ -43,24 +43,24 @@ class WholeValues:
     """All values of the parameters."""
 
     after_backward = False
-    steps: FusedSteps
+    stepper: FusedSteps
 
-    def begin(self, steps: FusedSteps, fuses: bool) -> bool:
+    def begin(self, stepper: FusedSteps, fuses: bool) -> bool:
         """See :class:`Values`."""
-        self.steps = steps
+        self.stepper = stepper
         return fuses
 
     def update(self, k: int, params: Sequence[torch.Tensor]) -> None:
         """See :class:`Values`."""
-        self.steps.shown.show(lambda p: [(p, p.grad)], self.steps.in_groups(params))
+        self.stepper.shown.show(lambda p: [(p, p.grad)], self.stepper.in_groups(params))
         try:
-            self.steps.update()
+            self.stepper.update()
         finally:
-            self.steps.shown.restore()
+            self.stepper.shown.restore()
 
     def show_rest(self, updated: set[int]) -> None:
         """See :class:`Values`."""
-        self.steps.shown.show(lambda p: [] if id(p) in updated else [(p, p.grad)])
+        self.stepper.shown.show(lambda p: [] if id(p) in updated else [(p, p.grad)])
 
 
 class FusedUpdates(GradientPart, Updates):
@@ -71,16 +71,18 @@ class FusedUpdates(GradientPart, Updates):
         values: What this rank updates.
 
     Attributes:
-        steps: The optimizer's steps in backward.
+        stepper: The optimizer's steps in backward, when the hooks have begun.
+        begun: Whether they have.
         landed: How many buckets this pass has updated.
     """
 
-    steps: FusedSteps
+    stepper: FusedSteps
 
     def __init__(self, optimizer: Optimizer, values: Values | None = None) -> None:
         self.optimizer = optimizer
         self.values: Values = values or WholeValues()
         self.landed = 0
+        self.begun = False
 
     def begin(self) -> None:
         """See :class:`Updates`."""
@@ -95,11 +97,12 @@ class FusedUpdates(GradientPart, Updates):
                     "fused=True does not support with gradients in buckets; make the parameter contiguous "
                     "(p.data = p.data.contiguous()), or make the optimizer without fused=True"
                 )
-        self.steps = FusedSteps(optimizer)
-        self.steps.handles += [
+        self.stepper = FusedSteps(optimizer)
+        self.stepper.handles += [
             optimizer.register_state_dict_pre_hook(WeakHook(self, "_before_state_dict")),
             optimizer.register_load_state_dict_pre_hook(WeakHook(self, "_before_loading_state")),
         ]
+        self.begun = True
 
     def _before_state_dict(self, *_: Any) -> None:
         """Also after a step of the script that has raised an exception, the groups hold the parameters."""
@@ -116,10 +119,10 @@ class FusedUpdates(GradientPart, Updates):
     def begin_updates(self, param: int | None) -> None:
         """See :class:`Updates`."""
         self.landed = 0
-        fuses = self.steps.started and param is not None
+        fuses = self.stepper.started and param is not None
         if fuses:
-            self.steps.begin(self.sync.groups.name, bool(self.sync.updating))
-        self.fusing = self.values.begin(self.steps, fuses)
+            self.stepper.begin(self.sync.groups.name, bool(self.sync.updating))
+        self.fusing = self.values.begin(self.stepper, fuses)
 
     def before_average(self, bucket: Bucket) -> None:
         """Awaits and updates the buckets whose memory this one may use: other ranks may wait for their
@@ -151,35 +154,29 @@ class FusedUpdates(GradientPart, Updates):
         for passed in sync.filters:
             passed.after(bucket)
         before = sync.times.enter(steps.OPTIMIZER)
-        params = self.steps.of_optimizer([sync.params[i] for i in bucket.params])
+        params = self.stepper.of_optimizer([sync.params[i] for i in bucket.params])
         try:
             # In a backward pass inside ``torch.autocast`` too, as the script's step outside of it.
             with torch.autocast(params[0].device.type if params else "cpu", enabled=False):
                 self.values.update(k, params)
         except BaseException:
-            self.steps.broken = True
+            self.stepper.broken = True
             raise
-        self.steps.use(params, sync.groups.main)
+        self.stepper.use(params, sync.groups.main)
         sync.times.enter(before)
 
     def pass_failed(self, aborted: bool) -> None:
         """See :class:`Updates`. A forward pass that fails here fails a pass of the other ranks that updates
         weights."""
-        if self.steps.started if aborted else self.fusing:
-            self.steps.broken = True
-            self._drop_used()
-
-    def _drop_used(self) -> None:
-        """Gradients that were used are gone."""
-        for p in self.sync.params:
-            if isinstance(p.grad, ShardedGradient):
-                p.grad = None
+        if self.stepper.started if aborted else self.fusing:
+            self.stepper.broken = True
+            drop(self.sync.params)
 
     # Steps of optimizers.
 
     def step_has_gradients(self, mine: set[int]) -> None:
         """The script steps its optimizer: shows it what was not updated in backward."""
-        sync, fused = self.sync, self.steps
+        sync, fused = self.sync, self.stepper
         optimizer = sync.updating[-1]() if sync.updating else None
         if optimizer is fused.optimizer:
             had = fused.updated if fused.waiting else set()
@@ -198,9 +195,11 @@ class FusedUpdates(GradientPart, Updates):
 
     def step_failed(self) -> None:
         """See :class:`Updates`."""
+        if not self.begun:
+            return  # another thread looks for failed passes while this model is wrapped
         sync = self.sync
-        if self.steps.shown.active and not sync.updating and not sync.passes.in_backward:
-            self.steps.shown.restore()
+        if self.stepper.shown.active and not sync.updating and not sync.passes.in_backward:
+            self.stepper.shown.restore()
             for p in sync.params:  # the script may have reset gradients since, of what it found in the groups
                 p.grad = None
 
@@ -208,12 +207,11 @@ class FusedUpdates(GradientPart, Updates):
 
     def state_loaded(self) -> None:
         """The pass of gradients that were used has updated the weights."""
-        self._drop_used()
+        drop(self.sync.params)
 
     def release(self) -> None:
-        """See :class:`Updates`."""
-        self.steps.close()
-        self._drop_used()
+        """See :class:`Updates`. Gradients that were used go with the hooks."""
+        self.stepper.close()
 
     def close_without_calls(self) -> None:
         """See :class:`Updates`."""

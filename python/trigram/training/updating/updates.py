@@ -21,8 +21,8 @@ from trigram.training.step_hooks import StepHooks
 
 
 class Updates:
-    """The script's optimizer updates the weights, when the script says. The methods stand in the order in
-    which they are called.
+    """The script's optimizer updates the weights, when the script says. The methods stand in about
+    the order in which they are called.
 
     Attributes:
         fusing: Whether the pass under way updates weights.
@@ -72,13 +72,16 @@ class Updates:
     def averaged(self, k: int) -> None:
         """The ``k``-th bucket has its average; called for each, in order."""
 
-    def calls(self) -> int:
+    def count_calls(self) -> int:
         """Calls in the group ``second_phase`` that all ranks count for a pass, beyond those of its
         averages."""
         return 0
 
     def pass_failed(self, aborted: bool) -> None:
         """The pass has failed; ``aborted``: on this rank, before it was complete."""
+
+    def pass_interrupted(self) -> None:
+        """Ctrl-C has ended the wait for the averages; the pass is aborted later."""
 
     def counted_anew(self) -> None:
         """Passes are counted from 0 again, see :meth:`GradientSync.count_anew`."""

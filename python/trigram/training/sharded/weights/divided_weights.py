@@ -43,6 +43,7 @@ class DividedWeights(GradientPart):
         ranks: How many share the work.
 
     Attributes:
+        divides_gradients: Whether each rank keeps a part of the gradients.
         shards: The optimizer with its buckets of weights, none before the first update.
         gathers: The gathers under way.
         loads: Values that each rank has in buckets of whole parameters.

@@ -18,6 +18,7 @@ from tests.support.cases import Cases
 from tests.support.checks import close, raises, says
 from tests.support.marks import long
 from tests.support.twin_training import mlp
+from trigram.training.sharded_gradient import ShardedGradient
 
 CASES = Cases()
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -510,6 +511,24 @@ def switched_and_unwrapped(rank: int, world: int) -> None:
     trigram.unwrap(model)
     assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(model.parameters()))
     twins.check_state("unwrapped")
+
+
+@CASES
+def switched_before_gradients_are_reset(rank: int, world: int) -> None:
+    """Gradients of which a rank has a part go with the algorithm, also those that nobody has reset."""
+    twins, more = Twins(rank, world), dict(twin_models.mode)
+    model, optimizer = twins.pairs[1]
+    twins.train(steps=3)
+    trigram.switch(model, "gradient_allreduce")
+    assert not any(isinstance(p.grad, ShardedGradient) for p in model.parameters())
+    twins.train(3, 2)
+    trigram.switch(model, "sharded", optimizer=optimizer, **more)
+    twins.train(5, 2)
+    trigram.unwrap(model)
+    twins.loss(model, 7).backward()  # plain gradients, of this rank
+    trigram.with_bagua(model, "sharded", optimizer=optimizer, bucket_mb=0.001, **more)
+    twins.train(7, 2)
+    twins.check_state("wrapped again")
 
 
 @CASES

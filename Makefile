@@ -40,9 +40,10 @@ lint-rust:  ## formatting, clippy, docs of Rust
 	cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 	RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps --locked --quiet
 
-lint-python: .venv/ready  ## layers, links of pages, formatting and lints of Python
+lint-python: .venv/ready  ## layers, links and prose of pages, formatting and lints of Python
 	$(BIN)/python tools/check_layers.py
 	$(BIN)/python tools/check_links.py
+	$(BIN)/python tools/check_prose.py
 	$(BIN)/ruff format --check python tests benches examples tools
 	$(BIN)/ruff check python tests benches examples tools
 

@@ -210,13 +210,13 @@ def main() -> None:
         f"{platform.release().partition('-')[0]}, Python {platform.python_version()}, "
         f"torch {torch.__version__}.",
         "",
-        "Times are microseconds of the slowest rank: the median of the iterations, and the best of several\n"
-        "runs, in which the libraries took turns. Numbers in brackets are ratios. One of Trigram's columns is\n"
-        "the reference: `registered` for all_reduce on one host, `trigram` between hosts, `ordinary`\n"
-        "elsewhere. Its ratio is relative to the floor, or to gloo where there is no floor; the ratios of all\n"
-        "other columns are relative to it. The column `registered` uses tensors from `trigram.empty`, and\n"
-        "`floor` is `benches/floor.c`, the same sum in C without copies, queues or checks. Hosts are network\n"
-        "namespaces, with TCP cubic.",
+        "Times are microseconds of the slowest rank: the median of the iterations, and the best of several",
+        "runs, in which the libraries took turns. Numbers in brackets are ratios. One of Trigram's columns",
+        "is the reference: `registered` for all_reduce on one host, `trigram` between hosts, `ordinary`",
+        "elsewhere. Its ratio is relative to the floor, or to gloo where there is no floor; the ratios of",
+        "all other columns are relative to it. The column `registered` uses tensors from `trigram.empty`,",
+        "and `floor` is `benches/floor.c`, the same sum in C without copies, queues or checks. Hosts are",
+        "network namespaces, with TCP cubic.",
         "",
         "![Times](images/collectives.png)",
         "",

@@ -159,6 +159,27 @@ def switch_to_nonsense(rank: int, world: int) -> None:
     run.train(3)
 
 
+@CASES.over("gradient_allreduce sgd", "powersgd", "local_sgd")
+def switch_to_different_ones(rank: int, world: int, label: str) -> None:
+    """All ranks are told, also of an optimizer of another model, and the old one goes on: nobody trains
+    without averages."""
+    run = Run(rank, world, ROWS[label])
+    run.train(4)
+    asked = "bytegrad" if rank else "decentralized"
+    says(raises(trigram.MismatchError, trigram.switch, run.model, asked), "different algorithm")
+    other = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    says(raises(trigram.MisuseError, trigram.switch, run.model, "sharded", optimizer=other), "none of the")
+    assert trigram.stats(run.model)["algorithm"].startswith(label.partition(" ")[0])
+    before = trigram.stats(run.model)["bytes"]
+    for step in range(4):
+        run.optimizer.zero_grad()
+        loss(run.model, rank, step).backward()
+        run.optimizer.step()
+    assert trigram.stats(run.model)["bytes"] > before
+    trigram.consensus(run.model)
+    same_on_all_ranks(rank, world, f"different-{label}", run.model.parameters())
+
+
 @pytest.mark.parametrize("case", list(CASES))
 @pytest.mark.parametrize("world", [long(2), 3])
 def test_switch(in_launch: Callable[..., None], world: int, case: str) -> None:

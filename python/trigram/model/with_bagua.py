@@ -16,11 +16,11 @@ from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.sparse import sparse_parameters
 from trigram.collectives.consistency import listed, ranks_that
 from trigram.elastic import recovery
-from trigram.errors import MisuseError, UnsupportedError
+from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
 from trigram.model.shards import collect, give_back
-from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
+from trigram.model.wrapped import WrappedModel, check_alone, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
 from trigram.plan.file import agreed
 from trigram.runtime import logs
@@ -164,6 +164,7 @@ def with_bagua(
     extras.check(chosen, ranks.size)
     features = compatibility.features(chosen) | extras.features() | _of_model(model, names)
     compatibility.check(f"algorithm {chosen.name!r}", features)
+    check_alone(chosen)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
     if asked is not None and (unfit := _unfit(model, names)):
@@ -340,6 +341,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
 
     Raises:
         UnsupportedError: See :func:`with_bagua`; the model then continues with the old algorithm.
+        MismatchError: The ranks ask for different algorithms; the same.
         MisuseError: The model is not wrapped, or is in a block of ``no_sync`` or ``join``; or a rank is
             between its backward pass and its update, and gradients are averaged from now on.
     """
@@ -357,18 +359,32 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         )
     _check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
+    check_alone(chosen, wrapped.hooks)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()
         wrapped.hooks.drain(between_steps=True)
+        wrapped.agree(chosen, "")
         if chosen.gradients or chosen.options.warmup_steps:
             _check_updated(waiting, wrapped.hooks)
         wrapped.hooks.average(model)
     elif wrapped.hooks is not None:
         wrapped.hooks.abort_failed()
+        wrapped.agree(chosen, "")
         wrapped.hooks.release()
+    before = wrapped.algorithm, wrapped.optimizer, wrapped.tuner, wrapped.settings
+    warmed = not wrapped.warming
     wrapped.end()
     wrapped.tuner, wrapped.settings = None, ""
-    wrapped.begin(model, chosen, optimizer)
+    try:
+        wrapped.begin(model, chosen, optimizer)
+    except (MismatchError, MisuseError, UnsupportedError):
+        # On all ranks: a script that goes on would train without averages, and nothing would tell.
+        wrapped.end()
+        algorithm_before, optimizer_before, wrapped.tuner, wrapped.settings = before
+        wrapped.begin(model, algorithm_before, optimizer_before)
+        if warmed and wrapped.warming:
+            wrapped.proceed()
+        raise
     collect(model)
 
 

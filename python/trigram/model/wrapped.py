@@ -21,7 +21,7 @@ from trigram.runtime import job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.weak import copied
 from trigram.training import fidelity
-from trigram.training.compose import check, compose, warm
+from trigram.training.compose import compose, warm
 from trigram.training.dropped_models import release_dropped
 from trigram.training.gradient_sync import GradientSync
 from trigram.training.options import Options
@@ -84,6 +84,7 @@ class WrappedModel:
             self.groups.describe(_describes(weakref.ref(self)))
         if self.groups is not None and states is not None:
             self.groups.joining = recovery.is_newcomer()
+        self.agree(chosen, settings)
         self.begin(model, chosen, optimizer)
 
     @property
@@ -96,24 +97,21 @@ class WrappedModel:
         """Ranks that train the model."""
         return self.group.size
 
+    def agree(self, chosen: Algorithm, settings: str) -> None:
+        """Raises a ``MismatchError`` on all ranks if they are to begin different algorithms."""
+        looks = fidelity.every()
+        if self.groups is not None and not self.groups.joining:
+            seen = f", looks at gradients every {looks} steps" if looks else ""
+            agree_on_algorithm(f"{chosen}{self.extras}{settings}{seen}", self.groups)
+
     def begin(self, model: nn.Module, chosen: Algorithm, optimizer: Any) -> None:
-        """Starts an algorithm, first its warm-up if it has one."""
-        check(chosen, optimizer, model)
+        """Starts an algorithm that was checked, and on which all ranks agree; first its warm-up if it has
+        one."""
         self.algorithm, self.optimizer = chosen, optimizer
         if self.groups is None:
             return
-        looks = fidelity.every()
-        if not self.groups.joining:
-            seen = f", looks at gradients every {looks} steps" if looks else ""
-            agree_on_algorithm(f"{chosen}{self.extras}{self.settings}{seen}", self.groups)
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
-        others = job.here().part(RunningModels).models
-        if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in others):
-            raise UnsupportedError(
-                "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for "
-                "the first rank in one while that waits for it in the other; trigram.unwrap ends the other"
-            )
         self.extras.bind(self.groups, chosen)
         self.groups.be_patient(not chosen.in_step)
         warmup = chosen.options.warmup_steps
@@ -202,6 +200,20 @@ def _describes(wrapped: weakref.ref[WrappedModel]) -> Callable[[], str]:
         return f"model {type(now.model()).__name__}, step {steps}"
 
     return say
+
+
+def check_alone(chosen: Algorithm, own: StepHooks | None = None) -> None:
+    """Raises if another model than that with the hooks ``own`` has an algorithm that goes with no other.
+
+    Raises:
+        UnsupportedError: A second model with ``quorum=``.
+    """
+    others = [hooks for hooks in job.here().part(RunningModels).models if hooks is not own]
+    if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in others):
+        raise UnsupportedError(
+            "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for the "
+            "first rank in one while that waits for it in the other; trigram.unwrap ends the other"
+        )
 
 
 wrapped_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()

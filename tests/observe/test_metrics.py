@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -114,6 +116,15 @@ def test_the_dashboard_is_whole() -> None:
     content = json.loads(DASHBOARD.read_text())
     assert len({p["id"] for p in content["panels"]}) == len(content["panels"]) == 8
     assert all(p["targets"][0]["expr"] and p["targets"][0]["legendFormat"] for p in content["panels"])
+
+
+def test_a_process_with_the_page_ends_well() -> None:
+    """torch drops the page's handler after the interpreter; which modules are there decides the order."""
+    code = "import trigram.integrations.lightning, trigram.integrations.torch_debug"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def _debugged(rank: int, world: int, port: int) -> str:

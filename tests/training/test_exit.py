@@ -116,3 +116,30 @@ def test_who_succeeds_waits(how: str, tmp_path: Path) -> None:
         codes = [p.wait(60) for p in ranks]
         assert codes == [0, 0], [(tmp_path / f"out{r}").read_text() for r in range(2)]
         assert not (tmp_path / "lost").exists()
+
+
+_LATE_SCRIPT = """
+import atexit
+
+def late():  # registered before trigram's own, so it runs after them
+    try:
+        work.wait()
+    except Exception as e:
+        print(type(e).__name__, e, flush=True)
+    print("the end", flush=True)
+
+atexit.register(late)
+import torch, trigram
+trigram.init()
+work = trigram.all_reduce(torch.ones(4), async_op=True) if trigram.rank() == 0 else None
+"""
+
+
+def test_a_call_that_is_awaited_at_exit_ends(tmp_path: Path) -> None:
+    """The main thread comes back from a wait after the job's end, with the call's error."""
+    script = tmp_path / "late.py"
+    script.write_text(_LATE_SCRIPT)
+    command = [sys.executable, "-m", "trigram", "run", "-n", "2", str(script)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert ended.stdout.count("the end") == 2, ended.stdout + ended.stderr
+    assert "PeerLostError" in ended.stdout or "AbortedError" in ended.stdout, ended.stdout

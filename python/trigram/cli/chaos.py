@@ -63,7 +63,8 @@ class Settings:
         restart: Restart a rank that a fault has ended.
         settle: Seconds without faults after a rank starts or, with `ready`, prints that text.
         ready: The text; None: count from the start of the process.
-        patience: Seconds that the job has to become ready, and to end after the last fault.
+        patience: Seconds that the job has to become ready; and to end after the last fault, counted from the
+            last word of a rank.
         logs: The folder for a log file per rank; None: a temporary one.
         environment: More environment variables for the ranks.
     """
@@ -211,14 +212,22 @@ class Chaos:
                 next_fault = time.monotonic() + self._interval()
             self._handle_events()
             time.sleep(0.01)
-        last = time.monotonic()
+        # As long as ranks say something, or end, they do not hang: on a busy machine all takes longer.
+        last, heard = time.monotonic(), self._heard()
         while time.monotonic() < last + self.settings.patience and not self._is_over():
             self._handle_events()
+            if (now := self._heard()) != heard:
+                last, heard = time.monotonic(), now
             time.sleep(0.01)
         self._handle_events()
         hung = [r for r, rank in self.ranks.items() if rank.process.poll() is None]
         logs = {r: rank.log.read_text(errors="replace") for r, rank in self.ranks.items()}
         return Report(+self.faults, self.restarts, self.unexpected, sorted(self.finished), hung, logs)
+
+    def _heard(self) -> tuple[int, ...]:
+        """How much the ranks have written, and how many have ended."""
+        written = [rank.log.stat().st_size if rank.log.exists() else 0 for rank in self.ranks.values()]
+        return *written, sum(rank.process.poll() is not None for rank in self.ranks.values())
 
     def _all_ready(self) -> bool:
         """Notes which present processes have printed that they are ready; returns whether all have."""

@@ -12,6 +12,7 @@ All ranks import it: that makes each answer for itself. Interface: torch 2.13,
 
 from __future__ import annotations
 
+import ctypes
 import json
 from typing import Any
 
@@ -51,6 +52,9 @@ def _answer(_request: Any, response: Any) -> None:
 
 
 torch_steps.watch()
+# torch drops its handlers when the process ends, after the interpreter: the last reference to a function of
+# Python must not go then, or the process aborts. So this one never goes.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_answer))
 _register_handler(_NAME, _answer)
 
 

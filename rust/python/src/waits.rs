@@ -22,6 +22,8 @@ static WAITING: [AtomicUsize; 8] = [const { AtomicUsize::new(0) }; 8];
 thread_local! {
     /// Ticks that this thread has spent in [`wait`].
     static BLOCKED: Cell<u64> = const { Cell::new(0) };
+    /// This thread ends the interpreter, so it does not outlive it.
+    static ENDS: Cell<bool> = const { Cell::new(false) };
 }
 
 fn waiting() -> &'static AtomicUsize {
@@ -33,8 +35,10 @@ pub(crate) fn is_exiting() -> bool {
     EXITING.load(Ordering::Acquire)
 }
 
-/// Says that the interpreter is about to end. It stays so: another rank of this process may leave meanwhile.
+/// Says that the interpreter is about to end, in the thread that ends it. It stays so: another rank of this process may leave
+/// meanwhile.
 pub(crate) fn set_exiting() {
+    ENDS.set(true);
     EXITING.store(true, Ordering::Release);
 }
 
@@ -51,12 +55,13 @@ fn let_return() {
 ///
 /// A thread that outlives the interpreter must not come back to it (invariant PY-4): it would be
 /// torn down in the middle of our frames. So when the interpreter ends, waiting threads stay here,
-/// and the process ends around them.
+/// and the process ends around them. The thread that ends it comes back: a function of the script that
+/// runs at exit, after trigram's, may have called.
 pub(crate) fn detached<T: Send>(py: Python<'_>, f: impl Send + FnOnce() -> T) -> T {
     waiting().fetch_add(1, Ordering::AcqRel);
     let outcome = py.detach(|| {
         let outcome = f();
-        if is_exiting() {
+        if is_exiting() && !ENDS.get() {
             waiting().fetch_sub(1, Ordering::AcqRel);
             loop {
                 std::thread::park();

@@ -20,7 +20,7 @@ from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
 from trigram.model.shards import collect, give_back
-from trigram.model.wrapped import WrappedModel, check_alone, lookup, remove, wrapped_models
+from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
 from trigram.plan.file import agreed
 from trigram.runtime import logs
@@ -164,7 +164,6 @@ def with_bagua(
     extras.check(chosen, ranks.size)
     features = compatibility.features(chosen) | extras.features() | _of_model(model, names)
     compatibility.check(f"algorithm {chosen.name!r}", features)
-    check_alone(chosen)
     check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
     _check_shared(model, names)
     if asked is not None and (unfit := _unfit(model, names)):
@@ -359,7 +358,6 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
         )
     _check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
-    check_alone(chosen, wrapped.hooks)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()
         wrapped.hooks.drain(between_steps=True)

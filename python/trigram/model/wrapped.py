@@ -112,6 +112,13 @@ class WrappedModel:
             return
         if self.states is None:  # ranks join an elastic job one by one
             release_dropped(self.groups)
+        # After dropped models are released.
+        others = job.here().part(RunningModels).models
+        if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in others):
+            raise UnsupportedError(
+                "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for "
+                "the first rank in one while that waits for it in the other; trigram.unwrap ends the other"
+            )
         self.extras.bind(self.groups, chosen)
         self.groups.be_patient(not chosen.in_step)
         warmup = chosen.options.warmup_steps
@@ -200,20 +207,6 @@ def _describes(wrapped: weakref.ref[WrappedModel]) -> Callable[[], str]:
         return f"model {type(now.model()).__name__}, step {steps}"
 
     return say
-
-
-def check_alone(chosen: Algorithm, own: StepHooks | None = None) -> None:
-    """Raises if another model than that with the hooks ``own`` has an algorithm that goes with no other.
-
-    Raises:
-        UnsupportedError: A second model with ``quorum=``.
-    """
-    others = [hooks for hooks in job.here().part(RunningModels).models if hooks is not own]
-    if chosen.options.quorum is not None and any(isinstance(h.schedule, QuorumSteps) for h in others):
-        raise UnsupportedError(
-            "with_bagua: another model has quorum=, and only one can: with two, a rank could wait for the "
-            "first rank in one while that waits for it in the other; trigram.unwrap ends the other"
-        )
 
 
 wrapped_models: weakref.WeakKeyDictionary[nn.Module, WrappedModel] = weakref.WeakKeyDictionary()

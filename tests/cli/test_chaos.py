@@ -135,3 +135,27 @@ def test_what_the_command_says(tmp_path: Path) -> None:
     assert code not in (0, None) and "earthquake" in err
     code, out, err = command("--faults", "kill,corrupt", "--", str(script))
     assert code not in (0, None) and "TRIGRAM_TRANSPORT=tcp" in err
+
+
+SLOW_TO_END = """
+import sys, time
+print("ready", flush=True)
+for n in range(int(sys.argv[1])):
+    time.sleep(0.5)
+    print("goes on", n, flush=True)
+if len(sys.argv) > 2:
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_who_says_something_does_not_hang(tmp_path: Path, hangs: bool) -> None:
+    """Patience counts from the last word of a rank: one that needs longer in all is not given up."""
+    script = tmp_path / "slow.py"
+    script.write_text(SLOW_TO_END)
+    command = [sys.executable, str(script), "14", *(["hangs"] if hangs else [])]
+    own = {"settle": 0.1, "ready": "ready", "patience": 4.0}
+    with Chaos(Settings(command, 1, 0, 0.1, 60.0, ["pause"], **own)) as chaos:
+        report = chaos.run()
+    assert report.hung == ([0] if hangs else []), report
+    assert report.finished == ([] if hangs else [0]), report

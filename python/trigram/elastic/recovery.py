@@ -51,6 +51,22 @@ class Stateful(Protocol):
         """Replaces the state."""
 
 
+class SharedState:
+    """What of a model's training state all ranks have: usually all of it."""
+
+    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
+        """What gives, of each of these objects, the state that every rank has: usually the object."""
+        return list(states)
+
+    def fingerprint(self) -> int:
+        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
+        return 0
+
+    def fingerprints_differ(self) -> TrigramError:
+        """The error if they do not."""
+        raise NotImplementedError
+
+
 class ElasticHooks(Protocol):
     """What an elastic job needs of a model's step hooks.
 
@@ -60,14 +76,9 @@ class ElasticHooks(Protocol):
 
     in_step: bool
 
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """What gives, of each of these objects, the state that every rank has."""
-
-    def fingerprint(self) -> int:
-        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
-
-    def fingerprints_differ(self) -> TrigramError:
-        """The error if they do not."""
+    @property
+    def shared(self) -> SharedState:
+        """What of the training state all ranks have."""
 
     def meta(self) -> dict[str, Any]:
         """The values that must be the same on all ranks in a new epoch, such as the step's number."""
@@ -116,7 +127,7 @@ class ElasticModel:
         hooks: ElasticHooks,
     ) -> None:
         self.model = weakref.ref(model)
-        self.title, self.states, self.groups = title, hooks.state_sources(states), groups
+        self.title, self.states, self.groups = title, hooks.shared.state_sources(states), groups
         self.hooks = hooks
         self.in_step = hooks.in_step
         groups.interrupted = self.is_called
@@ -347,10 +358,10 @@ class ElasticModel:
 
     def _commit(self) -> bool:
         """Ends when all members have the results of the pass; returns whether a rank waits to join."""
-        mine = self.hooks.fingerprint()
+        mine = self.hooks.shared.fingerprint()
         pending, largest, least = self._largest(mine, -mine)
         if largest != -least:
-            raise self.hooks.fingerprints_differ()
+            raise self.hooks.shared.fingerprints_differ()
         return bool(pending)
 
     def _is_join_pending(self) -> bool:

@@ -31,7 +31,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
-from trigram.elastic.recovery import ElasticModel, Stateful
+from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
 from trigram.gpu import routes
 from trigram.observe import spans, steps
@@ -543,17 +543,10 @@ class GradientSync(StepHooks):
         self._has_learned(meta["order"])
         self.updates.follow(part)
 
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
+    @property
+    def shared(self) -> SharedState:
         """See :class:`StepHooks`."""
-        return self.updates.state_sources(states)
-
-    def fingerprint(self) -> int:
-        """See :class:`StepHooks`."""
-        return self.updates.fingerprint()
-
-    def fingerprints_differ(self) -> TrigramError:
-        """See :class:`StepHooks`."""
-        return self.updates.fingerprints_differ()
+        return self.updates.shared
 
     def call_counts(self) -> list[int]:
         """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from trigram import _core
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import listed, ranks_unlike_first, tell_all
-from trigram.elastic.recovery import ElasticModel, Stateful
-from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
+from trigram.elastic.recovery import ElasticModel, SharedState
+from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.gpu import device
 from trigram.observe import steps
 from trigram.runtime import logs
@@ -101,30 +101,22 @@ class StepHooks:
     # Subclasses override these.
 
     def before_pass(self, model: nn.Module, in_backward: bool) -> None:
-        """A pass is prepared: what all ranks do together before it.
-
-        Args:
-            model: The module.
-            in_backward: The pass has begun: this is the first gradient, so weights and buffers must not
-                change before the pass ends.
-        """
+        """See :class:`~trigram.training.passes.PassMethod`, which this class is."""
 
     def begin(self, param: int | None) -> None:
-        """A pass begins with the gradient of parameter ``param``, an index; None: without inputs, or with
-        gradients that a script has assigned."""
+        """See there."""
 
     def end(self) -> None:
-        """The backward pass has ended on this rank."""
+        """See there."""
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
-        """Parameter ``i`` has its gradient of this pass. Called only where there may be something to do, see
-        ``pipeline``."""
+        """See there."""
 
     def local_gradient(self, param: torch.Tensor) -> None:
-        """A gradient has been added to the parameter inside ``no_sync``."""
+        """See there."""
 
     def forward_begins(self, model: nn.Module) -> None:
-        """The forward pass of the root module begins, outside of backward passes and of updates."""
+        """See there."""
 
     def before_update(self, mine: set[int]) -> None:
         """An optimizer is about to update the parameters with these ``id()``."""
@@ -194,17 +186,10 @@ class StepHooks:
 
     # Elastic jobs.
 
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """What gives, of each of these objects, the state that every rank has: usually the object."""
-        return list(states)
-
-    def fingerprint(self) -> int:
-        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
-        return 0
-
-    def fingerprints_differ(self) -> TrigramError:
-        """The error if they do not."""
-        raise NotImplementedError
+    @property
+    def shared(self) -> SharedState:
+        """What of the training state all ranks have."""
+        return SharedState()
 
     def meta(self) -> dict[str, Any]:
         """What all ranks must know to continue in the same way after the ranks have changed."""

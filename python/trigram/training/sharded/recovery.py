@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from trigram.elastic.recovery import ElasticModel, Stateful
+from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.errors import TrigramError
 from trigram.training.sharded.agreement import agree, agree_on_options, explained
 from trigram.training.sharded.state import ShardedState
@@ -19,7 +19,7 @@ from trigram.training.sharded.weights.divided_weights import Parts
 from trigram.training.sharded.weights.weight_buckets import Layout
 
 
-class Recovery:
+class Recovery(SharedState):
     """Ranks that are fixed: the loss of one is an error, and its part is lost.
 
     Attributes:
@@ -96,18 +96,6 @@ class Recovery:
             shards.cut()
 
     # Elastic jobs; see `Updates`.
-
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """See :class:`Updates`."""
-        return list(states)
-
-    def fingerprint(self) -> int:
-        """See :class:`Updates`."""
-        return 0
-
-    def fingerprints_differ(self) -> TrigramError:
-        """See :class:`Updates`."""
-        raise NotImplementedError
 
     def follow(self, part: ElasticModel) -> None:
         """See :class:`Updates`."""

@@ -6,7 +6,6 @@ so that all ranks hold all weights. See docs/sharding.md, and docs/adr/0029 for 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from trigram.averaging.groups import ModelGroups
-from trigram.elastic.recovery import ElasticModel, Stateful
-from trigram.errors import MisuseError, TrigramError
+from trigram.elastic.recovery import ElasticModel, SharedState
+from trigram.errors import MisuseError
 from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
@@ -356,17 +355,10 @@ class ShardedUpdates(GradientPart, Updates):
 
     # Elastic jobs.
 
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
+    @property
+    def shared(self) -> SharedState:
         """See :class:`Updates`."""
-        return self.recovery.state_sources(states)
-
-    def fingerprint(self) -> int:
-        """See :class:`Updates`."""
-        return self.recovery.fingerprint()
-
-    def fingerprints_differ(self) -> TrigramError:
-        """See :class:`Updates`."""
-        return self.recovery.fingerprints_differ()
+        return self.recovery
 
     def follow(self, part: ElasticModel) -> None:
         """See :class:`Updates`."""

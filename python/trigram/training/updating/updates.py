@@ -8,13 +8,11 @@ the ranks in ``sharded``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from trigram.elastic.recovery import ElasticModel, Stateful
-from trigram.errors import TrigramError
+from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.runtime.group import Group
 from trigram.training.buckets import Bucket
 from trigram.training.step_hooks import StepHooks
@@ -125,17 +123,10 @@ class Updates:
 
     # Elastic jobs; see `StepHooks`.
 
-    def state_sources(self, states: Sequence[Stateful]) -> list[Stateful]:
-        """What gives, of each of these objects, the state that every rank has: usually the object."""
-        return list(states)
-
-    def fingerprint(self) -> int:
-        """A number of at most 62 bits that all ranks must have alike when a pass counts."""
-        return 0
-
-    def fingerprints_differ(self) -> TrigramError:
-        """The error if they do not."""
-        raise NotImplementedError
+    @property
+    def shared(self) -> SharedState:
+        """What of the training state all ranks have."""
+        return SharedState()
 
     def follow(self, part: ElasticModel) -> None:
         """The ranks have changed; all ranks call it, with the buckets of the new epoch."""

@@ -62,8 +62,8 @@ from trigram.runtime.job import Job
 from trigram.runtime.memory import empty
 from trigram.runtime.world import init, is_initialized, new_group, rank, shutdown, world_size
 from trigram.training.ddp_hook import ddp_hook
+from trigram.training.gradients.in_parts import clip_grad_norm_
 from trigram.training.qadam import QAdam
-from trigram.training.sharded_gradient import clip_grad_norm_
 
 __all__ = [
     "AbortedError",

@@ -18,7 +18,7 @@ from tests.support.algorithm_run import Run, Yardstick, go, loss, net, start
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, fingerprint, raises, same_on_all_ranks, says
 from tests.support.harness import await_flag, flag
-from tests.support.marks import long
+from tests.support.marks import long, long_unless
 from tests.support.twin_training import x
 
 CASES = Cases()
@@ -324,7 +324,7 @@ def test_consensus(in_launch: Callable[..., None], world: int, case: str) -> Non
     in_launch("CASES", case, world, transport="shm")
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", long_unless(list(CASES)[::3], list(CASES)))
 @pytest.mark.parametrize("world", [4])
 def test_consensus_over_tcp(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="tcp")

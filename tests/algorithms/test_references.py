@@ -12,8 +12,9 @@ from tests.reference.central import CentralWeights, CodedGradients, PowerSGD, QA
 from tests.reference.gossip import AsyncPairs, Choco, Edges, Gossip
 from tests.reference.graphs import graph
 from tests.reference.simulation import Algorithm, Simulation
-from tests.support.algorithm_rows import ROWS, always, every_third, lent
+from tests.support.algorithm_rows import NAMES_ONCE, ROWS, always, every_third, lent
 from tests.support.algorithm_run import Run, Yardstick, loss, net
+from tests.support.marks import long_unless
 
 MUTANTS: dict[str, tuple[str, Callable[[int], Algorithm]]] = {
     "the mean is not coded": ("bytegrad sgd", lambda n: CodedGradients("int8", second="full")),
@@ -106,7 +107,7 @@ def test_the_yardstick_tells(mutant: str) -> None:
     pytest.fail(f"{label} and {mutant} are the same to it")
 
 
-@pytest.mark.parametrize("label", list(ROWS))
+@pytest.mark.parametrize("label", long_unless(NAMES_ONCE, list(ROWS)))
 def test_the_reference_learns(label: str) -> None:
     """The simulation by itself: losses fall, for every row."""
     row = ROWS[label]

@@ -71,7 +71,7 @@ LABELS += ["median full every:2 outer", "clip:1 full every:2 outer", "trimmed in
 
 @CASES.over(*LABELS)
 def trains(rank: int, world: int, label: str) -> None:
-    run = Run(rank, world, row(label, world))
+    run = Run(rank, world, row(label, world), once=True)
     run.train(8)
     run.end(world, f"trains-{label.replace('/', '-')}")
     stats = trigram.stats(run.model)
@@ -82,7 +82,7 @@ def trains(rank: int, world: int, label: str) -> None:
 @CASES.over("clip:1 full sync", "clip:1 sign sync", "median int8 sync")
 def in_another_order(rank: int, world: int, label: str) -> None:
     """From the second step on buckets are dealt anew; where clipping starts moves with the parameters."""
-    run = Run(rank, world, row(label, world), Reversed)
+    run = Run(rank, world, row(label, world), Reversed, once=True)
     run.train(5)
     run.end(world, f"order-{label}")
 

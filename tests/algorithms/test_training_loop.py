@@ -24,7 +24,7 @@ CASES = Cases()
 @CASES.over(*NAMES_ONCE)
 def accumulates(rank: int, world: int, label: str) -> None:
     """Three micro-batches a step, two of them silent; exchanges are counted in steps."""
-    run = Run(rank, world, ROWS[label], micros=3)
+    run = Run(rank, world, ROWS[label], micros=3, once=True)
     run.train(6)
     run.end(world, f"accumulates-{label}")
     assert trigram.stats(run.model)["steps"] == 6
@@ -49,7 +49,7 @@ def accumulates_unevenly(rank: int, world: int, label: str) -> None:
 @CASES.over(*NAMES_ONCE)
 def forwards_between(rank: int, world: int, label: str) -> None:
     """Evaluations, on some ranks only, and training forwards without a backward change nothing."""
-    run = Run(rank, world, ROWS[label])
+    run = Run(rank, world, ROWS[label], once=True)
     for step in range(7):
         if step % 2 == rank % 2:
             run.model.eval()
@@ -161,7 +161,7 @@ PAIRS = [
 @CASES.over(*PAIRS)
 def two_models(rank: int, world: int, pair: tuple[str, str]) -> None:
     """Trained in turn, each as if it were alone."""
-    one, two = (Run(rank, world, ROWS[label], salt=salt) for salt, label in enumerate(pair))
+    one, two = (Run(rank, world, ROWS[label], salt=salt, once=True) for salt, label in enumerate(pair))
     for step in range(6):
         one.step()
         two.step()
@@ -174,7 +174,7 @@ def two_models(rank: int, world: int, pair: tuple[str, str]) -> None:
 @CASES.over(*NAMES_ONCE)
 def copies(rank: int, world: int, label: str) -> None:
     """A copy is a bare module and trains alone; the original goes on as before."""
-    run = Run(rank, world, ROWS[label])
+    run = Run(rank, world, ROWS[label], once=True)
     run.train(3)
     other = copy.deepcopy(run.model)
     if rank == 0:

@@ -43,7 +43,7 @@ def no_boundary_between_two_optimizers(rank: int, world: int, every: int) -> Non
 @CASES.over(*ROWS)
 def trains(rank: int, world: int, label: str) -> None:
     row = ROWS[label]
-    run = Run(rank, world, row)
+    run = Run(rank, world, row, once=True)
     run.train(row.steps)
     run.end(world, f"trains-{label.replace('/', '-')}")
     stats = trigram.stats(run.model)
@@ -53,7 +53,7 @@ def trains(rank: int, world: int, label: str) -> None:
 @CASES.over("bytegrad sgd", "topk momentum", "powersgd", "qadam 1", "low_precision_decentralized")
 def in_another_order(rank: int, world: int, label: str) -> None:
     """From the second step on a bucket is in the order of arrival; what is kept of a parameter moves too."""
-    run = Run(rank, world, ROWS[label], Reversed)
+    run = Run(rank, world, ROWS[label], Reversed, once=True)
     run.train(6)
     run.end(world, f"order-{label}")
 
@@ -132,7 +132,7 @@ def large() -> nn.Module:
     *("central int8 every", "async_low_precision third", "async_decentralized third", "gossip ring topk:0.1"),
 )
 def trains_more(rank: int, world: int, label: str) -> None:
-    run = Run(rank, world, ROWS[label], large)
+    run = Run(rank, world, ROWS[label], large, once=True)
     run.train(4)
     run.end(world, f"more-{label}")
 
@@ -171,7 +171,7 @@ def signs_without_padding(rank: int, world: int, label: str) -> None:
     """A sign has no zero, so padding is the first suspect where `trains` fails and this does not."""
     if world % 2:
         return
-    run = Run(rank, world, ROWS[label], even)
+    run = Run(rank, world, ROWS[label], even, once=True)
     run.train(6)
     run.end(world, f"even-{label}")
 
@@ -264,8 +264,9 @@ def test_algorithm_few_and_many(in_launch: Callable[..., None], world: int, case
 OF_GRAPHS = [c for c in MOST if c.startswith("trains-") and any(k in c for k in GRAPHS)]
 
 
-@pytest.mark.parametrize("case", OF_GRAPHS)
-@pytest.mark.parametrize("world", [4, 5])
+@pytest.mark.parametrize(
+    ("world", "case"), [(5, case) for case in OF_GRAPHS] + [long(4, case) for case in OF_GRAPHS]
+)
 def test_graphs_of_more(in_launch: Callable[..., None], world: int, case: str) -> None:
     """Where graphs are special again: 4 is a power of two, 5 is odd."""
     in_launch("CASES", case, world, transport="shm")

@@ -81,7 +81,7 @@ def alone(rank: int, world: int, label: str) -> None:
 )
 def across(rank: int, world: int, label: str) -> None:
     row = ROWS[label]
-    run = Run(rank, world, row)
+    run = Run(rank, world, row, once=True)
     run.train(row.steps)
     run.end(world, f"across-{label}")
 

@@ -284,7 +284,7 @@ def test_uneven(in_launch: Callable[..., None], transport: str, world: int, case
     in_launch("CASES", case, world, transport=transport)
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", long_unless(list(CASES)[::2], list(CASES)))
 @pytest.mark.parametrize("layout", [long("1+3"), "mixed"])
 def test_uneven_across_hosts(
     in_launch: Callable[..., None], several_hosts: None, layout: str, case: str

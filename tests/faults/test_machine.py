@@ -77,7 +77,7 @@ def _expected_bytes(core: Path) -> int:
 
 @pytest.mark.parametrize(
     ("transport", "gib", "kill"),
-    [("shm", 1.25, "off"), long("tcp", 1.25, "off"), ("shm", 1.25, "on"), long("shm", 4.0, "on")],
+    [("shm", 1.25, "on"), long("shm", 1.25, "off"), long("tcp", 1.25, "off"), long("shm", 4.0, "on")],
 )
 def test_a_rank_that_writes_a_core_dump_is_named_and_may_finish_it(
     transport: str, gib: float, kill: str

@@ -12,6 +12,7 @@ import pytest
 import trigram
 from tests.support import elastic_run, gpu_standin
 from tests.support.harness import Ranks, until
+from tests.support.marks import long
 from trigram import _core
 from trigram.gpu import communicators
 from trigram.runtime.group import Group
@@ -119,7 +120,7 @@ def test_the_world_shrinks_too_and_old_groups_keep_no_communicator() -> None:
         assert each["kept"] <= 6, "20 groups of the script have come and gone"
 
 
-@pytest.mark.parametrize(("way", "more"), [("host", {}), ("nccl", {}), ("nccl", SHRINK)])
+@pytest.mark.parametrize(("way", "more"), [long("host", {}), long("nccl", {}), ("nccl", SHRINK)])
 def test_a_rank_comes_back(way: str, more: dict[str, str]) -> None:
     args = (200, "gradient_allreduce", {1: 8}, 0.01)
     with Ranks(3, _train, *args, env=gpu_standin.env(way) | more) as ranks:

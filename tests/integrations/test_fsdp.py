@@ -85,6 +85,6 @@ def refused(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("world", [2, 3, long(4)])
+@pytest.mark.parametrize("world", [long(2), 3, long(4)])
 def test_fsdp(in_launch: Callable[..., None], world: int, case: str) -> None:
     in_launch("CASES", case, world, transport="shm")

@@ -124,6 +124,7 @@ def test_a_script_is_measured_and_ended(tmp_path: Path) -> None:
     assert inputs["compute"]["optimizer_state"] == pytest.approx(2.0, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_script_that_is_too_short(tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text("an earlier plan")
     done = planned(tmp_path, 5)

@@ -18,7 +18,7 @@ from tests.support.cases import Cases
 from tests.support.checks import close, raises, says
 from tests.support.marks import long
 from tests.support.twin_training import mlp
-from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.gradients.in_parts import ShardedGradient
 
 CASES = Cases()
 MATRICES: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
@@ -618,7 +618,7 @@ def test_divided_gradients_and_updated_in_backward(
 
 
 @pytest.mark.parametrize("case", list(SHARDS))
-@pytest.mark.parametrize("transport, world", [("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
+@pytest.mark.parametrize("transport, world", [("shm", 2), long("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_with_divided_gradients(
     in_launch: Callable[..., None], transport: str, world: int, case: str
 ) -> None:
@@ -643,6 +643,6 @@ def test_across_hosts(in_launch: Callable[..., None], several_hosts: None, case:
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize("transport, world", [("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
+@pytest.mark.parametrize("transport, world", [long("shm", 2), ("tcp", 3), long("shm", 3), long("tcp", 2)])
 def test_as_a_plain_optimizer(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:
     in_launch("CASES", case, world, transport=transport)

@@ -12,7 +12,7 @@ import trigram
 from tests.reference.adam import MeanAdam
 from tests.reference.simulation import Simulation, flatten
 from tests.support.algorithm_rows import ROWS, Row
-from tests.support.checks import same_on_all_ranks
+from tests.support.checks import from_rank_0, same_on_all_ranks
 from tests.support.twin_training import x
 
 TIGHT = 3e-6  # distance over length, where no codec rounds
@@ -70,7 +70,11 @@ class Yardstick:
 
 
 class Run:
-    """Our replica on this rank beside a simulation of all ranks."""
+    """Our replica on this rank beside a simulation of all ranks.
+
+    Args:
+        once: Only rank 0 simulates, and tells the others in :meth:`end`; else all do, and `sim` is there.
+    """
 
     def __init__(
         self,
@@ -80,10 +84,14 @@ class Run:
         make: Callable[[], nn.Module] = net,
         micros: int = 1,
         salt: int = 0,
+        once: bool = False,
     ) -> None:
         self.rank, self.row, self.micros, self.salt = rank, row, micros, salt
         torch.manual_seed(99 + salt)
-        self.sim = Simulation(row.reference(world), world, make, self.optimizer_for(row, world), row.warmup)
+        self.once, self.simulates = once, rank == 0 or not once
+        if self.simulates:
+            optimizer = self.optimizer_for(row, world)
+            self.sim = Simulation(row.reference(world), world, make, optimizer, row.warmup)
         torch.manual_seed(99 + salt if rank == 0 else 100 + rank)  # rank 0's weights are to reach everybody
         module = make()
         self.optimizer = OPTIMIZERS[row.optimizer](module)
@@ -91,6 +99,8 @@ class Run:
         self.model: Any = trigram.with_bagua(module, row.algorithm, **given, **row.options)
         self.yardstick = Yardstick(row.coded)
         self.same: list[Tensor] = []  # what must be the same bits everywhere
+        self.seen: list[Tensor] = []  # our weights after each step,
+        self.expected: list[list[Tensor]] = []  # and what the simulation has, by rank
         self.done = 0
 
     @staticmethod
@@ -108,8 +118,9 @@ class Run:
 
     def backward(self) -> None:
         """Ours, and the simulation's."""
-        self.sim.boundary()
-        self.sim.backward(self.losses)
+        if self.simulates:
+            self.sim.boundary()
+            self.sim.backward(self.losses)
         self.optimizer.zero_grad()
         for m in range(self.micros - 1):
             with trigram.no_sync(self.model):
@@ -120,11 +131,17 @@ class Run:
         last.backward()
 
     def update(self) -> None:
-        self.sim.update()
+        if self.simulates:
+            self.sim.update()
         self.optimizer.step()
         if self.row.same:
             self.same.append(self.weights())
-        self.yardstick.check(self.weights(), self.sim.weights(self.rank), f"after step {self.done}")
+        if self.simulates:
+            self.yardstick.check(self.weights(), self.sim.weights(self.rank), f"after step {self.done}")
+        if self.once:
+            self.seen.append(self.weights())
+            if self.simulates:
+                self.expected.append(self.sim.all_weights())
         self.done += 1
 
     def step(self) -> None:
@@ -136,6 +153,12 @@ class Run:
             self.step()
 
     def end(self, world: int, name: str) -> None:
+        if self.once:
+            expected = from_rank_0(self.rank, name, self.expected)
+            assert len(expected) == len(self.seen) > 0
+            for step, (mine, all_ranks) in enumerate(zip(self.seen, expected, strict=True)):
+                if not self.simulates:
+                    self.yardstick.check(mine, all_ranks[self.rank], f"after step {step}")
         if self.same:
             same_on_all_ranks(self.rank, world, name, self.same)
 

@@ -78,28 +78,18 @@ class StandIn:
 
 
 _empty = memory.empty
-_dispatch = dispatch.dispatch
 COUNT = {"calls": 0}
 
 
-def _on_device(
-    group: Any,
-    asked: Any,
-    source: Any,
-    target: Any,
-    async_op: bool,
-    what: str,
-    splits: Any = None,
-    timeout: Any = None,
-) -> Any:
-    t = source if source is not None else target
+def _is_on_device(_: torch.Tensor, asked: engine_codes.Asked) -> bool:
+    """All but what the engine alone does: schedules by name, and operators that NCCL lacks."""
     bitwise = asked[3] >= engine_codes.OPS["band"] and (
         asked[1] != engine_codes.DTYPES[torch.bool] or asked[3] == engine_codes.OPS["bxor"]
     )
-    if t is None or asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
-        return _dispatch(group, asked, source, target, async_op, what, splits, timeout)
+    if asked[4] or (bitwise and os.environ["TRIGRAM_GPU_TRANSPORT"] == "nccl"):
+        return False
     COUNT["calls"] += 1
-    return dispatch._on_device(group, asked, source, target, async_op, what, splits, timeout or group.timeout)
+    return True
 
 
 def _message(
@@ -130,7 +120,7 @@ def use() -> None:
     device.kinds["cpu"] = StandIn
     # The host reads and writes at once what a stream would put in order.
     nccl._OnStream.order = _order  # type: ignore[method-assign]
-    calls.dispatch = dispatch.dispatch = _on_device  # type: ignore[assignment]
+    dispatch.is_on_device = _is_on_device
     calls.all_reduce_at_once = lambda group, t, op: False  # type: ignore[assignment]
     messages._message = _message
     tensors.are_pieces = lambda pieces: False  # lists are for the engine alone

@@ -43,8 +43,8 @@ CLONE_NEWNET = 0x40000000
 _context = mp.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 _pipe: Connection | None = None  # in a rank: the way to the test
-launches: list[tuple[float, str]] = []
-"""Of this process's tests: the seconds that each launch of ranks took, and what it was."""
+launches: list[tuple[float, float, str]] = []
+"""Of this process's tests, each launch of ranks: seconds, those that its ranks computed, its name."""
 
 
 class RanksFailed(AssertionError):
@@ -66,6 +66,7 @@ class _Rank:
     pipe: Connection
     said: list[Any] = field(default_factory=list)
     answer: tuple[str, Any] | None = None  # ("returned", value) | ("raised", traceback)
+    computed: float = 0.0  # seconds of processor time, once it has answered
     ended: bool = False
 
 
@@ -158,6 +159,7 @@ def _main(
         answer = pickle.dumps(("returned", value))
     except BaseException:
         answer = pickle.dumps(("raised", traceback.format_exc()))
+    pipe.send_bytes(pickle.dumps(("computed", time.process_time())))
     pipe.send_bytes(answer)
     pipe.close()
 
@@ -228,7 +230,8 @@ class Ranks:
             r.process.close()
             r.pipe.close()
         shutil.rmtree(self.dir, ignore_errors=True)
-        launches.append((time.monotonic() - self.began, self.name))
+        computed = sum(r.computed for r in self.ranks.values())
+        launches.append((time.monotonic() - self.began, computed, self.name))
 
     def _log(self, rank: int) -> Path:
         return self.dir / f"rank{rank}.log"
@@ -257,6 +260,8 @@ class Ranks:
                 continue
             if kind == "said":
                 r.said.append(value)
+            elif kind == "computed":
+                r.computed = value
             else:
                 r.answer = (kind, value)
         return bool(talking)

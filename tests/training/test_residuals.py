@@ -21,7 +21,8 @@ from trigram.algorithms.robust import RobustAggregation
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import find
 from trigram.runtime.world import resolve
-from trigram.training.compressors import (
+from trigram.training.gradient_sync import GradientSync
+from trigram.training.gradients.compressors import (
     CodecCompressor,
     GradientCompressor,
     MomentumCompressor,
@@ -29,7 +30,6 @@ from trigram.training.compressors import (
     RobustCompressor,
     make,
 )
-from trigram.training.gradient_sync import GradientSync
 
 CASES = Cases()
 STEPS = 40

@@ -41,7 +41,6 @@ from trigram.collectives.arguments import (
 from trigram.collectives.dispatch import (
     all_reduce_at_once,
     dispatch,
-    dispatch_lists,
     dispatch_uneven_on_device,
 )
 from trigram.collectives.work import Work
@@ -84,8 +83,8 @@ def all_reduce(
         if type(op) is not str and (factor := factor_of(op)) is not None:
             for x in t:
                 x.detach().mul_(factor)
-        asked = (_ALL_REDUCE, dtype, sum(x.numel() for x in t), code, how, 0)
-        return dispatch_lists(resolve(group), asked, t, t, async_op, "all_reduce", None, timeout)
+        asked, given = (_ALL_REDUCE, dtype, sum(x.numel() for x in t), code, how, 0), list(t)
+        return dispatch(resolve(group), asked, given, given, async_op, "all_reduce", None, timeout)
     dtype = check(t, "all_reduce")
     try:
         asked = (_ALL_REDUCE, dtype, t.numel(), OPS[op], VIAS[via], 0)
@@ -166,7 +165,7 @@ def all_gather(
     if not (isinstance(out, torch.Tensor) and isinstance(t, torch.Tensor)):
         dtype, whole, own, lengths = blocks(g, out, t, "all_gather")
         asked = (engine_codes.ALL_GATHER, dtype, 0, 0, 0, 0)
-        return dispatch_lists(g, asked, own, whole, async_op, "all_gather", (lengths, lengths), timeout)
+        return dispatch(g, asked, own, whole, async_op, "all_gather", (lengths, lengths), timeout)
     dtype = check(t, "all_gather")
     check(out, "all_gather")
     if splits is not None:
@@ -212,7 +211,7 @@ def reduce_scatter(
             whole = [(x.detach() * factor).to(x.dtype) for x in whole]
         asked = (engine_codes.REDUCE_SCATTER, dtype, 0, code, 0, 0)
         both = lengths, lengths
-        return dispatch_lists(g, asked, whole, own, async_op, "reduce_scatter", both, timeout)
+        return dispatch(g, asked, whole, own, async_op, "reduce_scatter", both, timeout)
     dtype = check(t, "reduce_scatter")
     check(out, "reduce_scatter")
     source: torch.Tensor = t if factor is None else (t.detach() * factor).to(t.dtype)
@@ -251,7 +250,7 @@ def gather(
         raise MisuseError(f"gather: out is None on rank {dst}, which is dst; pass a tensor there")
     if isinstance(out, (list, tuple)):
         parts = equal_parts(g, out, t, "gather")
-        return dispatch_lists(g, asked, [t], parts, async_op, "gather", None, timeout)
+        return dispatch(g, asked, [t], parts, async_op, "gather", None, timeout)
     check(out, "gather")
     check_same(out, t, g.size, "gather")
     return dispatch(g, asked, t, out, async_op, "gather", None, timeout)
@@ -279,7 +278,7 @@ def scatter(
         raise MisuseError(f"scatter: inp is None on rank {src}, which is src; pass a tensor there")
     if isinstance(inp, (list, tuple)):
         parts = equal_parts(g, inp, t, "scatter")
-        return dispatch_lists(g, asked, parts, [t], async_op, "scatter", None, timeout)
+        return dispatch(g, asked, parts, [t], async_op, "scatter", None, timeout)
     check(inp, "scatter")
     check_same(inp, t, g.size, "scatter")
     return dispatch(g, asked, inp, t, async_op, "scatter", None, timeout)
@@ -316,7 +315,7 @@ def all_to_all(
         check_same(given[g.rank], wanted[g.rank], 1, "all_to_all")
         parts = [t.numel() for t in given], [t.numel() for t in wanted]
         asked = (engine_codes.ALL_TO_ALL, dtype, 0, 0, 0, 0)
-        return dispatch_lists(g, asked, given, wanted, async_op, "all_to_all", parts, timeout)
+        return dispatch(g, asked, given, wanted, async_op, "all_to_all", parts, timeout)
     if isinstance(out, (list, tuple)) or isinstance(inp, (list, tuple)):
         raise MisuseError("all_to_all: one of out and inp is a list; pass two lists, or two tensors")
     dtype = check(inp, "all_to_all")

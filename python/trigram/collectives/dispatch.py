@@ -1,22 +1,34 @@
 """Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it.
 
+:func:`start` is the one way there: backend/calls uses it too.
+
 In a compiled function this is no part of the graph: the engine is given addresses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from trigram import _core
 from trigram.collectives.arguments import seconds
 from trigram.collectives.work import Work
 from trigram.errors import TrigramError, UnsupportedError
-from trigram.gpu import routes
+from trigram.gpu import device, routes
 from trigram.runtime import dynamo, engine_codes, logs
 from trigram.runtime.group import Group
 
 _NO_MEMORY = (0, 0, 0, 0)
+Memory = torch.Tensor | list[torch.Tensor]
+"""One contiguous tensor, or several on the CPU that the engine takes for one, each where it is."""
+Places = list[tuple[int, int]]
+"""Addresses and bytes."""
+
+
+def places(memory: Memory | None) -> Places:
+    """Where memory is."""
+    if memory is None:
+        return []
+    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
 
 
 def all_reduce_at_once(group: Group, t: object, op: int) -> bool:
@@ -36,112 +48,101 @@ def all_reduce_at_once(group: Group, t: object, op: int) -> bool:
         raise
 
 
-@dynamo.disable
-def dispatch(
+def start(
     group: Group,
     asked: engine_codes.Asked,
-    source: torch.Tensor | None,
-    target: torch.Tensor | None,
-    async_op: bool,
-    what: str,
-    splits: engine_codes.Splits = None,
-    timeout: float | None = None,
-) -> Work | None:
-    """Makes a call on one tensor or two.
+    source: Memory | None,
+    target: Memory | None,
+    splits: engine_codes.Splits,
+    limit: float | None,
+    on_device: bool,
+    background: bool,
+) -> _core.Work | device.Call | None:
+    """Starts a call, or runs it: the one way to the engine and to the routes, of the calls of this package
+    and of torch.distributed's.
 
     Args:
         group: The ranks.
         asked: The collective, dtype, length, operator, schedule and root, in the engine's codes.
-        source: What the call reads.
-        target: What it writes; the same tensor where it works in place.
-        async_op: Return at once, with a :class:`Work`.
-        what: The name of the call, for errors.
+        source: What the call reads, contiguous; a list of tensors on the CPU counts as one.
+        target: What it writes; the same object where it works in place.
         splits: The lengths of the ranks' parts sent and received; None: equal.
-        timeout: Seconds; None: the group's.
+        limit: Seconds; None: no limit.
+        on_device: The tensors take a route for GPUs, after the work on the current stream.
+        background: On CPUs: return before it has ended.
+
+    Returns:
+        The call, whose tensors somebody must hold; None: it has ended.
     """
-    limit = group.timeout if timeout is None else seconds(timeout, what)
-    if (tensor := source if source is not None else target) is not None and not tensor.is_cpu:
-        return _on_device(group, asked, source, target, async_op, what, splits, limit)
-    if target is source and source is not None:  # most calls are in place, and short
-        address, nbytes = source.data_ptr(), source.nbytes
-        memory = (address, nbytes, address, nbytes)
+    if on_device:
+        assert not isinstance(source, list) and not isinstance(target, list)
+        return routes.start(group, asked, source, target, splits, limit)
+    memory, lists = _NO_MEMORY, None
+    if isinstance(source, list) or isinstance(target, list):
+        lists = places(source), places(target)
+    elif target is source:  # most calls are in place, and short
+        if source is not None:
+            address, nbytes = source.data_ptr(), source.nbytes
+            memory = (address, nbytes, address, nbytes)
     else:
         given = (0, 0) if source is None else (source.data_ptr(), source.nbytes)
         memory = given + ((0, 0) if target is None else (target.data_ptr(), target.nbytes))
-    if target is not None and target.requires_grad:
-        torch.autograd.graph.increment_version(target)
-    core = group.core
-    if async_op:
-        return Work(core.start(asked, memory, limit, splits), (source, target), what, group.describe)
+    if background:
+        return group.core.start(asked, memory, limit, splits, lists)
     try:
-        if group.describe is None:
-            core.run(asked, memory, limit, splits)
-        else:
-            with logs.waiting(what, group.describe):
-                core.run(asked, memory, limit, splits)
+        group.core.run(asked, memory, limit, splits, lists)
     except TrigramError as e:
         routes.abort(group, str(e))  # other ranks may have called it on GPU tensors, whose calls must end
         raise
     return None
 
 
+def is_on_device(t: torch.Tensor, asked: engine_codes.Asked) -> bool:
+    """Whether a call on this tensor takes a route for GPUs."""
+    return not t.is_cpu
+
+
 @dynamo.disable
-def dispatch_lists(
+def dispatch(
     group: Group,
     asked: engine_codes.Asked,
-    sources: Sequence[torch.Tensor],
-    targets: Sequence[torch.Tensor],
+    source: Memory | None,
+    target: Memory | None,
     async_op: bool,
     what: str,
-    splits: engine_codes.Splits,
-    timeout: float | None,
+    splits: engine_codes.Splits = None,
+    timeout: float | None = None,
 ) -> Work | None:
-    """As :func:`dispatch`, where the engine takes each list of CPU tensors for one tensor."""
+    """Makes a call; for the arguments see :func:`start`. On GPU tensors it returns, like `Work.wait`, when
+    the call has ended, and raises its error; with TRIGRAM_GPU_WAIT=stream, at once.
+
+    Args:
+        group, asked, source, target, splits: As there.
+        async_op: Return at once, with a :class:`Work`.
+        what: The name of the call, for errors.
+        timeout: Seconds; None: the group's.
+    """
     limit = group.timeout if timeout is None else seconds(timeout, what)
-    lists = (
-        [(t.data_ptr(), t.nbytes) for t in sources],
-        [(t.data_ptr(), t.nbytes) for t in targets],
-    )
-    for t in targets:
-        if t.requires_grad:
-            torch.autograd.graph.increment_version(t)
-    if async_op:
-        core = group.core.start(asked, _NO_MEMORY, limit, splits, lists)
-        return Work(core, (*sources, *targets), what, group.describe, len(targets))
-    try:
-        if group.describe is None:
-            group.core.run(asked, _NO_MEMORY, limit, splits, lists)
-        else:
-            with logs.waiting(what, group.describe):
-                group.core.run(asked, _NO_MEMORY, limit, splits, lists)
-    except TrigramError as e:
-        routes.abort(group, str(e))
-        raise
-    return None
-
-
-def _on_device(
-    group: Group,
-    asked: engine_codes.Asked,
-    source: torch.Tensor | None,
-    target: torch.Tensor | None,
-    async_op: bool,
-    what: str,
-    splits: engine_codes.Splits,
-    limit: float | None,
-) -> Work | None:
-    """The same for GPU tensors, after the work on the current stream. Like `Work.wait`, it returns when the
-    call has ended, and raises its error; with TRIGRAM_GPU_WAIT=stream, at once."""
-    if asked[4]:
+    first = source if source is not None else target
+    on_device = isinstance(first, torch.Tensor) and is_on_device(first, asked)
+    if on_device and asked[4]:
         raise UnsupportedError(
             f"{what}: via applies to CPU tensors only; for GPU tensors set TRIGRAM_GPU_TRANSPORT"
         )
-    if target is not None and target.requires_grad:
-        torch.autograd.graph.increment_version(target)
+    outputs = target if isinstance(target, list) else () if target is None else (target,)
+    for t in outputs:
+        if t.requires_grad:
+            torch.autograd.graph.increment_version(t)
+    if async_op or on_device or group.describe is None:
+        call = start(group, asked, source, target, splits, limit, on_device, async_op)
+    else:
+        with logs.waiting(what, group.describe):
+            call = start(group, asked, source, target, splits, limit, on_device, async_op)
+    if call is None:
+        return None
+    inputs = source if isinstance(source, list) else (source,)
     # Held until it has ended, also where Ctrl-C ends the wait.
-    work = Work(
-        routes.start(group, asked, source, target, splits, limit), (source, target), what, group.describe
-    )
+    work = Work(call, (*inputs, *outputs), what, group.describe, len(outputs))
     if async_op:
         return work
     work.wait()

@@ -42,9 +42,9 @@ from trigram.plan.inputs import Compute, Costs, Job, Tensor
 from trigram.plan.losses import ALLOWED, kind
 from trigram.plan.settle import Proposal, Proposals, Settings, Verdict
 from trigram.runtime import logs
-from trigram.training import compressors
-from trigram.training.gradient_probe import GradientProbe
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.gradients import compressors
+from trigram.training.gradients.probe import GradientProbe
 
 FIRST = 32
 """Updates before the ranks may measure."""

@@ -14,8 +14,8 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import listed, ranks_that, ranks_unlike_first
 from trigram.errors import MisuseError
 from trigram.model.wrapped import WrappedModel, lookup
-from trigram.training.buckets import assign
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.gradients.buckets import assign
 from trigram.training.step_hooks import StepHooks
 from trigram.training.weight_sync import WeightSync
 

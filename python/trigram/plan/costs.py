@@ -15,8 +15,8 @@ import torch
 from trigram import codecs
 from trigram.averaging.powersgd import arithmetic
 from trigram.plan.inputs import CodecCost, Costs
-from trigram.training.compressors import NEEDS_FEEDBACK
 from trigram.training.fidelity import CODECS
+from trigram.training.gradients.compressors import NEEDS_FEEDBACK
 
 ELEMENTS = 1 << 20
 """Values of a bucket of 4 MiB."""

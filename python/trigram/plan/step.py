@@ -18,8 +18,8 @@ from trigram.mixing.async_gossip import TAKES
 from trigram.mixing.rare_averages import most
 from trigram.plan import wire
 from trigram.plan.inputs import CodecCost, Job
-from trigram.training.buckets import FIRST_BUCKET
-from trigram.training.compressors import NEEDS_FEEDBACK
+from trigram.training.gradients.buckets import FIRST_BUCKET
+from trigram.training.gradients.compressors import NEEDS_FEEDBACK
 from trigram.training.pace import default_fragments
 
 FLOAT = 4

@@ -27,8 +27,8 @@ from trigram.mixing.outer_gossip import OuterGossip
 from trigram.mixing.quorum import QuorumSteps
 from trigram.mixing.share import Share
 from trigram.mixing.step import AveragingStep
-from trigram.training import compressors
 from trigram.training.gradient_sync import GradientSync
+from trigram.training.gradients import compressors
 from trigram.training.optimizer_kinds import check_state_dict, updates_values
 from trigram.training.pace import default_fragments
 from trigram.training.qadam import QAdam

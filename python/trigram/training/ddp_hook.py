@@ -13,8 +13,8 @@ from trigram.averaging.groups import ModelGroups
 from trigram.errors import UnsupportedError
 from trigram.runtime import job
 from trigram.runtime.world import AnyGroup, resolve
-from trigram.training import compressors
-from trigram.training.buckets import Bucket
+from trigram.training.gradients import compressors
+from trigram.training.gradients.buckets import Bucket
 from trigram.training.options import Options
 
 

@@ -1,23 +1,20 @@
-"""Averages gradients over all ranks during backward.
+"""Averages the gradients of a model over all ranks during backward, step after step.
 
-In a backward pass, autograd hooks report each gradient when it is computed. When all gradients of a bucket
-are there, and the buckets before it were sent, the average of the bucket starts in the background. At the end
-of backward the remaining buckets are sent and all averages are awaited. So when ``loss.backward()`` returns,
-the gradients are averages, and gradient clipping, GradScaler and optimizers work as in one process.
+In a backward pass, autograd hooks report each gradient when it is computed, and buckets of gradients are
+averaged meanwhile (``gradient_pass.py``). So when ``loss.backward()`` returns, the gradients are averages,
+and gradient clipping, GradScaler and optimizers work as in one process. Here is what lasts longer than a
+pass: the parameters and their buckets, which a script may change, and the counters.
 
 All ranks start the same collectives in the same order: the order of the buckets, which is that of the
 gradients in rank 0's first backward pass. If a pass fails on one rank, all ranks abort it (``AbortedError``),
-so that the next step starts in the same state on all ranks. An :class:`~trigram.averaging.average.Average`
-averages a bucket; a :class:`~trigram.training.compressors.GradientCompressor` chooses it and changes the
-gradients before.
+so that the next step starts in the same state on all ranks. An ``Average`` averages a bucket; a
+``GradientCompressor`` chooses it and changes the gradients before.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,28 +23,24 @@ from torch.optim import Optimizer
 
 from trigram import collectives
 from trigram.averaging import sparse
-from trigram.averaging.gradient_filter import GradientFilter
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.mean import mean_of
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import check_replicas, unequal
 from trigram.elastic.recovery import ElasticModel, SharedState
-from trigram.errors import MismatchError, MisuseError, TrigramError, UnsupportedError
-from trigram.gpu import routes
-from trigram.observe import spans, steps
+from trigram.errors import MismatchError, MisuseError, TrigramError
 from trigram.runtime.group import Group
-from trigram.training import gradient_filters as filters
-from trigram.training import joined_optimizers, optimizer_hooks, sharded_gradient
-from trigram.training.bucket_set import BucketSet
-from trigram.training.buckets import Bucket
+from trigram.training import joined_optimizers, optimizer_hooks
 from trigram.training.buffer_broadcast import BufferBroadcast
-from trigram.training.compressors import GradientCompressor
-from trigram.training.gradient_backup import GradientBackup
-from trigram.training.gradient_probe import GradientProbe
-from trigram.training.local_gradients import LocalGradients
+from trigram.training.gradients import in_parts
+from trigram.training.gradients.backup import GradientBackup
+from trigram.training.gradients.bucket_set import BucketSet
+from trigram.training.gradients.compressors import GradientCompressor
+from trigram.training.gradients.gradient_pass import GradientPass, explained
+from trigram.training.gradients.local import LocalGradients
+from trigram.training.gradients.probe import GradientProbe
 from trigram.training.model_changes import agree_on_change
 from trigram.training.passes import inside_backward
-from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.step_hooks import StepHooks
 from trigram.training.update_watch import UntrainedPasses
 from trigram.training.updating.updates import Updates
@@ -66,7 +59,7 @@ class GradientSync(StepHooks):
 
     Attributes:
         buckets: The buckets of gradients.
-        filters: What the gradients of this pass go through.
+        this_pass: The backward pass under way, or the last.
         probe: Told of gradients, while somebody looks.
         at_boundary: Called once per pass when it is prepared, on all ranks; it may call :meth:`change`.
     """
@@ -85,33 +78,23 @@ class GradientSync(StepHooks):
         self.buffers = BufferBroadcast(groups)
         self.warmup_end = WarmupEnd()
         self.busy = 0.0
-        self.idle = False
-        self.filters: list[GradientFilter] = []
-        self.kept_after = 0  # so many filters come before the backup
         self.learned: list[torch.Tensor] = []  # parameters, in the order of their gradients
-        self.reaches = False  # backward says which parameters this pass has reached
         self.since_update = 0  # since the last update
         self.since = 0  # passes completed since one has failed on this rank
         self.since_fewer: int | None = None  # updates since some ranks made fewer, in ``trigram.join``
         self.backup = GradientBackup()
         self.probe: GradientProbe | None = None
         self.at_boundary: Callable[[], object] | None = None
-        self.failure: TrigramError | None = None
-        self.redoing = False
         self.untrained = UntrainedPasses()
         self.local = LocalGradients(())
         super().__init__(model, groups)
         self.local = LocalGradients(self.params)
+        self.this_pass = GradientPass(self)
         try:
             self.updates.begin()
         except BaseException:
             self.close()  # whoever keeps the error keeps these hooks
             raise
-
-    @property
-    def next(self) -> int:
-        """How many buckets were sent in this pass."""
-        return self.pipeline.started
 
     def watch(self, model: nn.Module) -> None:
         """See :class:`StepHooks`."""
@@ -270,7 +253,11 @@ class GradientSync(StepHooks):
     # Backward.
 
     def begin(self, param: int | None) -> None:
-        """Resets the buckets and counters for a new pass."""
+        """See :class:`StepHooks`."""
+        self._begin(param)
+
+    def _begin(self, param: int | None, idle: bool = False, redoing: bool = False) -> None:
+        """Begins a pass, with the parameters and buckets that it needs; see :class:`GradientPass`."""
         self.updates.pass_begins()
         self.warmup_end.begin_pass()
         if self.successor is not None and self.join is None:
@@ -286,93 +273,8 @@ class GradientSync(StepHooks):
             self.groups.copies_gradients = True
             self.build_buckets(self.buckets.order)
         # First: what follows may raise, and then all ranks abort this pass.
-        self.calls = self.groups.main.core.next(), self.groups.second_phase.core.next()
-        self.updates.begin_updates(param)
-        self._check_once(param)
-        self._number_calls()
-        self._begin_pipeline()
-        self.began = 0.0
-        self.backup.clear()
-        self.filters = self._filters()
-        # A rank that has joined has no earlier averages: in elastic jobs all that is there counts.
-        self.reaches = param is not None and not self.updates.fusing and not self.elastic.can_redo
-        for bucket in self.buckets:
-            bucket.begin()
-        if self.fidelity is not None:
-            comparable = self.join is None and self.groups.sample_weight is None
-            self.fidelity.begin(self.since, comparable)
-        if self.groups.sample_weight is not None:
-            idle = self.idle or self.elastic.newcomer
-            self.groups.sample_weight.begin_backward(idle, self.redoing)
-        # Last: those of the script may raise, and then the calls that were made here are aborted.
-        for passed in self.filters:
-            passed.pass_begins()
-
-    def _begin_pipeline(self) -> None:
-        """No gradient is there. What looks at each of them wants to be told of each."""
-        phases = self.buckets.have_phases
-        # Nothing notes the ends of calls on GPUs.
-        told_of_all = (
-            self.probe is not None or self.updates.fusing or (phases and not self.buckets.are_on_cpu)
-        )
-        self.pipeline.begin(None if told_of_all else self.passes.task, phases)
-
-    def _filters(self) -> list[GradientFilter]:
-        """What the gradients of a pass go through, in order; only what this model asks for."""
-        groups, weight, idle = self.groups, self.groups.sample_weight, self.idle or self.elastic.newcomer
-        found: list[GradientFilter] = []
-        # The script's own come first: to the others, what they leave is what backward has computed. A rank
-        # that contributes nothing has no gradients.
-        if not idle:
-            found += map(filters.Repeated, groups.filters) if self.redoing else groups.filters
-        # These look at what this rank has computed, before anything is made of it.
-        if self.probe is not None:
-            found.append(self.probe)
-        if self.fidelity is not None:
-            found.append(filters.Compared(self.fidelity))
-        # Before the check, which is to find nothing in what does not count; and before the algorithm, whose
-        # residuals must not get a NaN.
-        if self.elastic.can_redo:
-            found.append(filters.Joining(self.elastic, groups.size, weight is not None))
-        if weight is not None:
-            found.append(filters.Silent(weight))
-        if groups.non_finite_check is not None:
-            elsewhere = [self.params[i] for i in self.sparse]
-            found.append(filters.Finite(groups.non_finite_check, elsewhere, weight))
-        # Averages that are repeated begin here, from what the backup has: all that follows is made again.
-        self.kept_after = len(found)
-        if self.elastic.can_redo:
-            found.append(filters.Through(partial(self.backup.keep, params=self.params)))
-        found.append(filters.Through(partial(self.buckets.compressor.before_send, params=self.params)))
-        # A momentum is of the gradients as they are, so weights come after it.
-        if weight is not None:
-            found.append(filters.Weighed(weight))
-        # Last: an average has held it back as it was sent.
-        if self.buckets.owed:
-            found.append(filters.Through(self.buckets.repay, self.buckets.repaid))
-        return found
-
-    def _check_once(self, param: int | None) -> None:
-        """Raises if gradients of this pass are added to what a compressor has made of those of another."""
-        holds = self.buckets.compressor.once
-        if holds is None or not self.since_update or self.redoing:
-            return
-        before = [p.grad for i, p in enumerate(self.params) if i != param and p.grad is not None]
-        if any(bool(g.any()) for g in before):
-            raise MisuseError(
-                f"{self.groups.name}: a second backward pass before the optimizer's step adds to gradients "
-                f"that hold {holds} since the first; run all backward passes but the last under "
-                "trigram.no_sync, or call zero_grad() between them if the update is skipped"
-            )
-
-    def _number_calls(self) -> None:
-        """Numbers this pass's calls, so that a rank that makes more passes than others for one update, or
-        fewer updates, is found when its pass meets theirs; so is one whose pass has failed so late that the
-        others have completed it. Ranks without inputs make no updates, and ranks that join have made none:
-        with these, nothing is numbered."""
-        comparable = self.join is None and not self.elastic.can_redo
-        counter = self.since and 1 + (self.since - 1) % 0xFF  # 0 only after a failure, or at the beginning
-        self.groups.main.core.set_pass(counter << 8 | 1 + self.since_update % 0xFF if comparable else 0)
+        self.this_pass = GradientPass(self, idle, redoing)
+        self.this_pass.begin(param)
 
     def count_anew(self) -> None:
         """A pass has failed on this rank, and others may have completed it: calls that all ranks make in
@@ -388,86 +290,13 @@ class GradientSync(StepHooks):
         self.local.accumulated.add(id(param))
 
     def gradient(self, i: int, param: torch.Tensor) -> None:
-        """Starts the averages of the buckets whose gradients are all there."""
-        starts = self.pipeline.arrive(i)
-        if starts is None:
-            raise MisuseError(
-                f"{self.groups.name}: {self.names[i]} received a second gradient in one backward pass, "
-                "after the first was sent; use checkpoint(..., use_reentrant=False), or run all backward "
-                "passes but the last under trigram.no_sync"
-            )
-        if self.probe is not None:
-            self.probe.ready(i)
-        try:
-            while starts and self.pipeline.next_full() is not None and not self.failure:
-                self._start(self.buckets[self.next])
-            self.groups.line.advance()
-            self.updates.update_ready()
-        except TrigramError as e:
-            if not self.elastic.can_redo:
-                raise explained(e, self.groups.name) from e
-            self.failure = e  # at the end of the pass the remaining ranks repeat the averages
-
-    def _start(self, bucket: Bucket) -> None:
-        self.updates.before_average(bucket)
-        if self.next == 0:
-            self.began = time.perf_counter()
-        self._complete_bucket(bucket, self.next)
-        for passed in self.filters:
-            passed.before(bucket)
-        name = partial("bucket {}".format, self.next)  # without references to the model's hooks
-        bucket.span = spans.begin("", lambda: f"{name()} {getattr(bucket.average, 'name', 'average')}")
-        bucket.average.around = partial(spans.naming, self.groups.second_phase, name)
-        with spans.naming(self.groups.main, name):
-            bucket.average.start(self.since)
-        self.buckets.compressor.after_send(bucket)
-        self.pipeline.start()
-
-    def _complete_bucket(self, bucket: Bucket, unit: int) -> None:
-        """No more gradients of the bucket, the ``unit``-th, are awaited."""
-        missing = self.pipeline.missing(unit)
-        self._check_gradients(bucket, missing)
-        missed = [(k, bucket.params[k]) for k in missing] if self.reaches else []
-        bucket.left = [k for k, i in missed if self.local.is_average(self.params[i], i, bucket.views[k])]
-        bucket.collect(self.params, self.buckets.copies)
-
-    def _check_gradients(self, bucket: Bucket, missing: Sequence[int]) -> None:
-        """Raises if a gradient that has come is none that can be averaged; ``missing``: those that have not.
-
-        What rests of an earlier pass in parts is made whole.
-        """
-        absent = set(missing)
-        for k, i in enumerate(bucket.params):
-            param = self.params[i]
-            grad = param.grad
-            if isinstance(grad, ShardedGradient):
-                grad = param.grad = grad.of_this_rank()
-            if k in absent:
-                continue
-            if grad is None:
-                raise MisuseError(
-                    f"{self.groups.name}: a hook of the script has set the gradient of {self.names[i]} to "
-                    "None during backward(), before it was averaged; update weights after backward(), or use "
-                    "an algorithm that averages weights (local_sgd, decentralized)"
-                )
-            if grad.layout != torch.strided or grad.dtype != param.dtype:
-                raise UnsupportedError(
-                    f"{self.groups.name}: the gradient of {self.names[i]} is {grad.layout}, {grad.dtype}, "
-                    f"but a dense {param.dtype} tensor is expected; create modules with sparse gradients "
-                    "with sparse=True, and change a parameter's dtype before with_bagua"
-                )
-            if grad.requires_grad:
-                raise UnsupportedError(
-                    f"{self.groups.name}: backward(create_graph=True) is not supported, because averaged "
-                    "gradients have no graph; use torch.autograd.grad(..., create_graph=True) for the terms "
-                    "that need one, and backward() for the loss"
-                )
+        """See :meth:`GradientPass.gradient`."""
+        self.this_pass.gradient(i)
 
     def end(self) -> None:
         """Ends the backward pass: sends the remaining buckets and awaits all averages."""
         self.elastic.complete(self)
-        for passed in self.filters:
-            passed.pass_ends()
+        self.this_pass.end()
         self.steps += 1
         self.since_update += 1
         self.since += 1
@@ -478,55 +307,17 @@ class GradientSync(StepHooks):
             self.local.averages_are(self.params)
         self.updates.pass_ends()
 
-    def send_rest(self) -> None:
-        """Sends the buckets that were not sent yet and awaits all; then the gradients are averages."""
-        try:
-            self._send_rest()
-        except TrigramError:
-            if self.elastic.can_redo:
-                self._keep_rest()
-            raise
-
-    def _keep_rest(self) -> None:
-        """The pass may be repeated: the gradients that were not sent go through the script's filters too, and
-        are kept as they leave them."""
-        for unit in range(self.next, len(self.buckets)):
-            bucket = self.buckets[unit]
-            if bucket.params[0] not in self.backup.gradients:  # else it failed as it was sent
-                self._complete_bucket(bucket, unit)
-                for passed in self.filters[: self.kept_after + 1]:
-                    passed.before(bucket)
-
-    def _send_rest(self) -> None:
-        failure, self.failure = self.failure, None
-        if failure is not None:
-            self._finish(f"a collective of this pass failed: {failure}")
-            raise explained(failure, self.groups.name)
-        for bucket in self.buckets[self.next :]:
-            self._start(bucket)
-            self.groups.line.advance()
-        self._finish()
-        for passed in reversed(self.filters):
-            passed.averaged(self.buckets)
-        self.bytes += sum(b.average.sent for b in self.buckets)
-        for bucket, used in self.buckets.with_flags() if not self.updates.fusing else ():
-            bucket.assign(self.params, used)
-            for passed in self.filters:
-                passed.after(bucket)
-            if not self.updates.moves_parameters:
-                bucket.give_strides(self.params)
-        for i in self.sparse:
-            sparse.average(self.params[i], self.names[i], self.groups.control, self.groups.sample_weight)
-
     # Elastic jobs.
 
+    def send_rest(self) -> None:
+        """See :meth:`GradientPass.send_rest`."""
+        self.this_pass.send_rest()
+
     def again(self) -> None:
-        """Repeats the averages of this pass from the backup of this rank's gradients."""
+        """Makes this pass again from the backup of this rank's gradients."""
         self.backup.restore(self.params)
-        self.failure = None
-        self.passes.active = self.redoing = True
-        self.begin(None)
-        self.redoing = False
+        self.passes.active = True
+        self._begin(None, self.this_pass.idle, redoing=True)
 
     def meta(self) -> dict[str, Any]:
         """What a joining rank must know before its first step."""
@@ -548,87 +339,12 @@ class GradientSync(StepHooks):
         """See :class:`StepHooks`."""
         return self.updates.shared
 
-    def call_counts(self) -> list[int]:
-        """The number of calls in the groups ``main`` and ``second_phase`` when this pass has ended."""
-        first, second = (a + b for a, b in zip(self.calls, self.buckets.calls(), strict=True))
-        return [first, second + self.updates.count_calls()]
-
-    def _finish(self, failed: str | None = None) -> None:
-        """Awaits all averages of this pass, then raises the first error if there was one.
-
-        With ``failed``, the reason of a failure, it aborts the pass and only waits until its calls have
-        ended. An aborted pass makes no more calls, so that all ranks count the same number of calls.
-        """
-        counts = self.call_counts()
-        error: Exception | None = None
-        before = self.times.enter(steps.WAIT)
-        waits = time.perf_counter()
-        flags = None
-        if failed is not None:
-            self.abort_calls(counts, failed)
-        try:
-            if failed is None and self.next == len(self.buckets):
-                flags = self.buckets.reduce_flags()
-            for k, bucket in enumerate(self.buckets if failed is None else []):
-                bucket.average.wait()
-                bucket.end_span()
-                self.groups.line.advance()
-                self.updates.averaged(k)
-            if flags is not None:
-                flags.wait()
-        except Exception as e:  # of a call, or of the script's own average
-            error = e
-            self.abort_calls(counts, "a collective of this pass failed")
-        except BaseException:
-            self.updates.pass_interrupted()
-            raise
-        if failed is not None or error is not None:
-            ends: list[Callable[[], object]] = [b.average.await_end for b in self.buckets if b.sent]
-            ends += [flags.wait] if flags is not None else []
-            ends += [self.groups.sample_weight.await_end] if self.groups.sample_weight is not None else []
-            for end in ends:
-                with contextlib.suppress(TrigramError):
-                    end()
-            self.count_anew()
-        self.groups.main.core.set_pass(0)
-        self.times.enter(before)
-        for bucket in self.buckets:
-            bucket.end_span()
-        self.passes.active = False
-        now = time.perf_counter()
-        self.waited += now - waits
-        self.busy += now - (self.began or waits)
-        if failed is not None or error is not None:
-            self.updates.pass_failed(aborted=failed is not None)
-        if error is not None:
-            raise explained(error, self.groups.name)
-
-    def abort_calls(self, counts: list[int], why: str) -> None:
-        """Aborts all calls of this pass on all ranks; the next call has the same number on all of them."""
-        why = f"{self.groups.name} aborted its backward pass: {why}"
-        self.groups.line.clear()  # first: while this rank waits for their ends, it must start no call
-        self.groups.main.core.abort(counts[0], why)
-        routes.abort(self.groups.main, why)
-        if counts[1] > self.calls[1]:
-            self.groups.second_phase.core.abort(counts[1], why)
-            routes.abort(self.groups.second_phase, why)
-        if self.groups.levels is not None:
-            self.groups.levels.abort(why)
-        if self.groups.sample_weight is not None:
-            self.groups.sample_weight.abort(why)
-
     def abort_pass(self) -> None:
         """Aborts, on all ranks, a backward pass that raised an exception."""
         if not self.passes.active:
             return
         self.passes.clear()
-        self._finish("it raised an exception; see the log of that rank")
-        # The averages of sent buckets went on after the exception, possibly after a zero_grad of the script:
-        # the memory now holds neither gradients nor averages.
-        with torch.no_grad():
-            for bucket in self.buckets:
-                if bucket.sent:
-                    bucket.memory.zero_()
+        self.this_pass.abort()
 
     def abort_failed(self, timeout: float | None = None) -> None:
         """See :class:`StepHooks`; between steps, it also ends what an optimizer's step has left."""
@@ -648,13 +364,13 @@ class GradientSync(StepHooks):
     def release(self) -> None:
         """See :class:`StepHooks`."""
         self.updates.release()
-        sharded_gradient.drop(self.params)
+        in_parts.drop(self.params)
 
     def close_without_calls(self) -> None:
         """See :class:`StepHooks`."""
         super().close_without_calls()
         self.updates.close_without_calls()
-        sharded_gradient.drop(self.params)
+        in_parts.drop(self.params)
 
     def leave_join(self) -> None:
         """The passes of ranks without inputs were followed by no update: all ranks count anew."""
@@ -680,12 +396,11 @@ class GradientSync(StepHooks):
         kept = [p.grad for p in self.params]
         for p in self.params:
             p.grad = None
-        self.passes.active = self.idle = True
+        self.passes.active = True
         try:
-            self.begin(None)
+            self._begin(None, idle=True)
             self.end()
         finally:
-            self.idle = False
             for p, grad in zip(self.params, kept, strict=True):
                 p.grad = grad
         self.idle_steps += 1
@@ -796,18 +511,3 @@ class GradientSync(StepHooks):
             ],
         }
         return self.updates.stats(counters)
-
-
-def explained(error: Exception, name: str) -> Exception:
-    """The error of a pass; if ranks made different calls, with what a script may have done."""
-    if not isinstance(error, MismatchError):
-        return error
-    return MismatchError(
-        f"{name}: the ranks average different gradients in this backward pass. Either parameters were "
-        "frozen, replaced, added or loaded on some ranks only, or some ranks have made more backward passes "
-        "for an update than others, skipped an update that others made, left the loop, or called models in "
-        "another order; do the same on all ranks, or use trigram.join where ranks have different numbers of "
-        "batches. If a pass has raised an exception on one rank only, the others may have completed it "
-        "(their counters differ then), and weights differ: "
-        f"load a checkpoint on all ranks ({error})"
-    )

@@ -11,6 +11,7 @@ from trigram.backend.calls import tensors
 from trigram.backend.handles.callbacks import Callbacks, running
 from trigram.backend.handles.work import Work, explained, handle
 from trigram.collectives import work as in_flight
+from trigram.collectives.dispatch import Memory, Places, places, start
 from trigram.errors import AbortedError, TrigramError
 from trigram.gpu import device, routes
 from trigram.observe import profiling
@@ -19,7 +20,6 @@ from trigram.runtime.group import Group
 from trigram.runtime.job import Job
 
 _NOTHING: tuple[torch.Tensor, ...] = ()
-_NO_MEMORY = (0, 0, 0, 0)
 
 
 class OnDevice:
@@ -92,8 +92,8 @@ class Starting:
         self,
         what: str,
         asked: engine_codes.Asked,
-        source: tensors.Memory | None,
-        target: tensors.Memory | None,
+        source: Memory | None,
+        target: Memory | None,
         background: bool,
         timeout: float | None = None,
         finish: Callable[[], None] | None = None,
@@ -120,37 +120,11 @@ class Starting:
             timeout = group.timeout
         event = profiling.begin(what, inputs or outputs) if profiling.enabled() else None
         try:
-            lists, memory = None, _NO_MEMORY
-            call: Any = None
-            given = tensors.places(source)
-            wanted = given if target is source else tensors.places(target)
-            if (
-                source is not None
-                and (target is not source or asked[0] == engine_codes.ALL_TO_ALL)
-                and tensors.overlap(given, wanted)
-                and not _in_place(asked[0], given, wanted, group, splits)
-            ):
-                source = tensors.copied(source)  # the call writes to what it has yet to read
-                given = tensors.places(source)
-            if isinstance(source, list) or isinstance(target, list):
-                lists = (given, wanted)
-            elif (t := source if source is not None else target) is not None:
-                if t.is_cpu and "cpu" not in device.kinds:
-                    memory = (given[0] if given else (0, 0)) + (wanted[0] if wanted else (0, 0))
-                else:
-                    with self._job.here():  # DistributedDataParallel may be in a thread of autograd's
-                        started = routes.start(group, asked, source, target, splits, timeout)
-                    call = OnDevice(started, t.device)
-            if background:
-                if call is None:
-                    call = group.core.start(asked, memory, timeout, splits, lists)
-            elif call is not None:
-                call.wait()
-            else:
-                try:
-                    group.core.run(asked, memory, timeout, splits, lists)
-                except TrigramError as e:
-                    raise failed(group, e, timeout) from None
+            if source is not None and (target is not source or asked[0] == engine_codes.ALL_TO_ALL):
+                given, wanted = places(source), places(target)
+                if tensors.overlap(given, wanted) and not _in_place(asked[0], given, wanted, group, splits):
+                    source = tensors.copied(source)  # the call writes to what it has yet to read
+            call = self._call(group, asked, source, target, splits, timeout, background)
             if not background:
                 if finish is not None:
                     finish()
@@ -162,6 +136,33 @@ class Starting:
             if not background:
                 profiling.end(event)
         return self._handle(what, call, (source, target, inputs), outputs, finish, event, timeout)
+
+    def _call(
+        self,
+        group: Group,
+        asked: engine_codes.Asked,
+        source: Memory | None,
+        target: Memory | None,
+        splits: engine_codes.Splits,
+        timeout: float | None,
+        background: bool,
+    ) -> Any:
+        """The call in flight; None: it has ended."""
+        t = source if source is not None else target
+        listed = isinstance(source, list) or isinstance(target, list)
+        if isinstance(t, torch.Tensor) and not listed and (not t.is_cpu or "cpu" in device.kinds):
+            with self._job.here():  # DistributedDataParallel may be in a thread of autograd's
+                call = OnDevice(start(group, asked, source, target, splits, timeout, True, True), t.device)
+            if background:
+                return call
+            call.wait()
+            return None
+        try:
+            return start(group, asked, source, target, splits, timeout, False, background)
+        except TrigramError as e:
+            if background:
+                raise
+            raise explained(e, timeout) from None
 
     def _handle(
         self,
@@ -184,9 +185,7 @@ class Starting:
         return work
 
 
-def _in_place(
-    what: int, given: tensors.Places, wanted: tensors.Places, group: Group, splits: engine_codes.Splits
-) -> bool:
+def _in_place(what: int, given: Places, wanted: Places, group: Group, splits: engine_codes.Splits) -> bool:
     """Whether this rank's part of a call is where it belongs in the whole, as the engine allows."""
     if what in (engine_codes.ALL_GATHER, engine_codes.GATHER):
         part, whole = given, wanted

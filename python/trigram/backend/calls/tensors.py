@@ -12,12 +12,10 @@ from typing import overload
 
 import torch
 
+from trigram.collectives.dispatch import Memory, Places
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.gpu import device
 from trigram.runtime import engine_codes
-
-Memory = torch.Tensor | list[torch.Tensor]
-"""One contiguous tensor, or several on the CPU that the engine takes for one, each where it is."""
 
 _DTYPES = engine_codes.DTYPES
 _WIDER = {
@@ -66,17 +64,6 @@ def source(t: torch.Tensor) -> torch.Tensor:
     if t.is_contiguous() and not t.is_conj() and not t.is_neg():
         return t.detach() if t.requires_grad else t
     return plain(t.detach()).contiguous()
-
-
-Places = list[tuple[int, int]]
-"""Addresses and bytes."""
-
-
-def places(memory: Memory | None) -> Places:
-    """Where memory is."""
-    if memory is None:
-        return []
-    return [(t.data_ptr(), t.nbytes) for t in (memory if isinstance(memory, list) else [memory])]
 
 
 def overlap(one: Places, other: Places) -> bool:

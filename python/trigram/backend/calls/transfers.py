@@ -13,6 +13,7 @@ from trigram.backend.calls.arguments import is_async, listed, only, options
 from trigram.backend.calls.starting import Starting
 from trigram.backend.handles.timeouts import seconds
 from trigram.backend.handles.work import Work
+from trigram.collectives.dispatch import Memory
 from trigram.errors import MisuseError
 from trigram.runtime import engine_codes
 
@@ -95,8 +96,8 @@ class Transfers(Starting):
                     )
         outputs = [t for one in by_rank for t in one]
         lengths = [t.nbytes for t in given]
-        sent: tensors.Memory
-        received: tensors.Memory
+        sent: Memory
+        received: Memory
         finish = None
         if tensors.are_pieces(given) and tensors.are_pieces(outputs):
             sent, received = list(given), outputs
@@ -278,8 +279,8 @@ class Transfers(Starting):
     def _all_to_all(
         self,
         what: str,
-        sent: tensors.Memory,
-        received: tensors.Memory,
+        sent: Memory,
+        received: Memory,
         lengths: tuple[list[int], list[int]],
         opts: Any,
         finish: Callable[[], None] | None,

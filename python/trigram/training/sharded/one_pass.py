@@ -22,7 +22,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.collectives import coalesced
 from trigram.collectives.consistency import tell_all
 from trigram.collectives.updates import Piece, update
-from trigram.training.buckets import Bucket
+from trigram.training.gradients.buckets import Bucket
 from trigram.training.sharded import rules
 from trigram.training.sharded.weights.optimizer import ShardedOptimizer
 from trigram.training.sharded.weights.weight_buckets import WeightBucket

@@ -97,7 +97,7 @@ class ShardedState(GradientPart):
             inner.stepper.broken = True
             sync.steps, sync.since_update = sync.steps - 1, max(sync.since_update - 1, 0)
             sync.count_anew()
-            sync.abort_calls(sync.call_counts(), "a gather of this pass failed")
+            sync.this_pass.abort_calls(sync.this_pass.call_counts(), "a gather of this pass failed")
 
     def between_steps(self, call: str) -> None:
         """Ends what has failed; raises inside of a step."""

@@ -20,7 +20,7 @@ from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
-from trigram.training.buckets import Bucket
+from trigram.training.gradients.buckets import Bucket
 from trigram.training.sharded.lent_parts import LentParts
 from trigram.training.sharded.optimizer_calls import OptimizerCalls
 from trigram.training.sharded.recovery import Recovery

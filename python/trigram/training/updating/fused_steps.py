@@ -17,7 +17,7 @@ from trigram.runtime import dynamo
 from trigram.runtime.group import Group
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
-from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.updating.group_values import GroupValues
 from trigram.training.updating.shown_params import ShownParams, disclaim
 

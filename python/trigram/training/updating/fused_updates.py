@@ -13,8 +13,8 @@ from trigram.errors import MisuseError, UnsupportedError
 from trigram.observe import steps
 from trigram.runtime.weak_hook import WeakHook
 from trigram.training import optimizer_hooks
-from trigram.training.buckets import Bucket
-from trigram.training.sharded_gradient import drop
+from trigram.training.gradients.buckets import Bucket
+from trigram.training.gradients.in_parts import drop
 from trigram.training.updating.fused_steps import FusedSteps
 from trigram.training.updating.gradient_part import GradientPart
 from trigram.training.updating.updates import Updates
@@ -127,7 +127,7 @@ class FusedUpdates(GradientPart, Updates):
     def before_average(self, bucket: Bucket) -> None:
         """Awaits and updates the buckets whose memory this one may use: other ranks may wait for their
         weights before they send the gradients that this one's mean needs."""
-        while self.fusing and self.landed < self.sync.next - bucket.in_turn:
+        while self.fusing and self.landed < self.sync.this_pass.sent - bucket.in_turn:
             self.sync.buckets[self.landed].average.wait()
             self._land()
 
@@ -136,7 +136,7 @@ class FusedUpdates(GradientPart, Updates):
         if not self.fusing or self.values.after_backward:
             return
         sync = self.sync
-        while self.landed < sync.next and sync.buckets[self.landed].average.ready():
+        while self.landed < sync.this_pass.sent and sync.buckets[self.landed].average.ready():
             sync.buckets[self.landed].average.wait()
             self._land()
 
@@ -151,7 +151,7 @@ class FusedUpdates(GradientPart, Updates):
         bucket = sync.buckets[k]
         self.landed += 1
         bucket.assign(sync.params, None)
-        for passed in sync.filters:
+        for passed in sync.this_pass.filters:
             passed.after(bucket)
         before = sync.times.enter(steps.OPTIMIZER)
         params = self.stepper.of_optimizer([sync.params[i] for i in bucket.params])

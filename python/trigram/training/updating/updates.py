@@ -14,7 +14,7 @@ from torch import nn
 
 from trigram.elastic.recovery import ElasticModel, SharedState
 from trigram.runtime.group import Group
-from trigram.training.buckets import Bucket
+from trigram.training.gradients.buckets import Bucket
 from trigram.training.step_hooks import StepHooks
 
 

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from trigram.errors import MisuseError
 from trigram.runtime.group import Group
-from trigram.training.buckets import assign
+from trigram.training.gradients.buckets import assign
 from trigram.training.sharded.weights.gathers import Gathers
 from trigram.training.sharded.weights.gradient_buckets import layouts
 from trigram.training.sharded.weights.optimizer import ShardedOptimizer

@@ -18,10 +18,10 @@ from trigram.averaging.exchange import Phases, Together
 from trigram.averaging.groups import ModelGroups
 from trigram.observe import spans
 from trigram.runtime.memory import empty
-from trigram.training.buckets import Bucket
-from trigram.training.compressors import GradientCompressor
+from trigram.training.gradients.buckets import Bucket
+from trigram.training.gradients.compressors import GradientCompressor
+from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.sharded.weights.weight_buckets import Layout, allot, divide
-from trigram.training.sharded_gradient import ShardedGradient
 
 
 @dataclass

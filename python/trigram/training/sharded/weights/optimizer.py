@@ -20,9 +20,9 @@ from trigram.collectives import serialization
 from trigram.collectives.consistency import tell_all
 from trigram.errors import UnsupportedError
 from trigram.runtime.group import Group
+from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.sharded.weights.other_methods import DividedState
 from trigram.training.sharded.weights.weight_buckets import WeightBucket, flat
-from trigram.training.sharded_gradient import ShardedGradient
 from trigram.training.updating.shown_params import ShownParams
 
 _SCALARS = ("step", "mu_product", "eta", "mu")

@@ -23,7 +23,7 @@ from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
 from trigram.errors import MisuseError
-from trigram.training.buckets import Bucket
+from trigram.training.gradients.buckets import Bucket
 from trigram.training.qadam import QAdam
 
 NEEDS_FEEDBACK = ("sign", "topk", "randomk")

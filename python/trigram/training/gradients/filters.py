@@ -1,7 +1,7 @@
 """What gradients pass on their way to the other ranks.
 
-Their order is in ``GradientSync._filters`` (``gradient_sync.py``), with the reasons. On the way back, with
-the averages, it is the reverse.
+Their order is in ``GradientPass._ordered_filters`` (``gradient_pass.py``), with the reasons. On the way
+back, with the averages, it is the reverse.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from trigram.averaging.gradient_filter import GradientBucket, GradientFilter
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
-from trigram.training.buckets import Bucket
 from trigram.training.elasticity import Elasticity
 from trigram.training.fidelity import Fidelity
+from trigram.training.gradients.buckets import Bucket
 
 
 class Compared(GradientFilter):

@@ -13,9 +13,9 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.collectives import coalesced
 from trigram.runtime.inference_mode import kept_tensors
-from trigram.training.buckets import Bucket, assign
-from trigram.training.compressors import GradientCompressor
-from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.gradients.buckets import Bucket, assign
+from trigram.training.gradients.compressors import GradientCompressor
+from trigram.training.gradients.in_parts import ShardedGradient
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trigram.collectives import coalesced
-from trigram.training.buckets import Bucket
+from trigram.training.gradients.buckets import Bucket
 
 
 class GradientBackup:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from trigram.training.sharded_gradient import ShardedGradient
+from trigram.training.gradients.in_parts import ShardedGradient
 from trigram.training.update_watch import GradientsSnapshot, UsedGradients
 
 

@@ -23,7 +23,8 @@ def cells() -> dict[tuple[str, str], str]:
     """What the page says of each pair."""
     found: dict[tuple[str, str], str] = {}
     columns: list[str] = []
-    for line in PAGE.read_text().split("## All refusals")[0].splitlines():
+    text = PAGE.read_text().split("## All refusals")[0]
+    for line in ("## Algorithms" + text.split("## Algorithms")[1]).splitlines():
         parts = [part.strip() for part in line.split("|")[1:-1]]
         if parts and not parts[0]:
             columns = parts[1:]
@@ -52,6 +53,10 @@ def test_some_pairs() -> None:
     """Those that went wrong once: what is ignored may differ between replicas, a fused pass leaves no
     gradients to a state that is loaded, and a registered step is not passed over for a quorum."""
     assert run(2, _some) == [["yes", "yes", "yes", "-", "-"]] * 2
+
+
+def test_which_trigrams_there_are() -> None:
+    assert feature_pairs.trigrams() in PAGE.read_text()
 
 
 @pytest.mark.parametrize("elastic", [long(False), long(True)])

@@ -74,7 +74,7 @@ def from_rank_0(rank: int, name: str, tensors: Any) -> Any:
         torch.save(tensors, part)
         part.rename(file)
         return tensors
-    until(file.exists, 30.0, f"what rank 0 has for {name}")
+    until(file.exists, 90.0, f"what rank 0 has for {name}")
     return torch.load(file)
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 import trigram
 from tests.support.ternary import register
+from trigram.algorithms import parse
 from trigram.algorithms.compatibility import REFUSALS
 
 LATE = 30.0
@@ -198,7 +199,11 @@ def cell(errors: str) -> str:
 
 def reasons() -> str:
     """The numbered list of the reasons."""
-    items = [f"{k}. {reason}" for k, reason in enumerate(REASONS, 1)]
+    return _listed(REASONS)
+
+
+def _listed(texts: list[str]) -> str:
+    items = [f"{k}. {text}" for k, text in enumerate(texts, 1)]
     return "".join(
         textwrap.fill(i, 100, subsequent_indent=" " * (i.index(" ") + 1), break_on_hyphens=False) + "\n"
         for i in items
@@ -207,7 +212,7 @@ def reasons() -> str:
 
 def page(found: dict[tuple[str, str], str]) -> str:
     """The page, from the outcome of each pair."""
-    text = HEAD + reasons()
+    text = HEAD + reasons() + trigrams()
     names = [feature.name for feature in OPTIONS]
     for title, rows in (
         ("Algorithms", [a.name for a in ALGORITHMS]),
@@ -221,6 +226,44 @@ def page(found: dict[tuple[str, str], str]) -> str:
     for one, other, why in REFUSALS:
         text += f"| {one} | {other} | {REASONS.index(why) + 1} |\n"
     return text
+
+
+WHO = {
+    "central": "central",
+    "central:median (all robust ones)": "central:median",
+    "gossip": "gossip:ring",
+    "push": "push:ring",
+}
+WHAT = ["full", "int8", "topk:0.1", "chunktopk:0.1", "powersgd:2", "share:0.3"]
+WHEN = {
+    "gradients, sync": ("sync", "gradients"),
+    "momentum, sync": ("sync", "momentum"),
+    "weights, sync": ("sync", "weights"),
+    "differences, sync": ("sync", "differences"),
+    "every:2": ("every:2", None),
+    "async": ("async", None),
+}
+
+
+def trigrams() -> str:
+    """The part of the page about trigrams; `int8` stands for all codecs of blocks, and their floats."""
+    rows, reasons = "", dict[str, int]()
+    for name, who in WHO.items():
+        for what in WHAT:
+            cells = []
+            for when, carry in WHEN.values():
+                try:
+                    parse.find(trigram.Trigram(who, what, when, carry), {})
+                    cells.append("yes")
+                except trigram.UnsupportedError as error:
+                    reason = str(error).split(": ", 1)[1].replace("momentum: with", "gradients: with")
+                    cells.append(str(reasons.setdefault(reason, len(reasons) + 1)))
+            rows += f"| {name} | {what} | {' | '.join(cells)} |\n"
+    return (
+        "\n## Trigrams\n\nWhich trigrams there are. `int8` stands for int4, fp8, sign, bf16 and f16 too, and "
+        "`topk` for\nrandomk. A number is the reason below.\n\n"
+        f"| who | what | {' | '.join(WHEN)} |\n|---|---|{'---|' * len(WHEN)}\n{rows}\n"
+    ) + _listed(list(reasons))
 
 
 def outcomes(rank: int, elastic: bool = True) -> dict[tuple[str, str], str]:
@@ -252,10 +295,22 @@ def _look(rank: int, found: dict[tuple[str, str], str], options: list[Feature]) 
         for b in options[k + 1 :]:
             if (a.name, b.name) in found:
                 continue
-            told = [(x, found[x.name, a.name], found[x.name, b.name]) for x in ALGORITHMS]
-            both = [x for x, *errors in told if "" in errors and {cell(e) for e in errors} <= {"yes", "-"}]
-            works = any(not outcome(rank, x, a, b) for x in both)
-            found[a.name, b.name] = "" if works else NO_ALGORITHM
+            found[a.name, b.name] = _together(rank, found, a, b)
+
+
+def _together(rank: int, found: dict[tuple[str, str], str], a: Feature, b: Feature) -> str:
+    """The outcome of two options: empty if an algorithm goes with both; else the reason of one that goes with
+    each alone, if there is one."""
+    told = [(x, found[x.name, a.name], found[x.name, b.name]) for x in ALGORITHMS]
+    reason = NO_ALGORITHM
+    for x, *errors in told:
+        if "" in errors and {cell(e) for e in errors} <= {"yes", "-"}:
+            error = outcome(rank, x, a, b)
+            if not error:
+                return ""
+            if not any(errors) and cell(error).isdigit():
+                reason = error
+    return reason
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import trigram
 from tests.support.cases import Cases
 from tests.support.checks import close, fingerprint, raises, same_on_all_ranks, says
 from tests.support.twin_training import Pair, mlp, sgd, square, x
+from trigram.model.wrapped import wrapped_models
 
 pytestmark = pytest.mark.waits
 
@@ -88,6 +89,32 @@ def fault_on_one_rank(rank: int, world: int, bucket_mb: float) -> None:
         else:
             raises(trigram.TrigramError, lambda: square(pair.ours, rank, 0).backward())
         pair.train(square, 2, first=10 * round + 5)
+
+
+@CASES
+def fault_before_the_first_gradient(rank: int, world: int) -> None:
+    """Where a pass is prepared, on one rank: it is aborted, and not the pass before it, so nobody waits."""
+    model = trigram.with_bagua(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(x(rank, number)).square().mean().backward()
+        optimizer.step()
+
+    for number in range(2):
+        step(number)
+    hooks: Any = wrapped_models[model].hooks
+    if rank == world - 1:
+        hooks.updates.pass_begins = lambda: 1 / 0
+        raises(ZeroDivisionError, step, 2)
+        del hooks.updates.pass_begins
+    else:
+        began = time.monotonic()
+        says(raises(trigram.AbortedError, step, 2), "raised an exception")
+        assert time.monotonic() - began < 20
+    step(3)
+    same_on_all_ranks(rank, world, "prepared", model.parameters())
 
 
 @CASES.over(*GRADIENTS)

@@ -1,6 +1,7 @@
 """Hands a call whose arguments are checked to the engine, or to a route for GPU tensors, and waits for it.
 
-:func:`start` is the one way there: backend/calls uses it too.
+:func:`start` is the way of all collectives, those of torch.distributed too (backend/calls). Only the
+shortest, sums of plain tensors on the CPU, go past it.
 
 In a compiled function this is no part of the graph: the engine is given addresses.
 """
@@ -98,7 +99,7 @@ def start(
 
 
 def is_on_device(t: torch.Tensor, asked: engine_codes.Asked) -> bool:
-    """Whether a call on this tensor takes a route for GPUs."""
+    """Whether a call on this tensor takes a route for GPUs: whatever is asked, that of its device."""
     return not t.is_cpu
 
 

@@ -8,37 +8,24 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from trigram.algorithms import compatibility
-from trigram.algorithms.names import DEFAULT
 from trigram.algorithms.parse import find
-from trigram.algorithms.trigram import Algorithm, Trigram
+from trigram.algorithms.trigram import Trigram
 from trigram.averaging.gradient_filter import GradientFilter
-from trigram.averaging.sparse import sparse_parameters
 from trigram.collectives.consistency import listed, ranks_that
-from trigram.elastic import recovery
 from trigram.errors import MismatchError, MisuseError, UnsupportedError
 from trigram.model import methods, planned
 from trigram.model.auto import Auto
+from trigram.model.request import Request, check_copies, request
 from trigram.model.shards import collect, give_back
 from trigram.model.wrapped import WrappedModel, lookup, remove, wrapped_models
 from trigram.plan import measuring, settle
-from trigram.plan.file import agreed
-from trigram.runtime import logs
 from trigram.runtime.group import Group
-from trigram.runtime.weak import copied
-from trigram.runtime.world import AnyGroup, resolve
-from trigram.training import fidelity
+from trigram.runtime.world import AnyGroup
 from trigram.training.compose import check
-from trigram.training.model_checks import check_modules
-from trigram.training.options import Options, ignored_names
+from trigram.training.options import Options, checked_filters, ignored_names
 from trigram.training.weight_sync import WeightSync
 
 Model = TypeVar("Model", bound=nn.Module)
-
-BUCKET_MB = 4
-"""Fewer bytes wait for the end of backward than with DDP's 25 (docs/benchmarks.md, "TCP between hosts")."""
-BUCKET_MB_GPU = 25
-"""As DDP: a call of NCCL costs more, and goes faster, than one on the CPU."""
 
 
 def with_bagua(
@@ -117,158 +104,58 @@ def with_bagua(
             already, has no parameter to train, or has no parameter or buffer of
             a name in ``ignore``.
     """
-    if (asked := measuring.wanted()) is not None:
-        algorithm, bucket_mb, optimizer, plan = "local_sgd", None, None, None
-        options = {**measuring.LEARN, "warmup_steps": asked.communicating}
-        sample_weight, check_finite, check_replicas, filters = None, False, 0, ()
-        if elastic is not False:
-            raise UnsupportedError(
-                "with_bagua: trigram plan cannot measure an elastic job; pass elastic=False"
-            )
-    if algorithm is not None and plan is not None:
-        raise MisuseError("with_bagua: plan= names the algorithm; remove algorithm=, or plan=")
-    if (decision := agreed(plan, group, uses=algorithm is None, asks=elastic is False)) is not None:
-        algorithm, options = decision.algorithm, {**decision.options, **options}
-        bucket_mb = decision.bucket_mb if bucket_mb is None else bucket_mb
-    if (automatic := settle.settings(algorithm, options)) is not None:
-        if elastic is not False:
-            compatibility.check("with_bagua", {"elastic=True", "algorithm='auto'"})
-        algorithm, options = DEFAULT, {}
-    chosen = find(algorithm, options)
-    if bucket_mb is None:
-        bucket_mb = BUCKET_MB_GPU if any(p.is_cuda for p in model.parameters()) else BUCKET_MB
-    if bucket_mb <= 0:
-        raise MisuseError(f"with_bagua: bucket_mb={bucket_mb} must be greater than 0")
+    extras = Options(
+        sample_weight,
+        check_finite,
+        check_replicas,
+        broadcast_buffers,
+        ignored_names(model, ignore),
+        checked_filters(filters),
+    )
+    asked = request(
+        model,
+        algorithm,
+        options,
+        extras=extras,
+        optimizer=optimizer,
+        group=group,
+        bucket_mb=bucket_mb,
+        elastic=elastic,
+        plan=plan,
+    )
     if is_wrapped(model):
         raise MisuseError(
             "with_bagua: this model is hooked already; call trigram.switch to change its algorithm, or "
             "trigram.unwrap before it is wrapped again"
         )
+    asked.check(model)
     if (earlier := wrapped_models.get(model)) is not None:
         remove(earlier)  # of a job that has ended
-    states = None
-    if elastic is not False:
-        states = _states(model, chosen, optimizer, group, elastic)
-        if not chosen.options.sharded:
-            optimizer = None
-    _check_copies(chosen, states is not None)
-    check(chosen, optimizer, model)
-    names = ignored_names(model, ignore)
-    extras = Options(sample_weight, check_finite, check_replicas, broadcast_buffers, names, _filters(filters))
-    ranks = resolve(group)
-    if chosen.from_environment:
-        extras, unknown = extras.known_to(chosen, ranks.size)
-        _warn_of(chosen.name, [*chosen.unknown, *unknown], ranks)
-    if automatic is not None:
-        _warn_of("auto", automatic.ignored, ranks)
-    extras.check(chosen, ranks.size)
-    features = compatibility.features(chosen) | extras.features() | _of_model(model, names)
-    compatibility.check(f"algorithm {chosen.name!r}", features)
-    check_modules(model, ranks.size if states is None else 2)  # more ranks may join an elastic job
-    _check_shared(model, names)
-    if asked is not None and (unfit := _unfit(model, names)):
-        raise UnsupportedError(f"trigram plan: {unfit}")
-    wrapped = wrapped_models[model] = WrappedModel(
-        model,
-        chosen,
-        ranks,
-        int(bucket_mb * (1 << 20)),
-        optimizer,
-        extras,
-        states,
-        str(automatic or ""),
-    )
-    if automatic is not None:
-        wrapped.tuner = Auto(wrapped, automatic)
-    methods.add(model)
-    if asked is not None and ranks.size > 1:
-        measuring.Watch(model, ranks, asked, planned.conclude)
-    collect(model)
+    ranks = asked.ranks()
+    _wrap(model, asked.among(ranks, model), ranks)
     return model
 
 
-def _filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
-    """Raises if something else was given."""
-    if isinstance(given, Sequence) and all(isinstance(one, GradientFilter) for one in given):
-        return tuple(given)
-    raise MisuseError(
-        f"with_bagua: filters={given!r} must be a sequence of objects of subclasses of "
-        "trigram.averaging.GradientFilter, such as [MyFilter()]"
+def _wrap(model: nn.Module, asked: Request, ranks: Group) -> None:
+    """Installs the hooks; all ranks call it, and raise together."""
+    elastic = asked.elastic is not False
+    wrapped = wrapped_models[model] = WrappedModel(
+        model,
+        asked.algorithm,
+        ranks,
+        int(asked.bucket_mb * (1 << 20)),
+        # In an elastic job it is part of the training state, which algorithms leave alone.
+        None if elastic and not asked.algorithm.options.sharded else asked.optimizer,
+        asked.extras,
+        asked.states,
+        str(asked.automatic or ""),
     )
-
-
-def _of_model(model: nn.Module, ignored: frozenset[str]) -> set[compatibility.Feature]:
-    """What the model has that some features do not go with."""
-    averaged = {id(p) for name, p in model.named_parameters() if name not in ignored}
-    return {"modules with sparse=True"} if any(id(p) in averaged for p in sparse_parameters(model)) else set()
-
-
-def _unfit(model: nn.Module, ignored: frozenset[str]) -> str:
-    """Why ``trigram plan`` cannot predict this model; empty if it can."""
-    trained = [p for n, p in model.named_parameters() if p.requires_grad and n not in ignored]
-    mine = {id(p) for p in trained}
-    return measuring.unfit(trained, any(id(p) in mine for p in sparse_parameters(model)))
-
-
-def _check_shared(model: nn.Module, ignored: frozenset[str]) -> None:
-    """Raises if another wrapped model averages one of the parameters."""
-    names = {id(p): n for n, p in model.named_parameters() if n not in ignored and p.requires_grad}
-    for other, wrapped in copied(wrapped_models.items):
-        hooks = wrapped.hooks
-        if other is model or wrapped.stale or hooks is None:
-            continue
-        shared = [names[i] for i in names if i in hooks.param_ids]
-        if shared:
-            raise MisuseError(
-                f"with_bagua: parameter {shared[0]} of {type(model).__name__} also belongs to the wrapped "
-                f"model {type(other).__name__}, and its gradient would be averaged twice; wrap one module "
-                "that holds both, such as nn.ModuleList([a, b]), or pass ignore=[...] for one of them"
-            )
-
-
-def _warn_of(chosen: str, unknown: Sequence[str], ranks: Group) -> None:
-    """Logs, on the first rank, the options in code that the algorithm of the environment does not have."""
-    if unknown and ranks.rank == 0:
-        logs.warning(
-            f"with_bagua: {chosen} (from TRIGRAM_ALGORITHM) has no option {', '.join(unknown)}; the "
-            "script passes it for another algorithm, and it is ignored"
-        )
-
-
-def _check_copies(chosen: Algorithm, elastic: bool) -> None:
-    """Raises if copies of a sharded optimizer's state are asked for in a job whose ranks do not change."""
-    if chosen.options.copies is not None and not elastic:
-        raise MisuseError(
-            f"with_bagua: copies={chosen.options.copies} needs elastic=True, where ranks may be lost; "
-            "remove copies="
-        )
-
-
-def _states(
-    model: nn.Module, chosen: Algorithm, optimizer: Any, group: AnyGroup, wanted: bool | Sequence[Any]
-) -> list[Any]:
-    """Checks the arguments of an elastic model; returns the objects whose state a joining rank receives."""
-    if optimizer is None:
-        raise MisuseError(
-            "with_bagua: elastic=True also needs optimizer=, because a joining rank receives the "
-            "optimizer's state"
-        )
-    features = compatibility.features(chosen)
-    features.add("elastic=True")
-    if group is not None:
-        features.add("group=")
-    if fidelity.every():
-        features.add("TRIGRAM_GRADIENTS")
-    compatibility.check(f"algorithm {chosen.name!r}", features | _of_model(model, frozenset()))
-    states = [optimizer, *(wanted if isinstance(wanted, Sequence) else ())]
-    for s in states:
-        if not hasattr(s, "state_dict") or not hasattr(s, "load_state_dict"):
-            raise MisuseError(
-                f"with_bagua: elastic: {type(s).__name__} has no state_dict and load_state_dict; pass only "
-                "optimizers, schedulers and other objects that have both"
-            )
-    recovery.join_job()
-    return states
+    if asked.automatic is not None:
+        wrapped.tuner = Auto(wrapped, asked.automatic)
+    methods.add(model)
+    if asked.measured is not None and ranks.size > 1:
+        measuring.Watch(model, ranks, asked.measured, planned.conclude)
+    collect(model)
 
 
 def is_wrapped(model: nn.Module) -> bool:
@@ -356,7 +243,7 @@ def switch(model: nn.Module, algorithm: str | Trigram, *, optimizer: Any = None,
             "switch: an elastic job keeps a sharded optimizer, and gets none later, because ranks that join "
             "call with_bagua with one algorithm; choose it there"
         )
-    _check_copies(chosen, wrapped.states is not None)
+    check_copies(chosen, wrapped.states is not None)
     wrapped.extras.check(chosen, wrapped.size)
     if isinstance(wrapped.hooks, WeightSync):
         waiting = wrapped.hooks.awaits_update()

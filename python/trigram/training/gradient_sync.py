@@ -258,6 +258,17 @@ class GradientSync(StepHooks):
 
     def _begin(self, param: int | None, idle: bool = False, redoing: bool = False) -> None:
         """Begins a pass, with the parameters and buckets that it needs; see :class:`GradientPass`."""
+        try:
+            self._prepare(param)
+        except BaseException:
+            self.this_pass = GradientPass(self, idle, redoing)  # which is aborted, and not the one before
+            raise
+        # What follows may raise, and then all ranks abort this pass.
+        self.this_pass = GradientPass(self, idle, redoing)
+        self.this_pass.begin(param)
+
+    def _prepare(self, param: int | None) -> None:
+        """Before a pass begins: all weights are there, and buckets are those of the parameters that train."""
         self.updates.pass_begins()
         self.warmup_end.begin_pass()
         if self.successor is not None and self.join is None:
@@ -272,9 +283,6 @@ class GradientSync(StepHooks):
             # The script still holds gradients: this pass must neither overwrite them nor leave them behind.
             self.groups.copies_gradients = True
             self.build_buckets(self.buckets.order)
-        # First: what follows may raise, and then all ranks abort this pass.
-        self.this_pass = GradientPass(self, idle, redoing)
-        self.this_pass.begin(param)
 
     def count_anew(self) -> None:
         """A pass has failed on this rank, and others may have completed it: calls that all ranks make in

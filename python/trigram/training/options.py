@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -121,3 +121,13 @@ def ignored_names(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
             )
     tensors = {id(found[name]) for name in names}
     return frozenset(name for name, t in found.items() if id(t) in tensors)
+
+
+def checked_filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
+    """The filters; raises if something else was given."""
+    if isinstance(given, Sequence) and all(isinstance(one, GradientFilter) for one in given):
+        return tuple(given)
+    raise MisuseError(
+        f"with_bagua: filters={given!r} must be a sequence of objects of subclasses of "
+        "trigram.averaging.GradientFilter, such as [MyFilter()]"
+    )

@@ -21,7 +21,7 @@ from tests.support.elastic_run import await_step, come, reference, the_same, tra
 from tests.support.harness import ROOT, Ranks, await_flag, flag, free_port, say, until
 from tests.support.marks import long
 from trigram import _core
-from trigram.elastic import membership
+from trigram.elastic import joining, membership
 
 pytestmark = pytest.mark.waits
 
@@ -283,6 +283,42 @@ def test_all_may_meet_once_more() -> None:
         ranks.await_said(1, "in")
         ranks.restart(1, two_jobs, port, True)
         assert ranks.results(60) == [2, 2]
+    del store
+
+
+def too_late(rank: int, world: int, port: int) -> str:
+    """Rank 2 comes while the job runs, and asks to join when all have left."""
+    import torch.distributed as dist
+
+    trigram.init(dist.TCPStore("127.0.0.1", port, is_master=False), rank, world, elastic=True)
+    if rank == 2:
+        flag("late")
+        for r in range(2):
+            await_flag(f"out{r}")
+        joining._SILENT_SECONDS = 3.0
+        began = time.monotonic()
+        text = raises(trigram.TimeoutError, trigram.recover)
+        assert time.monotonic() - began < 30
+        return text
+    say("in")
+    await_flag("late")
+    trigram.shutdown()
+    flag(f"out{rank}")
+    return ""
+
+
+def test_who_asks_to_join_a_job_that_has_ended_is_told() -> None:
+    """After a minute without a word of it, not after the five that an admission may take."""
+    import torch.distributed as dist
+
+    port = free_port()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    with Ranks(2, too_late, port) as ranks:
+        for r in range(2):
+            ranks.await_said(r, "in")
+        ranks.extra = {"WORLD_SIZE": "3"}
+        ranks.restart(2, too_late, port)
+        says(ranks.results(60)[2], "rank 2 cannot join", "it has ended")
     del store
 
 

@@ -34,6 +34,9 @@ from trigram.runtime.world import Settings, use_elastic
 
 _STEP_TIMEOUT = 15.0
 """Seconds that one step of joining may take; after that this rank sends a new request."""
+_SILENT_SECONDS = 60.0
+"""A job that has run and says nothing for so long has ended: longer than its ranks need to choose another
+leader on a busy machine."""
 _MOST_MISMATCHES = 3
 """Attempts in a row that fail because settings differ, after which this rank raises the error."""
 _CHECK_EVERY = 0.1
@@ -137,7 +140,8 @@ def join(timeout: float = 300.0) -> None:
         timeout: Seconds.
 
     Raises:
-        TimeoutError: The job has not admitted this rank in time, or has ended.
+        TimeoutError: The job has not admitted this rank in time, or has ended: no member of it has said
+            anything for a minute.
         AuthError: This rank's secret differs from the job's.
         ConfigError: This rank's settings differ from the job's.
     """
@@ -145,12 +149,18 @@ def join(timeout: float = 300.0) -> None:
     assert mine.queue is not None
     watch, end = JobWatch(mine.queue.store), time.monotonic() + timeout
     reason = "no member of the job responds; is it running, with the same MASTER_ADDR and MASTER_PORT?"
-    pause, mismatches = 0.1, 0
+    pause, mismatches, heard = 0.1, 0, time.monotonic()
     while time.monotonic() < end:
         status = watch.status()
         if status is None:
+            if time.monotonic() - heard > _SILENT_SECONDS and watch.known():
+                raise TimeoutError(
+                    f"elastic: rank {now.rank} cannot join: the job has run, and no member of it has said "
+                    f"anything for {_SILENT_SECONDS:.0f} s, so it has ended; the last try: {reason}"
+                )
             time.sleep(0.05)
             continue
+        heard = time.monotonic()
         try:
             new = _try_to_join(now, mine, watch, status, end)
         except RefusedError as e:

@@ -69,6 +69,7 @@ OUTSIDE = {
     "integrations": set(ROOMS) | {"package"},
     "graphs": {"algorithms"},
     "exchange": {"mixing"},
+    "compat": set(ROOMS) | {"package"},
     "cli": set(ROOMS) | {"package"},
     "__main__": {"cli"},
 }

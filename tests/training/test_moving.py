@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import Tensor
 
-from tests.support.checks import same_on_all_ranks
+from tests.support.checks import close, same_on_all_ranks
 from tests.support.harness import ROOT, run
 
 _TITLED = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", (ROOT / "docs/moving.md").read_text(), re.M | re.S)
@@ -19,7 +19,10 @@ SECTIONS = {
 
 def _trained(rank: int, world: int, title: str, when: str) -> list[Tensor]:
     scope = {"__name__": "__main__"}
-    exec(compile(SECTIONS[title][when], f"{title}, {when}", "exec"), scope)
+    script = SECTIONS[title][when].replace(
+        "import horovod.torch as hvd", "import trigram.compat.horovod as hvd"
+    )
+    exec(compile(script, f"{title}, {when}", "exec"), scope)
     weights = [p.detach() for p in scope["model"].parameters()]  # type: ignore[attr-defined]
     same_on_all_ranks(rank, world, when, weights)
     return weights
@@ -42,3 +45,10 @@ def test_ddp_before_and_after() -> None:
     title = "From DistributedDataParallel"
     for before, after in zip(*(run(2, _trained, title, when) for when in ("Before", "After")), strict=True):
         assert all((a == b).all() for a, b in zip(before, after, strict=True))
+
+
+def test_horovods_script_needs_another_import_only() -> None:
+    before, after = (run(2, _trained, "From Horovod", when) for when in ("Before", "After"))
+    for mine, theirs in zip(before, after, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            close(a, b, 1e-6, "the weights")

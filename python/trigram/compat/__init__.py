@@ -1,0 +1,1 @@
+"""The interfaces of other libraries, for scripts that move: only their import changes."""

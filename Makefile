@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUST_SOURCES := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 
-.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-gpu gpu-report wheel-gpu test-backend test-libraries test-integrations test-loom test-hostile test-sanitize clean
+.PHONY: help hooks demo test test-all test-long-waiting test-long-computing build wheel dist site bench bench-quick fmt lint lint-rust lint-python test-rust test-python test-gpu gpu-report wheel-gpu test-backend test-peers test-libraries test-integrations test-loom test-hostile test-sanitize clean
 
 build: .venv/built  ## builds the engine and installs trigram into .venv
 
@@ -145,6 +145,11 @@ test-gpu:  ## the tests of gpu-report
 
 test-backend: build  ## torch's tests of c10d over our backend at 2, 3 and 4 ranks, and our own of it
 	$(BIN)/python -m pytest tests/backend
+
+PEER_HOROVOD ?=
+test-peers: build  ## suites of other libraries, from clones: PEER_HOROVOD=PATH (docs/conformance.md)
+	@test -n "$(PEER_HOROVOD)" || { echo "name a clone: make test-peers PEER_HOROVOD=PATH" >&2; exit 1; }
+	$(BIN)/python tools/peer_suites.py horovod $(PEER_HOROVOD)
 
 test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries

@@ -66,7 +66,7 @@ _under_way: set[str | None] = set()
 def _named(name: str | None) -> str | None:
     """Notes the name of a call that begins."""
     if name is not None and name in _under_way:
-        raise HorovodInternalError(
+        raise ValueError(
             f"Duplicate tensor name {name}: the call that has it is under way; synchronize it first, or give "
             "each call a name of its own"
         )

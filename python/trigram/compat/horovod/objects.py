@@ -45,6 +45,11 @@ def broadcast_optimizer_state(optimizer: Any, root_rank: int, model: Any = None)
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("cannot broadcast torch.optim.LBFGS state")
+    if not optimizer.state_dict()["state"]:  # Horovod makes a step then, and leaves gradients of zero
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and p.grad is None:
+                    p.grad = torch.zeros_like(p)
     state = broadcast_object(optimizer.state_dict() if rank() == root_rank else None, root_rank)
     if rank() != root_rank:
         optimizer.load_state_dict(state)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from trigram.averaging.gradient_filter import GradientBucket, GradientFilter
+from trigram.averaging.sparse import sparse_parameters
 from trigram.compat.horovod.basics import ProcessSet, global_process_set
 from trigram.compat.horovod.calls import Adasum, Average, Sum
 from trigram.compat.horovod.compression import Compression
@@ -25,15 +26,33 @@ _ALGORITHMS = {Compression.none: None, Compression.fp16: "central/f16/sync"}
 
 
 class _Parameters(nn.Module):
-    """The parameters of an optimizer, by the names that the script gave them. It is never called."""
+    """The parameters of an optimizer, by the names that the script gave them. It is never called.
 
-    def __init__(self, named: list[tuple[str, nn.Parameter]]) -> None:
+    Args:
+        named: The parameters with their names.
+        sparse: Those of them that get sparse gradients.
+    """
+
+    def __init__(self, named: list[tuple[str, nn.Parameter]], sparse: list[nn.Parameter]) -> None:
         super().__init__()
         self._named = named
+        self._tables = [_table(p) for p in sparse]
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters with their names."""
         yield from self._named
+
+    def modules(self, *_: Any, **__: Any) -> Iterator[nn.Module]:
+        """This one, and a table for each parameter with sparse gradients: by these they are known."""
+        yield self
+        yield from self._tables
+
+
+def _table(param: nn.Parameter) -> nn.Module:
+    """A module that has the parameter, and says that its gradients are sparse."""
+    table = nn.Embedding(1, 1, sparse=True)
+    table.weight = param
+    return table
 
 
 class _Sums(GradientFilter):
@@ -61,6 +80,8 @@ class _Distributed:
     _hvd_counts: dict[int, int]
     _hvd_synchronized: bool
     _hvd_should: bool
+    _hvd_dense: bool
+    _parameter_names: dict[torch.Tensor, str]
 
     def _hvd_hooks(self) -> StepHooks | None:
         wrapped = wrapped_models.get(self._hvd_parameters)
@@ -74,6 +95,8 @@ class _Distributed:
 
     def _hvd_came(self, param: torch.Tensor) -> None:
         """A gradient was added to a parameter; hooks of its model are called after this one."""
+        if self._hvd_dense and param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()
         count = self._hvd_counts[id(param)] = self._hvd_counts.get(id(param), 0) + 1
         if count > self._hvd_passes > 1:
             raise AssertionError(
@@ -132,6 +155,7 @@ def DistributedOptimizer(  # Horovod's name
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
     algorithm: str | None = None,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> Any:
     """Averages the gradients of an optimizer's parameters over all ranks. All ranks of the set call it, and
@@ -146,17 +170,18 @@ def DistributedOptimizer(  # Horovod's name
         gradient_predivide_factor: Of no effect: averages are rounded once.
         num_groups: Of no effect: gradients are averaged in buckets.
         groups: The same.
-        sparse_as_dense: Must be False: create modules with ``sparse=False``.
+        sparse_as_dense: Sparse gradients become dense ones; of no effect with ``SparseAdam``.
         process_set: The ranks.
         algorithm: One of Trigram's, such as ``decentralized``, with ``options``; None: as ``compression``
             says. See :func:`trigram.with_bagua`.
+        model: The model, if it has modules with ``sparse=True``; those of ``SparseAdam`` are known.
 
     Returns:
         ``optimizer``.
 
     Raises:
         ValueError: Names are missing, or there twice.
-        UnsupportedError: Adasum, another compression, ``sparse_as_dense``.
+        UnsupportedError: Adasum, or another compression.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
     named = (
@@ -171,10 +196,6 @@ def DistributedOptimizer(  # Horovod's name
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if op == Adasum or op not in (Average, Sum):
         raise UnsupportedError(f"DistributedOptimizer: op={op} is not supported; use Average or Sum")
-    if sparse_as_dense:
-        raise UnsupportedError(
-            "DistributedOptimizer: sparse_as_dense is not supported; create modules with sparse=False"
-        )
     if algorithm is None and compression not in _ALGORITHMS:
         raise UnsupportedError(
             "DistributedOptimizer: a compression of the script's own is not supported; use algorithm=, or "
@@ -183,7 +204,13 @@ def DistributedOptimizer(  # Horovod's name
     if not process_set.included():
         return optimizer
     mine = {id(p) for p in params}
-    container = _Parameters([(name, p) for name, p in named if id(p) in mine])
+    sparse: list[Any] = params if isinstance(optimizer, torch.optim.SparseAdam) else []
+    sparse_as_dense = sparse_as_dense and not sparse
+    if model is not None:
+        sparse = list(sparse_parameters(model))
+    container = _Parameters(
+        [(name, p) for name, p in named if id(p) in mine], [] if sparse_as_dense else sparse
+    )
     filters = [_Sums(process_set.size() or 1)] if op == Sum else []
     chosen = algorithm if algorithm is not None else _ALGORITHMS[compression]
     if filters:
@@ -192,6 +219,7 @@ def DistributedOptimizer(  # Horovod's name
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})
     optimizer._hvd_parameters, optimizer._hvd_passes = container, backward_passes_per_step
+    optimizer._hvd_dense, optimizer._parameter_names = sparse_as_dense, {p: name for name, p in named}
     optimizer._hvd_counts, optimizer._hvd_synchronized, optimizer._hvd_should = {}, False, True
     came = weakref.WeakMethod(optimizer._hvd_came)
     for p in params:

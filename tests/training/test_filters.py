@@ -251,6 +251,34 @@ def refused(rank: int, world: int) -> None:
     says(text, "different")
 
 
+class Replaces(GradientFilter):
+    """Does not change values in place, in each way that there is."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def before(self, bucket: Any) -> None:
+        clipped = [view.clamp(-0.1, 0.1) for view in bucket.views]
+        if self.how == "views":
+            bucket.views = clipped
+        elif self.how == "values":
+            bucket.values = bucket.values.clamp(-0.1, 0.1)
+        elif self.how == "item":
+            bucket.views[0] = clipped[0]
+        else:
+            for param, view in zip(bucket.tensors, clipped, strict=True):
+                param.grad = view
+
+
+@CASES.over("views", "values", "item", "grad")
+def what_would_not_be_averaged(rank: int, world: int, how: str) -> None:
+    """It is an error on all ranks, not the gradients of the step before."""
+    model = trigram.with_bagua(Net(), filters=[Replaces(how)])
+    error = TypeError if how == "item" else trigram.MisuseError
+    text = raises(error, lambda: loss(model, rank, 0).backward())
+    says(text, "item assignment") if how == "item" else says(text, "Replaces", "in place")
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", list(CASES))
 def test_filters(world: int, case: str, in_launch: Callable[..., None]) -> None:

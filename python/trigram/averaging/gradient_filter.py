@@ -9,18 +9,21 @@ import torch
 
 
 class GradientBucket(Protocol):
-    """Gradients of one dtype that are averaged together.
+    """Gradients of one dtype that are averaged together. A filter changes their values in place; it cannot
+    replace the tensors."""
 
-    Attributes:
-        values: The gradients, one after the other: one-dimensional, with zeros between them.
-        views: The gradient of each parameter, as a view into ``values``, of the parameter's shape; zeros
-            where this rank has no gradient.
-        tensors: The parameters.
-    """
+    @property
+    def values(self) -> torch.Tensor:
+        """The gradients, one after the other: one-dimensional, with zeros between them."""
 
-    values: torch.Tensor
-    views: list[torch.Tensor]
-    tensors: tuple[torch.Tensor, ...]
+    @property
+    def views(self) -> Sequence[torch.Tensor]:
+        """The gradient of each parameter, as a view into ``values``, of the parameter's shape; zeros where
+        this rank has no gradient."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The parameters."""
 
     @property
     def mean(self) -> torch.Tensor:

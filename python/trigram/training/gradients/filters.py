@@ -14,9 +14,96 @@ import torch
 from trigram.averaging.gradient_filter import GradientBucket, GradientFilter
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
+from trigram.errors import MisuseError
 from trigram.training.elasticity import Elasticity
 from trigram.training.fidelity import Fidelity
 from trigram.training.gradients.buckets import Bucket
+
+
+class BucketOfFilter:
+    """A bucket as a script's filter sees it: what it would replace there would not be averaged.
+
+    Args:
+        bucket: The bucket.
+        name: Of the filter, for errors.
+    """
+
+    __slots__ = ("_bucket", "_name")
+
+    _bucket: GradientBucket
+    _name: str
+
+    def __init__(self, bucket: GradientBucket, name: str) -> None:
+        object.__setattr__(self, "_bucket", bucket)
+        object.__setattr__(self, "_name", name)
+
+    def __setattr__(self, attribute: str, _: object) -> None:
+        raise MisuseError(
+            f"filter {self._name}: bucket.{attribute} cannot be replaced, for another tensor would not be "
+            "averaged; change the values in place, as in bucket.values.clamp_(-1, 1)"
+        )
+
+    @property
+    def values(self) -> torch.Tensor:
+        """See :class:`GradientBucket`."""
+        return self._bucket.values
+
+    @property
+    def views(self) -> tuple[torch.Tensor, ...]:
+        """See :class:`GradientBucket`."""
+        return tuple(self._bucket.views)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """See :class:`GradientBucket`."""
+        return self._bucket.tensors
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """See :class:`GradientBucket`."""
+        return self._bucket.mean
+
+
+class OfScript(GradientFilter):
+    """A filter of the script.
+
+    Args:
+        own: The filter.
+        redoing: The pass is made again: its gradients have gone through the filter.
+    """
+
+    def __init__(self, own: GradientFilter, redoing: bool) -> None:
+        self.own, self.redoing = own, redoing
+        self.name = type(own).__name__
+
+    def pass_begins(self) -> None:
+        """A pass begins; one that is made again has begun."""
+        if not self.redoing:
+            self.own.pass_begins()
+
+    def before(self, bucket: GradientBucket) -> None:
+        """Calls it, and raises if it has given parameters other gradients."""
+        if self.redoing:
+            return
+        held = [p.grad for p in bucket.tensors]
+        self.own.before(BucketOfFilter(bucket, self.name))
+        if any(p.grad is not grad for p, grad in zip(bucket.tensors, held, strict=True)):
+            raise MisuseError(
+                f"filter {self.name}: before() has set the gradient of a parameter (p.grad = ...), which is "
+                "not averaged; change bucket.values or bucket.views[k] in place"
+            )
+
+    def averaged(self, buckets: Sequence[GradientBucket]) -> None:
+        """Calls it."""
+        self.own.averaged([BucketOfFilter(bucket, self.name) for bucket in buckets])
+
+    def after(self, bucket: GradientBucket) -> None:
+        """Calls it."""
+        self.own.after(BucketOfFilter(bucket, self.name))
+
+    def pass_ends(self) -> None:
+        """Calls it."""
+        self.own.pass_ends()
 
 
 class Compared(GradientFilter):
@@ -56,29 +143,6 @@ class Joining(GradientFilter):
         if self.elastic.newcomers and not self.weighted:
             for bucket in buckets:
                 cast(Bucket, bucket).memory.mul_(self.ranks / (self.ranks - len(self.elastic.newcomers)))
-
-
-class Repeated(GradientFilter):
-    """A filter of the script, in a pass that is repeated: its gradients have gone through it.
-
-    Args:
-        once: The filter.
-    """
-
-    def __init__(self, once: GradientFilter) -> None:
-        self.once = once
-
-    def averaged(self, buckets: Sequence[GradientBucket]) -> None:
-        """The averages are there."""
-        self.once.averaged(buckets)
-
-    def after(self, bucket: GradientBucket) -> None:
-        """The parameters of a bucket have them."""
-        self.once.after(bucket)
-
-    def pass_ends(self) -> None:
-        """The pass has ended."""
-        self.once.pass_ends()
 
 
 class Silent(GradientFilter):

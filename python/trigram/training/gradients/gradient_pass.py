@@ -207,7 +207,7 @@ class GradientPass:
         # The script's own come first: to the others, what they leave is what backward has computed. A rank
         # that contributes nothing has no gradients.
         if not (self.idle or hooks.elastic.newcomer):
-            found += map(filters.Repeated, groups.filters) if self.redoing else groups.filters
+            found += [filters.OfScript(own, self.redoing) for own in groups.filters]
         # These look at what this rank has computed, before anything is made of it.
         if hooks.probe is not None:
             found.append(hooks.probe)

@@ -213,6 +213,27 @@ def refused(rank: int, world: int) -> None:
     says(raises(trigram.MisuseError, lambda: loss(model, rank, 0).backward()), "late", "__init__")
 
 
+@CASES.over("memory", "views", "view")
+def what_would_not_be_averaged(rank: int, world: int, what: str) -> None:
+    """Another tensor in the place of the gradients is an error, not training without averages."""
+
+    class Replaces(GradientAverage):
+        def phases(self, step: int) -> Any:
+            self.memory *= 2  # in place: the same tensor
+            self.views[0] *= 1
+            if what == "memory":
+                self.memory = self.memory.bfloat16().float()
+            elif what == "views":
+                self.views = [v.clone() for v in self.views]
+            else:
+                self.views[0] = self.views[0].clone()
+            yield trigram.all_reduce(self.memory, "avg", group=self.groups.main, async_op=True)
+
+    trigram.register(f"replaces {what}", trigram.Trigram(), average=Replaces)
+    model = trigram.with_bagua(Net(), f"replaces {what}")
+    says(raises(trigram.MisuseError, lambda: loss(model, rank, 0).backward()), "in place", what)
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("case", list(CASES))
 def test_gradient_algorithm(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:

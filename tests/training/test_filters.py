@@ -265,18 +265,36 @@ class Replaces(GradientFilter):
             bucket.values = bucket.values.clamp(-0.1, 0.1)
         elif self.how == "item":
             bucket.views[0] = clipped[0]
+        elif self.how == "returned":
+            return clipped  # type: ignore[return-value]
         else:
             for param, view in zip(bucket.tensors, clipped, strict=True):
                 param.grad = view
 
 
-@CASES.over("views", "values", "item", "grad")
+@CASES.over("views", "values", "item", "grad", "returned")
 def what_would_not_be_averaged(rank: int, world: int, how: str) -> None:
     """It is an error on all ranks, not the gradients of the step before."""
     model = trigram.with_bagua(Net(), filters=[Replaces(how)])
-    error = TypeError if how == "item" else trigram.MisuseError
-    text = raises(error, lambda: loss(model, rank, 0).backward())
-    says(text, "item assignment") if how == "item" else says(text, "Replaces", "in place")
+    says(raises(trigram.MisuseError, lambda: loss(model, rank, 0).backward()), "in place")
+
+
+class InPlace(GradientFilter):
+    """Operators that write in place are assignments to Python."""
+
+    def before(self, bucket: Any) -> None:
+        bucket.values *= 2
+        for k in range(len(bucket.views)):
+            bucket.views[k] *= 0.5
+
+
+@CASES
+def operators_in_place(rank: int, world: int) -> None:
+    found = [
+        train(trigram.with_bagua(net, filters=chain), torch.optim.SGD(net.parameters(), lr=0.1), rank, 3)
+        for net, chain in ((Net(), [InPlace()]), (Net(), [GradientFilter()]))
+    ]
+    equal(*found)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trigram.averaging.average import Average
+from trigram.averaging.gradient_filter import Views
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.errors import MisuseError
@@ -33,11 +34,19 @@ class GradientAverage(Average):
     name = "registered average"
 
     def __init__(self, memory: torch.Tensor, views: Sequence[torch.Tensor], groups: ModelGroups) -> None:
-        self.memory, self.views, self.groups = memory, views, groups
+        self.memory, self.views, self.groups = memory, Views(views), groups
         self.sent = 2 * (groups.size - 1) * memory.nbytes // groups.size
         self.is_made = False
         self._kept: dict[str, torch.Tensor] = {}
         self._before: list[tuple[slice, dict[str, torch.Tensor]]] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in ("memory", "views") and self.__dict__.get(name, value) is not value:
+            raise MisuseError(
+                f"{type(self).__name__}: self.{name} cannot be replaced, for another tensor would not be "
+                "averaged; write into it in place, as in self.memory.copy_(...)"
+            )
+        super().__setattr__(name, value)
 
     def keep(self, name: str) -> torch.Tensor:
         """What this rank keeps of each gradient from one averaging step to the next: a residual, a momentum.

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import torch
+
+from trigram.errors import MisuseError
+
+
+class Views(tuple[torch.Tensor, ...]):
+    """Views into gradients that a script changes in place: another tensor in their place would be averaged
+    nowhere. ``views[k] *= 2`` is in place."""
+
+    __slots__ = ()
+
+    def __setitem__(self, k: SupportsIndex, value: torch.Tensor) -> None:
+        if self[k] is not value:
+            raise MisuseError(
+                f"views[{k}] cannot be replaced, for another tensor would not be averaged; change its values "
+                f"in place, as in views[{k}].clamp_(-1, 1)"
+            )
 
 
 class GradientBucket(Protocol):

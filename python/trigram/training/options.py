@@ -16,6 +16,7 @@ from trigram.averaging.groups import ModelGroups
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.errors import MisuseError, UnsupportedError
+from trigram.runtime import logs
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,13 @@ def ignored_names(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
 def checked_filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
     """The filters; raises if something else was given."""
     if isinstance(given, Sequence) and all(isinstance(one, GradientFilter) for one in given):
+        methods = [name for name in vars(GradientFilter) if not name.startswith("_")]
+        for one in given:
+            if all(getattr(type(one), name) is getattr(GradientFilter, name) for name in methods):
+                logs.warning(
+                    f"with_bagua: the filter {type(one).__name__} has none of the methods that are called "
+                    f"({', '.join(methods)}), so it does nothing"
+                )
         return tuple(given)
     raise MisuseError(
         f"with_bagua: filters={given!r} must be a sequence of objects of subclasses of "

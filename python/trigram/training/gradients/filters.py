@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from trigram.averaging.gradient_filter import GradientBucket, GradientFilter
+from trigram.averaging.gradient_filter import GradientBucket, GradientFilter, Views
 from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.errors import MisuseError
@@ -37,7 +37,9 @@ class BucketOfFilter:
         object.__setattr__(self, "_bucket", bucket)
         object.__setattr__(self, "_name", name)
 
-    def __setattr__(self, attribute: str, _: object) -> None:
+    def __setattr__(self, attribute: str, value: object) -> None:
+        if getattr(self, attribute, None) is value:
+            return  # ``bucket.values *= 2``
         raise MisuseError(
             f"filter {self._name}: bucket.{attribute} cannot be replaced, for another tensor would not be "
             "averaged; change the values in place, as in bucket.values.clamp_(-1, 1)"
@@ -49,9 +51,9 @@ class BucketOfFilter:
         return self._bucket.values
 
     @property
-    def views(self) -> tuple[torch.Tensor, ...]:
+    def views(self) -> Views:
         """See :class:`GradientBucket`."""
-        return tuple(self._bucket.views)
+        return Views(self._bucket.views)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -86,7 +88,12 @@ class OfScript(GradientFilter):
         if self.redoing:
             return
         held = [p.grad for p in bucket.tensors]
-        self.own.before(BucketOfFilter(bucket, self.name))
+        returned: object = self.own.before(BucketOfFilter(bucket, self.name))  # type: ignore[func-returns-value]
+        if returned is not None:
+            raise MisuseError(
+                f"filter {self.name}: before() has returned {type(returned).__name__}, which is not "
+                "averaged; change bucket.values or bucket.views[k] in place, and return nothing"
+            )
         if any(p.grad is not grad for p, grad in zip(bucket.tensors, held, strict=True)):
             raise MisuseError(
                 f"filter {self.name}: before() has set the gradient of a parameter (p.grad = ...), which is "

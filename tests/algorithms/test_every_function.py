@@ -118,6 +118,14 @@ def refused(rank: int, world: int) -> None:
         ("gradient_allreduce", {}, ("every",)),
     ):
         says(raises(unsupported, trigram.with_bagua, made(), name, every=function, **options), *words)
+    says(raises(unsupported, trigram.with_bagua, made(), "local_sgd", every=None), "every=None", "function")
+
+
+@CASES.over(None, "no", 1)
+def neither_yes_nor_no(rank: int, world: int, said: Any) -> None:
+    """A function that returns nothing never averaged, and one that returns a word always: both are errors."""
+    model = trigram.with_bagua(made(), "local_sgd", every=lambda step: said)
+    says(raises(trigram.MisuseError, train, model, rank, range(2)), repr(said), "True or False")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -201,7 +201,9 @@ class _Parser:
             count = int(number) if number else None
             if kind == "every":
                 must = "a number of steps, 1 or more, or a function that says after which steps"
-                count = self.option("every", count, lambda h: callable(h) or _positive(h), must)
+                count = self.option(
+                    "every", count, lambda h: callable(h) or (h is not None and _positive(h)), must
+                )
                 if callable(count):
                     self.due, count = count, 1
             else:

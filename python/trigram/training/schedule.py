@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from trigram.averaging.groups import ModelGroups
 from trigram.collectives.consistency import tell_all
+from trigram.errors import MisuseError
 from trigram.mixing.rare_averages import RareAverages
 from trigram.mixing.step import AveragingStep
 from trigram.observe import spans
@@ -245,11 +246,22 @@ class EverySteps(_CountedSchedule):
         """By the boundary, which all ranks count alike, also those that have joined."""
         return self.fragment
 
+    def _ask(self, step: int) -> bool:
+        """What the script's function says; raises if that is no yes or no."""
+        assert self.due is not None
+        says: object = self.due(step)
+        if isinstance(says, bool) or (hasattr(says, "dtype") and "bool" in str(says.dtype)):
+            return bool(says)
+        raise MisuseError(
+            f"every=: the function {getattr(self.due, '__name__', self.due)} has returned {says!r} for step "
+            f"{step}; it must return True or False"
+        )
+
     def boundary(self, step: int) -> None:
         """See :class:`StepSchedule`."""
         if self.steps_started > self.steps_done:
             self._finish(moved=True)  # this training step had no update before which it could end
-        self.is_due = bool(self.due(step)) if self.due is not None else step % self.every == 0
+        self.is_due = step % self.every == 0 if self.due is None else self._ask(step)
         if self.is_due:
             self.due_at = step
             self.fragment = step // self.every % len(self.fragments)

@@ -258,6 +258,7 @@ class GradientSync(StepHooks):
 
     def _begin(self, param: int | None, idle: bool = False, redoing: bool = False) -> None:
         """Begins a pass, with the parameters and buckets that it needs; see :class:`GradientPass`."""
+        self.updates.pass_begins()  # what it raises is of a step before: no rank makes this pass
         try:
             self._prepare(param)
         except BaseException:
@@ -268,8 +269,7 @@ class GradientSync(StepHooks):
         self.this_pass.begin(param)
 
     def _prepare(self, param: int | None) -> None:
-        """Before a pass begins: all weights are there, and buckets are those of the parameters that train."""
-        self.updates.pass_begins()
+        """Before a pass begins: buckets are those of the parameters that train."""
         self.warmup_end.begin_pass()
         if self.successor is not None and self.join is None:
             model_name = type(self.model()).__name__

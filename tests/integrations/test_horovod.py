@@ -15,6 +15,7 @@ import trigram.compat.horovod as hvd
 from tests.support.cases import Cases
 from tests.support.checks import close, equal, raises, same_on_all_ranks, says
 from tests.support.twin_training import mlp, x
+from trigram.averaging import GradientBucket, GradientFilter
 
 CASES = Cases()
 
@@ -211,6 +212,31 @@ def other_algorithms(rank: int, world: int, algorithm: str) -> None:
     """One word more than Horovod has."""
     net, _ = train(rank, world, 1, hvd.Average, algorithm=algorithm)
     assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+class Halves(GradientFilter):
+    def before(self, bucket: GradientBucket) -> None:
+        bucket.values.mul_(0.5)
+
+
+@CASES
+def filters_of_the_script(rank: int, world: int) -> None:
+    """They are not lost where sums are made of averages; and no parameter is added unnoticed."""
+    hvd.init()
+    hvd.init()  # Horovod's may be called again
+    torch.manual_seed(9)
+    net = mlp()
+    own = [Halves()]
+    made = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = hvd.DistributedOptimizer(made, op=hvd.Sum, filters=own)
+    net(x(rank, 1)).square().mean().backward()
+    want = copy.deepcopy(net)
+    want.zero_grad()
+    sum(0.5 * want(x(r, 1)).square().mean() for r in range(world)).backward()  # type: ignore[union-attr]
+    for p, q in zip(net.parameters(), want.parameters(), strict=True):
+        close(p.grad, q.grad, 1e-5)
+    more = {"params": [nn.Parameter(torch.ones(2))]}
+    says(raises(trigram.UnsupportedError, optimizer.add_param_group, more), "averaged")
 
 
 @CASES.over((False, True), (True, True), (True, False))

@@ -22,7 +22,7 @@ class ProcessSet:
         ranks: Their numbers.
 
     Attributes:
-        ranks: As above, sorted; of ``global_process_set`` all, once ``init`` was called.
+        ranks: As above, sorted.
         process_set_id: A number; None: the set was not added to the job, or removed.
     """
 
@@ -61,7 +61,24 @@ class ProcessSet:
         return self._group
 
 
-global_process_set = ProcessSet([])
+class _AllRanks(ProcessSet):
+    """The ranks of the job that asks, once it has begun."""
+
+    def __init__(self) -> None:
+        self._group = None
+
+    @property
+    def ranks(self) -> list[int]:  # type: ignore[override]
+        """All."""
+        return list(range(trigram.world_size())) if trigram.is_initialized() else []
+
+    @property
+    def process_set_id(self) -> int | None:  # type: ignore[override]
+        """0, as in Horovod."""
+        return 0 if trigram.is_initialized() else None
+
+
+global_process_set = _AllRanks()
 """All ranks."""
 
 
@@ -84,9 +101,9 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         raise UnsupportedError("hvd.init: comm= is not supported; pass process_sets=[hvd.ProcessSet(ranks)]")
     if not trigram.is_initialized():
         trigram.init()
-    global_process_set.ranks, global_process_set.process_set_id = list(range(size())), 0
     for one in process_sets if isinstance(process_sets, list | tuple) else ():
-        add_process_set(one)
+        if one.process_set_id is None:  # else an earlier call has added it
+            add_process_set(one)
 
 
 def shutdown() -> None:
@@ -94,7 +111,6 @@ def shutdown() -> None:
     for one in here().part(_Sets).known.values():
         one.process_set_id = None
     here().part(_Sets).known.clear()
-    global_process_set.process_set_id = None
     trigram.shutdown()
 
 

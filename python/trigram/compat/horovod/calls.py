@@ -6,6 +6,7 @@ under way must not have the same one. Averages of integers are rounded towards 0
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from trigram.compat.horovod.basics import ProcessSet, global_process_set
 from trigram.compat.horovod.errors import HorovodInternalError, errors
 from trigram.errors import UnsupportedError
 from trigram.runtime.group import Group
+from trigram.runtime.job import Part, here
 from trigram.runtime.records import all_gather_bytes
 from trigram.runtime.world import resolve
 
@@ -32,13 +34,18 @@ class Handle:
         works: Its collectives.
         finish: Makes the result when they have ended.
         name: Its name; None: it has none.
+
+    Attributes:
+        waited: Somebody has waited for it. Until then, or until it is dropped, no other call has its name.
     """
 
     def __init__(self, works: Sequence[Work | None], finish: Callable[[], Any], name: str | None) -> None:
         self._works = [work for work in works if work is not None]
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
-        self._name = name
+        self.waited = False
+        if name is not None:
+            here().part(_UnderWay).handles[name] = self
 
     def done(self) -> bool:
         """Whether it has ended."""
@@ -46,12 +53,10 @@ class Handle:
 
     def wait(self) -> Any:
         """Waits until it has ended; returns the result."""
-        try:
-            with errors():
-                for work in self._works:
-                    work.wait()
-        finally:
-            _under_way.discard(self._name)
+        self.waited = True  # also if it fails: another may have its name
+        with errors():
+            for work in self._works:
+                work.wait()
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
@@ -59,18 +64,21 @@ class Handle:
     __call__ = wait
 
 
-_under_way: set[str | None] = set()
-"""The names of calls that nobody has waited for. A process's, as names are its script's."""
+class _UnderWay(Part):
+    """The calls of a rank that have names."""
+
+    def __init__(self) -> None:
+        self.handles: weakref.WeakValueDictionary[str, Handle] = weakref.WeakValueDictionary()
 
 
 def _named(name: str | None) -> str | None:
-    """Notes the name of a call that begins."""
-    if name is not None and name in _under_way:
+    """Raises if another call that has the name is under way."""
+    other = None if name is None else here().part(_UnderWay).handles.get(name)
+    if other is not None and not other.waited:
         raise ValueError(
             f"Duplicate tensor name {name}: the call that has it is under way; synchronize it first, or give "
             "each call a name of its own"
         )
-    _under_way.add(name)
     return name
 
 
@@ -135,7 +143,8 @@ def _reduce(
     memory: list[torch.Tensor] = []
     with errors():
         for t, out in zip(tensors, outputs, strict=True):
-            memory.append(out.detach() if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype))
+            whole = out.detach()
+            memory.append(whole if whole.is_contiguous() else torch.empty_like(whole).contiguous())
             if memory[-1].data_ptr() != t.data_ptr() or prescale != 1.0:
                 memory[-1].copy_(_scaled(t.detach(), prescale))
             how, _ = _how(op, t)
@@ -265,7 +274,9 @@ def sparse_allreduce_async(
     def finish() -> torch.Tensor:
         got = synchronize(values)
         got = got / group.size if op == Average else got
-        return torch.sparse_coo_tensor(synchronize(indices).t(), got, t.size(), check_invariants=False)
+        return torch.sparse_coo_tensor(
+            synchronize(indices).t(), got, t.size(), device=t.device, check_invariants=False
+        )
 
     return Handle([], finish, None)
 
@@ -382,9 +393,9 @@ def alltoall_async(
             raise ValueError(
                 f"alltoall: {rows} rows cannot be divided equally among {group.size} ranks; pass splits"
             )
-        given = torch.full((group.size,), rows // group.size, dtype=torch.int32)
+        given = torch.full((group.size,), rows // group.size, dtype=torch.int32, device="cpu")
     else:
-        given = torch.as_tensor(splits)
+        given = splits if isinstance(splits, torch.Tensor) else torch.tensor(list(splits), device="cpu")
         if given.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"alltoall: splits must be 32-bit or 64-bit integers, not {given.dtype}")
         if (

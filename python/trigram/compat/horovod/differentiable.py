@@ -73,7 +73,7 @@ class _Allgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         of: ProcessSet = ctx.of
         means = _Allreduce.apply(None, Average, 1.0, 1.0, of, *grads)
-        every = synchronize(calls.allgather_async(torch.tensor([ctx.rows]), None, of))
+        every = synchronize(calls.allgather_async(torch.tensor([ctx.rows], device="cpu"), None, of))
         mine = every[: of.rank()].sum(0).tolist()
         return (None, None, *(m.narrow(0, at, n) for m, at, n in zip(means, mine, ctx.rows, strict=True)))
 

@@ -138,9 +138,17 @@ class _Distributed:
         self._hvd_synchronized = False
         if (hooks := self._hvd_hooks()) is not None:
             hooks.sync = True
-        result = super().step(closure)  # type: ignore[misc]
-        self._hvd_begin()
-        return result
+        try:
+            return super().step(closure)  # type: ignore[misc]
+        finally:
+            self._hvd_begin()
+
+    def add_param_group(self, _: Any) -> None:
+        """Raises: nothing would average the gradients of these parameters."""
+        raise UnsupportedError(
+            "DistributedOptimizer: add_param_group is not supported, because the new parameters would not be "
+            "averaged; add all parameters before hvd.DistributedOptimizer"
+        )
 
 
 def DistributedOptimizer(  # Horovod's name
@@ -213,8 +221,8 @@ def DistributedOptimizer(  # Horovod's name
     )
     filters = [_Sums(process_set.size() or 1)] if op == Sum else []
     chosen = algorithm if algorithm is not None else _ALGORITHMS[compression]
-    if filters:
-        options["filters"] = filters
+    if filters:  # last: the script's own see averages
+        options["filters"] = [*options.get("filters", ()), *filters]
     with_bagua(container, chosen, group=process_set.group, **options)
     kind = type(optimizer)
     optimizer.__class__ = type(kind.__name__, (_Distributed, kind), {"__module__": kind.__module__})

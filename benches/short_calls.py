@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--windows", type=int, default=40)
     parser.add_argument("--row", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=Path("short-calls.json"))
+    parser.add_argument("--out", type=Path, default=Path("short-calls-out/times.json"))
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -86,6 +86,7 @@ def main() -> None:
         return
     trigram = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(args.ranks)]
     starts = {"trigram": trigram}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     for name, mpiexec in (text.split("=", 1) for text in args.mpi):
         options = ["--allow-run-as-root", "--oversubscribe"] if name.startswith("open") else []
         python = str(Path(mpiexec).parent / "python")

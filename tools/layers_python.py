@@ -18,7 +18,7 @@ ROOMS = {
     "runtime": {"errors"},
     "observe": {"errors", "runtime"},
     "codecs": {"errors"},
-    "algorithms": {"errors", "codecs"},
+    "algorithms": {"errors", "runtime", "codecs"},
     "gpu": {"errors", "runtime"},
     "collectives": {"errors", "runtime", "gpu"},
     "backend": {"errors", "runtime", "observe", "gpu", "collectives"},

@@ -118,6 +118,8 @@ def refused(rank: int, world: int) -> None:
         ("gradient_allreduce", {}, ("every",)),
     ):
         says(raises(unsupported, trigram.with_bagua, made(), name, every=function, **options), *words)
+    text = raises(unsupported, trigram.with_bagua, made(), "local_sgd", every=lambda: True)
+    says(text, "every=", "number of steps", "<lambda>()")
     says(raises(unsupported, trigram.with_bagua, made(), "local_sgd", every=None), "every=None", "function")
 
 

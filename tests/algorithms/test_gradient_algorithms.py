@@ -213,6 +213,53 @@ def refused(rank: int, world: int) -> None:
     says(raises(trigram.MisuseError, lambda: loss(model, rank, 0).backward()), "late", "__init__")
 
 
+class NoCall(GradientAverage):
+    """Trains every rank on its own gradients."""
+
+    def phases(self, step: int) -> Any:
+        if step < 0:
+            yield None
+
+
+class NoProgram(GradientAverage):
+    """Does not say what it sends."""
+
+
+class NoNumber(GradientAverage):
+    """Its program does not take the number of the step."""
+
+    def phases(self) -> Any:  # type: ignore[override]
+        yield None
+
+
+class NoOption(GradientAverage):
+    """Does not take the option that it is registered with."""
+
+
+@CASES
+def not_written_as_called(rank: int, world: int) -> None:
+    """A class that averages nothing, or that takes other arguments, is an error that says so."""
+    trigram.register("no call", trigram.Trigram(), average=NoCall)
+    trigram.register("no program", trigram.Trigram(), average=NoProgram)
+    trigram.register("no number", trigram.Trigram(), average=NoNumber)
+    trigram.register("no option", trigram.Trigram(), average=NoOption, rate=1)
+    for name, words in (
+        ("no call", ("NoCall", "no call")),
+        ("no program", ("NoProgram", "phases(self, number)")),
+    ):
+        model = trigram.with_bagua(Net(), name)
+        says(raises(trigram.MisuseError, lambda m=model: loss(m, rank, 0).backward()), *words)
+    unsupported = trigram.UnsupportedError
+    says(
+        raises(unsupported, trigram.with_bagua, Net(), "no number"),
+        "NoNumber",
+        "phases(number)",
+        "phases(self)",
+    )
+    says(raises(unsupported, trigram.with_bagua, Net(), "no option"), "NoOption", "rate=")
+    says(raises(trigram.MisuseError, trigram.Trigram, when=lambda step: True), "when=", "every=")
+
+
 @CASES.over("memory", "views", "view")
 def what_would_not_be_averaged(rank: int, world: int, what: str) -> None:
     """Another tensor in the place of the gradients is an error, not training without averages."""

@@ -244,6 +244,14 @@ def refused(rank: int, world: int) -> None:
         "filters=",
         "sparse",
     )
+    trigram.unwrap(trigram.with_bagua(Net(), filters=None))
+
+    class NoBucket(GradientFilter):
+        def before(self) -> None:  # type: ignore[override]
+            pass
+
+    text = raises(trigram.MisuseError, trigram.with_bagua, Net(), filters=[NoBucket()])
+    says(text, "NoBucket", "before(bucket)", "before()")
     model = trigram.with_bagua(Net(), filters=[Times(1.0)])
     says(raises(unsupported, trigram.switch, model, "async"), "filters=")
     other = [Times(1.0)] if rank else []

@@ -15,6 +15,7 @@ from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
 from trigram.algorithms.trigram import WHO, Algorithm, Trigram
 from trigram.errors import UnsupportedError
+from trigram.runtime.signatures import misfit
 
 _OWN = (
     "overlap",
@@ -164,6 +165,7 @@ class _Parser:
             own = {**options, **{k: self.given.pop(k) for k in entry.options if k in self.given}}
             self.known += [k for k in entry.options if k not in self.known]
             arguments = {k: own[k] for k in entry.options if k in own and k not in _OWN}
+            self._check_class(arguments)
         if self.given and not self.from_environment:
             known = ", ".join(sorted(set(self.known))) or "none"
             raise self.refuse(
@@ -192,6 +194,21 @@ class _Parser:
         compatibility.check(f"algorithm {self.name!r}", compatibility.features(algorithm))
         return algorithm
 
+    def _check_class(self, arguments: dict[str, Any]) -> None:
+        """Raises if a registered class cannot be made, or its program not be run."""
+        role, given = "step", ["tensors", "groups"]
+        if self.entry.average is not None:
+            role, given = "average", ["memory", "views", "groups"]
+        made_by = self.entry.average or self.entry.step
+        assert made_by is not None
+        title = f"it is registered with {role}={getattr(made_by, '__name__', made_by)}, which is called with"
+        if why := misfit(made_by, *given, **arguments):
+            called = ", ".join([*given, *(f"{option}=" for option in arguments)])
+            raise self.refuse(f"{title} ({called}), and {why}")
+        phases = getattr(made_by, "phases", None)
+        if phases is not None and (why := misfit(phases, made_by, 0)):
+            raise self.refuse(f"{title} phases(number), and {why}")
+
     def _when(self, when: str) -> tuple[int | None, int | None]:
         """Training steps per averaging step and None, or None and the staleness."""
         kind, _, number = when.partition(":")
@@ -205,6 +222,10 @@ class _Parser:
                     "every", count, lambda h: callable(h) or (h is not None and _positive(h)), must
                 )
                 if callable(count):
+                    if why := misfit(count, 1):
+                        raise self.refuse(
+                            f"every= of a function is called with the number of steps, and {why}"
+                        )
                     self.due, count = count, 1
             else:
                 count = self.option("staleness", count, _positive, "a number of steps, 1 or more, or None")
@@ -283,7 +304,8 @@ class _Parser:
             overlaps = kind != "central"
             found["overlap"] = self.option("overlap", overlaps, _flag, "True or False")
             divides = lambda f: _whole(f) and f > 0 and every % f == 0  # noqa: E731
-            found["fragments"] = self.option("fragments", 1, divides, f"a divisor of the {every} steps")
+            must = f"a divisor of the {every} steps" if self.due is None else "1 where every= is a function"
+            found["fragments"] = self.option("fragments", 1, divides, must)
         if every is None:
             several = lambda f: f is None or (_whole(f) and f > 0)  # noqa: E731
             found["fragments"] = self.option("fragments", None, several, "a number, 1 or more, or None")

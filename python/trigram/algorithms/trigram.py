@@ -8,6 +8,7 @@ from typing import Any
 
 from trigram.algorithms.options import AlgorithmOptions
 from trigram.algorithms.robust import RobustAggregation
+from trigram.errors import MisuseError
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,15 @@ class Trigram:
     what: str = "full"
     when: str = "sync"
     carry: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("who", "what", "when", "carry"):
+            value: object = getattr(self, name)
+            if not isinstance(value, str) and (name, value) != ("carry", None):
+                hint = (
+                    "; a function of the step is the option every= of with_bagua" if callable(value) else ""
+                )
+                raise MisuseError(f"Trigram: {name}={value!r} must be a str{hint}")
 
     def __str__(self) -> str:
         return f"{self.who}/{self.what}/{self.when}"

@@ -85,7 +85,10 @@ class Exchange:
 
     def phases(self, step: int) -> Phases:
         """Exchange number ``step``: starts each call and yields it, and goes on when it has ended."""
-        raise NotImplementedError
+        raise MisuseError(
+            f"{type(self).__name__} does not say what it sends: define phases(self, number), a generator "
+            "that yields each call that it starts with async_op=True"
+        )
 
     def start(self, step: int) -> None:
         """Starts exchange number ``step``, without waiting."""

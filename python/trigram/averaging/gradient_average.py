@@ -48,6 +48,16 @@ class GradientAverage(Average):
             )
         super().__setattr__(name, value)
 
+    def start(self, step: int) -> None:
+        """See :class:`Exchange`."""
+        super().start(step)
+        if self._pending is None and self._left == self.calls and self.groups.size > 1:
+            raise MisuseError(
+                f"{type(self).__name__}.phases: it yielded no call in step {step}, so every rank would train "
+                "on its own gradients; yield what it starts, such as "
+                "trigram.all_reduce(self.memory, 'avg', group=self.groups.main, async_op=True)"
+            )
+
     def keep(self, name: str) -> torch.Tensor:
         """What this rank keeps of each gradient from one averaging step to the next: a residual, a momentum.
         The constructor calls it.

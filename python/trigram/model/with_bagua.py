@@ -40,7 +40,7 @@ def with_bagua(
     check_replicas: int = 0,
     broadcast_buffers: bool = True,
     ignore: Sequence[str] = (),
-    filters: Sequence[GradientFilter] = (),
+    filters: Sequence[GradientFilter] | None = (),
     elastic: bool | Sequence[Any] = False,
     plan: str | os.PathLike[str] | None = None,
     **options: Any,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -17,6 +18,7 @@ from trigram.averaging.non_finite import NonFiniteCheck
 from trigram.averaging.sample_weight import SampleWeight
 from trigram.errors import MisuseError, UnsupportedError
 from trigram.runtime import logs
+from trigram.runtime.signatures import misfit
 
 
 @dataclass(frozen=True)
@@ -124,11 +126,20 @@ def ignored_names(model: nn.Module, names: Iterable[str]) -> frozenset[str]:
     return frozenset(name for name, t in found.items() if id(t) in tensors)
 
 
-def checked_filters(given: Sequence[GradientFilter]) -> tuple[GradientFilter, ...]:
+def checked_filters(given: Sequence[GradientFilter] | None) -> tuple[GradientFilter, ...]:
     """The filters; raises if something else was given."""
+    if given is None:
+        return ()
     if isinstance(given, Sequence) and all(isinstance(one, GradientFilter) for one in given):
         methods = [name for name in vars(GradientFilter) if not name.startswith("_")]
         for one in given:
+            for name in methods:
+                takes = list(inspect.signature(getattr(GradientFilter, name)).parameters)[1:]
+                if why := misfit(getattr(one, name), *takes):
+                    called = f"{name}({', '.join(takes)})"
+                    raise MisuseError(
+                        f"with_bagua: the filter {type(one).__name__} is called as {called}: {why}"
+                    )
             if all(getattr(type(one), name) is getattr(GradientFilter, name) for name in methods):
                 logs.warning(
                     f"with_bagua: the filter {type(one).__name__} has none of the methods that are called "

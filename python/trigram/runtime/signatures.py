@@ -1,0 +1,20 @@
+"""Whether a function of a script can be called as it will be: told before training, not in its first step."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def misfit(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str | None:
+    """Why the function cannot be called with these arguments; None: it can, or does not say what it takes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some of C do not say
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        return f"{error}: it is {getattr(function, '__name__', function)}{signature}"
+    return None

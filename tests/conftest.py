@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tests.support import harness
 from tests.support.cases import launch
 from tests.support.netns import several_hosts
+from tests.support.order import longest_first
 
 __all__ = ["several_hosts"]
 
@@ -24,23 +26,50 @@ LIMIT = 600  # seconds; a launch's own timeouts, with stacks of the hung ranks, 
 _launched: dict[tuple[Any, ...], dict[str, str | None]] = {}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(LIMIT))
+    if hasattr(config, "workerinput"):
+        longest_first(items)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist tells what it has launched."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["launches"] = harness.launches
+
+
+class _Workers:
+    """Hears of it, where there are workers."""
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        harness.launches.extend(tuple(told) for told in getattr(node, "workeroutput", {}).get("launches", []))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Workers())
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """How long launches of ranks took: which test to look at when the suite is slow."""
+    """Which test to look at when the suite is slow: how long modules took, and launches of ranks."""
+    count = int(os.environ.get("TRIGRAM_TEST_LAUNCHES", "10"))
+    modules: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                modules[report.nodeid.partition("::")[0]] += report.duration
+    if sum(modules.values()) > 300:
+        for name, seconds in modules.most_common(2 * count):
+            terminalreporter.write_line(f"  {seconds:6.1f} s  {name}")
     total = sum(seconds for seconds, _, _ in harness.launches)
     computed = sum(seconds for _, seconds, _ in harness.launches)
     if total > 60:
-        count = len(harness.launches)
         terminalreporter.write_line(
-            f"{count} launches of ranks took {total:.0f} s; their ranks computed {computed:.0f} s"
+            f"{len(harness.launches)} launches of ranks took {total:.0f} s; their ranks computed {computed:.0f} s"
         )
-        most = heapq.nlargest(int(os.environ.get("TRIGRAM_TEST_LAUNCHES", "10")), harness.launches)
-        for seconds, computed, name in most:
+        for seconds, computed, name in heapq.nlargest(count, harness.launches):
             terminalreporter.write_line(f"  {seconds:6.1f} s  {computed:6.1f} s  {name}")
 
 

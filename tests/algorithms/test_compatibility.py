@@ -23,7 +23,7 @@ def cells() -> dict[tuple[str, str], str]:
     """What the page says of each pair."""
     found: dict[tuple[str, str], str] = {}
     columns: list[str] = []
-    text = PAGE.read_text().split("## All refusals")[0]
+    text = PAGE.read_text().split("## Beside with_bagua")[0]
     for line in ("## Algorithms" + text.split("## Algorithms")[1]).splitlines():
         parts = [part.strip() for part in line.split("|")[1:-1]]
         if parts and not parts[0]:
@@ -57,6 +57,10 @@ def test_some_pairs() -> None:
 
 def test_which_trigrams_there_are() -> None:
     assert feature_pairs.trigrams() in PAGE.read_text()
+
+
+def test_what_a_job_has_beside() -> None:
+    assert feature_pairs.beside() in PAGE.read_text()
 
 
 @pytest.mark.parametrize("elastic", [long(False), long(True)])

@@ -15,7 +15,7 @@ from trigram.runtime.threads import are_all_callers
 pytestmark = pytest.mark.waits
 
 
-def test_threads_of_the_script_may_make_calls() -> None:
+def in_a_script(rank: int, world: int) -> None:
     me, done = [thread.native_id or 0 for thread in threading.enumerate()], threading.Event()
     assert are_all_callers(me)
     assert not are_all_callers([])
@@ -29,6 +29,10 @@ def test_threads_of_the_script_may_make_calls() -> None:
     queue.put(1)  # starts the queue's thread
     assert queue.get() == 1
     assert are_all_callers(me)
+
+
+def test_threads_of_the_script_may_make_calls() -> None:
+    run(1, in_a_script)  # a process of its own: what runs the tests has threads too
 
 
 def saves_in_a_thread(rank: int, world: int) -> None:

@@ -77,7 +77,10 @@ OPTIONS = [
     Feature("check_replicas", options={"check_replicas": 2}),
     Feature("filters", options={"filters": [trigram.averaging.GradientFilter()]}),
     Feature("ignore", options={"ignore": ["one.bias"]}),
+    Feature("group", act="group"),
+    Feature("sparse", act="sparse"),
     Feature("elastic", options={"elastic": True}, optimizer=True),
+    Feature("copies", options={"elastic": True, "state": "sharded", "copies": 2}, optimizer=True),
     Feature("join", act="join"),
     Feature("no_sync", act="no_sync"),
     Feature("switch", act="switch"),
@@ -89,13 +92,14 @@ FEATURES = {feature.name: feature for feature in [*ALGORITHMS, *OPTIONS]}
 class Net(nn.Module):
     """Two layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, sparse: bool) -> None:
         super().__init__()
         self.one, self.two = nn.Linear(6, 24), nn.Linear(24, 3)
+        self.places = nn.Embedding(8, 3, sparse=True) if sparse else None
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.two(torch.tanh(self.one(inputs)))
-        return out
+        return out if self.places is None else out + self.places(torch.arange(len(inputs)))
 
 
 def begin() -> None:
@@ -108,19 +112,21 @@ def begin() -> None:
 
 def train(rank: int, algorithm: Feature, *features: Feature) -> None:
     """Trains with an algorithm and other features; raises what is refused."""
+    acts = {feature.act for feature in features} - {""}
     torch.manual_seed(0)
-    module = Net()
-    adam = trigram.QAdam if algorithm.algorithm == "qadam" else torch.optim.Adam
-    optimizer: Any = adam(module.parameters(), lr=0.01)
+    module = Net("sparse" in acts)
+    kind: Any = torch.optim.SGD if "sparse" in acts else torch.optim.Adam
+    optimizer: Any = (trigram.QAdam if algorithm.algorithm == "qadam" else kind)(module.parameters(), lr=0.01)
     options = dict(algorithm.options)
     for feature in features:
         options |= feature.options
     if algorithm.optimizer or any(feature.optimizer for feature in features):
         options["optimizer"] = optimizer
-    acts = {feature.act for feature in features} - {""}
     elastic = "elastic" in options
     if elastic:  # such a model is unwrapped only by the end of the job
         trigram.init(op_timeout=LATE, elastic=True)
+    if "group" in acts:
+        options["group"] = trigram.new_group([0, 1])
     model = None
     try:
         model = trigram.with_bagua(module, algorithm.algorithm, **options)
@@ -222,6 +228,7 @@ def page(found: dict[tuple[str, str], str]) -> str:
         for row in rows:
             cells = [cell(found[row, name]) if (row, name) in found else "" for name in names]
             text += f"| {row} | {' | '.join(cells)} |\n"
+    text += beside()
     text += "\n## All refusals\n\n| | is not supported with | |\n|---|---|---|\n"
     for one, other, why in REFUSALS:
         text += f"| {one} | {other} | {REASONS.index(why) + 1} |\n"
@@ -266,6 +273,50 @@ def trigrams() -> str:
     ) + _listed(list(reasons))
 
 
+BESIDE = {
+    "a helper, `trigram.init(helper=True)`": (
+        "all algorithms that average uncompressed gradients over all ranks use it, the others train without; "
+        "not in elastic jobs",
+        "tests/collectives/test_helpers.py",
+    ),
+    "GPU tensors, over NCCL, the host or both in two levels": (
+        "all algorithms; what is special is in [gpu.md](gpu.md)",
+        "tests/gpu/test_routes.py",
+    ),
+    "FSDP2 (`fully_shard`) over the backend": (
+        "collectives on registered memory, with a codec if asked: `trigram.integrations.fsdp.use`",
+        "tests/integrations/test_fsdp.py",
+    ),
+    "FSDP2 inside, an algorithm between replicas": (
+        "algorithms that average weights, with `trigram.local_shards`",
+        "tests/backend/test_with_bagua.py",
+    ),
+    "a sharded optimizer inside, an algorithm between replicas": (
+        "algorithms that average weights, with `trigram.local_shards`",
+        "tests/sharded/test_replicas.py",
+    ),
+    "DistributedDataParallel, as its hook": (
+        "algorithms that average gradients: `trigram.ddp_hook`",
+        "tests/training/test_ddp_hook.py",
+    ),
+    "`torch.compile`, autocast, `GradScaler`, functional calls": (
+        "all algorithms",
+        "tests/training/test_torch_modes.py",
+    ),
+    "Lightning, Accelerate": ("all algorithms; not elastic jobs", "tests/integrations/test_lightning.py"),
+    "ranks as threads, `trigram.Job`": ("all algorithms", "tests/runtime/test_job.py"),
+}
+"""What a job may have beside `with_bagua`: what goes with it, and the test."""
+
+
+def beside() -> str:
+    """The part of the page about it."""
+    rows = "".join(
+        f"| {what} | {says} | [{Path(test).name}](../{test}) |\n" for what, (says, test) in BESIDE.items()
+    )
+    return f"\n## Beside with_bagua\n\n| a job has | what goes with it | test |\n|---|---|---|\n{rows}"
+
+
 def outcomes(rank: int, elastic: bool = True) -> dict[tuple[str, str], str]:
     """The outcome of each pair, on this rank.
 
@@ -275,7 +326,7 @@ def outcomes(rank: int, elastic: bool = True) -> dict[tuple[str, str], str]:
     """
     begin()
     found: dict[tuple[str, str], str] = {}
-    plain = [feature for feature in OPTIONS if feature.name != "elastic"]
+    plain = [feature for feature in OPTIONS if "elastic" not in feature.options]
     trigram.init(op_timeout=LATE)
     _look(rank, found, plain)
     trigram.shutdown()

@@ -56,7 +56,11 @@ fn on_all<T: Send>(engines: Vec<Arc<Engine>>, f: impl Fn(usize, Group) -> T + Sy
 }
 
 fn all_reduce(group: &Group, data: &mut [f32], via: Via) -> Result<()> {
-    let call = Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) };
+    run(group, Call { via, ..call(Collective::AllReduce, DType::F32, data.len()) }, data)
+}
+
+/// A call in place.
+fn run(group: &Group, call: Call, data: &mut [f32]) -> Result<()> {
     let tensors = in_place(data.as_mut_ptr().cast(), size_of_val(data));
     let request = Request {
         call,
@@ -520,7 +524,6 @@ fn an_aborted_group_ends_for_all() {
             let other = Group::new(group.engine(), "other".into(), vec![0, 1, 2], 9, 0).unwrap();
             let mut data = vec![1f32; 100_000];
             all_reduce(&other, &mut data, Via::Auto).unwrap();
-            all_reduce(&group, &mut data[..1], Via::Auto).unwrap(); // nobody is in the first call any more
             if rank == 2 {
                 other.abort_all("enough").unwrap();
             }
@@ -533,6 +536,29 @@ fn an_aborted_group_ends_for_all() {
             data.fill(1.0);
             all_reduce(&group, &mut data, Via::Auto).unwrap();
             assert!(data.iter().all(|x| *x == 3.0));
+        });
+    }
+}
+
+/// What has ended on the rank that aborts ends on all, even where it has yet to begin.
+#[test]
+fn an_abort_ends_no_call_before_it() {
+    for engines in [over_mem(3), met(3, Transport::Shm), met(3, Transport::Tcp)] {
+        on_all(engines, |rank, group| {
+            for (k, len) in (0..24).zip([10, 1000, 50_000].into_iter().cycle()) {
+                let other = Group::new(group.engine(), format!("{k}"), vec![0, 1, 2], 9 + k, 0).unwrap();
+                if rank == k as usize % 2 {
+                    std::thread::sleep(Duration::from_millis(k));
+                }
+                let mut data = vec![rank as f32; len];
+                let broadcast = Call { root: 2, ..call(Collective::Broadcast, DType::F32, len) };
+                run(&other, broadcast, &mut data).unwrap();
+                assert!(data.iter().all(|x| *x == 2.0));
+                if rank == 2 {
+                    other.abort_all("enough").unwrap();
+                }
+                all_reduce(&other, &mut data, Via::Auto).unwrap_err();
+            }
         });
     }
 }

@@ -38,8 +38,8 @@ struct GroupState {
     /// Messages so far, by world rank of the peer, user's tag, and whether we send.
     messages: HashMap<(u32, u32, bool), u64>,
     rates: AgreedRates,
-    /// Why the group can make no calls any more.
-    aborted: Option<Error>,
+    /// From which collective on the group can make no calls any more, and no messages at all; and why.
+    aborted: Option<(CallId, Error)>,
     /// Calls that use rates and have not begun. Rates change with a call, so they begin in the order of their numbers.
     by_rates: BTreeSet<CallId>,
 }
@@ -362,7 +362,7 @@ impl Calls {
             return self.deleted.contains_key(&frame.group);
         };
         match frame.call.as_message() {
-            _ if group.aborted.is_some() => true,
+            _ if aborted_at(group, frame.call).is_some() => true,
             None => frame.call.0 < group.next,
             Some((tag, _)) => {
                 let sends = frame.kind == Kind::Ready || frame.kind == Kind::Fail && frame.tag == 0;
@@ -442,27 +442,40 @@ impl Calls {
         }
     }
 
-    /// Aborts a group for good: its calls under way and all later ones fail. For an unknown group, what is kept is
-    /// bounded.
-    pub(crate) fn abort_group(&mut self, group: u64, error: &Error, out: &mut Outbox) {
+    /// The first collective of a group that this rank has not ended.
+    pub(crate) fn first_open(&mut self, members: &Arc<Members>) -> CallId {
+        let of_group = self.active.iter().filter(|active| active.body.members.id == members.id);
+        let open = of_group.map(|active| active.body.call_id).filter(|call| !call.is_message()).min();
+        open.unwrap_or(CallId::collective(self.group(members).next))
+    }
+
+    /// Aborts a group for good: its messages, and its collectives from `from` on, under way and later ones, fail. Those
+    /// before it have ended on the rank that aborts, so a slower rank ends them too. For an unknown group, what is kept
+    /// is bounded.
+    pub(crate) fn abort_group(&mut self, group: u64, from: CallId, error: &Error, out: &mut Outbox) {
         let mentioned = || self.groups.values().filter(|g| g.members.is_none()).count();
         if !self.groups.contains_key(&group)
             && (self.deleted.contains_key(&group) || mentioned() >= MOST_GROUPS)
         {
             return;
         }
-        self.groups.entry(group).or_default().aborted.get_or_insert_with(|| error.clone());
+        let state = self.groups.entry(group).or_default();
+        match &mut state.aborted {
+            Some((first, _)) => *first = from.min(*first),
+            none => *none = Some((from, error.clone())),
+        }
         for i in 0..self.active.len() {
-            if self.active[i].body.members.id == group {
+            let body = &self.active[i].body;
+            if body.members.id == group && (body.call_id.is_message() || body.call_id >= from) {
                 self.fail(i, error.clone(), false, out);
             }
         }
-        self.unexpected.drop_group(group);
+        self.unexpected.drop_from(group, from);
     }
 
-    /// Why a group can make no calls any more, if it cannot.
-    pub(crate) fn aborted(&self, group: u64) -> Option<Error> {
-        self.groups.get(&group)?.aborted.clone()
+    /// Why a call of a group cannot be made any more, if it cannot.
+    pub(crate) fn aborted(&self, group: u64, call: CallId) -> Option<Error> {
+        aborted_at(self.groups.get(&group)?, call).cloned()
     }
 
     /// Whether frames may still arrive into the memory of a failed call.
@@ -493,6 +506,12 @@ impl Calls {
     pub(crate) fn recycle(&mut self, active: ActiveCall) {
         self.spare.push(active.into_spare());
     }
+}
+
+/// Why a call of a group fails, if the group is aborted for it.
+fn aborted_at(group: &GroupState, call: CallId) -> Option<&Error> {
+    let (first, error) = group.aborted.as_ref()?;
+    (call.is_message() || call >= *first).then_some(error)
 }
 
 /// Whether a call uses the rates of links.

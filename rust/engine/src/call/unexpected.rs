@@ -112,11 +112,12 @@ impl Unexpected {
         }
     }
 
-    /// Drops the messages and failures of a group that is aborted.
-    pub(crate) fn drop_group(&mut self, group: u64) {
-        self.messages.retain(|key, _| key.0 != group);
+    /// Drops the messages and failures of a group that is aborted from a collective on.
+    pub(crate) fn drop_from(&mut self, group: u64, from: CallId) {
+        let stays = |key: &(u64, CallId)| key.0 != group || !key.1.is_message() && key.1 < from;
+        self.messages.retain(|key, _| stays(key));
         self.bytes = self.messages.values().flatten().map(UnexpectedMessage::cost).sum();
-        self.failures.retain(|key, _| key.0 != group);
+        self.failures.retain(|key, _| stays(key));
         self.failure_count = self.failures.values().map(Vec::len).sum();
     }
 

@@ -45,11 +45,13 @@ pub(crate) fn reason(
 
 /// Fails a call that cannot go on here. If it lacks a peer, the error gives the reason why that peer was lost.
 pub(crate) fn stop(calls: &mut Calls, i: usize, error: Error, out: &mut Outbox, peers: &Peers, me: u32) {
-    let error = match error {
-        Error::PeerLost { rank, .. } if peers.is_lost(rank) => lost(calls, i, rank, peers, me),
-        error => error,
+    let (error, tell) = match error {
+        Error::PeerLost { rank, .. } if peers.is_lost(rank) => {
+            (lost(calls, i, rank, peers, me), peers.is_told(rank))
+        }
+        error => (error, true),
     };
-    calls.fail(i, error, true, out);
+    calls.fail(i, error, tell, out);
 }
 
 /// The error of a call under way that needs a lost rank.
@@ -84,7 +86,7 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
         };
         if let Some(rank) = lost_rank {
             // A helper need not tell then: ranks that have left may have had their result without it.
-            let tell = !all || members.me < members.layout.workers();
+            let tell = (!all || members.me < members.layout.workers()) && peers.is_told(rank);
             let error = lost(calls, i, rank, peers, me);
             calls.fail(i, error, tell, out);
         }
@@ -105,7 +107,7 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
         if let Some(rank) = peers.broken(&active.body.members.ranks, active.moved, now) {
             // It waits for surviving ranks that have learned of the loss in another call and will not make this one.
             let error = lost(calls, i, rank, peers, me);
-            calls.fail(i, error, true, out);
+            calls.fail(i, error, peers.is_told(rank), out);
             continue;
         }
         let late = calls.is_late(i, now);

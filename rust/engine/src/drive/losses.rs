@@ -68,7 +68,7 @@ pub(crate) fn lose(
                 _ => None,
             };
             let error = lost(calls, i, cause.unwrap_or(rank), peers, world.rank);
-            calls.fail(i, error, true, out);
+            calls.fail(i, error, kind != LossKind::Refused, out);
         }
     }
     if let Some(neighbour) = world.neighbours.get(&rank).filter(|_| kind != LossKind::Left) {

@@ -5,7 +5,7 @@
 
 use trigram_core::schedule::{Place, Span, Step};
 use trigram_core::signature::Signature;
-use trigram_core::wire::{Frame, Kind};
+use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
 use crate::call::active_call::{ActiveCall, CallState};
@@ -234,7 +234,8 @@ impl Sink for Matching<'_> {
             }
             (Kind::Abort, Target::Heap(payload)) => {
                 if let Ok(error) = postcard::from_bytes(&payload) {
-                    self.calls.abort_group(frame.group, &error, self.out);
+                    let from = CallId::collective(frame.call.0);
+                    self.calls.abort_group(frame.group, from, &error, self.out);
                 }
             }
             (Kind::Stuck, Target::Heap(payload)) => {

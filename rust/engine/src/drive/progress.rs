@@ -130,10 +130,11 @@ impl Progress {
     }
 
     /// Aborts a group for good, on all ranks.
-    pub(crate) fn abort_group(&mut self, members: &Members, error: &Error) {
-        self.calls.abort_group(members.id, error, &mut self.out);
+    pub(crate) fn abort_group(&mut self, members: &Arc<Members>, error: &Error) {
+        let call = self.calls.first_open(members);
+        self.calls.abort_group(members.id, call, error, &mut self.out);
         let Ok(payload) = postcard::to_stdvec(error) else { return };
-        let frame = Frame { group: members.id, ..control_frame(Kind::Abort, 0, payload.len() as u32) };
+        let frame = Frame { group: members.id, call, ..control_frame(Kind::Abort, 0, payload.len() as u32) };
         for &rank in members.ranks.iter().filter(|&&rank| rank != self.world.rank) {
             self.out.give(rank, &frame, payload.clone());
         }

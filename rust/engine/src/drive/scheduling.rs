@@ -54,8 +54,8 @@ impl Scheduling<'_> {
         let deadline = submission.deadline();
         let calls = &mut *self.calls;
         let i = calls.enter_unmatched(submission, message);
-        let group = calls.active[i].body.members.id;
-        if let Some(error) = calls.aborted(group).or_else(|| calls.broken.clone()) {
+        let body = &calls.active[i].body;
+        if let Some(error) = calls.aborted(body.members.id, body.call_id).or_else(|| calls.broken.clone()) {
             calls.fail(i, error, true, self.out);
         } else if let Some(deadline) = deadline {
             calls.set_deadline(i, deadline);
@@ -79,7 +79,7 @@ impl Scheduling<'_> {
             Some(rank) => self.peers.first_lost(&[rank]),
         };
         // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
-        let aborted = calls.aborted(members.id);
+        let aborted = calls.aborted(members.id, call_id);
         let error = match (failed, gone) {
             _ if aborted.is_some() => aborted.map(|error| (error, false)),
             _ if calls.broken.is_some() => calls.broken.clone().map(|error| (error, true)),
@@ -89,7 +89,7 @@ impl Scheduling<'_> {
             }
             (None, Some(rank)) => Some((
                 failures::reason(calls, self.peers, self.world.rank, rank, members.id, &request.signature()),
-                true,
+                self.peers.is_told(rank),
             )),
             _ => None,
         };

@@ -91,6 +91,12 @@ impl Peers {
         (alone || self.kind(first) != Some(LossKind::Left)).then_some(first)
     }
 
+    /// Whether others are told of a call that fails for want of this lost peer. Not by a rank that the peer has evicted:
+    /// they hear of that from the peer, and would take the peer for the one that is gone.
+    pub(crate) fn is_told(&self, rank: u32) -> bool {
+        self.kind(rank) != Some(LossKind::Refused)
+    }
+
     /// How a peer was lost, if it was.
     pub fn kind(&self, rank: u32) -> Option<LossKind> {
         self.counters.failures().kind(rank)

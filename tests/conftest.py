@@ -66,8 +66,9 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     total = sum(seconds for seconds, _, _ in harness.launches)
     computed = sum(seconds for _, seconds, _ in harness.launches)
     if total > 60:
+        number = len(harness.launches)
         terminalreporter.write_line(
-            f"{len(harness.launches)} launches of ranks took {total:.0f} s; their ranks computed {computed:.0f} s"
+            f"{number} launches of ranks took {total:.0f} s; their ranks computed {computed:.0f} s"
         )
         for seconds, computed, name in heapq.nlargest(count, harness.launches):
             terminalreporter.write_line(f"  {seconds:6.1f} s  {computed:6.1f} s  {name}")

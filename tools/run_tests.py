@@ -2,7 +2,8 @@
 
 The tests start real ranks, which also wait, for each other, for silence and for restarts, so there are more
 workers than cores. They take modules from one queue, the longest first (tests/support/order.py). A test that
-fails fails the run. What it does alone says where to look: one that passes then has met a busy machine or a race.
+fails fails the run. What it does alone says where to look: one that passes then has met a busy machine or a
+race.
 
     python tools/run_tests.py
 """

@@ -172,6 +172,8 @@ REASONS = [
     *dict.fromkeys(refusal.why for refusal in REFUSALS),
     "it must be a divisor of the 1 steps",
     "the model is in a block of join",
+    "an elastic job keeps a sharded optimizer, and gets none later, because ranks that join call with_bagua "
+    "with one algorithm",
 ]
 """Parts of the errors of pairs that are refused, beside that an algorithm does not have an option."""
 HEAD = """# What goes with what

@@ -1,5 +1,5 @@
-"""The order in which `tools/run_tests.py` hands out test modules: the longest first, so that none is left over at
-the end. The others follow, those with the most tests first."""
+"""The order in which `tools/run_tests.py` hands out test modules: the longest first, so that none is left
+over at the end. The others follow, those with the most tests first."""
 
 from __future__ import annotations
 

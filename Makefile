@@ -147,9 +147,8 @@ test-backend: build  ## torch's tests of c10d over our backend at 2, 3 and 4 ran
 	$(BIN)/python -m pytest tests/backend
 
 PEER_HOROVOD ?=
-test-peers: build  ## suites of other libraries, from clones: PEER_HOROVOD=PATH (docs/conformance.md)
-	@test -n "$(PEER_HOROVOD)" || { echo "name a clone: make test-peers PEER_HOROVOD=PATH" >&2; exit 1; }
-	$(BIN)/python tools/peer_suites.py horovod $(PEER_HOROVOD)
+test-peers: build .venv/integrations  ## suites of other libraries, into docs/conformance.md; PEER_HOROVOD=PATH: from a clone
+	$(BIN)/python -m tools.peers torch accelerate torchft $(if $(PEER_HOROVOD),horovod=$(PEER_HOROVOD))
 
 test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries

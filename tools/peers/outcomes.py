@@ -1,0 +1,72 @@
+"""What a suite has come to, and how its tests are run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+Outcomes = dict[str, str]
+"""By test: passed, failed or skipped."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite that has been run.
+
+    Attributes:
+        title: Its name and version.
+        how: What was run, and in what place Trigram was: one paragraph.
+        ours: With Trigram.
+        theirs: With what it replaces; None: that was not run.
+        theirs_name: The name of that.
+        reasons: Why a test that does not pass does not, by the beginning of its name.
+    """
+
+    title: str
+    how: str
+    ours: Outcomes
+    theirs: Outcomes | None = None
+    theirs_name: str = "gloo"
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def reason(self, test: str) -> str:
+        """Why a test does not pass."""
+        fitting = [begin for begin in self.reasons if test.startswith(begin)]
+        return self.reasons[max(fitting, key=len)] if fitting else "**not known yet**"
+
+
+def python(*command: str, cwd: Path | None = None, limit: float = 900, **environment: str) -> int:
+    """Runs Python; the exit status, or 124 after ``limit`` seconds."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    try:
+        return subprocess.run(
+            [sys.executable, *command], cwd=cwd, env=env, timeout=limit, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        return 124
+
+
+def pytest(*options: str, cwd: Path | None = None, limit: float = 900, **environment: str) -> Outcomes:
+    """Runs tests; what has come of each."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        plain = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "--tb=short", f"--junitxml={report}"]
+        python("-m", "pytest", *plain, *options, cwd=cwd, limit=limit, **environment)
+        return read(report) if report.exists() else {"the suite as a whole": FAILED}
+
+
+def read(report: Path) -> Outcomes:
+    """The outcomes of a report of pytest's."""
+    found: Outcomes = {}
+    for case in ET.parse(report).iter("testcase"):
+        kinds = {child.tag for child in case}
+        how = FAILED if kinds & {"failure", "error"} else SKIPPED if "skipped" in kinds else PASSED
+        found[f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"] = how
+    return found

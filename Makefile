@@ -146,9 +146,14 @@ test-gpu:  ## the tests of gpu-report
 test-backend: build  ## torch's tests of c10d over our backend at 2, 3 and 4 ranks, and our own of it
 	$(BIN)/python -m pytest tests/backend
 
-PEER_HOROVOD ?=
-test-peers: build .venv/integrations  ## suites of other libraries, into docs/conformance.md; PEER_HOROVOD=PATH: from a clone
-	$(BIN)/python -m tools.peers torch accelerate torchft $(if $(PEER_HOROVOD),horovod=$(PEER_HOROVOD))
+# Those of torch, Accelerate and torchft are in their wheels; of the others a clone is named.
+PEERS = torch accelerate torchft $(foreach name,horovod deepspeed lightning,$(addprefix $(name)=,$(PEER_$(shell echo $(name) | tr a-z A-Z))))
+.venv/peers: .venv/integrations requirements-peers.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements-peers.txt
+	touch $@
+
+test-peers: build .venv/peers  ## suites of other libraries, into docs/conformance.md; PEER_HOROVOD=PATH: also that of a clone
+	$(BIN)/python -m tools.peers $(PEERS)
 
 test-libraries: build .venv/libraries  ## scripts on public libraries, next to DDP; installs requirements-libraries.txt
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest tests/libraries

@@ -20,6 +20,8 @@ SUITES = {
     "accelerate": "make test-peers",
     "torchft": "make test-peers",
     "horovod": "make test-peers PEER_HOROVOD=PATH  # git clone https://github.com/horovod/horovod",
+    "deepspeed": "make test-peers PEER_DEEPSPEED=PATH  # git clone https://github.com/deepspeedai/DeepSpeed",
+    "lightning": "make test-peers PEER_LIGHTNING=PATH  # git clone https://github.com/Lightning-AI/pytorch-lightning",
 }
 """Their commands, for the page."""
 

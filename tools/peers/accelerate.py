@@ -9,8 +9,11 @@ from pathlib import Path
 from tools.peers.outcomes import FAILED, PASSED, Outcomes, Suite, python
 
 SCRIPTS = ["test_script", "test_sync", "test_ops", "test_distributed_data_loop", "test_ddp_comm_hook"]
-RANK = Path(__file__).with_name("accelerate_rank.py")
+RANK = Path(__file__).parent / "scripts" / "accelerate_rank.py"
 REASONS = {
+    "test_distributed_data_loop": "ranks have different numbers of batches, and Accelerate joins them on "
+    "GPUs only: gloo waits without end, Trigram raises `MismatchError`",
+    "test_ddp_comm_hook": "needs GPUs",
     "test_ddp_comm_hook (prepare)": "it asks for hooks of DistributedDataParallel, which the model is not; "
     "`prepare` says so",
 }
@@ -44,6 +47,6 @@ def _all(folder: Path, backend: str, how: str) -> Outcomes:
     found: Outcomes = {}
     for script in SCRIPTS:
         rank = [str(RANK), backend, how, str(folder / f"{script}.py")]
-        status = python(*torchrun, *rank, limit=600, ACCELERATE_USE_CPU="true")
+        status = python(*torchrun, *rank, limit=200, ACCELERATE_USE_CPU="true")
         found[script] = FAILED if status else PASSED
     return found

@@ -6,7 +6,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from tools.peers.outcomes import FAILED, PASSED, SKIPPED, Outcomes, Suite, python
+from tools.peers.outcomes import FAILED, PASSED, SKIPPED, Outcomes, Suite, python, unpack
 
 IN_PLACE = """
 from trigram.compat.horovod import *
@@ -57,11 +57,10 @@ REASONS = {
 
 def run(path: Path | None) -> Suite:
     """Runs the tests on two ranks."""
-    if path is None:
-        raise SystemExit("name a clone of github.com/horovod/horovod: make test-peers PEER_HOROVOD=PATH")
-    suite = (path / "test/parallel/test_torch.py").read_text()
     with tempfile.TemporaryDirectory() as name:
+        unpack(path, name, "test/parallel/test_torch.py", "horovod/horovod")
         folder = Path(name)
+        suite = (folder / "test/parallel/test_torch.py").read_text()
         package = folder / "horovod" / "torch"
         package.mkdir(parents=True)
         (folder / "horovod" / "__init__.py").touch()

@@ -42,9 +42,30 @@ class Suite:
         return self.reasons[max(fitting, key=len)] if fitting else "**not known yet**"
 
 
+POSING = Path(__file__).with_name("posing")
+"""A folder for ``PYTHONPATH``, with which gloo is Trigram."""
+
+
+def path_of(*folders: Path | str) -> str:
+    """A value of ``PYTHONPATH``, with this repository at its end."""
+    return os.pathsep.join([*map(str, folders), str(ROOT)])
+
+
+def unpack(clone: Path | None, folder: str, what: str, repository: str) -> None:
+    """Copies a folder of a clone, as it was committed."""
+    if clone is None:
+        name = repository.rpartition("/")[2].upper()
+        raise SystemExit(f"name a clone of github.com/{repository}: make test-peers PEER_{name}=PATH")
+    packed = subprocess.run(
+        ["git", "-C", str(clone), "archive", "HEAD", what], stdout=subprocess.PIPE, check=True
+    )
+    subprocess.run(["tar", "-x", "-C", folder], input=packed.stdout, check=True)
+
+
 def python(*command: str, cwd: Path | None = None, limit: float = 900, **environment: str) -> int:
     """Runs Python; the exit status, or 124 after ``limit`` seconds."""
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | environment
+    programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": programs} | environment
     try:
         return subprocess.run(
             [sys.executable, *command], cwd=cwd, env=env, timeout=limit, check=False

@@ -19,23 +19,26 @@ def section(suite: Suite, command: str) -> str:
     text += ["| with | pass | fail | are skipped |", "|---|---:|---:|---:|", _row("Trigram", suite.ours)]
     if suite.theirs is not None:
         text.append(_row(suite.theirs_name, suite.theirs))
+    failed = {test for test, how in suite.ours.items() if how == FAILED}
     if suite.theirs is None:
-        missing = sorted(test for test, how in suite.ours.items() if how == FAILED)
-        head = "| does not pass | why |"
+        text += _listed("does not pass", failed, suite)
     else:
-        missing = sorted(
-            test for test, how in suite.theirs.items() if how == PASSED and suite.ours.get(test) != PASSED
-        )
-        head = f"| passes with {suite.theirs_name} and not with Trigram | why |"
-    if missing:
-        text += ["", head, "|---|---|"]
-        told: dict[str, list[str]] = {}
-        for test in missing:
-            told.setdefault(suite.reason(test), []).append(test)
-        text += [f"| {', '.join(f'`{test}`' for test in tests)} | {why} |" for why, tests in told.items()]
-    elif suite.theirs is not None:
-        text += ["", f"What passes with {suite.theirs_name} passes with Trigram."]
+        passed = {test for test, how in suite.theirs.items() if how == PASSED}
+        missing = {test for test in passed if suite.ours.get(test) != PASSED}
+        text += _listed(f"passes with {suite.theirs_name} and not with Trigram", missing, suite)
+        text += _listed("passes with neither", failed - missing, suite)
+        if not missing:
+            text += ["", f"What passes with {suite.theirs_name} passes with Trigram."]
     return "\n".join([*text, ""])
+
+
+def _listed(head: str, tests: set[str], suite: Suite) -> list[str]:
+    """A table of tests by their reasons."""
+    told: dict[str, list[str]] = {}
+    for test in sorted(tests):
+        told.setdefault(suite.reason(test), []).append(f"`{test}`")
+    rows = [f"| {', '.join(names)} | {why} |" for why, names in told.items()]
+    return ["", f"| {head} | why |", "|---|---|", *rows] if rows else []
 
 
 def _row(name: str, outcomes: dict[str, str]) -> str:

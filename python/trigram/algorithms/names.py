@@ -44,6 +44,10 @@ _NAMES: dict[str, Entry] = {
         Trigram(carry="gradients"), "AllReduce of gradient buckets during backward; the same training as DDP"
     ),
     "bytegrad": Entry(Trigram("central", "int8", "sync", "gradients"), "gradients in 8 bits"),
+    "lossless": Entry(
+        Trigram("central", "lossless", "sync", "gradients"),
+        "gradients in exact codes: the bits of the default with fewer bytes",
+    ),
     "decentralized": Entry(
         Trigram("gossip:one_peer", "full", "sync", "weights"),
         "weights averaged with a neighbour, during forward and backward",

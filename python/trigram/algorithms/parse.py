@@ -238,7 +238,7 @@ class _Parser:
 
     def _what(self, what: str) -> str:
         kind, _, parameter = what.partition(":")
-        if kind == "full" and not parameter:
+        if kind in ("full", "lossless") and not parameter:
             return what
         if kind == "share":
             share = self.option(
@@ -278,6 +278,11 @@ class _Parser:
                 None,
                 lambda b: _whole(b) and b % 8 == 0 and 0 < b <= 2048,
                 "an integer, a multiple of 8 up to 2048",
+            )
+        if codec == "lossless" and not (carry == "gradients" and self.entry.value.who == "central"):
+            raise self.refuse(
+                f"lossless sends gradients exactly, to add them up in full: it needs who='central' and "
+                f"carry='gradients', and with {self.entry.value} carries {carry}; use full, or another codec"
             )
         if codec == "powersgd" and kind != "central":
             raise self.refuse(

@@ -9,6 +9,7 @@
 //! * [`dtype`], [`reduce`] — element types, reduction operators and the kernels that apply them.
 //! * `vector` — which vector unit those kernels use.
 //! * [`float16`] — sixteen-bit floats to `f32` and back.
+//! * [`lossless`] — exact codes of `f32`, shorter where the values allow it.
 //! * [`schedule`] — a collective for one rank, as a list of steps with dependencies.
 //! * [`topology`] — pure functions `(place, world, length) -> Schedule`: ring, trees, ...
 //! * [`planner`] — which topology serves which call.
@@ -28,6 +29,7 @@ pub mod dtype;
 pub mod error;
 pub mod executor;
 pub mod float16;
+pub mod lossless;
 pub mod pipeline;
 pub mod planner;
 pub mod reduce;

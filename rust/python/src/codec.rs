@@ -3,6 +3,7 @@
 use half::{bf16, f16};
 use pyo3::prelude::*;
 use trigram_core::codec::{self, Keep, Target, Values};
+use trigram_core::lossless::{self, Then};
 use trigram_core::second_moment::{self, Factors};
 use trigram_core::{DType, Error};
 
@@ -140,5 +141,43 @@ pub(crate) fn adapt_second_moment(
             unsafe { (slice_mut(second, n), slice(first, n), slice(gradient, n)) };
         second_moment::adapt(second, first, gradient, factors)
     };
+    if n < SMALL { run() } else { py.detach(run) }.raise(py)
+}
+
+/// The most bytes that the lossless code of `n` float32 values can take.
+#[pyfunction]
+pub(crate) fn lossless_size(n: usize) -> usize {
+    lossless::worst(n)
+}
+
+/// Encodes `n` float32 values at `src` into the first of `len` bytes at `out`; returns how many.
+#[pyfunction]
+pub(crate) fn lossless_encode(
+    py: Python<'_>,
+    src: usize,
+    n: usize,
+    out: usize,
+    len: usize,
+) -> PyResult<usize> {
+    // SAFETY: `trigram/codecs/lossless.py` holds the tensors during the call, has checked that they are contiguous, of
+    // these lengths and types; a tensor of bytes and one of floats do not overlap.
+    let run = || lossless::encode(unsafe { slice(src, n) }, unsafe { slice_mut(out, len) });
+    if n < SMALL { run() } else { py.detach(run) }.raise(py)
+}
+
+/// Decodes `len` bytes at `code` into `n` float32 values at `out`, or adds them to what is there.
+#[pyfunction]
+pub(crate) fn lossless_decode(
+    py: Python<'_>,
+    code: usize,
+    len: usize,
+    out: usize,
+    n: usize,
+    add: bool,
+    sender: u32,
+) -> PyResult<()> {
+    let then = if add { Then::Add } else { Then::Write };
+    // SAFETY: as in `lossless_encode`.
+    let run = || lossless::decode(unsafe { slice(code, len) }, unsafe { slice_mut(out, n) }, then, sender);
     if n < SMALL { run() } else { py.detach(run) }.raise(py)
 }

@@ -600,6 +600,9 @@ fn _core(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(gradients::assign_units, m)?)?;
     m.add_function(wrap_pyfunction!(simulation::simulate_all_reduce, m)?)?;
     m.add_function(wrap_pyfunction!(codec::adapt_second_moment, m)?)?;
+    m.add_function(wrap_pyfunction!(codec::lossless_size, m)?)?;
+    m.add_function(wrap_pyfunction!(codec::lossless_encode, m)?)?;
+    m.add_function(wrap_pyfunction!(codec::lossless_decode, m)?)?;
     m.add_function(wrap_pyfunction!(update::update_alone, m)?)?;
     m.add_function(wrap_pyfunction!(is_endpoint_record, m)?)?;
     m.add_function(wrap_pyfunction!(waits::blocked, m)?)?;

@@ -19,6 +19,7 @@ from trigram.averaging.gradient_average import GradientAverage
 from trigram.averaging.groups import ModelGroups
 from trigram.averaging.held_residual import positions
 from trigram.averaging.hierarchical import HierarchicalAverage, HostLevels
+from trigram.averaging.lossless import LosslessAverage
 from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
@@ -110,6 +111,21 @@ class CodecCompressor(GradientCompressor):
 
     def _coded(self, memory: torch.Tensor, groups: ModelGroups) -> Average:
         return CodedAverage(memory, groups, self.codec, self.second, self.feedback)
+
+
+class LosslessCompressor(GradientCompressor):
+    """Gradients as exact codes: the bits of the default with fewer bytes. What is not float32 on the CPU is
+    sent in full."""
+
+    def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
+        """Pads to whole shards."""
+        if like.dtype != torch.float32 or not like.is_cpu:
+            return None
+        return lambda total: padded(total, groups.size)
+
+    def average(self, bucket: Bucket, groups: ModelGroups) -> Average:
+        """See :class:`GradientCompressor`."""
+        return LosslessAverage(bucket.memory, groups)
 
 
 class MomentumCorrectedCompressor(CodecCompressor):
@@ -280,7 +296,7 @@ def make(what: str, options: AlgorithmOptions, rule: RobustAggregation | None = 
     """Makes the gradient compressor of a trigram's WHAT.
 
     Args:
-        what: ``full``, ``powersgd:RANK`` or the name of a codec.
+        what: ``full``, ``lossless``, ``powersgd:RANK`` or the name of a codec.
         options: The algorithm's options; ``momentum`` is used with top-k.
         rule: The robust aggregation that replaces the mean; None: the mean.
     """
@@ -289,6 +305,8 @@ def make(what: str, options: AlgorithmOptions, rule: RobustAggregation | None = 
         return GradientCompressor() if rule is None else RobustCompressor(rule)
     if kind == "powersgd":
         return PowerSGDCompressor(int(parameter))
+    if kind == "lossless":
+        return LosslessCompressor()
     codec = find(what, options.block)
     if options.momentum:
         return MomentumCorrectedCompressor(codec, options.momentum)

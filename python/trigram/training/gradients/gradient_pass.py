@@ -389,7 +389,7 @@ class GradientPass:
                 flags.wait()
         except Exception as e:  # of a call, or of the script's own average
             error = e
-            self.abort_calls(counts, "a collective of this pass failed")
+            self.abort_calls(counts, f"a collective of this pass failed: {e}")
         except BaseException:
             hooks.updates.pass_interrupted()
             raise

@@ -68,6 +68,7 @@ class Card:
 CARDS: dict[str, Card] = {
     "gradient_allreduce": Card(),
     "bytegrad": Card(),
+    "lossless": Card(),
     "decentralized": Card(),
     "low_precision_decentralized": Card(),
     "async": Card(),

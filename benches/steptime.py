@@ -156,11 +156,13 @@ def torchft_diloco(module: nn.Module, adam: torch.optim.Optimizer, args: argpars
     return Training(module, module, adam, end)
 
 
-def step(training: Training, x: Tensor, y: Tensor) -> float:
-    """Makes one training step; returns its seconds."""
+def step(training: Training, x: Tensor, y: Tensor, half: bool = False) -> float:
+    """Makes one training step, in bfloat16 if `half`; returns its seconds."""
     started = time.perf_counter()
     training.optimizer.zero_grad()
-    workloads.loss_of(training.model, x, y).backward()
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        loss = workloads.loss_of(training.model, x, y)
+    loss.backward()
     training.optimizer.step()
     return time.perf_counter() - started
 
@@ -190,10 +192,10 @@ def measure(method: str, args: argparse.Namespace, length: int) -> dict[str, Any
     training = build(method, args, length)
     stream = losses.batches(workloads.data("gpt"), args.batch, args.seed)
     for _ in range(untimed):
-        step(training, *next(stream))
+        step(training, *next(stream), args.autocast)
     dist.barrier()
     before, idle = hosts.sent_bytes(), aside()
-    mine = [step(training, *next(stream)) for _ in range(steps)]
+    mine = [step(training, *next(stream), args.autocast) for _ in range(steps)]
     sent = hosts.sent_bytes() - before
     spent = gathered(aside() - idle)
     everyone, bytes_sent = torch.tensor(gathered(mine)), gathered(sent)
@@ -404,6 +406,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
     parser.add_argument("--train", action="store_true", help="whole trainings of --steps steps")
+    parser.add_argument("--autocast", action="store_true", help="steps under torch.autocast(bfloat16)")
     parser.add_argument("--constant", action="store_true", help="--train: with a constant learning rate")
     parser.add_argument(
         "--losses", type=Path, nargs="+", default=[], help="--train: .json files of earlier runs, for losses"

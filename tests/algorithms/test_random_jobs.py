@@ -24,6 +24,7 @@ LATE = 20.0  # seconds after which a call of a rank that waits for nobody says w
 GRADIENTS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_allreduce", {}),
     ("bytegrad", {}),
+    ("lossless", {}),
     ("topk", {"fraction": 0.25}),
     ("signsgd", {}),
     ("powersgd", {"warmup_steps": 2}),

@@ -200,7 +200,7 @@ def dense_momenta_of_sparse_gradients(rank: int, world: int) -> None:
 @CASES
 def every_algorithm_is_listed(rank: int, world: int) -> None:
     names = [a["name"] for a in trigram.algorithms() if a["available"]]
-    assert len(names) == 18 and names[0] == "gradient_allreduce"
+    assert len(names) == 19 and names[0] == "gradient_allreduce"
     says(raises(trigram.UnsupportedError, trigram.with_bagua, net(), "nonsense"), "nonsense", *names)
 
 

@@ -90,6 +90,7 @@ for _o in ("sgd", "momentum", "adam"):
     row(f"gradient_allreduce {_o}", "gradient_allreduce", lambda n: FullGradients(), optimizer=_o, same=True)
     row(f"bytegrad {_o}", "bytegrad", lambda n: CodedGradients("int8"), optimizer=_o, same=True, coded=True)
 row("central full sync", "central/full/sync", lambda n: FullGradients(), same=True)
+row("lossless", "lossless", lambda n: FullGradients(), same=True)
 row("bytegrad block", "bytegrad", lambda n: CodedGradients("int8", 64), block=64, same=True, coded=True)
 row(
     "bytegrad warmup",
@@ -605,6 +606,7 @@ row(
 NAMES_ONCE = [  # each name with the options that make it interesting within a few steps
     "gradient_allreduce sgd",
     "bytegrad sgd",
+    "lossless",
     "decentralized",
     "low_precision_decentralized",
     "async third",

@@ -45,6 +45,7 @@ class Feature:
 ALGORITHMS = [
     Feature("gradient_allreduce", "gradient_allreduce"),
     Feature("bytegrad", "bytegrad"),
+    Feature("lossless", "lossless"),
     Feature("topk", "topk", {"fraction": 0.3}),
     Feature("powersgd", "powersgd", {"warmup_steps": 0}),
     Feature("qadam", "qadam", {"warmup_steps": 2}, True),
@@ -243,7 +244,7 @@ WHO = {
     "gossip": "gossip:ring",
     "push": "push:ring",
 }
-WHAT = ["full", "int8", "topk:0.1", "chunktopk:0.1", "powersgd:2", "share:0.3"]
+WHAT = ["full", "lossless", "int8", "topk:0.1", "chunktopk:0.1", "powersgd:2", "share:0.3"]
 WHEN = {
     "gradients, sync": ("sync", "gradients"),
     "momentum, sync": ("sync", "momentum"),

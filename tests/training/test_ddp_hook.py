@@ -24,6 +24,7 @@ HOOKS = Cases()
 HOOKED: dict[str, tuple[str, dict[str, Any]]] = {
     "gradient_allreduce": ("gradient_allreduce sgd", {}),
     "bytegrad": ("bytegrad sgd", {}),
+    "lossless": ("lossless", {}),
     "bytegrad block": ("bytegrad block", {"block": 64}),
     "central fp8": ("central fp8", {}),
     "powersgd": ("powersgd", {"rank": 2}),

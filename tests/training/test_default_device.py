@@ -23,6 +23,7 @@ CASES = Cases()
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gradient_allreduce": {"sample_weight": 2.0, "check_finite": True, "check_replicas": 2},
     "bytegrad": {},
+    "lossless": {},
     "decentralized": {},
     "low_precision_decentralized": {},
     "async": {"staleness": 1},

@@ -32,7 +32,7 @@ def run(path: Path | None) -> Suite:
     return Suite(
         f"Accelerate {importlib.metadata.version('accelerate')}",
         "The scripts of `accelerate/test_utils/scripts`, as the wheel has them, on two ranks on CPUs, over a "
-        "process group that `init_process_group` has made; and again (`prepare`) with "
+        "process group that `init_process_group` has made. They run again (`prepare`) with "
         "`trigram.integrations.accelerate.prepare` in the place of `Accelerator.prepare`, beside "
         "DistributedDataParallel over gloo. Those of `external_deps` need weights and data from a network, "
         "and were not run.",

@@ -21,8 +21,8 @@ from trigram.codecs import lossless
 from trigram.runtime.memory import empty
 
 MOST_TO_ALL = 2
-"""The most ranks with which all send all to all. Three would send 0.7 of the values' bytes then, and 0.8 in two
-phases; but 1.7 and 1.15 where values have all their bits."""
+"""The most ranks with which all send all to all. Three would send 0.7 of the values' bytes then, and 0.8 in
+two phases; but 1.7 and 1.15 where values have all their bits."""
 
 
 class LosslessAverage(Average):
@@ -95,7 +95,11 @@ class LosslessAverage(Average):
 
     def _sum(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """The mean of the codes of all ranks, in the order of the ranks, as an all-reduce adds them."""
-        ranks = self.groups.main.ranks
+        ranks, rank, n = self.groups.main.ranks, self.groups.rank, self.groups.size
+        if n == 2:  # a + b is b + a
+            lossless.decode(codes[1 - rank], out, add=True, sender=ranks[1 - rank])
+            out /= 2
+            return
         for j, code in enumerate(codes):
             lossless.decode(code, self.total, add=j > 0, sender=ranks[j])
-        torch.div(self.total, self.groups.size, out=out)
+        torch.div(self.total, n, out=out)

@@ -55,7 +55,7 @@ def kind(algorithm: Algorithm) -> str:
     """
     if algorithm.value.carry != "gradients" or algorithm.aggregation or algorithm.step or algorithm.average:
         return "different"
-    if algorithm.value.what == "full":
+    if algorithm.value.what in ("full", "lossless"):
         return "exact"
     return "close" if algorithm.value.what in CLOSE_CODECS else "different"
 

@@ -65,6 +65,8 @@ def predict(job: Job, algorithm: Algorithm, bucket_bytes: int, averaged_state: b
         raise UnsupportedError(
             f"plan: the model has no robust averages and no registered classes: {algorithm.name}"
         )
+    if algorithm.value.what == "lossless":
+        raise UnsupportedError("plan: the bytes of lossless depend on the gradients, which are not measured")
     if algorithm.options.quorum is not None or algorithm.options.due is not None:
         raise UnsupportedError(
             f"plan: the model has no quorum, and no every= of a function: {algorithm.name}"

@@ -62,15 +62,20 @@ pub fn encode(values: &[f32], out: &mut [u8]) -> Result<usize> {
 #[inline(always)]
 fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     let n = values.len();
+    // All loops are over whole blocks, whose length the compiler knows.
     let (mut bits, mut exponents, mut heads) = ([0u32; BLOCK], [0u8; BLOCK], [0u8; BLOCK]);
+    for (u, value) in bits.iter_mut().zip(values) {
+        *u = value.to_bits();
+    }
     let (mut any, mut top) = (0u32, 0u8);
-    for (k, value) in values.iter().enumerate() {
-        let u = value.to_bits();
-        bits[k] = u;
+    for k in 0..BLOCK {
+        let u = bits[k];
         any |= u;
         exponents[k] = (u >> 23) as u8;
         heads[k] = ((u >> 24) as u8 & 0x80) | ((u >> 16) as u8 & 0x7f);
-        top = top.max(exponents[k]);
+    }
+    for exponent in exponents {
+        top = top.max(exponent);
     }
     if any == 0 {
         out[0] = ZERO;
@@ -84,12 +89,18 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
         2
     };
     let (mut codes, mut own, mut count) = ([0u8; BLOCK], [0u8; BLOCK], 0);
-    for k in 0..n {
+    for k in 0..BLOCK {
         codes[k] = (top - exponents[k]).min(OWN);
     }
-    for k in 0..n {
-        own[count] = exponents[k];
-        count += usize::from(codes[k] == OWN);
+    codes[n..].fill(0);
+    for (at, eight) in codes.chunks_exact(8).enumerate() {
+        // Few groups have any, and going through all values would take most of the time.
+        if has_own(u64::from_le_bytes(eight.try_into().unwrap_or_default())) {
+            for k in 8 * at..8 * at + 8 {
+                own[count] = exponents[k];
+                count += usize::from(codes[k] == OWN);
+            }
+        }
     }
     let packed = 3 * n.div_ceil(8);
     let size = HEAD + n + packed + low * n + count;
@@ -124,6 +135,12 @@ fn encode_block(values: &[f32], out: &mut [u8]) -> usize {
     }
     rest.copy_from_slice(&own[..count]);
     size
+}
+
+/// Whether one of eight distances is [`OWN`].
+#[inline(always)]
+fn has_own(eight: u64) -> bool {
+    eight & eight >> 1 & eight >> 2 & 0x0101_0101_0101_0101 != 0
 }
 
 /// What becomes of decoded values.
@@ -181,34 +198,31 @@ fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [
             let (packed, rest) = rest.split_at_checked(3 * n.div_ceil(8))?;
             let (lows, rest) = rest.split_at_checked(low * n)?;
             let (own, rest) = rest.split_at_checked(count)?;
-            let mut codes = [0u8; BLOCK];
-            for (eight, three) in codes.chunks_exact_mut(8).zip(packed.chunks_exact(3)) {
+            let (mut codes, mut places, mut found) = ([0u8; BLOCK], [0u8; BLOCK], 0);
+            for (at, (eight, three)) in codes.chunks_exact_mut(8).zip(packed.chunks_exact(3)).enumerate() {
                 let mut x = u64::from(u32::from_le_bytes([three[0], three[1], three[2], 0]));
                 x = (x | x << 20) & 0x0000_0fff_0000_0fff;
                 x = (x | x << 10) & 0x003f_003f_003f_003f;
                 x = (x | x << 5) & 0x0707_0707_0707_0707;
                 eight.copy_from_slice(&x.to_le_bytes());
+                if has_own(x) {
+                    for (k, &code) in eight.iter().enumerate() {
+                        places[found] = (8 * at + k) as u8;
+                        found += usize::from(code == OWN);
+                    }
+                }
             }
-            let mut exponents = [0u8; BLOCK];
-            for k in 0..n {
+            let (mut exponents, mut whole) = ([0u8; BLOCK], [0u8; BLOCK]);
+            whole[..n].copy_from_slice(heads);
+            for k in 0..BLOCK {
                 exponents[k] = top.wrapping_sub(codes[k]);
             }
-            if count > 0 {
-                // A list padded so that a wrong count reads no further than it.
-                let mut list = [0u8; BLOCK + 1];
-                list.get_mut(..count)?.copy_from_slice(own);
-                let mut next = 0;
-                for k in 0..n {
-                    let is_own = codes[k] == OWN;
-                    exponents[k] = if is_own { list[next] } else { exponents[k] };
-                    next += usize::from(is_own);
-                }
-                (next == count).then_some(())?;
-            } else if codes[..n].contains(&OWN) {
-                return None;
+            (found == count).then_some(())?;
+            for (&place, &exponent) in places[..found].iter().zip(own) {
+                exponents[usize::from(place)] = exponent;
             }
-            for k in 0..n {
-                let (head, exponent) = (u32::from(heads[k]), u32::from(exponents[k]));
+            for k in 0..BLOCK {
+                let (head, exponent) = (u32::from(whole[k]), u32::from(exponents[k]));
                 bits[k] = (head & 0x80) << 24 | exponent << 23 | (head & 0x7f) << 16;
             }
             match low {

@@ -12,6 +12,7 @@ use std::time::Instant;
 use common::{Account, Rng, inputs, report};
 use half::{bf16, f16};
 use trigram_core::codec::{self, Target};
+use trigram_core::lossless::{self, Then};
 use trigram_core::signature::{Collective, Signature, Via};
 use trigram_core::wire::{CallId, Frame, HEADER, Kind, MAGIC, MAX_PAYLOAD, Sum};
 use trigram_core::{DType, Error, ReduceOp};
@@ -158,4 +159,42 @@ fn codes() {
         ACCOUNT.peak() - before
     );
     report("codes", count, began, &format!("{refused} refused"));
+}
+
+/// Lossless codes, whose length is known only from what is in them.
+#[test]
+fn lossless_codes() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let (count, began) = (inputs(100_000), Instant::now());
+    let mut rng = Rng::new(7);
+    let (mut refused, mut values, mut code) = (0, Vec::new(), Vec::new());
+    let (mut out, mut whole) = (vec![0f32; 700], vec![0u8; lossless::worst(700)]);
+    for _ in 0..count {
+        let n = rng.below(700);
+        let (keeps, spread) = (rng.below(33) as u32, rng.next() as u32);
+        values.clear();
+        values.extend(
+            (0..n).map(|_| f32::from_bits((rng.next() as u32 & spread) >> keeps.min(31) << keeps.min(31))),
+        );
+        let size = lossless::encode(&values, &mut whole).unwrap();
+        code.clear();
+        code.extend_from_slice(&whole[..size]);
+        let is_whole = rng.one_in(4);
+        match () {
+            () if is_whole => {}
+            () if rng.one_in(4) => rng.fill(&mut code),
+            () => rng.spoil(&mut code),
+        }
+        let then = if rng.one_in(2) { Then::Add } else { Then::Write };
+        match lossless::decode(&code, &mut out[..n], then, 7) {
+            Ok(()) if is_whole && then == Then::Write => {
+                assert!(out.iter().zip(&values).all(|(a, b)| a.to_bits() == b.to_bits()));
+            }
+            Ok(()) => {}
+            Err(Error::Corrupt { rank: 7, .. }) if !is_whole => refused += 1,
+            Err(other) => panic!("{other}"),
+        }
+    }
+    assert!(refused > count / 10, "{refused} of {count}: the inputs say little");
+    report("lossless codes", count, began, &format!("{refused} refused"));
 }

@@ -24,6 +24,7 @@ from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
 from trigram.errors import MisuseError
+from trigram.runtime import logs
 from trigram.training.gradients.buckets import Bucket
 from trigram.training.qadam import QAdam
 
@@ -117,8 +118,13 @@ class LosslessCompressor(GradientCompressor):
     """Gradients as exact codes: the bits of the default with fewer bytes. What is not float32 on the CPU is
     sent in full."""
 
+    is_told = False
+
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """Pads to whole shards."""
+        if not like.is_cpu and not self.is_told and groups.rank == 0:
+            self.is_told = True
+            logs.warning(f"lossless: gradients on {like.device} are sent in full; it codes on CPUs only")
         if like.dtype != torch.float32 or not like.is_cpu:
             return None
         return lambda total: padded(total, groups.size)

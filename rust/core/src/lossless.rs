@@ -8,7 +8,7 @@
 //!
 //! | bytes | |
 //! |---|---|
-//! | 1 | kind: low bytes of fractions that follow (0, 1 or 2), or [`ZERO`], or [`RAW`] |
+//! | 1 | kind: low bytes of fractions that follow (0, 1 or 2), or `ZERO`, or `RAW` |
 //! | 1 | the largest exponent |
 //! | 2 | how many values have an exponent of their own |
 //! | n | sign (high bit) and the first seven bits of the fraction |
@@ -16,7 +16,7 @@
 //! | kind n | the low bytes of the fractions |
 //! | one each | the exponents of their own |
 //!
-//! Of [`ZERO`] (all bits are zero) only the first byte is there, and of [`RAW`] the first byte and the values.
+//! Of `ZERO` (all bits are zero) only the first byte is there, and of `RAW` the first byte and the values.
 
 use crate::error::{Error, Result};
 

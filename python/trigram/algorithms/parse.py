@@ -281,8 +281,8 @@ class _Parser:
             )
         if codec == "lossless" and not (carry == "gradients" and self.entry.value.who == "central"):
             raise self.refuse(
-                f"lossless sends gradients exactly, to add them up in full: it needs who='central' and "
-                f"carry='gradients', and with {self.entry.value} carries {carry}; use full, or another codec"
+                "lossless sends gradients exactly, to add them up in full: it needs who='central' and "
+                "carry='gradients'; use full, or another codec"
             )
         if codec == "powersgd" and kind != "central":
             raise self.refuse(

@@ -50,7 +50,8 @@ class LosslessAverage(Average):
         )
         self.lengths = torch.zeros(n, len(self.shards), dtype=torch.int64, device="cpu")
         self.owned = torch.zeros(n, dtype=torch.int64, device="cpu")
-        self.total = torch.empty(len(self.shards[0]), dtype=torch.float32, device="cpu")
+        summed = 0 if n == 2 else len(self.shards[0])
+        self.total = torch.empty(summed, dtype=torch.float32, device="cpu")
         self.sent = 2 * (n - 1) * memory.nbytes // n
 
     def phases(self, step: int) -> Phases:

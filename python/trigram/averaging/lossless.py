@@ -98,9 +98,8 @@ class LosslessAverage(Average):
         """The mean of the codes of all ranks, in the order of the ranks, as an all-reduce adds them."""
         ranks, rank, n = self.groups.main.ranks, self.groups.rank, self.groups.size
         if n == 2:  # a + b is b + a
-            lossless.decode(codes[1 - rank], out, add=True, sender=ranks[1 - rank])
-            out /= 2
+            lossless.decode(codes[1 - rank], out, add=True, ranks=n, sender=ranks[1 - rank])
             return
         for j, code in enumerate(codes):
-            lossless.decode(code, self.total, add=j > 0, sender=ranks[j])
-        torch.div(self.total, n, out=out)
+            lossless.decode(code, self.total, j > 0, n if j == n - 1 else 0, ranks[j])
+        out.copy_(self.total)

@@ -36,13 +36,14 @@ def encode(values: torch.Tensor, out: torch.Tensor) -> int:
     return _core.lossless_encode(values.data_ptr(), values.numel(), out.data_ptr(), out.numel())
 
 
-def decode(code: torch.Tensor, out: torch.Tensor, add: bool = False, sender: int = 0) -> None:
+def decode(code: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int = 0, sender: int = 0) -> None:
     """Decodes into ``out``, or adds the values to it.
 
     Args:
         code: uint8, exactly the bytes that :func:`encode` has written; those from the network may be invalid.
         out: Contiguous, float32, on the CPU, as long as the values were.
         add: Adds to what is there.
+        ranks: With ``add``: divides the sums by this number; 0: does not.
         sender: The rank that a ``CorruptError`` names.
 
     Raises:
@@ -51,7 +52,7 @@ def decode(code: torch.Tensor, out: torch.Tensor, add: bool = False, sender: int
     """
     _check(out, "lossless.decode")
     check_bytes(code, out, None, "lossless.decode")
-    _core.lossless_decode(code.data_ptr(), code.numel(), out.data_ptr(), out.numel(), add, sender)
+    _core.lossless_decode(code.data_ptr(), code.numel(), out.data_ptr(), out.numel(), add, ranks, sender)
 
 
 def _check(values: torch.Tensor, what: str) -> None:

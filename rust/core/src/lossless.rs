@@ -150,6 +150,8 @@ pub enum Then {
     Write,
     /// They are added to what is there.
     Add,
+    /// They are added, and the sums are divided by this many ranks: the last of them has come.
+    Mean(u32),
 }
 
 /// Reads the code of as many values as `out` has, which may be anything; `from` is the rank that is blamed.
@@ -242,6 +244,10 @@ fn decode_block<'a>(code: &'a [u8], out: &mut [f32], then: Then) -> Option<&'a [
     match then {
         Then::Write => out.iter_mut().zip(&bits).for_each(|(value, &u)| *value = f32::from_bits(u)),
         Then::Add => out.iter_mut().zip(&bits).for_each(|(value, &u)| *value += f32::from_bits(u)),
+        Then::Mean(ranks) => {
+            let ranks = ranks as f32;
+            out.iter_mut().zip(&bits).for_each(|(value, &u)| *value = (*value + f32::from_bits(u)) / ranks);
+        }
     }
     Some(rest)
 }
@@ -304,6 +310,9 @@ mod tests {
         let mut sum = a.clone();
         decode(&code_of(&b), &mut sum, Then::Add, 0).unwrap();
         assert!(sum.iter().zip(a.iter().zip(&b)).all(|(s, (a, b))| *s == a + b));
+        let mut mean = a.clone();
+        decode(&code_of(&b), &mut mean, Then::Mean(3), 0).unwrap();
+        assert!(mean.iter().zip(&sum).all(|(m, s)| *m == s / 3.0));
     }
 
     #[test]

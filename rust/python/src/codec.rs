@@ -165,8 +165,10 @@ pub(crate) fn lossless_encode(
     if n < SMALL { run() } else { py.detach(run) }.raise(py)
 }
 
-/// Decodes `len` bytes at `code` into `n` float32 values at `out`, or adds them to what is there.
+/// Decodes `len` bytes at `code` into `n` float32 values at `out`, or adds them to what is there; sums are divided by
+/// `ranks`, if that is not 0.
 #[pyfunction]
+#[allow(clippy::too_many_arguments)] // one call from one place
 pub(crate) fn lossless_decode(
     py: Python<'_>,
     code: usize,
@@ -174,9 +176,14 @@ pub(crate) fn lossless_decode(
     out: usize,
     n: usize,
     add: bool,
+    ranks: u32,
     sender: u32,
 ) -> PyResult<()> {
-    let then = if add { Then::Add } else { Then::Write };
+    let then = match (add, ranks) {
+        (false, _) => Then::Write,
+        (true, 0) => Then::Add,
+        (true, ranks) => Then::Mean(ranks),
+    };
     // SAFETY: as in `lossless_encode`.
     let run = || lossless::decode(unsafe { slice(code, len) }, unsafe { slice_mut(out, n) }, then, sender);
     if n < SMALL { run() } else { py.detach(run) }.raise(py)

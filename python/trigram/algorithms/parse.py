@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -205,8 +206,8 @@ class _Parser:
         if why := misfit(made_by, *given, **arguments):
             called = ", ".join([*given, *(f"{option}=" for option in arguments)])
             raise self.refuse(f"{title} ({called}), and {why}")
-        phases = getattr(made_by, "phases", None)
-        if phases is not None and (why := misfit(phases, made_by, 0)):
+        phases = inspect.getattr_static(made_by, "phases", None)
+        if inspect.isfunction(phases) and (why := misfit(phases, made_by, 0)):
             raise self.refuse(f"{title} phases(number), and {why}")
 
     def _when(self, when: str) -> tuple[int | None, int | None]:

@@ -51,10 +51,11 @@ class GradientAverage(Average):
     def start(self, step: int) -> None:
         """See :class:`Exchange`."""
         super().start(step)
-        if self._pending is None and self._left == self.calls and self.groups.size > 1:
+        silent = self._pending is None and self._left == self.calls and self.groups.size > 1
+        if silent and bool(self.memory.any()):  # zeros are no gradients of its own: it waits for a later step
             raise MisuseError(
-                f"{type(self).__name__}.phases: it yielded no call in step {step}, so every rank would train "
-                "on its own gradients; yield what it starts, such as "
+                f"{type(self).__name__}.phases: it yielded no call in step {step} and left gradients, so "
+                "every rank would train on its own; yield what it starts, such as "
                 "trigram.all_reduce(self.memory, 'avg', group=self.groups.main, async_op=True)"
             )
 

@@ -9,7 +9,7 @@ import torch
 
 from trigram import _core
 from trigram.codecs.codec import check_bytes, check_dtype
-from trigram.errors import UnsupportedError
+from trigram.errors import MisuseError, UnsupportedError
 
 
 def most(n: int) -> int:
@@ -33,6 +33,8 @@ def encode(values: torch.Tensor, out: torch.Tensor) -> int:
     """
     _check(values, "lossless.encode")
     check_bytes(out, values, None, "lossless.encode")
+    if values.data_ptr() < out.data_ptr() + out.nbytes and out.data_ptr() < values.data_ptr() + values.nbytes:
+        raise MisuseError("lossless.encode: the tensors share memory; pass another for the code")
     return _core.lossless_encode(values.data_ptr(), values.numel(), out.data_ptr(), out.numel())
 
 
@@ -52,6 +54,8 @@ def decode(code: torch.Tensor, out: torch.Tensor, add: bool = False, ranks: int 
     """
     _check(out, "lossless.decode")
     check_bytes(code, out, None, "lossless.decode")
+    if out.data_ptr() < code.data_ptr() + code.nbytes and code.data_ptr() < out.data_ptr() + out.nbytes:
+        raise MisuseError("lossless.decode: the tensors share memory; pass another for the values")
     _core.lossless_decode(code.data_ptr(), code.numel(), out.data_ptr(), out.numel(), add, ranks, sender)
 
 

@@ -178,9 +178,13 @@ fn a_shutdown_ends_a_call_that_waits_for_its_slot() {
         // SAFETY: they have no memory.
         let begun: Vec<_> =
             (0..8).map(|_| unsafe { group.start(Request::nothing(), None) }.unwrap()).collect();
+        let made = group.clone();
         // SAFETY: as above.
         let caller =
             std::thread::spawn(move || unsafe { group.run(Request::nothing(), None, &mut || Ok(())) });
+        while made.next() < 9 {
+            std::thread::yield_now(); // on a busy machine the thread begins late
+        }
         std::thread::sleep(Duration::from_millis(5));
         let (ended, end) = channel();
         let engine = engines[0].clone();

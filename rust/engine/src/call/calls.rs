@@ -383,6 +383,12 @@ impl Calls {
 
     /// Fails a call; with `tell`, also tells the other members.
     pub(crate) fn fail(&mut self, i: usize, error: Error, tell: bool, out: &mut Outbox) {
+        let told = tell.then(|| error.clone());
+        self.fail_as(i, error, told, out);
+    }
+
+    /// Fails a call, and tells the other members what `told` is.
+    pub(crate) fn fail_as(&mut self, i: usize, error: Error, told: Option<Error>, out: &mut Outbox) {
         let active = &mut self.active[i];
         if active.state == CallState::Closing {
             return;
@@ -412,8 +418,8 @@ impl Calls {
         let peer = message.and_then(|m| members.ranks.get(m.peer as usize).copied());
         self.unexpected.drop_messages(members.id, call, peer);
         // A receive that has found no message has a number that means nothing to others.
-        if tell && !unmatched {
-            announce(&members, call, message, signature, &error, out);
+        if let Some(told) = told.filter(|_| !unmatched) {
+            announce(&members, call, message, signature, &told, out);
         }
     }
 

@@ -45,13 +45,25 @@ pub(crate) fn reason(
 
 /// Fails a call that cannot go on here. If it lacks a peer, the error gives the reason why that peer was lost.
 pub(crate) fn stop(calls: &mut Calls, i: usize, error: Error, out: &mut Outbox, peers: &Peers, me: u32) {
-    let (error, tell) = match error {
-        Error::PeerLost { rank, .. } if peers.is_lost(rank) => {
-            (lost(calls, i, rank, peers, me), peers.is_told(rank))
-        }
-        error => (error, true),
-    };
-    calls.fail(i, error, tell, out);
+    match error {
+        Error::PeerLost { rank, .. } if peers.is_lost(rank) => fail_for(calls, i, rank, true, out, peers, me),
+        error => calls.fail(i, error, true, out),
+    }
+}
+
+/// Fails a call that needs the lost rank `rank`; with `tell`, also tells the other members.
+pub(crate) fn fail_for(
+    calls: &mut Calls,
+    i: usize,
+    rank: u32,
+    tell: bool,
+    out: &mut Outbox,
+    peers: &Peers,
+    me: u32,
+) {
+    let error = lost(calls, i, rank, peers, me);
+    let told = tell.then(|| peers.told(rank, me, &calls.active[i].body.signature, &error));
+    calls.fail_as(i, error, told, out);
 }
 
 /// The error of a call under way that needs a lost rank.
@@ -86,9 +98,8 @@ pub(crate) fn check_losses(calls: &mut Calls, out: &mut Outbox, peers: &Peers, m
         };
         if let Some(rank) = lost_rank {
             // A helper need not tell then: ranks that have left may have had their result without it.
-            let tell = (!all || members.me < members.layout.workers()) && peers.is_told(rank);
-            let error = lost(calls, i, rank, peers, me);
-            calls.fail(i, error, tell, out);
+            let tell = !all || members.me < members.layout.workers();
+            fail_for(calls, i, rank, tell, out, peers, me);
         }
     }
 }
@@ -106,8 +117,7 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
         }
         if let Some(rank) = peers.broken(&active.body.members.ranks, active.moved, now) {
             // It waits for surviving ranks that have learned of the loss in another call and will not make this one.
-            let error = lost(calls, i, rank, peers, me);
-            calls.fail(i, error, peers.is_told(rank), out);
+            fail_for(calls, i, rank, true, out, peers, me);
             continue;
         }
         let late = calls.is_late(i, now);

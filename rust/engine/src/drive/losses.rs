@@ -8,7 +8,7 @@ use trigram_core::{Error, Result};
 
 use crate::call::active_call::{ActiveCall, CallState};
 use crate::call::calls::Calls;
-use crate::drive::failures::lost;
+use crate::drive::failures::fail_for;
 use crate::group::world::{Neighbour, World};
 use crate::health::log_lines::LogLine;
 use crate::health::losses::LossKind;
@@ -67,8 +67,7 @@ pub(crate) fn lose(
                 LossKind::Left if body.request.message.is_none() => peers.first_lost(&body.members.ranks),
                 _ => None,
             };
-            let error = lost(calls, i, cause.unwrap_or(rank), peers, world.rank);
-            calls.fail(i, error, kind != LossKind::Refused, out);
+            fail_for(calls, i, cause.unwrap_or(rank), true, out, peers, world.rank);
         }
     }
     if let Some(neighbour) = world.neighbours.get(&rank).filter(|_| kind != LossKind::Left) {
@@ -137,8 +136,7 @@ fn revoke(calls: &mut Calls, out: &mut Outbox, peers: &Peers, world: &World, ran
     // First the failures: a rank that has not entered a failed call does not enter it any more.
     for i in 0..calls.active.len() {
         if calls.active[i].state != CallState::Closing && is_shown_to(&calls.active[i], rank) {
-            let error = lost(calls, i, rank, peers, world.rank);
-            calls.fail(i, error, true, out);
+            fail_for(calls, i, rank, true, out, peers, world.rank);
         }
     }
     for i in 0..calls.active.len() {
@@ -159,8 +157,7 @@ fn revoke(calls: &mut Calls, out: &mut Outbox, peers: &Peers, world: &World, ran
                     && other.state != CallState::Closing
                     && other.body.shown().iter().any(touched)
                 {
-                    let error = lost(calls, j, rank, peers, world.rank);
-                    calls.fail(j, error, true, out);
+                    fail_for(calls, j, rank, true, out, peers, world.rank);
                 }
             }
         }

@@ -64,6 +64,7 @@ impl Matching<'_> {
     fn receive_loss(&mut self, peer: u32, rank: u32, payload: &[u8]) {
         let Ok(why) = postcard::from_bytes::<Error>(payload) else { return };
         if rank == self.world.rank {
+            self.peers.note_eviction(why.clone());
             let why = Error::Aborted(format!("it evicted this rank, rank {rank}: {why}"));
             self.peers.report(LossEvent { rank: peer, why, kind: LossKind::Refused, reported_by: None });
         } else if (rank as usize) < self.world.size() {

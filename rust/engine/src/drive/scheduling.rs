@@ -81,16 +81,18 @@ impl Scheduling<'_> {
         // Other ranks may not know of a loss; of a failure that was reported to this rank, they do.
         let aborted = calls.aborted(members.id, call_id);
         let error = match (failed, gone) {
-            _ if aborted.is_some() => aborted.map(|error| (error, false)),
-            _ if calls.broken.is_some() => calls.broken.clone().map(|error| (error, true)),
+            _ if aborted.is_some() => aborted.map(|error| (error, None)),
+            _ if calls.broken.is_some() => calls.broken.clone().map(|error| (error.clone(), Some(error))),
             (Some(error), _) => {
                 self.peers.remove_failed_call(members.id);
-                Some((error, false))
+                Some((error, None))
             }
-            (None, Some(rank)) => Some((
-                failures::reason(calls, self.peers, self.world.rank, rank, members.id, &request.signature()),
-                self.peers.is_told(rank),
-            )),
+            (None, Some(rank)) => {
+                let (peers, me, signature) = (&*self.peers, self.world.rank, request.signature());
+                let error = failures::reason(calls, peers, me, rank, members.id, &signature);
+                let told = peers.told(rank, me, &signature, &error);
+                Some((error, Some(told)))
+            }
             _ => None,
         };
         if let Some(rank) = peer {
@@ -99,8 +101,8 @@ impl Scheduling<'_> {
         let i = calls.enter(members, call_id, request, completion, made);
         calls.active[i].entered = shown;
         calls.active[i].body.shown = shown;
-        if let Some((error, tell)) = error {
-            return calls.fail(i, error, tell, self.out);
+        if let Some((error, told)) = error {
+            return calls.fail_as(i, error, told, self.out);
         }
         if let Some(deadline) = deadline {
             calls.set_deadline(i, deadline);

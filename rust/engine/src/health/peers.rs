@@ -29,6 +29,8 @@ pub struct Peers {
     /// Lost peers that did not leave in good order, and when they were lost.
     broken: BTreeMap<u32, Instant>,
     events: Vec<LossEvent>,
+    /// Why another rank has evicted this one, as it tells the others.
+    evicted_for: Option<Error>,
     /// By peer, the call in which it last said that it waits with all its threads.
     stuck: HashMap<u32, StuckPeer>,
     /// The silence after which a rank is evicted: the same on all ranks.
@@ -46,6 +48,7 @@ impl Peers {
             lost: BTreeMap::new(),
             broken: BTreeMap::new(),
             events: Vec::new(),
+            evicted_for: None,
             stuck: HashMap::new(),
             limit,
             last_heartbeat: Instant::now(),
@@ -91,10 +94,19 @@ impl Peers {
         (alone || self.kind(first) != Some(LossKind::Left)).then_some(first)
     }
 
-    /// Whether others are told of a call that fails for want of this lost peer. Not by a rank that the peer has evicted:
-    /// they hear of that from the peer, and would take the peer for the one that is gone.
-    pub(crate) fn is_told(&self, rank: u32) -> bool {
-        self.kind(rank) != Some(LossKind::Refused)
+    /// What others are told of a call that fails with `error` for want of the lost peer `rank`. A rank that the peer has
+    /// evicted tells what the peer tells them: with `error` they would take the peer for the one that is gone.
+    pub(crate) fn told(&self, rank: u32, me: u32, signature: &Signature, error: &Error) -> Error {
+        if self.kind(rank) != Some(LossKind::Refused) {
+            return error.clone();
+        }
+        let unknown = Error::Aborted("another rank has evicted it".into());
+        peer_lost(me, Some(self.evicted_for.as_ref().unwrap_or(&unknown)), signature)
+    }
+
+    /// Another rank has evicted this one.
+    pub(crate) fn note_eviction(&mut self, why: Error) {
+        self.evicted_for.get_or_insert(why);
     }
 
     /// How a peer was lost, if it was.

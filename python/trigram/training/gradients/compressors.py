@@ -24,6 +24,7 @@ from trigram.averaging.powersgd import PowerAverage
 from trigram.averaging.robust import RobustAverage
 from trigram.codecs import Codec, find
 from trigram.errors import MisuseError
+from trigram.gpu import device
 from trigram.runtime import logs
 from trigram.training.gradients.buckets import Bucket
 from trigram.training.qadam import QAdam
@@ -122,10 +123,11 @@ class LosslessCompressor(GradientCompressor):
 
     def layout(self, like: torch.Tensor, groups: ModelGroups) -> Callable[[int], int] | None:
         """Pads to whole shards."""
-        if not like.is_cpu and not self.is_told and groups.rank == 0:
+        on_gpu = device.handles(like) or not like.is_cpu
+        if on_gpu and not self.is_told and groups.rank == 0:
             self.is_told = True
             logs.warning(f"lossless: gradients on {like.device} are sent in full; it codes on CPUs only")
-        if like.dtype != torch.float32 or not like.is_cpu:
+        if like.dtype != torch.float32 or on_gpu:
             return None
         return lambda total: padded(total, groups.size)
 

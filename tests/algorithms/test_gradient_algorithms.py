@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -234,6 +235,45 @@ class NoNumber(GradientAverage):
 
 class NoOption(GradientAverage):
     """Does not take the option that it is registered with."""
+
+
+def with_more(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that gives an argument of its own."""
+
+    @functools.wraps(method)
+    def given(self: Any, step: int) -> Any:
+        return method(self, step, 2)
+
+    return given
+
+
+class Rarely(GradientAverage):
+    """Averages in every second step what has come since, and leaves zeros in the others."""
+
+    def __init__(self, memory: Any, views: Any, groups: Any, function: Callable[[int], bool]) -> None:
+        super().__init__(memory, views, groups)
+        self.function, self.gathered = function, self.keep("gathered")
+
+    @with_more
+    def phases(self, step: int, every: int) -> Any:
+        self.gathered += self.memory
+        self.memory.zero_()
+        if step % every and self.function(step):
+            self.memory.copy_(self.gathered)
+            self.gathered.zero_()
+            yield trigram.all_reduce(self.memory, "avg", group=self.groups.main, async_op=True)
+
+
+@CASES
+def silent_in_some_steps(rank: int, world: int) -> None:
+    """An average that makes no call in a step, and leaves nothing of this rank's own, has not forgotten it."""
+    trigram.register("rarely", trigram.Trigram(), average=Rarely, function=bool)
+    torch.manual_seed(1)
+    model = trigram.with_bagua(Net(), "rarely")
+    train(model, torch.optim.SGD(model.parameters(), lr=RATE), rank, range(4))
+    everybody = torch.empty(world, 18)
+    trigram.all_gather(everybody, model.three.weight.detach().reshape(-1))
+    assert torch.equal(everybody, everybody[:1].expand(world, -1))
 
 
 @CASES

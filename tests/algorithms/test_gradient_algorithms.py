@@ -266,7 +266,7 @@ class Rarely(GradientAverage):
 
 @CASES
 def silent_in_some_steps(rank: int, world: int) -> None:
-    """An average that makes no call in a step, and leaves nothing of this rank's own, has not forgotten it."""
+    """An average that makes no call in a step, and leaves nothing of this rank's own, is no mistake."""
     trigram.register("rarely", trigram.Trigram(), average=Rarely, function=bool)
     torch.manual_seed(1)
     model = trigram.with_bagua(Net(), "rarely")

@@ -65,7 +65,8 @@ def unpack(clone: Path | None, folder: str, what: str, repository: str) -> None:
 def python(*command: str, cwd: Path | None = None, limit: float = 900, **environment: str) -> int:
     """Runs Python; the exit status, or 124 after ``limit`` seconds."""
     programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": programs} | environment
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": programs}
+    env |= {"PYTHONHASHSEED": "0"} | environment  # names of tests may have their place in a set
     try:
         return subprocess.run(
             [sys.executable, *command], cwd=cwd, env=env, timeout=limit, check=False

@@ -139,6 +139,27 @@ def fails_on_one(rank: int, world: int) -> None:
     assert torch.equal(everybody, everybody[:1].expand(world, -1))
 
 
+@CASES
+def a_length_that_cannot_be(rank: int, world: int) -> None:
+    """A rank that announces a longer code than there is, is named on all ranks."""
+    model = trigram.with_bagua(Net(), "lossless")
+    encode, last = lossless.encode, 1 if world == 2 else world  # of the shards that it encodes
+    made = [0]
+
+    def longer(values: torch.Tensor, out: torch.Tensor) -> int:
+        made[0] += 1
+        return encode(values, out) + (5 * values.nbytes if made[0] == last else 0)
+
+    if rank == 1:
+        lossless.encode = longer
+    inputs = torch.randn(8, 24)
+    text = raises(trigram.CorruptError, lambda: model(inputs).square().mean().backward())
+    says(text, "rank 1", "bytes")
+    lossless.encode = encode
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+
+
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 @pytest.mark.parametrize("case", list(CASES))
 def test_lossless(in_launch: Callable[..., None], transport: str, world: int, case: str) -> None:

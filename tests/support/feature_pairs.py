@@ -303,11 +303,14 @@ BESIDE = {
         "tests/training/test_ddp_hook.py",
     ),
     "`torch.compile`, autocast, `GradScaler`, functional calls": (
-        "all algorithms",
+        "all algorithms; the test has the default, and five of them in `torch.compile`",
         "tests/training/test_torch_modes.py",
     ),
     "Lightning, Accelerate": ("all algorithms; not elastic jobs", "tests/integrations/test_lightning.py"),
-    "ranks as threads, `trigram.Job`": ("all algorithms", "tests/runtime/test_job.py"),
+    "ranks as threads, `trigram.Job`": (
+        "all algorithms; eight have the bits of processes in a test",
+        "tests/runtime/test_job.py",
+    ),
 }
 """What a job may have beside `with_bagua`: what goes with it, and the test."""
 

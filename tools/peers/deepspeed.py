@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib.metadata
-import tempfile
 from pathlib import Path
 
-from tools.peers.outcomes import POSING, Outcomes, Suite, path_of, pytest, unpack
+from tools.peers.outcomes import Outcomes, Suite, of_clone, pytest
 
 FOLDERS = ["unit/comm", "unit/runtime/comm", "unit/runtime/zero"]
 LEFT_OUT = "unit/runtime/zero/test_zero_tensor_fragment.py"
@@ -20,10 +19,7 @@ REASONS = {
 
 def run(path: Path | None) -> Suite:
     """Runs the tests for up to two ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        unpack(path, folder, "tests", "deepspeedai/DeepSpeed")
-        tests = Path(folder) / "tests"
-        ours, theirs = _all(tests, str(POSING)), _all(tests)
+    ours, theirs = of_clone(path, "deepspeedai/DeepSpeed", _all)
     return Suite(
         f"DeepSpeed {importlib.metadata.version('deepspeed')}",
         f"`{'`, `'.join(FOLDERS)}` of a clone's `tests`, without `{Path(LEFT_OUT).name}`, on CPUs and up to "
@@ -34,14 +30,14 @@ def run(path: Path | None) -> Suite:
     )
 
 
-def _all(tests: Path, *first: str) -> Outcomes:
+def _all(tests: Path, path: str) -> Outcomes:
     return pytest(
         *FOLDERS,
         f"--ignore={LEFT_OUT}",
         "--timeout=300",
         cwd=tests,
         limit=3000,
-        PYTHONPATH=path_of(*first, tests),
+        PYTHONPATH=path,
         DS_ACCELERATOR="cpu",
         LOCAL_SIZE="2",
         DS_UNITTEST_TIMEOUT="120",

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -60,6 +61,22 @@ def unpack(clone: Path | None, folder: str, what: str, repository: str) -> None:
         ["git", "-C", str(clone), "archive", "HEAD", what], stdout=subprocess.PIPE, check=True
     )
     subprocess.run(["tar", "-x", "-C", folder], input=packed.stdout, check=True)
+
+
+def of_clone(
+    clone: Path | None, repository: str, run: Callable[[Path, str], Outcomes]
+) -> tuple[Outcomes, Outcomes]:
+    """The outcomes of a clone's ``tests`` with Trigram in the place of gloo, and with gloo.
+
+    Args:
+        clone: The clone; None: the command named none.
+        repository: OWNER/NAME, for the error.
+        run: Runs the tests in a folder, with a value of ``PYTHONPATH``.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        unpack(clone, folder, "tests", repository)
+        tests = Path(folder) / "tests"
+        return run(tests, path_of(POSING, tests)), run(tests, path_of(tests))
 
 
 def python(*command: str, cwd: Path | None = None, limit: float = 900, **environment: str) -> int:

@@ -18,6 +18,7 @@ from trigram.averaging.average import Average
 from trigram.averaging.exchange import Phases
 from trigram.averaging.groups import ModelGroups
 from trigram.codecs import lossless
+from trigram.errors import CorruptError
 from trigram.runtime.memory import empty
 
 MOST_TO_ALL = 2
@@ -65,6 +66,7 @@ class LosslessAverage(Average):
         codes, mine = self.codes[:at], self.lengths[rank]
         yield collectives.all_gather(self.lengths, mine.clone(), group=groups.main, async_op=True)
         lengths = self.lengths.tolist()
+        self._check_lengths(lengths)
         if self.to_all:
             sizes = [row[0] for row in lengths]
             self.sent = (n - 1) * (at + 8)
@@ -85,6 +87,7 @@ class LosslessAverage(Average):
             self.owned, self.owned[rank : rank + 1].clone(), groups.second_phase, async_op=True
         )
         sizes = self.owned.tolist()
+        self._check_lengths([[size] for size in sizes])
         self.sent = at - lengths[rank][rank] + (n - 1) * (length + 8 * (n + 1))
         received = self.received[: sum(sizes)]
         yield collectives.all_gather(
@@ -93,6 +96,19 @@ class LosslessAverage(Average):
         for j, code in enumerate(received.split(sizes)):
             if j != rank:
                 lossless.decode(code, self.shards[j], sender=groups.main.ranks[j])
+
+    def _check_lengths(self, lengths: Sequence[Sequence[int]]) -> None:
+        """Raises if a rank announces a code longer than one can be: others would be read in wrong places."""
+        most = lossless.most(len(self.shards[0]))
+        for j, row in enumerate(lengths):
+            wrong = [length for length in row if not 0 <= length <= most]
+            if wrong:
+                sender = self.groups.main.ranks[j]
+                raise CorruptError(
+                    f"lossless: rank {sender} announces a code of {wrong[0]} bytes; "
+                    f"{len(self.shards[0])} values take {most} at most",
+                    sender,
+                )
 
     def _sum(self, codes: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """The mean of the codes of all ranks, in the order of the ranks, as an all-reduce adds them."""

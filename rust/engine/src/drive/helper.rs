@@ -83,8 +83,10 @@ impl Helper {
         let why = peers.reason(gone).map_or_else(String::new, ToString::to_string);
         let error = Error::PeerLost { rank: gone, what: "a call that this rank helps with".into(), why };
         let (next, _) = calls.number(&members, None);
+        let me = members.ranks[members.me as usize];
+        let told = peers.told(gone, me, &Request::nothing().signature(), &error);
         let i = calls.enter(members, next, Request::nothing(), Arc::default(), clock::ticks());
-        calls.fail(i, error, true, out);
+        calls.fail_as(i, error, Some(told), out);
         self.group = None;
         self.active.store(false, Ordering::Release);
     }

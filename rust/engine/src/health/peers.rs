@@ -214,3 +214,27 @@ impl Peers {
         self.woke.filter(|(woke, _)| now - *woke < DROWSY).map(|(_, slept)| slept)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Rank 1 has evicted rank 2, this one: third ranks are to hear that 2 is gone, as 1 tells them, and not 1.
+    #[test]
+    fn who_was_evicted_blames_itself() {
+        let mut peers = Peers::new(Arc::default(), Duration::from_secs(1));
+        let (signature, text) = (Signature::default(), || String::from("it evicted this rank"));
+        peers.lose(0, Error::Aborted(text()), LossKind::Dead);
+        peers.lose(1, Error::Aborted(text()), LossKind::Refused);
+        let error = peers.error(1, &signature);
+        let blamed = |told: &Error| match told {
+            Error::PeerLost { rank, .. } | Error::Corrupt { rank, .. } => Some(*rank),
+            _ => None,
+        };
+        assert_eq!(blamed(&peers.told(1, 2, &signature, &error)), Some(2)); // 1 has only marked it
+        peers.note_eviction(Error::Corrupt { rank: 2, what: "a wrong checksum".into() });
+        let told = peers.told(1, 2, &signature, &error);
+        assert!(matches!(&told, Error::Corrupt { rank: 2, what } if what == "a wrong checksum"), "{told}");
+        assert_eq!(blamed(&peers.told(0, 2, &signature, &peers.error(0, &signature))), Some(0));
+    }
+}

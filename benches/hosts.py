@@ -4,8 +4,10 @@ on them.
 The other scripts of this folder use it; it is also a command:
 
     python benches/hosts.py --hosts 4 --rate 1gbit -- -m trigram bench all_reduce --against gloo
+    python benches/hosts.py --rate 100mbit --delay 50 --loss 0.1 -- -m trigram bench all_reduce
 
-Namespaces need root and iproute2. The names of everything created here contain the process id; all of it is
+Cables with a delay or loss lead to `switch.c`, a program that forwards frames (compiled with `cc`), because
+not every kernel has netem. Namespaces need root and iproute2. The names of everything created here contain the process id; all of it is
 removed when the `with` block ends, also by an exception or SIGTERM, but not by SIGKILL.
 """
 
@@ -16,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -32,6 +35,8 @@ CONGESTION_CONTROL = "cubic"
 # because the kernel's timer is too coarse to fill them from this one.
 BURST_KB, SEGMENT = 32, "16384"
 GRACE_SECONDS = 5.0
+MOST_QUEUE_MS = 50.0
+"""What waits longer for a far cable is dropped; twice the delay, if that is more."""
 
 
 class Hosts:
@@ -41,14 +46,24 @@ class Hosts:
         count: The number of hosts.
         rate: A rate as `tc` writes it ("1gbit", "100mbit"), or one for each host, separated by commas; None:
             the cables are not shaped.
+        delay: Milliseconds from host to host, one way. With it or loss, `rate` must be given.
+        loss: Percent of frames that are lost, each way.
+
+    Raises:
+        ValueError: The number of rates is wrong, or far cables have no rate.
     """
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+    def __init__(self, count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0) -> None:
         self.count = count
         rates = rate.split(",") if rate else []
         self.rates = rates * count if len(rates) == 1 else rates
         if self.rates and len(self.rates) != count:
             raise ValueError(f"{len(self.rates)} rates for {count} hosts")
+        if (delay or loss) and not self.rates:
+            raise ValueError("cables with a delay or loss need a rate")
+        self.delay, self.loss = delay, loss
+        self.forwarder: subprocess.Popen[bytes] | None = None
+        self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.prefix = f"tgbench{os.getpid()}"
         self.names = [f"{self.prefix}h{host}" for host in range(count)]
         self.addresses = [f"{NETWORK}{host + 1}" for host in range(count)]
@@ -70,28 +85,61 @@ class Hosts:
 
     def remove(self) -> None:
         """Removes the namespaces, and with them the cables and the switch."""
+        if self.forwarder is not None:
+            end([self.forwarder])
+        if self.folder is not None:
+            self.folder.cleanup()
         for name in (*self.names, self.switch):
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def _make(self) -> None:
         # The switch is in its own namespace, so that the network of the machine does not change.
+        far = bool(self.delay or self.loss)
         _run("ip", "netns", "add", self.switch)
-        _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
-        _run("ip", "-n", self.switch, "link", "set", "br0", "up")
+        if not far:
+            _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
+            _run("ip", "-n", self.switch, "link", "set", "br0", "up")
         for host, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
             port = f"port{host}"
             inside, outside = ("ip", "-n", name), ("ip", "-n", self.switch)
             _run("ip", "netns", "add", name)
             _run(*inside, "link", "set", "lo", "up")
             _run(*outside, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-            _run(*outside, "link", "set", port, "master", "br0", "up")
+            _run(*outside, "link", "set", port, *(() if far else ("master", "br0")), "up")
             _run(*inside, "addr", "add", f"{address}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "up")
             # Set for the route, because not every kernel allows a namespace to change its default.
             route = (f"{NETWORK}0/24", "dev", INTERFACE, "src", address, "congctl", CONGESTION_CONTROL)
             _run(*inside, "route", "replace", *route)
-            if self.rates:
+            if self.rates and not far:
                 shape(self.prefix, host, self.rates[host])
+        if far:
+            self._forward()
+
+    def _forward(self) -> None:
+        """Starts the program that is the switch of far cables."""
+        self.folder = tempfile.TemporaryDirectory()
+        program = Path(self.folder.name) / "switch"
+        _run("cc", "-O2", str(Path(__file__).with_name("switch.c")), "-o", str(program))
+        for name in self.names:
+            _run("ip", "netns", "exec", name, str(program), "--plain", INTERFACE)
+        cables = [
+            f"port{host}:{megabits(rate)}:{self.delay / 2}:{self.loss}"
+            for host, rate in enumerate(self.rates)
+        ]
+        queue = str(max(MOST_QUEUE_MS, 2 * self.delay))
+        self.forwarder = subprocess.Popen(
+            ["ip", "netns", "exec", self.switch, str(program), queue, "1", *cables],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+        )
+        if self.forwarder.stdout is None or self.forwarder.stdout.readline() != b"ready\n":
+            raise OSError("the switch of far cables has not started")
+
+
+def megabits(rate: str) -> float:
+    """The number of Mbit/s of a rate as `tc` writes it: "1gbit" or "100mbit"."""
+    return float(rate.removesuffix("mbit").removesuffix("gbit")) * (1000 if rate.endswith("gbit") else 1)
 
 
 def shape(prefix: str, host: int, rate: str) -> None:
@@ -217,9 +265,11 @@ def main() -> int:
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--ranks", type=int, help="as many as hosts, if not given")
     parser.add_argument("--rate", help="of each cable, or one for each with commas; else unshaped")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds between hosts, one way")
+    parser.add_argument("--loss", type=float, default=0.0, help="percent of frames, each way")
     parser.add_argument("arguments", nargs="+", help="behind --: what python runs")
     args = parser.parse_args()
-    with Hosts(args.hosts, args.rate) as namespaces:
+    with Hosts(args.hosts, args.rate, args.delay, args.loss) as namespaces:
         return start(args.arguments, args.ranks or args.hosts, namespaces)
 
 

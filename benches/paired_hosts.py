@@ -248,6 +248,8 @@ def main() -> None:
         "--call", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce"
     )
     parser.add_argument("--rate", help="of each cable; else unshaped")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds between hosts, one way")
+    parser.add_argument("--loss", type=float, default=0.0, help="percent of frames, each way")
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
@@ -259,7 +261,9 @@ def main() -> None:
     sizes = [int(each) for each in args.sizes.split(",")]
     teams: list[Contestant] = []
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, hosts.Hosts(args.hosts, args.rate) as where:
+    with tempfile.TemporaryDirectory() as folder, hosts.Hosts(
+        args.hosts, args.rate, args.delay, args.loss
+    ) as where:
         try:
             for each in args.contestants:
                 teams.append(Contestant(each, where, Path(folder), args.ranks, args.call))

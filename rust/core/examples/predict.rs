@@ -34,7 +34,7 @@ fn main() {
             let call =
                 Call { what: Collective::AllReduce, dtype: DType::F32, len, root: 0, via: way, splits: None };
             let ranks = (0..world).map(|me| {
-                let layout = Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned: None };
+                let layout = Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned: None, far: false };
                 let schedule = Arc::new(schedule(&call, &layout, Lent::Nothing, links).unwrap());
                 Rank { schedule, input: vec![0; len * 4], output: None }
             });

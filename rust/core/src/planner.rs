@@ -106,6 +106,8 @@ pub struct Layout {
     pub helpers: u32,
     /// What was measured for groups like this; the constants above hold without.
     pub tuned: Option<Tuned>,
+    /// Whether it has two ranks and an answer of the other takes long, as both know.
+    pub far: bool,
 }
 
 impl Layout {
@@ -358,7 +360,8 @@ pub fn schedule(call: &Call, layout: &Layout, lent: Lent, links: Links<'_>) -> R
                 hierarchical::all_reduce(s, hosts, lent == Lent::Inputs, window)
             }
             // 16-bit floats are summed in one place, whatever the size (invariant NUM-3).
-            Via::Auto if bytes <= small_bytes(layout, rates) && !call.dtype.is_half() => {
+            // Far ranks send each other everything: as many bytes as by scatter-gather, in one hop of two.
+            Via::Auto if (layout.far || bytes <= small_bytes(layout, rates)) && !call.dtype.is_half() => {
                 recursive_doubling::all_reduce(s)
             }
             Via::Auto if is_ring(call, layout, links) && !call.dtype.is_half() => ring::all_reduce(s),
@@ -434,8 +437,9 @@ mod tests {
 
     #[test]
     fn openings() {
-        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0, tuned: None };
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None };
+        let one = Layout { me: 0, world: 2, hosts: vec![vec![0, 1]], helpers: 0, tuned: None, far: false };
+        let flat =
+            Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None, far: false };
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Auto), &one), Opening::OneShot);
         assert_eq!(opening(&call(Collective::AllReduce, 10_000, Via::Auto), &one), Opening::Barrier);
         assert_eq!(opening(&call(Collective::AllReduce, 10, Via::Ring), &one), Opening::Barrier);
@@ -450,6 +454,7 @@ mod tests {
             hosts: (0..world).map(|p| vec![p]).collect(),
             helpers: 0,
             tuned: None,
+            far: false,
         };
         let steps = |world, bytes: usize, rate: f64, steady| {
             let rates = vec![rate; world as usize];
@@ -477,13 +482,22 @@ mod tests {
         assert_eq!(steps(8, 1 << 20, 100.0 * giga, true), by(8, 1 << 20, &scattered));
         assert_eq!(steps(4, 4 << 20, giga, true), by(4, 4 << 20, &ring::all_reduce));
         assert_eq!(steps(4, 4 << 20, 10.0 * giga, true), by(4, 4 << 20, &scattered));
+        let far = |call: Call| {
+            schedule(&call, &Layout { far: true, ..flat(2) }, Lent::Nothing, Links::default()).unwrap().steps
+        };
+        let bytes = 8 << 20;
+        let exchanged = by(2, bytes, &recursive_doubling::all_reduce);
+        assert_eq!(far(call(Collective::AllReduce, bytes / 4, Via::Auto)), exchanged);
+        // 16-bit floats are summed in one place.
+        let halves = Call { dtype: DType::F16, ..call(Collective::AllReduce, bytes / 4, Via::Auto) };
+        assert_ne!(far(halves), exchanged);
     }
 
     #[test]
     fn what_was_measured_holds() {
         let hosts: Vec<Vec<Place>> = (0..4).map(|p| vec![p]).collect();
         let tuned = Some(Tuned { world: 4, doubling: 300 << 10, ring: Some(8 << 20) });
-        let layout = Layout { me: 0, world: 4, hosts, helpers: 0, tuned };
+        let layout = Layout { me: 0, world: 4, hosts, helpers: 0, tuned, far: false };
         let is = |bytes: usize, rate: f64, make: &dyn Fn(Shape) -> Schedule| {
             let rates = [rate; 4];
             let call = call(Collective::AllReduce, bytes / 4, Via::Auto);
@@ -506,7 +520,8 @@ mod tests {
 
     #[test]
     fn impossible_ways_say_why() {
-        let flat = Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None };
+        let flat =
+            Layout { me: 0, world: 2, hosts: vec![vec![0], vec![1]], helpers: 0, tuned: None, far: false };
         let e =
             schedule(&call(Collective::AllReduce, 10, Via::Shared), &flat, Lent::Nothing, Links::default());
         assert!(e.unwrap_err().to_string().contains("spans 2"));

@@ -698,7 +698,7 @@ proptest! {
         let root = seed as u32 % world;
         let via = if what == Collective::AllReduce { via } else { Via::Auto };
         let call = Call { what, dtype: DType::F32, len, root, via, splits: None };
-        let layout = |me| Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned: None };
+        let layout = |me| Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned: None, far: false };
         let schedules: Result<Vec<Schedule>, _> = (0..world).map(|me| {
             let layout = layout(me);
             // Hosts may differ in what their ranks lend each other.

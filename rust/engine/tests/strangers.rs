@@ -9,22 +9,33 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
-use trigram_engine::bootstrap::handshake::{Identity, connect};
-use trigram_engine::bootstrap::handshake_stream::HandshakeStream;
+use trigram_engine::bootstrap::handshake::{Connected, Identity, connect};
+
 use trigram_engine::security::secret::{Secret, Security};
 use trigram_engine::security::tls_keys::Tls;
 use trigram_engine::transport::stream::Read as Came;
 
-type Ends = Result<HashMap<u32, HandshakeStream>>;
+type Ends = Result<HashMap<u32, Connected>>;
 
-fn identity(rank: u32, secret: &str, tls: bool) -> Identity {
+fn identity(rank: u32, secret: &str, tls: bool, streams: Option<u8>) -> Identity {
     let security = Security { secret: Some(Secret::new(secret.as_bytes()).unwrap()), tls };
     let tls = tls.then(|| Tls::new().unwrap());
-    Identity { rank, keys: security.keys(&[7; 16]), tls }
+    Identity { rank, keys: security.keys(&[7; 16]), tls, streams }
 }
 
 /// Ranks 0 and 1, where rank 1 finds rank 0 at the address that `between` makes of the true one.
 fn meet(
+    secrets: [&str; 2],
+    tls: bool,
+    limit: Duration,
+    between: impl FnOnce(SocketAddr) -> SocketAddr,
+) -> (Ends, Ends) {
+    meet_by(None, secrets, tls, limit, between)
+}
+
+/// The same, by several connections.
+fn meet_by(
+    streams: Option<u8>,
     secrets: [&str; 2],
     tls: bool,
     limit: Duration,
@@ -36,11 +47,11 @@ fn meet(
     let [zero, one] = listeners;
     thread::scope(|s| {
         let low = s.spawn(|| {
-            let me = identity(0, secrets[0], tls);
-            connect(&me, &[(1, addresses[1])], &zero, limit, &mut || Ok(()))
+            let me = identity(0, secrets[0], tls, streams);
+            connect(&me, &[(1, addresses[1])], &zero, 2, limit, &mut || Ok(()))
         });
-        let me = identity(1, secrets[1], tls);
-        let high = connect(&me, &[(0, detour)], &one, limit, &mut || Ok(()));
+        let me = identity(1, secrets[1], tls, streams);
+        let high = connect(&me, &[(0, detour)], &one, 2, limit, &mut || Ok(()));
         (low.join().unwrap(), high)
     })
 }
@@ -100,7 +111,9 @@ fn man_in_the_middle(to: SocketAddr, passed: Arc<Mutex<Vec<usize>>>) -> SocketAd
 
 /// Sends `bytes` from rank 1 to rank 0 through the transport; what arrived.
 fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
+    let high = high.unwrap().remove(&0).unwrap();
+    assert!(high.prepare());
+    let (mut tx, _rx) = high.split(true).unwrap();
     let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
     let (mut sent, mut got) = (0, Vec::new());
     let mut into = vec![0; 100_000];
@@ -119,6 +132,7 @@ fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
             }
         }
         tx.wake();
+        tx.drain().unwrap();
         rx.wake();
         while let Came::Some(n) = rx.read(&mut into).unwrap() {
             got.extend(&into[..n]);
@@ -127,8 +141,8 @@ fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
     assert_eq!(sent, bytes.len());
     assert!(waits > 0, "so much cannot have fitted the socket: the sender buffers without bound");
     tx.close();
-    rx.wake();
     while rx.read(&mut into).unwrap() != Came::Closed {
+        rx.wake();
         assert!(began.elapsed() < Duration::from_secs(30), "the end is not heard");
     }
     got
@@ -141,11 +155,13 @@ fn contains(hay: &[u8], needle: &[u8]) -> bool {
 #[test]
 fn what_travels_under_tls_arrives_and_is_not_to_be_seen() {
     let text = b"nobody should read this: ";
-    let bytes: Vec<u8> = (0..24_000_000).map(|i| text[i % text.len()] ^ (i >> 20) as u8).collect();
-    for tls in [false, true] {
+    let bytes: Vec<u8> = (0..48_000_000).map(|i| text[i % text.len()] ^ (i >> 20) as u8).collect();
+    for (tls, streams) in [(false, None), (true, None), (false, Some(3)), (true, Some(3))] {
         let seen = Arc::new(Mutex::new(Vec::new()));
         let detour = |to| forwarder(to, seen.clone());
-        let (low, high) = meet(["s", "s"], tls, Duration::from_secs(20), detour);
+        let (low, high) = meet_by(streams, ["s", "s"], tls, Duration::from_secs(20), detour);
+        let numbers = [&low, &high].map(|end| end.as_ref().unwrap().values().next().unwrap().streams.len());
+        assert_eq!(numbers, [usize::from(streams.unwrap_or(1)); 2]);
         assert!(carry(low, high, &bytes) == bytes, "tls {tls}: other bytes arrived than were sent");
         assert_eq!(contains(&seen.lock().unwrap(), text), !tls, "tls {tls}");
     }

@@ -29,7 +29,7 @@ pub(crate) fn simulate_all_reduce(
         let (what, via) = (Collective::AllReduce, Via::Auto);
         let call = Call { what, dtype: DType::F32, len, root: 0, via, splits: None };
         let ranks = (0..world).map(|me| {
-            let layout = Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned };
+            let layout = Layout { me, world, hosts: hosts.clone(), helpers: 0, tuned, far: false };
             let schedule = Arc::new(schedule(&call, &layout, Lent::Nothing, links)?);
             Ok(Rank { schedule, input: vec![0; len * 4], output: None })
         });

@@ -5,7 +5,7 @@
 //! dropped and never fails the job, whatever it sends. All ranks that get here have the same secret (their endpoint
 //! records were sealed with it), so if a rank is rejected again and again, something intercepts its connections.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::io::ErrorKind;
 use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
@@ -25,6 +25,8 @@ use crate::sys::address::is_own;
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::limits::refused;
+use crate::transport::stream::{Receiver, Sender};
+use crate::transport::{bundle, far};
 
 /// The longest time that a connection may take to prove who it is.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -53,6 +55,69 @@ pub struct Identity {
     pub keys: Keys,
     /// Its TLS configuration, if it encrypts.
     pub tls: Option<Tls>,
+    /// How many connections it makes to each lower rank, if a setting says so.
+    pub streams: Option<u8>,
+}
+
+/// Which of the connections between two ranks this is: the connecting rank says so with its confirmation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Place {
+    index: u8,
+    /// How many there are.
+    of: u8,
+    /// Whether their link is far.
+    far: bool,
+}
+
+/// The connections with another rank.
+#[derive(Debug, Default)]
+pub struct Connected {
+    /// Whether the link is far, as both ranks know.
+    pub far: bool,
+    /// All of them, in their order.
+    pub streams: Vec<HandshakeStream>,
+}
+
+impl Connected {
+    /// Gives the connections what their link needs; false if the system refuses.
+    pub fn prepare(&self) -> bool {
+        let several = self.streams.len() > 1;
+        // All of them, also if one is refused.
+        self.streams.iter().filter(|stream| !stream.prepare(self.far, several)).count() == 0
+    }
+
+    /// Both directions. `summed`: frames carry checksums, unless they are encrypted.
+    pub fn split(self, summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+        let halves = self.streams.into_iter().map(|stream| stream.split(summed));
+        let mut halves = halves.collect::<Result<Vec<_>>>()?;
+        match halves.pop() {
+            Some(one) if halves.is_empty() => Ok(one),
+            last => Ok(bundle::join(halves.into_iter().chain(last).collect())),
+        }
+    }
+}
+
+/// The connections with other ranks, by rank, as far as they have been made.
+#[derive(Default)]
+struct Made(HashMap<u32, (Place, BTreeMap<u8, HandshakeStream>)>);
+
+impl Made {
+    fn add(&mut self, rank: u32, place: Place, stream: HandshakeStream) {
+        let (first, streams) = self.0.entry(rank).or_insert((place, BTreeMap::new()));
+        let is_same = |a: &Place, b: &Place| (a.of, a.far) == (b.of, b.far);
+        // The first of another attempt: that rank has given the last one up.
+        if place.index == 0 && !is_same(first, &place) {
+            *first = place;
+            streams.clear();
+        }
+        if is_same(first, &place) {
+            streams.insert(place.index, stream);
+        }
+    }
+
+    fn has(&self, rank: u32) -> bool {
+        self.0.get(&rank).is_some_and(|(first, streams)| streams.len() == usize::from(first.of))
+    }
 }
 
 /// Ranks that a caller claimed to be but could not prove, and the caller's address.
@@ -62,22 +127,24 @@ type Rejected = Arc<Mutex<HashMap<u32, IpAddr>>>;
 type Attempts = Arc<Mutex<HashMap<u32, String>>>;
 
 enum Arrival {
-    /// A lower rank has proved itself and accepted this rank.
-    Connected(u32, HandshakeStream),
+    /// A lower rank has proved itself and accepted this rank; or a higher one, which has confirmed it.
+    Connected(u32, Place, HandshakeStream),
     /// A higher rank has proved itself, and waits for this answer.
     Accepted(u32, HandshakeStream, [u8; 1 + PROOF]),
     /// A lower rank rejects this rank.
     Rejected(Error),
 }
 
-/// Connects this rank with `peers`, by rank and address, within `limit`.
+/// Connects this rank with `peers`, by rank and address, within `limit`. Far ranks, and those for which a setting asks for
+/// it, have several connections. `world`: the number of ranks.
 pub fn connect(
     me: &Identity,
     peers: &[(u32, SocketAddr)],
     listener: &std::net::TcpListener,
+    world: usize,
     limit: Duration,
     check_interrupt: InterruptCheck<'_>,
-) -> Result<HashMap<u32, HandshakeStream>> {
+) -> Result<HashMap<u32, Connected>> {
     let io = |e: std::io::Error| Error::io("setting up TCP", e);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
@@ -90,28 +157,21 @@ pub fn connect(
         let (rejected, attempts) = (Rejected::default(), Attempts::default());
         let mut tasks = tokio::task::JoinSet::new();
         for &(rank, address) in peers.iter().filter(|p| p.0 < me.rank) {
-            tasks.spawn(connect_to(rank, address, me.clone(), attempts.clone(), send.clone()));
+            let to = Toward { rank, address, me: me.clone(), world, attempts: attempts.clone() };
+            tasks.spawn(connect_to(to, send.clone()));
         }
         let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
-        tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send));
-        let mut streams = HashMap::new();
+        tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send.clone()));
+        let mut made = Made::default();
+        let is_missing = |made: &Made| peers.iter().any(|p| !made.has(p.0));
         let began = Instant::now();
         let mut spare = began;
-        while streams.len() < peers.len() {
+        while is_missing(&made) {
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
-                Ok(Some(Arrival::Connected(rank, stream))) => drop(streams.insert(rank, stream)),
-                Ok(Some(Arrival::Accepted(rank, mut stream, word))) => {
-                    // Answer here, where the connection can no longer be dropped in favour of others. Its rank may have
-                    // given this attempt up meanwhile, and makes another: it counts once its rank says that it does not.
-                    let confirmed = async {
-                        stream.write(&word).await?;
-                        let mut byte = [0];
-                        stream.read(&mut byte).await?;
-                        std::io::Result::Ok(byte[0] == CONFIRMED)
-                    };
-                    if let Ok(Ok(true)) = tokio::time::timeout(HANDSHAKE_LIMIT, confirmed).await {
-                        streams.insert(rank, stream);
-                    }
+                Ok(Some(Arrival::Connected(rank, place, stream))) => made.add(rank, place, stream),
+                Ok(Some(Arrival::Accepted(rank, stream, word))) => {
+                    // Answered here, where the connection can no longer be dropped in favour of others.
+                    tasks.spawn(answer(rank, stream, word, send.clone()));
                 }
                 Ok(Some(Arrival::Rejected(error))) => return Err(error),
                 Ok(None) | Err(_) => {}
@@ -124,13 +184,39 @@ pub fn connect(
                 Err(_) => {}
                 Ok(_) => spare = Instant::now(),
             }
-            if began.elapsed() > limit && streams.len() < peers.len() {
-                let missing: Vec<_> = peers.iter().filter(|p| !streams.contains_key(&p.0)).copied().collect();
+            if began.elapsed() > limit && is_missing(&made) {
+                let missing: Vec<_> = peers.iter().filter(|p| !made.has(p.0)).copied().collect();
                 return Err(timed_out(me.rank, own, &missing, &rejected, &attempts, limit));
             }
         }
-        Ok(streams)
+        let connected = |(first, streams): (Place, BTreeMap<_, _>)| Connected {
+            far: first.far,
+            streams: streams.into_values().collect(),
+        };
+        Ok(made.0.into_iter().map(|(rank, made)| (rank, connected(made))).collect())
     })
+}
+
+/// Answers a higher rank that has proved itself. It may have given this attempt up meanwhile, and makes another: this one
+/// counts once it says that it does not.
+async fn answer(
+    rank: u32,
+    mut stream: HandshakeStream,
+    word: [u8; 1 + PROOF],
+    arrived: mpsc::Sender<Arrival>,
+) {
+    let confirmed = async {
+        stream.write(&word).await?;
+        let mut bytes = [0; 4];
+        stream.read(&mut bytes).await?;
+        std::io::Result::Ok(bytes)
+    };
+    let Ok(Ok([CONFIRMED, index, of, far])) = tokio::time::timeout(HANDSHAKE_LIMIT, confirmed).await else {
+        return;
+    };
+    if index < of && of <= far::MOST_STREAMS {
+        let _ = arrived.send(Arrival::Connected(rank, Place { index, of, far: far == 1 }, stream)).await;
+    }
 }
 
 fn timed_out(
@@ -191,11 +277,23 @@ fn told(error: &std::io::Error) -> String {
 
 /// The outcome of connecting to a lower rank.
 enum Reached {
-    Proved(HandshakeStream),
+    Proved(Place, HandshakeStream),
     Rejected,
 }
 
-async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::Result<Reached> {
+/// A lower rank, to which this one connects.
+struct Toward {
+    rank: u32,
+    address: SocketAddr,
+    me: Identity,
+    world: usize,
+    attempts: Attempts,
+}
+
+/// `place`: which of several connections to make; `None`: the first, which says how many there are to be.
+async fn try_connect(to: &Toward, place: Option<Place>) -> std::io::Result<Reached> {
+    let Toward { rank, address, me, .. } = to;
+    let (rank, address) = (*rank, *address);
     let stream = TcpStream::connect(address).await?;
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::connecting).transpose()?;
@@ -210,28 +308,39 @@ async fn try_connect(rank: u32, address: SocketAddr, me: &Identity) -> std::io::
     let mut word = [0; 1 + PROOF];
     stream.read(&mut word).await?;
     let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
-    if proved {
-        stream.write(&[CONFIRMED]).await?;
+    if !proved {
+        return Ok(Reached::Rejected);
     }
-    Ok(if proved { Reached::Proved(stream) } else { Reached::Rejected })
+    let place = place.unwrap_or_else(|| {
+        let far = stream.is_far();
+        Place { index: 0, of: me.streams.unwrap_or_else(|| stream.streams(far, to.world)), far }
+    });
+    stream.write(&[CONFIRMED, place.index, place.of, u8::from(place.far)]).await?;
+    Ok(Reached::Proved(place, stream))
 }
 
-/// Connects to a lower rank, again and again until it accepts.
-async fn connect_to(
-    rank: u32,
-    address: SocketAddr,
-    me: Identity,
-    attempts: Attempts,
-    arrived: mpsc::Sender<Arrival>,
-) {
+/// Connects to a lower rank.
+async fn connect_to(to: Toward, arrived: mpsc::Sender<Arrival>) {
+    let Some(first) = connect_once(&to, None, &arrived).await else { return };
+    let to = Arc::new(to);
+    let mut rest = tokio::task::JoinSet::new();
+    for index in 1..first.of {
+        let (to, arrived) = (to.clone(), arrived.clone());
+        rest.spawn(async move { connect_once(&to, Some(Place { index, ..first }), &arrived).await });
+    }
+    while rest.join_next().await.is_some() {}
+}
+
+/// Makes one connection to a lower rank, again and again until it accepts. `None` if it rejects this rank.
+async fn connect_once(to: &Toward, place: Option<Place>, arrived: &mpsc::Sender<Arrival>) -> Option<Place> {
     let mut rejections = 0;
-    let note = |text| attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(rank, text);
+    let note = |text| to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.rank, text);
     loop {
-        match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(rank, address, &me)).await {
-            Ok(Ok(Reached::Proved(stream))) => {
+        match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(to, place)).await {
+            Ok(Ok(Reached::Proved(place, stream))) => {
                 // The receiver is gone only if the caller has stopped waiting.
-                let _ = arrived.send(Arrival::Connected(rank, stream)).await;
-                return;
+                let _ = arrived.send(Arrival::Connected(to.rank, place, stream)).await;
+                return Some(place);
             }
             Ok(Ok(Reached::Rejected)) => rejections += 1,
             // The rank has too many callers, or another host has its address: neither says anything about the secret.
@@ -239,14 +348,14 @@ async fn connect_to(
             Err(_) => drop(note(NO_ANSWER.into())),
         }
         if rejections >= MOST_REJECTIONS {
-            let me = me.rank;
+            let (me, rank, address) = (to.me.rank, to.rank, to.address);
             let _ = arrived
                 .send(Arrival::Rejected(Error::Auth(format!(
                     "init: rank {me} and rank {rank} at {address} could not authenticate each other: give both the \
                      same TRIGRAM_SECRET; if they have it, something intercepts the connection"
                 ))))
                 .await;
-            return;
+            return None;
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }

@@ -1,12 +1,13 @@
 //! A connection between hosts during the handshake: TCP, plain or under TLS.
 
 use std::io::{Error, ErrorKind, Read as _, Result, Write as _};
+use std::os::fd::AsFd as _;
 
 use tokio::net::TcpStream;
 
 use crate::security::proofs::Binding;
 use crate::transport::stream::{Receiver, Sender};
-use crate::transport::{tcp, tls};
+use crate::transport::{far, tcp, tls};
 
 /// This rank's end of the connection.
 #[derive(Debug)]
@@ -101,6 +102,21 @@ impl HandshakeStream {
             Err(e) if e.kind() == ErrorKind::WouldBlock => Ok(()),
             Err(e) => Err(e),
         }
+    }
+
+    /// See [`far::is_far`].
+    pub fn is_far(&self) -> bool {
+        far::is_far(self.stream.as_fd())
+    }
+
+    /// See [`far::streams`].
+    pub fn streams(&self, far: bool, world: usize) -> u8 {
+        far::streams(self.stream.as_fd(), far, world)
+    }
+
+    /// See [`far::prepare`].
+    pub fn prepare(&self, far: bool, several: bool) -> bool {
+        far::prepare(self.stream.as_fd(), far, several)
     }
 
     /// Both directions of the finished connection. `summed`: frames carry checksums, unless they are encrypted.

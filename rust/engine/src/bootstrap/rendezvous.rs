@@ -13,6 +13,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use trigram_core::error::name_ranks;
 use trigram_core::tuning::Tuned;
 use trigram_core::{Error, Result};
 
@@ -29,7 +30,7 @@ use crate::sys::address::{self, boot_id, host_name, own_address};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::memory::Arena;
 use crate::sys::unix;
-use crate::transport::{faulty, shm, tcp};
+use crate::transport::{far, faulty, shm, tcp};
 
 /// Which transports a rank may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -68,7 +69,7 @@ struct EndpointRecord {
     tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 8;
+const VERSION: u32 = 9;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {
@@ -349,24 +350,41 @@ impl Rendezvous {
         let mut streams = HashMap::new();
         if !peers.is_empty() {
             let tls = self.security.tls.then(Tls::new).transpose()?;
-            let identity = Identity { rank: me as u32, keys: self.security.keys(&self.job()), tls };
-            streams = handshake::connect(&identity, &peers, &self.listener, limit, check_interrupt)?;
+            let keys = self.security.keys(&self.job());
+            let identity = Identity { rank: me as u32, keys, tls, streams: far::asked_streams() };
+            streams = handshake::connect(&identity, &peers, &self.listener, size, limit, check_interrupt)?;
         }
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
+        let (mut are_far, mut refused) = (Vec::with_capacity(size), Vec::new());
         for rank in 0..size {
             let neighbour = self.neighbours.get(&(rank as u32));
+            let mut is_far = false;
             let halves = if let Some((neighbour, control)) = neighbour.zip(self.control.as_ref()) {
                 Some(shm::pair(control, index(me), &neighbour.control, index(rank)))
             } else {
                 let summed = tcp::Checksums::from_env().apply(self.is_over_wire(rank));
-                let halves = streams.remove(&(rank as u32)).map(|stream| stream.split(summed)).transpose()?;
+                let connected = streams.remove(&(rank as u32));
+                is_far = connected.as_ref().is_some_and(|connected| connected.far);
+                if connected.as_ref().is_some_and(|connected| !connected.prepare()) {
+                    refused.push(rank as u32);
+                }
+                let halves = connected.map(|connected| connected.split(summed)).transpose()?;
                 halves.map(faulty::wrap).transpose()?
             };
             let (out, inn) = halves.unzip();
+            are_far.push(is_far);
             tx.push(out.map(Tx::new));
             rx.push(inn.map(|r| Rx::new(rank as u32, r)));
+        }
+        if !refused.is_empty() {
+            log::warn!(
+                target: "trigram",
+                "rank {me}: the links to {} are far, and this system refuses the congestion control that they would use: \
+                 on them every lost packet costs much of the rate; `trigram doctor` says what to change",
+                name_ranks(&refused)
+            );
         }
         let mine = Patience::from_env();
         let asked = self.records.iter().flatten().map(|record| Duration::from_millis(record.silence)).max();
@@ -379,6 +397,7 @@ impl Rendezvous {
             patience: Patience { limit, ..mine },
             rank: me as u32,
             host_of,
+            far: are_far,
             bell,
             control: self.control,
             neighbours: self.neighbours,

@@ -78,11 +78,11 @@ impl Progress {
         let counters = Arc::new(Counters::new(world.size()));
         Self {
             peers: Peers::new(counters.clone(), world.patience.limit),
+            schedules: ScheduleCache::new(world.far.contains(&true)),
             world,
             calls: Calls::new(counters.events.clone()),
             counters,
             out: Outbox::new(tx),
-            schedules: ScheduleCache::new(rx.iter().flatten().any(Rx::is_far)),
             meter: RateMeter::default(),
             helper: Helper::default(),
             callers: Callers::new(),

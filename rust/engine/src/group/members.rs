@@ -94,7 +94,10 @@ impl Members {
         }
         let world_size = ranks.len() as u32;
         let tuned = world.tuning.iter().find(|tuned| tuned.world == world_size && hosts.len() == ranks.len());
-        let layout = Layout { me, world: world_size, hosts, helpers, tuned: tuned.copied() };
+        // Only two ranks know of a link, so only what they do alone may depend on it.
+        let is_far = |rank: &u32| world.far.get(*rank as usize) == Some(&true);
+        let far = ranks.len() == 2 && ranks.iter().any(is_far);
+        let layout = Layout { me, world: world_size, hosts, helpers, tuned: tuned.copied(), far };
         Ok(Self {
             id,
             name,

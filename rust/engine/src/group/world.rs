@@ -201,6 +201,8 @@ pub struct World {
     pub rank: u32,
     /// The number of each rank's host.
     pub host_of: Vec<usize>,
+    /// Whether an answer of each rank takes long, as this rank and that one know alike.
+    pub far: Vec<bool>,
     /// This rank's doorbell.
     pub bell: Doorbell,
     /// This rank's control segment, which other ranks of this host see; `None` without any.

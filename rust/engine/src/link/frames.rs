@@ -1,6 +1,7 @@
 //! Frames over a byte stream: a queue in the outward direction, a small state machine in the inward one.
 
 use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
 
 use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
@@ -64,7 +65,7 @@ impl Tx {
 
     /// Whether no frame waits.
     pub fn is_idle(&self) -> bool {
-        self.queue.is_empty()
+        self.queue.is_empty() && self.sender.is_drained()
     }
 
     /// Bytes that the transport has not taken yet, headers included.
@@ -121,7 +122,7 @@ impl Tx {
 
     /// Writes what fits; true if anything did. Steps whose frame has left are added to `done`.
     pub fn pump(&mut self, done: &mut Vec<Token>) -> Result<bool> {
-        let mut moved = false;
+        let mut moved = self.sender.drain()?;
         while let Some(out) = self.queue.front_mut() {
             if !self.sender.has_room() {
                 break;
@@ -252,17 +253,27 @@ impl Rx {
         self.ahead_at < self.ahead_end || self.receiver.has_input()
     }
 
-    /// The descriptor to wait on, see [`Receiver::fd`].
-    pub fn fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
-        self.receiver.fd()
+    /// See [`Receiver::each_socket`].
+    pub fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
+        self.receiver.each_socket(look);
     }
 
-    /// See [`Receiver::is_far`].
-    pub fn is_far(&self) -> bool {
-        self.receiver.is_far()
+    /// Whether a socket carries its bytes.
+    pub(crate) fn has_socket(&self) -> bool {
+        let mut any = false;
+        self.each_socket(&mut |_| any = true);
+        any
     }
 
-    /// The descriptor has become readable.
+    /// Bytes that wait in its sockets, see [`socket::waiting`]; `None` where there is no socket, so that what was written has
+    /// arrived.
+    pub(crate) fn waiting(&self, what: libc::c_ulong) -> Option<u64> {
+        let mut sum = None;
+        self.each_socket(&mut |fd| *sum.get_or_insert(0) += socket::waiting(fd, what));
+        sum
+    }
+
+    /// A socket has become readable.
     pub fn wake(&mut self) {
         self.receiver.wake();
     }
@@ -294,12 +305,14 @@ impl Rx {
     /// How many bytes of the opposite direction the peer's host has not acknowledged; `None` where there is no socket, so
     /// that what was written has arrived.
     pub(crate) fn unacknowledged(&self) -> Option<u64> {
-        self.receiver.fd().map(|fd| socket::waiting(fd, libc::TIOCOUTQ))
+        self.waiting(libc::TIOCOUTQ)
     }
 
     /// Whether the connection carries nothing any more in either direction.
     pub(crate) fn is_broken(&self) -> bool {
-        self.receiver.fd().is_some_and(socket::has_hung_up)
+        let mut broken = false;
+        self.each_socket(&mut |fd| broken |= socket::has_hung_up(fd));
+        broken
     }
 
     /// Reads what there is.

@@ -10,7 +10,6 @@ use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use crate::link::frames::{Rx, Tx};
-use crate::link::socket::waiting;
 
 /// A window lasts at least this long, and
 const WINDOW: Duration = Duration::from_millis(8);
@@ -34,7 +33,7 @@ pub struct RateMeter {
 impl RateMeter {
     /// Looks at the counters, if enough has moved since the last look.
     pub(crate) fn sample(&mut self, rx: &[Option<Rx>], tx: &[Option<Tx>]) {
-        let sockets = || rx.iter().flatten().filter(|rx| rx.fd().is_some());
+        let sockets = || rx.iter().flatten().filter(|rx| rx.has_socket());
         let out = || sockets().filter_map(|rx| tx.get(rx.peer as usize)?.as_ref());
         let moved = sockets().map(|rx| rx.bytes).sum::<u64>() + out().map(|tx| tx.written).sum::<u64>();
         if moved < self.looked + LOOK {
@@ -47,10 +46,9 @@ impl RateMeter {
         }
         let (mut inn, mut gone) = (0, 0);
         for rx in sockets() {
-            let Some(fd) = rx.fd() else { continue };
-            inn += rx.bytes + waiting(fd, libc::FIONREAD);
+            inn += rx.bytes + rx.waiting(libc::FIONREAD).unwrap_or(0);
             let written = tx.get(rx.peer as usize).and_then(Option::as_ref).map_or(0, |tx| tx.written);
-            gone += written.saturating_sub(waiting(fd, libc::TIOCOUTQ));
+            gone += written.saturating_sub(rx.waiting(libc::TIOCOUTQ).unwrap_or(0));
         }
         if let Some((at, inn_then, gone_then)) = self.began {
             let (inn, gone) = (inn.saturating_sub(inn_then), gone.saturating_sub(gone_then));

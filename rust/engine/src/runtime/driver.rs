@@ -101,10 +101,14 @@ impl Driver {
             epoll::EventFlags::IN | epoll::EventFlags::OUT | epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
         let mut has_sockets = false;
         for rx in rx.iter().flatten() {
-            if let Some(fd) = rx.fd() {
-                add(fd, u64::from(rx.peer), edge)?;
+            let mut added = Ok(());
+            rx.each_socket(&mut |fd| {
                 has_sockets = true;
-            }
+                if added.is_ok() {
+                    added = add(fd, u64::from(rx.peer), edge);
+                }
+            });
+            added?;
         }
         for (&rank, neighbour) in &world.neighbours {
             if let Some(fd) = neighbour.socket() {

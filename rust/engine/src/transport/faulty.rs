@@ -93,6 +93,17 @@ impl Sender for FaultySender {
         self.inner.wake();
     }
 
+    fn is_drained(&self) -> bool {
+        self.word.load(Ordering::Relaxed) == CUT || self.inner.is_drained()
+    }
+
+    fn drain(&mut self) -> Result<bool> {
+        match self.word.load(Ordering::Relaxed) {
+            CUT | OUTAGE => Ok(false),
+            _ => self.inner.drain(),
+        }
+    }
+
     fn flush(&mut self) {
         self.inner.flush();
     }
@@ -126,8 +137,8 @@ impl Receiver for FaultyReceiver {
         self.inner.has_input() && self.word.load(Ordering::Relaxed) != CUT
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        self.inner.fd()
+    fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
+        self.inner.each_socket(look);
     }
 
     fn wake(&mut self) {
@@ -136,10 +147,6 @@ impl Receiver for FaultyReceiver {
 
     fn expect(&mut self, bytes: usize) {
         self.inner.expect(bytes);
-    }
-
-    fn is_far(&self) -> bool {
-        self.inner.is_far()
     }
 
     fn read_ahead(&self) -> usize {

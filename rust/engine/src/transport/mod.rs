@@ -3,6 +3,8 @@
 //!
 //! Uses [`crate::sys`] and [`crate::host`].
 
+pub mod bundle;
+pub mod far;
 pub mod faulty;
 pub mod mem;
 pub mod shm;

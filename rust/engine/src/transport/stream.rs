@@ -25,8 +25,18 @@ pub trait Sender: Send {
         true
     }
 
-    /// The descriptor has become writable.
+    /// A descriptor has become writable.
     fn wake(&mut self) {}
+
+    /// Whether all that was written has left for the system.
+    fn is_drained(&self) -> bool {
+        true
+    }
+
+    /// Sends on what was written and has not left; true if anything moved.
+    fn drain(&mut self) -> Result<bool> {
+        Ok(false)
+    }
 
     /// Called after a burst of writes: wakes the peer if the transport does not do so by itself.
     fn flush(&mut self) {}
@@ -48,20 +58,13 @@ pub trait Receiver: Send {
     /// Whether a read may succeed now. A wrong yes is allowed.
     fn has_input(&self) -> bool;
 
-    /// The descriptor to wait on for input; `None` if the sender rings the receiver's doorbell instead.
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        None
-    }
+    /// Shows the sockets to wait on, which both directions share; none if the sender rings the receiver's doorbell instead.
+    fn each_socket(&self, _look: &mut dyn FnMut(BorrowedFd<'_>)) {}
 
-    /// The descriptor has become readable.
+    /// A socket has become readable.
     fn wake(&mut self) {}
 
-    /// Whether an answer takes so long that the link would be idle if the sender waited for it.
-    fn is_far(&self) -> bool {
-        false
-    }
-
-    /// Nothing can be done before this many more bytes have arrived: the descriptor need not become readable before.
+    /// Nothing can be done before this many more bytes have arrived: the socket need not become readable before.
     /// Always a part of what the peer sends next, or all of it.
     fn expect(&mut self, _bytes: usize) {}
 

@@ -35,9 +35,6 @@ struct TcpSender {
     summed: bool,
 }
 
-/// From this round-trip time on, an answer takes too long to wait for with little under way.
-const FAR: f64 = 2e-3;
-
 impl Sender for TcpSender {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
         let slices = [IoSlice::new(head), IoSlice::new(body)];
@@ -99,16 +96,12 @@ impl Receiver for TcpReceiver {
         self.readable
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.socket.stream.as_fd())
+    fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
+        look(self.socket.stream.as_fd());
     }
 
     fn wake(&mut self) {
         self.readable = true;
-    }
-
-    fn is_far(&self) -> bool {
-        is_far(&self.socket.stream)
     }
 
     fn expect(&mut self, bytes: usize) {
@@ -203,31 +196,6 @@ fn set_low(socket: &TcpStream, bytes: usize) -> bool {
     done == 0
 }
 
-/// See [`Receiver::is_far`].
-pub(super) fn is_far(socket: &TcpStream) -> bool {
-    min_rtt(socket).is_some_and(|rtt| rtt >= FAR)
-}
-
-/// The least round-trip time of a connection so far, in seconds.
-fn min_rtt(socket: &TcpStream) -> Option<f64> {
-    /// Where `struct tcp_info` of linux/tcp.h has `tcpi_min_rtt`, in microseconds; since Linux 4.6.
-    const MIN_RTT: usize = 148;
-    let mut info = [0u8; MIN_RTT + 4];
-    let mut len = info.len() as libc::socklen_t;
-    // SAFETY: the kernel writes at most `len` bytes, and says how many.
-    let done = unsafe {
-        libc::getsockopt(
-            socket.as_raw_fd(),
-            libc::IPPROTO_TCP,
-            libc::TCP_INFO,
-            info.as_mut_ptr().cast(),
-            &raw mut len,
-        )
-    };
-    let micros = u32::from_ne_bytes(info[MIN_RTT..].try_into().ok()?);
-    (done == 0 && len as usize == info.len() && micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
-}
-
 /// Makes a dead host noticeable: the kernel closes a connection that stays unacknowledged for this long.
 pub fn keep_alive(socket: &TcpStream) -> Result<()> {
     let keep = socket2::TcpKeepalive::new()
@@ -249,11 +217,11 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let mut near = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let far = listener.accept().unwrap().0;
-        assert!(!is_far(&near), "{:?}", min_rtt(&near));
+        assert!(!crate::transport::far::is_far(near.as_fd()));
         let (_tx, mut rx) = split(far, true).unwrap();
         let is_readable = |rx: &dyn Receiver, wait: i32| {
-            let mut poll =
-                libc::pollfd { fd: rx.fd().unwrap().as_raw_fd(), events: libc::POLLIN, revents: 0 };
+            let mut poll = libc::pollfd { fd: -1, events: libc::POLLIN, revents: 0 };
+            rx.each_socket(&mut |fd| poll.fd = fd.as_raw_fd());
             // SAFETY: one entry.
             unsafe { libc::poll(&raw mut poll, 1, wait) == 1 }
         };

@@ -184,12 +184,8 @@ impl Receiver for TlsReceiver {
         self.readable
     }
 
-    fn fd(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.link.socket.as_fd())
-    }
-
-    fn is_far(&self) -> bool {
-        tcp::is_far(&self.link.socket)
+    fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
+        look(self.link.socket.as_fd());
     }
 
     fn wake(&mut self) {

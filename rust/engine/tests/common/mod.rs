@@ -36,6 +36,7 @@ pub(crate) fn engines(
             tuning: Vec::new(),
             rank: rank as u32,
             host_of: (0..n).collect(),
+            far: Vec::new(),
             bell: control.bell().clone(),
             control: Some(control),
             neighbours: Default::default(),

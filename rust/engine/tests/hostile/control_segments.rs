@@ -107,6 +107,7 @@ fn control_segments() {
             tuning: Vec::new(),
             rank: 0,
             host_of: vec![0, 0],
+            far: Vec::new(),
             bell: mine.bell().clone(),
             control: Some(mine.clone()),
             neighbours: [(1, neighbour)].into(),

@@ -5,6 +5,7 @@
 //! gives each target so many, and those whose inputs each cost system calls a hundredth.
 #![allow(clippy::unwrap_used)]
 
+mod bundles;
 #[path = "../../../core/tests/common/mod.rs"]
 mod common;
 mod control_segments;

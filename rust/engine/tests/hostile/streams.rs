@@ -28,13 +28,13 @@ const UNKNOWN: u64 = 79;
 
 /// Bytes on their way in, and how many come at a time.
 #[derive(Default)]
-struct Feed {
-    bytes: Vec<u8>,
+pub(crate) struct Feed {
+    pub(crate) bytes: Vec<u8>,
     at: usize,
-    chunk: usize,
+    pub(crate) chunk: usize,
 }
 
-struct Fed(Arc<Mutex<Feed>>);
+pub(crate) struct Fed(pub(crate) Arc<Mutex<Feed>>);
 
 impl Receiver for Fed {
     fn read(&mut self, into: &mut [u8]) -> Result<Read> {
@@ -55,7 +55,7 @@ impl Receiver for Fed {
 }
 
 /// A connection that takes all, or now and then only a part, and stops.
-struct Away(Rng);
+pub(crate) struct Away(pub(crate) Rng);
 
 impl Sender for Away {
     fn write(&mut self, head: &[u8], body: &[u8]) -> Result<usize> {
@@ -211,6 +211,7 @@ fn streams() {
         tuning: Vec::new(),
         rank: 0,
         host_of: vec![0, 1, 2],
+        far: Vec::new(),
         bell: Doorbell::alone().unwrap(),
         control: None,
         neighbours: Default::default(),

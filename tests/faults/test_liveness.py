@@ -593,6 +593,10 @@ def settings_are_checked(rank: int, world: int) -> None:
         ("TRIGRAM_SILENCE", "0.1"),
         ("TRIGRAM_CHECKSUM", "no"),
         ("TRIGRAM_KILL", "yes"),
+        ("TRIGRAM_STREAMS", "0"),
+        ("TRIGRAM_STREAMS", "many"),
+        ("TRIGRAM_CONGESTION", "no control"),
+        ("TRIGRAM_CONGESTION", "unknown"),
     ):
         os.environ[name] = value
         says(raises(trigram.ConfigError, trigram.init), name, value)

@@ -22,12 +22,16 @@ from trigram._core import interfaces
 from trigram.cli.trials import crossover, trial
 from trigram.errors import UnsupportedError
 from trigram.gpu import nccl
+from trigram.runtime import far_links
 
 Status = Literal["ok", "warn", "fail"]
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 _SHORT_SECRET = 16
 """A job secret of fewer characters can be guessed."""
+
+_LONG_TRIP, _LONG_RATE = 0.1, 1000.0
+"""Seconds of a round trip between sites, and the Mbit/s of a fast link."""
 
 PLUGIN = Path(__file__).resolve().parent.parent / "libnccl-net-trigram.so"
 
@@ -77,6 +81,7 @@ def checks() -> Iterator[Check]:
     yield from shared_memory()
     yield from limits()
     yield from network()
+    yield from far()
     yield from environment()
     yield from accelerators()
     for transport in ("shm", "tcp"):
@@ -193,6 +198,26 @@ def network() -> Iterator[Check]:
     if chosen and chosen not in addresses:
         advice = f"set it to one of {', '.join(addresses)}, or unset it"
         yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no interface of this name has an address", advice)
+
+
+def far() -> Iterator[Check]:
+    """What links between sites need: a congestion control that a lost packet costs little, and large buffers."""
+    if far_links.is_usable(far_links.BBR):
+        yield Check("far links", "ok", "BBR for links with a round trip from 2 ms on")
+    else:
+        advice = f"as root, if ranks are in different places: {far_links.remedy(far_links.BBR)}"
+        found = f"no BBR ({', '.join(far_links.controls())}): each lost packet costs much of the rate"
+        yield Check("far links", "warn", found, advice)
+    bytes_ = far_links.most_in_flight()
+    if bytes_:
+        megabits = far_links.STREAMS * bytes_ * 8 / _LONG_TRIP / 1e6
+        found = f"{decimal(bytes_)} under way in each socket: {megabits:.0f} Mbit/s with {far_links.STREAMS} at 100 ms"
+        small = megabits < _LONG_RATE
+        advice = (
+            'as root, for fast links between sites: sysctl -w net.ipv4.tcp_wmem="4096 16384 16777216" '
+            'net.ipv4.tcp_rmem="4096 131072 33554432"'
+        )
+        yield Check("socket buffers", "ok", found, advice if small else "")
 
 
 def environment() -> Iterator[Check]:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
 from trigram.errors import ConfigError, MisuseError, PeerLostError, UnsupportedError
-from trigram.runtime import engine_codes, job, logs
+from trigram.runtime import engine_codes, far_links, job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job, Membership, World
 from trigram.runtime.rendezvous import AgainError, LateError, StoreGather, find_store
@@ -436,6 +436,7 @@ def _settings(iface: str | None, toward: str | None) -> Settings:
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "auto")
     if checksum not in ("auto", "on", "off"):
         raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to auto, on or off")
+    far_links.check()
     kill = os.environ.get("TRIGRAM_KILL", "off")
     if kill not in ("on", "off"):
         raise ConfigError(f"TRIGRAM_KILL={kill!r} is invalid; set it to on or off")

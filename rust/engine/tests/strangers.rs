@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
 use trigram_engine::bootstrap::handshake::{Connected, Identity, connect};
+use trigram_engine::bootstrap::routes::Peer;
 
 use trigram_engine::security::secret::{Secret, Security};
 use trigram_engine::security::tls_keys::Tls;
@@ -48,10 +49,12 @@ fn meet_by(
     thread::scope(|s| {
         let low = s.spawn(|| {
             let me = identity(0, secrets[0], tls, streams);
-            connect(&me, &[(1, addresses[1])], &zero, 2, limit, &mut || Ok(()))
+            connect(&me, &[Peer::direct(0, 1, addresses[1])], &[], &zero, 2, limit, &mut || Ok(()))
+                .map(|met| met.connected)
         });
         let me = identity(1, secrets[1], tls, streams);
-        let high = connect(&me, &[(0, detour)], &one, 2, limit, &mut || Ok(()));
+        let high = connect(&me, &[Peer::direct(1, 0, detour)], &[], &one, 2, limit, &mut || Ok(()))
+            .map(|met| met.connected);
         (low.join().unwrap(), high)
     })
 }

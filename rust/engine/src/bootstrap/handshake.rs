@@ -1,4 +1,4 @@
-//! Connects ranks of different hosts: the higher rank connects, the lower one listens, and both prove that they
+//! Connects ranks of different hosts: one of two connects, usually the higher, the other one listens, and both prove that they
 //! belong to the job.
 //!
 //! The connecting side proves first, so that a stranger who connects learns nothing to try secrets on. A stranger is
@@ -18,6 +18,8 @@ use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake_stream::HandshakeStream;
+use crate::bootstrap::relay::{self, Kind, Relay, Wish};
+use crate::bootstrap::routes::{Peer, Route};
 use crate::security::proofs::{HELLO, Handshake, NONCE, Side};
 use crate::security::secret::{Keys, PROOF};
 use crate::security::tls_keys::Tls;
@@ -25,6 +27,7 @@ use crate::sys::address::is_own;
 use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::limits::refused;
+use crate::sys::passing::Passing;
 use crate::transport::stream::{Receiver, Sender};
 use crate::transport::{bundle, far};
 
@@ -36,6 +39,9 @@ const LEAST_LIMIT: Duration = Duration::from_millis(500);
 const MOST_HANDSHAKES: usize = 256;
 /// A rank stops after this many rejections in a row: one may be a stray answer.
 const MOST_REJECTIONS: u32 = 3;
+
+/// How long one of several ways to a rank is tried at a time.
+const ROUTE_LIMIT: Duration = Duration::from_secs(2);
 
 /// The most ranks of which an error says how connecting to them ended.
 const MOST_TOLD: usize = 4;
@@ -127,24 +133,38 @@ type Rejected = Arc<Mutex<HashMap<u32, IpAddr>>>;
 type Attempts = Arc<Mutex<HashMap<u32, String>>>;
 
 enum Arrival {
-    /// A lower rank has proved itself and accepted this rank; or a higher one, which has confirmed it.
+    /// A called rank has proved itself and accepted this rank; or one that calls, which has confirmed it.
     Connected(u32, Place, HandshakeStream),
-    /// A higher rank has proved itself, and waits for this answer.
+    /// A rank that calls has proved itself, and waits for this answer.
     Accepted(u32, HandshakeStream, [u8; 1 + PROOF]),
-    /// A lower rank rejects this rank.
+    /// A called rank rejects this rank.
     Rejected(Error),
+    /// Something for the relay.
+    Relay(Wish, TcpStream),
+    /// The relay knows that this rank has connected to another.
+    Told,
 }
 
-/// Connects this rank with `peers`, by rank and address, within `limit`. Far ranks, and those for which a setting asks for
-/// it, have several connections. `world`: the number of ranks.
+/// What [`connect`] has made.
+#[derive(Default)]
+pub struct Met {
+    /// The connections, by rank.
+    pub connected: HashMap<u32, Connected>,
+    /// What this rank passes on for others.
+    pub passing: Option<Arc<Passing>>,
+}
+
+/// Connects this rank with `peers` within `limit`. Far ranks, and those for which a setting asks for it, have several
+/// connections. `pairs`: for whom this rank is the relay. `world`: the number of ranks.
 pub fn connect(
     me: &Identity,
-    peers: &[(u32, SocketAddr)],
+    peers: &[Peer],
+    pairs: &[(u32, u32)],
     listener: &std::net::TcpListener,
     world: usize,
     limit: Duration,
     check_interrupt: InterruptCheck<'_>,
-) -> Result<HashMap<u32, Connected>> {
+) -> Result<Met> {
     let io = |e: std::io::Error| Error::io("setting up TCP", e);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
@@ -156,17 +176,22 @@ pub fn connect(
         let (send, mut arrivals) = mpsc::channel::<Arrival>(16);
         let (rejected, attempts) = (Rejected::default(), Attempts::default());
         let mut tasks = tokio::task::JoinSet::new();
-        for &(rank, address) in peers.iter().filter(|p| p.0 < me.rank) {
-            let to = Toward { rank, address, me: me.clone(), world, attempts: attempts.clone() };
+        for peer in peers.iter().filter(|peer| peer.called) {
+            let to = Toward { peer: peer.clone(), me: me.clone(), world, attempts: attempts.clone() };
             tasks.spawn(connect_to(to, send.clone()));
         }
-        let higher: Arc<[u32]> = peers.iter().map(|p| p.0).filter(|&rank| rank > me.rank).collect();
-        tasks.spawn(accept_all(listener, me.clone(), higher, rejected.clone(), send.clone()));
-        let mut made = Made::default();
-        let is_missing = |made: &Made| peers.iter().any(|p| !made.has(p.0));
+        let callers: Arc<[u32]> = peers.iter().filter(|peer| !peer.called).map(|peer| peer.rank).collect();
+        let hall = Hall { me: me.clone(), callers, rejected: rejected.clone(), arrived: send.clone() };
+        if let Some((_, relay)) = peers.iter().filter(|peer| !peer.called).find_map(|peer| peer.relay) {
+            tasks.spawn(wait_at(relay, hall.clone()));
+        }
+        tasks.spawn(accept_all(listener, hall));
+        let (mut made, mut relay) = (Made::default(), Relay::new(pairs.iter().copied()));
+        let is_missing = |made: &Made| peers.iter().any(|peer| !made.has(peer.rank));
         let began = Instant::now();
         let mut spare = began;
-        while is_missing(&made) {
+        let mut untold = peers.iter().filter(|peer| peer.called && peer.relay.is_some()).count();
+        while is_missing(&made) || relay.open().is_some() || untold > 0 {
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
                 Ok(Some(Arrival::Connected(rank, place, stream))) => made.add(rank, place, stream),
                 Ok(Some(Arrival::Accepted(rank, stream, word))) => {
@@ -174,6 +199,8 @@ pub fn connect(
                     tasks.spawn(answer(rank, stream, word, send.clone()));
                 }
                 Ok(Some(Arrival::Rejected(error))) => return Err(error),
+                Ok(Some(Arrival::Relay(wish, stream))) => relay.take(wish, stream)?,
+                Ok(Some(Arrival::Told)) => untold -= 1,
                 Ok(None) | Err(_) => {}
             }
             check_interrupt()?;
@@ -185,15 +212,32 @@ pub fn connect(
                 Ok(_) => spare = Instant::now(),
             }
             if began.elapsed() > limit && is_missing(&made) {
-                let missing: Vec<_> = peers.iter().filter(|p| !made.has(p.0)).copied().collect();
+                let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
                 return Err(timed_out(me.rank, own, &missing, &rejected, &attempts, limit));
+            }
+            if began.elapsed() > limit && untold > 0 && relay.open().is_none() {
+                let waiting_for = "the rank that passes on what ranks send each other that nobody reaches".into();
+                let what = format!("init: connecting rank {} over TCP", me.rank);
+                return Err(Error::Timeout { what, millis: limit.as_millis() as u64, waiting_for });
+            }
+            if let Some((a, b)) = relay.open().filter(|_| began.elapsed() > limit) {
+                return Err(Error::Timeout {
+                    what: format!("init: connecting ranks {a} and {b} through rank {}", me.rank),
+                    millis: limit.as_millis() as u64,
+                    waiting_for: format!(
+                        "{}. Both only connect outwards (TRIGRAM_OUTWARD=1); each must reach rank {} at {own}",
+                        name_ranks(&[a, b]),
+                        me.rank
+                    ),
+                });
             }
         }
         let connected = |(first, streams): (Place, BTreeMap<_, _>)| Connected {
             far: first.far,
             streams: streams.into_values().collect(),
         };
-        Ok(made.0.into_iter().map(|(rank, made)| (rank, connected(made))).collect())
+        let connected = made.0.into_iter().map(|(rank, made)| (rank, connected(made))).collect();
+        Ok(Met { connected, passing: relay.finish() })
     })
 }
 
@@ -222,41 +266,44 @@ async fn answer(
 fn timed_out(
     me: u32,
     own: SocketAddr,
-    missing: &[(u32, SocketAddr)],
+    missing: &[&Peer],
     rejected: &Rejected,
     attempts: &Attempts,
     limit: Duration,
 ) -> Error {
     let rejected = rejected.lock().unwrap_or_else(PoisonError::into_inner);
-    let names = name_ranks(&missing.iter().map(|p| p.0).collect::<Vec<_>>());
-    if let Some((rank, ip)) = missing.iter().find_map(|(rank, _)| Some((rank, rejected.get(rank)?))) {
+    let names = name_ranks(&missing.iter().map(|peer| peer.rank).collect::<Vec<_>>());
+    if let Some((rank, ip)) = missing.iter().find_map(|peer| Some((peer.rank, rejected.get(&peer.rank)?))) {
         return Error::Auth(format!(
             "init: rank {me} waited {:.1} s for {names}. A process at {ip} claimed to be rank {rank} but could not prove it: \
              it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
             limit.as_secs_f64(),
         ));
     }
-    // The lower rank listens, the higher connects.
     let attempts = attempts.lock().unwrap_or_else(PoisonError::into_inner);
     let mut tried: Vec<String> = Vec::new();
-    for (rank, address) in missing.iter().filter(|p| p.0 < me).take(MOST_TOLD) {
+    for Peer { rank, routes, .. } in missing.iter().filter(|peer| peer.called).take(MOST_TOLD) {
         let attempt = attempts.get(rank).map_or(NO_ANSWER, String::as_str);
-        let own = match is_own(address.ip()) {
+        let is_own = |route: &Route| matches!(route, Route::Direct(address) if is_own(address.ip()));
+        let own = match routes.iter().any(is_own) {
             true => format!("; this is also an address of the host of rank {me}"),
             false => String::new(),
         };
+        let routes: Vec<String> = routes.iter().map(Route::to_string).collect();
         tried.push(format!(
-            "rank {rank} announced {address}, and rank {me} tried to connect to it: {attempt}{own}"
+            "rank {rank} announced {}, and rank {me} tried to connect to it: {attempt}{own}",
+            routes.join(" or ")
         ));
     }
-    let higher: Vec<u32> = missing.iter().map(|p| p.0).filter(|&rank| rank > me).collect();
-    if !higher.is_empty() {
-        let higher = name_ranks(&higher);
-        tried.push(format!("rank {me} announced {own}, and no connection of {higher} has come there"));
+    let callers: Vec<u32> = missing.iter().filter(|peer| !peer.called).map(|peer| peer.rank).collect();
+    if !callers.is_empty() {
+        let callers = name_ranks(&callers);
+        tried.push(format!("rank {me} announced {own}, and no connection of {callers} has come there"));
     }
     let waiting_for = format!(
         "{names}. {}. Set TRIGRAM_IFACE, on each host, to the interface or address that the others reach, and let the \
-         firewall pass connections between the hosts at all ports",
+         firewall pass connections between the hosts, at all ports or at those of TRIGRAM_PORT. A rank that others \
+         cannot reach behind its router needs TRIGRAM_OUTWARD=1; one that others reach at another address, TRIGRAM_ANNOUNCE",
         tried.join("; ")
     );
     let what = format!("init: connecting rank {me} over TCP");
@@ -281,20 +328,22 @@ enum Reached {
     Rejected,
 }
 
-/// A lower rank, to which this one connects.
+/// A rank to which this one connects.
 struct Toward {
-    rank: u32,
-    address: SocketAddr,
+    peer: Peer,
     me: Identity,
     world: usize,
     attempts: Attempts,
 }
 
 /// `place`: which of several connections to make; `None`: the first, which says how many there are to be.
-async fn try_connect(to: &Toward, place: Option<Place>) -> std::io::Result<Reached> {
-    let Toward { rank, address, me, .. } = to;
-    let (rank, address) = (*rank, *address);
-    let stream = TcpStream::connect(address).await?;
+async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io::Result<Reached> {
+    let Toward { me, .. } = to;
+    let rank = to.peer.rank;
+    let stream = match route {
+        Route::Direct(address) => TcpStream::connect(address).await?,
+        Route::Through(_, relay) => relay::reach(relay, Kind::Call, me.rank, rank, &me.keys).await?,
+    };
     stream.set_nodelay(true)?;
     let session = me.tls.as_ref().map(Tls::connecting).transpose()?;
     let mut stream = HandshakeStream::open(stream, session).await?;
@@ -319,9 +368,10 @@ async fn try_connect(to: &Toward, place: Option<Place>) -> std::io::Result<Reach
     Ok(Reached::Proved(place, stream))
 }
 
-/// Connects to a lower rank.
-async fn connect_to(to: Toward, arrived: mpsc::Sender<Arrival>) {
-    let Some(first) = connect_once(&to, None, &arrived).await else { return };
+/// Makes all connections to a rank, by the way by which it was reached first.
+async fn connect_to(mut to: Toward, arrived: mpsc::Sender<Arrival>) {
+    let Some((first, route)) = connect_once(&to, None, &arrived).await else { return };
+    to.peer.routes = vec![route];
     let to = Arc::new(to);
     let mut rest = tokio::task::JoinSet::new();
     for index in 1..first.of {
@@ -329,18 +379,33 @@ async fn connect_to(to: Toward, arrived: mpsc::Sender<Arrival>) {
         rest.spawn(async move { connect_once(&to, Some(Place { index, ..first }), &arrived).await });
     }
     while rest.join_next().await.is_some() {}
+    if let Some((_, relay)) = to.peer.relay {
+        loop {
+            let told = relay::reach(relay, Kind::Done, to.me.rank, to.peer.rank, &to.me.keys);
+            if let Ok(Ok(_)) = tokio::time::timeout(HANDSHAKE_LIMIT, told).await {
+                let _ = arrived.send(Arrival::Told).await;
+                return;
+            }
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
 }
 
-/// Makes one connection to a lower rank, again and again until it accepts. `None` if it rejects this rank.
-async fn connect_once(to: &Toward, place: Option<Place>, arrived: &mpsc::Sender<Arrival>) -> Option<Place> {
+/// Makes one connection to a rank, again and again until it accepts. `None` if it rejects this rank.
+async fn connect_once(
+    to: &Toward,
+    place: Option<Place>,
+    arrived: &mpsc::Sender<Arrival>,
+) -> Option<(Place, Route)> {
     let mut rejections = 0;
-    let note = |text| to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.rank, text);
-    loop {
-        match tokio::time::timeout(HANDSHAKE_LIMIT, try_connect(to, place)).await {
+    let note = |text| to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.peer.rank, text);
+    let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
+    for &route in to.peer.routes.iter().cycle() {
+        match tokio::time::timeout(limit, try_connect(to, route, place)).await {
             Ok(Ok(Reached::Proved(place, stream))) => {
                 // The receiver is gone only if the caller has stopped waiting.
-                let _ = arrived.send(Arrival::Connected(to.rank, place, stream)).await;
-                return Some(place);
+                let _ = arrived.send(Arrival::Connected(to.peer.rank, place, stream)).await;
+                return Some((place, route));
             }
             Ok(Ok(Reached::Rejected)) => rejections += 1,
             // The rank has too many callers, or another host has its address: neither says anything about the secret.
@@ -348,10 +413,10 @@ async fn connect_once(to: &Toward, place: Option<Place>, arrived: &mpsc::Sender<
             Err(_) => drop(note(NO_ANSWER.into())),
         }
         if rejections >= MOST_REJECTIONS {
-            let (me, rank, address) = (to.me.rank, to.rank, to.address);
+            let (me, rank) = (to.me.rank, to.peer.rank);
             let _ = arrived
                 .send(Arrival::Rejected(Error::Auth(format!(
-                    "init: rank {me} and rank {rank} at {address} could not authenticate each other: give both the \
+                    "init: rank {me} and rank {rank} at {route} could not authenticate each other: give both the \
                      same TRIGRAM_SECRET; if they have it, something intercepts the connection"
                 ))))
                 .await;
@@ -359,16 +424,43 @@ async fn connect_once(to: &Toward, place: Option<Place>, arrived: &mpsc::Sender<
         }
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
+    None
 }
 
-/// Accepts higher ranks. Drops strangers when they send something wrong, or nothing.
-async fn accept_all(
-    listener: TcpListener,
+/// What those who come need.
+#[derive(Clone)]
+struct Hall {
     me: Identity,
-    higher: Arc<[u32]>,
+    /// The ranks that connect to this one.
+    callers: Arc<[u32]>,
     rejected: Rejected,
     arrived: mpsc::Sender<Arrival>,
-) {
+}
+
+impl Hall {
+    /// Talks to one who has come.
+    async fn receive(self, stream: TcpStream, from: IpAddr) {
+        let accepted = accept_one(stream, from, &self);
+        if let Ok(Ok(Some(arrival))) = tokio::time::timeout(HANDSHAKE_LIMIT, accepted).await {
+            let _ = self.arrived.send(arrival).await;
+        }
+    }
+}
+
+/// Waits at the relay for ranks that call this one, who come as if they had connected to it.
+async fn wait_at(relay: SocketAddr, hall: Hall) {
+    let mut tasks = tokio::task::JoinSet::new();
+    loop {
+        while tasks.try_join_next().is_some() {}
+        match relay::reach(relay, Kind::Wait, hall.me.rank, hall.me.rank, &hall.me.keys).await {
+            Ok(stream) => drop(tasks.spawn(hall.clone().receive(stream, relay.ip()))),
+            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        }
+    }
+}
+
+/// Accepts ranks that call. Drops strangers when they send something wrong, or nothing.
+async fn accept_all(listener: TcpListener, hall: Hall) {
     let mut tasks = tokio::task::JoinSet::new();
     let mut pending: VecDeque<(Instant, tokio::task::AbortHandle)> = VecDeque::new();
     let mut short = false;
@@ -392,38 +484,32 @@ async fn accept_all(
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let (me, higher, rejected, arrived) = (me.clone(), higher.clone(), rejected.clone(), arrived.clone());
-        let task = tasks.spawn(async move {
-            let accepted = accept_one(stream, from.ip(), &me, &higher, &rejected);
-            if let Ok(Ok(Some(arrival))) = tokio::time::timeout(HANDSHAKE_LIMIT, accepted).await {
-                let _ = arrived.send(arrival).await;
-            }
-        });
+        let task = tasks.spawn(hall.clone().receive(stream, from.ip()));
         pending.push_back((Instant::now(), task));
     }
 }
 
 /// Talks to one caller; `None` if it is a stranger.
-async fn accept_one(
-    stream: TcpStream,
-    from: IpAddr,
-    me: &Identity,
-    higher: &[u32],
-    rejected: &Rejected,
-) -> std::io::Result<Option<Arrival>> {
+async fn accept_one(mut stream: TcpStream, from: IpAddr, hall: &Hall) -> std::io::Result<Option<Arrival>> {
+    let me = &hall.me;
     stream.set_nodelay(true)?;
+    let mut first = [0];
+    if stream.peek(&mut first).await? == 1 && first[0] == relay::BEGIN {
+        let wish = relay::hear(&mut stream, &me.keys).await?;
+        return Ok(wish.map(|wish| Arrival::Relay(wish, stream)));
+    }
     let session = me.tls.as_ref().map(Tls::accepting).transpose()?;
     let mut stream = HandshakeStream::open(stream, session).await?;
     let mut hello = [0; HELLO];
     stream.read(&mut hello).await?;
     let handshake = Handshake::accept(&hello, me.rank, &me.keys, stream.binding()?);
-    let Some(handshake) = handshake.filter(|c| higher.contains(&c.from)) else { return Ok(None) };
+    let Some(handshake) = handshake.filter(|c| hall.callers.contains(&c.from)) else { return Ok(None) };
     stream.write(&handshake.accepting_nonce).await?;
     let mut proof = [0; PROOF];
     stream.read(&mut proof).await?;
     let mut word = [0; 1 + PROOF];
     if !handshake.is_proof(Side::Connecting, &me.keys, &proof) {
-        rejected.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
+        hall.rejected.lock().unwrap_or_else(PoisonError::into_inner).insert(handshake.from, from);
         word[0] = REJECTED;
         stream.write(&word).await?;
         return Ok(None);

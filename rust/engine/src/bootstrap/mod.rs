@@ -5,5 +5,7 @@
 pub mod handshake;
 pub mod handshake_stream;
 pub mod host_handshake;
+pub mod relay;
 pub mod rendezvous;
+pub mod routes;
 pub mod tuning_file;

@@ -17,7 +17,8 @@ use trigram_core::error::name_ranks;
 use trigram_core::tuning::Tuned;
 use trigram_core::{Error, Result};
 
-use crate::bootstrap::handshake::{self, Identity};
+use crate::bootstrap::handshake::{self, Identity, Met};
+use crate::bootstrap::routes::{self, Peer, Reach, Site};
 use crate::bootstrap::{host_handshake, tuning_file};
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
@@ -52,6 +53,9 @@ struct EndpointRecord {
     release: String,
     rank: u32,
     address: SocketAddr,
+    /// What others see of that, if a setting says so; and whether nobody reaches it.
+    announced: Option<SocketAddr>,
+    outward: bool,
     /// Equal on ranks that should be able to share memory.
     host: String,
     /// Equal on ranks under one kernel, which no wire connects.
@@ -134,8 +138,8 @@ impl Rendezvous {
             return Err(Error::misuse(format!("init: there is no rank {rank} in a world of {size} ranks")));
         }
         let own = own_address(iface, toward)?;
-        let listener = std::net::TcpListener::bind(own)
-            .map_err(|e| Error::io(format!("listening on {}", own.ip()), e))?;
+        let mut reach = Reach::from_env()?;
+        let listener = reach.listen(own)?;
         let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
         let token: [u8; 16] = random()?;
         let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
@@ -151,6 +155,8 @@ impl Rendezvous {
             release: RELEASE.into(),
             rank,
             address,
+            announced: reach.announced,
+            outward: reach.outward,
             host,
             boot: boot_id()?,
             socket,
@@ -343,16 +349,31 @@ impl Rendezvous {
                 neighbour.share(*rank, number, &segment)?;
             }
         }
-        let away = self.records.iter().flatten().filter(|c| !is_here(c.rank as usize));
         let interface = address::scope(&self.record.address);
-        let peers: Vec<(u32, SocketAddr)> =
-            away.map(|c| (c.rank, address::with_scope(c.address, interface))).collect();
-        let mut streams = HashMap::new();
+        let site = |c: &EndpointRecord| Site {
+            rank: c.rank,
+            address: address::with_scope(c.address, interface),
+            announced: c.announced,
+            outward: c.outward,
+        };
+        let sites: Vec<Site> = self.records.iter().flatten().map(site).collect();
+        let relay = routes::relay(&sites);
+        let away = sites.iter().filter(|other| !is_here(other.rank as usize));
+        let peers: Vec<Peer> = away.map(|other| Peer::at(&site(&self.record), other, relay)).collect();
+        // For whom this rank is the relay: those that nobody reaches, on different hosts.
+        let outward =
+            || sites.iter().filter(|site| site.outward && relay.is_some_and(|r| r.rank == me as u32));
+        let pairs: Vec<(u32, u32)> = outward()
+            .flat_map(|a| outward().map(move |b| (a.rank, b.rank)))
+            .filter(|&(a, b)| a < b && host_of[a as usize] != host_of[b as usize])
+            .collect();
+        let mut met = Met::default();
         if !peers.is_empty() {
             let tls = self.security.tls.then(Tls::new).transpose()?;
             let keys = self.security.keys(&self.job());
             let identity = Identity { rank: me as u32, keys, tls, streams: far::asked_streams() };
-            streams = handshake::connect(&identity, &peers, &self.listener, size, limit, check_interrupt)?;
+            met =
+                handshake::connect(&identity, &peers, &pairs, &self.listener, size, limit, check_interrupt)?;
         }
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
@@ -365,7 +386,7 @@ impl Rendezvous {
                 Some(shm::pair(control, index(me), &neighbour.control, index(rank)))
             } else {
                 let summed = tcp::Checksums::from_env().apply(self.is_over_wire(rank));
-                let connected = streams.remove(&(rank as u32));
+                let connected = met.connected.remove(&(rank as u32));
                 is_far = connected.as_ref().is_some_and(|connected| connected.far);
                 if connected.as_ref().is_some_and(|connected| !connected.prepare()) {
                     refused.push(rank as u32);
@@ -403,6 +424,7 @@ impl Rendezvous {
             neighbours: self.neighbours,
             arena: self.arena,
             retired: Arc::default(),
+            passing: met.passing,
         };
         Engine::new(Arc::new(world), tx, rx)
     }

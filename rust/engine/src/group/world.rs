@@ -17,6 +17,7 @@ use crate::host::doorbell::Doorbell;
 use crate::sys::fork::{self, GuardedFd};
 use crate::sys::limits::refused;
 use crate::sys::memory::{Arena, RegisteredBuffer, Segment, SegmentOffset};
+use crate::sys::passing::Passing;
 use crate::sys::{process_state, unix};
 
 /// A rank on this host.
@@ -217,6 +218,8 @@ pub struct World {
     pub patience: Patience,
     /// What was measured of the network; the same on all ranks.
     pub tuning: Vec<Tuned>,
+    /// What this rank passes on for others.
+    pub passing: Option<Arc<Passing>>,
 }
 
 impl World {

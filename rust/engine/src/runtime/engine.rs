@@ -21,6 +21,9 @@ use crate::sys::callers::Callers;
 use crate::sys::completion::{Completion, InterruptCheck};
 use crate::sys::fork;
 
+/// How long a rank that leaves goes on passing on what others send each other.
+const PASSING: Duration = Duration::from_secs(10);
+
 fn shut_down() -> Error {
     Error::misuse("trigram has been shut down; call trigram.init again")
 }
@@ -360,6 +363,10 @@ impl Engine {
             self.driver.empty_inbox(&mut progress);
             progress.fail_at_shutdown();
             waited = progress.announce_leave(check_interrupt);
+        }
+        if let Some(passing) = &self.driver.world.passing {
+            // The ranks leave together: those whose bytes pass here are about to close.
+            passing.wait(PASSING);
         }
         self.driver.counters.log.write_out();
         self.driver.counters.events.close();

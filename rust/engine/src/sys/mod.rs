@@ -14,6 +14,7 @@ pub(crate) mod cores;
 pub mod fork;
 pub mod limits;
 pub mod memory;
+pub mod passing;
 pub(crate) mod process_state;
 pub mod runs;
 pub mod serving;

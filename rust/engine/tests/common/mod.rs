@@ -37,6 +37,7 @@ pub(crate) fn engines(
             rank: rank as u32,
             host_of: (0..n).collect(),
             far: Vec::new(),
+            passing: None,
             bell: control.bell().clone(),
             control: Some(control),
             neighbours: Default::default(),

@@ -18,7 +18,7 @@ fn byte(at: u64) -> u8 {
 #[test]
 fn bundles() {
     let _turn = turn();
-    let (count, began, mut rng) = (inputs(40_000), Instant::now(), Rng::new(31));
+    let (count, began, mut rng) = (inputs(6_000), Instant::now(), Rng::new(31));
     let (mut done, mut passed, mut refused) = (0, 0u64, 0);
     let mut into = vec![0; 70_000];
     while done < count {

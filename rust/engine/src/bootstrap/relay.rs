@@ -1,0 +1,211 @@
+//! Passes on what two ranks send each other that nobody reaches, through one that both reach.
+//!
+//! The rank that is called keeps a connection to the relay, which waits there. A rank that calls connects to the relay and
+//! says whom it calls; the relay then gives both a byte and passes everything on. Over that the two prove themselves to each
+//! other, with TLS if they encrypt, as over any connection: the relay sees what any wire sees. It counts which pairs are done.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::net::SocketAddr;
+use std::os::fd::AsFd as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::mpsc;
+use trigram_core::{Error, Result};
+
+use crate::security::secret::{Keys, PROOF};
+use crate::sys::fork::GuardedFd;
+use crate::sys::passing::Passing;
+use crate::transport::{far, tcp};
+
+/// The first byte of a request: no handshake and no TLS session begins with it.
+pub const BEGIN: u8 = 1;
+const MAGIC: &[u8; 8] = b"\x01TGRELAY";
+const REQUEST: usize = 8 + 16 + 1 + 4 + 4 + PROOF;
+/// What the relay says to both once their bytes pass.
+const PASSES: u8 = 1;
+/// How long a caller waits at the relay for the called rank.
+const WAIT: Duration = Duration::from_secs(5);
+/// Bytes of a buffer in each direction.
+const BUFFER: usize = 256 << 10;
+
+/// What a rank wants of the relay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Kind {
+    /// To be called.
+    Wait = 1,
+    /// To call the other.
+    Call = 2,
+    /// The two are connected.
+    Done = 3,
+}
+
+/// A request to the relay.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Wish {
+    kind: Kind,
+    from: u32,
+    to: u32,
+}
+
+impl Wish {
+    fn encode(self, keys: &Keys) -> [u8; REQUEST] {
+        let mut bytes = [0; REQUEST];
+        bytes[..8].copy_from_slice(MAGIC);
+        bytes[8..24].copy_from_slice(&keys.id);
+        bytes[24] = self.kind as u8;
+        bytes[25..29].copy_from_slice(&self.from.to_le_bytes());
+        bytes[29..33].copy_from_slice(&self.to.to_le_bytes());
+        let proof = keys.prove(&[b"trigram relay", &bytes[..33]]);
+        bytes[33..].copy_from_slice(&proof);
+        bytes
+    }
+
+    fn decode(bytes: &[u8; REQUEST], keys: &Keys) -> Option<Self> {
+        let kind = [Kind::Wait, Kind::Call, Kind::Done].into_iter().find(|kind| *kind as u8 == bytes[24])?;
+        let number = |at: usize| Some(u32::from_le_bytes(bytes[at..at + 4].try_into().ok()?));
+        let is_ours = bytes[..8] == *MAGIC && bytes[8..24] == keys.id;
+        let proved = is_ours && keys.is_proof(&[b"trigram relay", &bytes[..33]], &bytes[33..]);
+        Some(Self { kind, from: number(25)?, to: number(29)? }).filter(|_| proved)
+    }
+}
+
+/// Reads a request that has begun to arrive; `None` if it is not of this job.
+pub async fn hear(stream: &mut TcpStream, keys: &Keys) -> std::io::Result<Option<Wish>> {
+    let mut bytes = [0; REQUEST];
+    stream.read_exact(&mut bytes).await?;
+    Ok(Wish::decode(&bytes, keys))
+}
+
+/// A connection to the relay over which this rank waits for a call, or to the rank that it calls.
+pub async fn reach(
+    relay: SocketAddr,
+    kind: Kind,
+    from: u32,
+    to: u32,
+    keys: &Keys,
+) -> std::io::Result<TcpStream> {
+    let mut stream = TcpStream::connect(relay).await?;
+    stream.set_nodelay(true)?;
+    stream.write_all(&Wish { kind, from, to }.encode(keys)).await?;
+    let mut byte = [0];
+    stream.read_exact(&mut byte).await?;
+    Ok(stream)
+}
+
+/// What the relay keeps while ranks connect.
+#[derive(Default)]
+pub struct Relay {
+    waiting: HashMap<u32, VecDeque<TcpStream>>,
+    callers: VecDeque<(Instant, u32, TcpStream)>,
+    /// Pairs that are not connected yet.
+    open: HashSet<(u32, u32)>,
+    thread: Option<Thread>,
+}
+
+impl Relay {
+    /// For these pairs of ranks, the lower first.
+    pub fn new(open: impl IntoIterator<Item = (u32, u32)>) -> Self {
+        Self { open: open.into_iter().collect(), ..Self::default() }
+    }
+
+    /// A pair that is not connected yet.
+    pub fn open(&self) -> Option<(u32, u32)> {
+        self.open.iter().min().copied()
+    }
+
+    /// Takes up a request of a rank of this job.
+    pub fn take(&mut self, wish: Wish, stream: TcpStream) -> Result<()> {
+        match wish.kind {
+            Kind::Wait => self.waiting.entry(wish.from).or_default().push_back(stream),
+            Kind::Call => self.callers.push_back((Instant::now(), wish.to, stream)),
+            Kind::Done => {
+                self.open.remove(&(wish.from.min(wish.to), wish.from.max(wish.to)));
+                // The rank tells again until it hears this.
+                let _ = stream.try_write(&[PASSES]);
+            }
+        }
+        self.callers.retain(|(since, ..)| since.elapsed() < WAIT);
+        let mut i = 0;
+        while let Some((_, to, _)) = self.callers.get(i) {
+            let Some(called) = self.waiting.get_mut(to).and_then(VecDeque::pop_front) else {
+                i += 1;
+                continue;
+            };
+            // One that has gone meanwhile is found by the handshake, and the caller calls again.
+            if called.try_write(&[PASSES]).is_ok()
+                && let Some((_, _, caller)) = self.callers.remove(i)
+                && caller.try_write(&[PASSES]).is_ok()
+            {
+                self.pass(called, caller)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn pass(&mut self, a: TcpStream, b: TcpStream) -> Result<()> {
+        let thread = match self.thread.take() {
+            Some(thread) => thread,
+            None => Thread::start()?,
+        };
+        let io = |e: std::io::Error| Error::io("passing on what other ranks send", e);
+        thread.pairs.send((a.into_std().map_err(io)?, b.into_std().map_err(io)?)).ok();
+        self.thread = Some(thread);
+        Ok(())
+    }
+
+    /// All pairs are connected: what goes on passing them, if anything does.
+    pub fn finish(self) -> Option<Arc<Passing>> {
+        self.thread.map(|thread| thread.passing)
+    }
+}
+
+/// Passes connections on.
+struct Thread {
+    pairs: mpsc::UnboundedSender<(std::net::TcpStream, std::net::TcpStream)>,
+    passing: Arc<Passing>,
+}
+
+impl Thread {
+    /// It ends once nothing more comes, and all that it passes on is closed.
+    fn start() -> Result<Self> {
+        let io = |e: std::io::Error| Error::io("passing on what other ranks send", e);
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
+        let (pairs, mut coming) = mpsc::unbounded_channel();
+        let passing = Arc::<Passing>::default();
+        let counted = passing.clone();
+        let work = async move {
+            let mut tasks = tokio::task::JoinSet::new();
+            while let Some((a, b)) = coming.recv().await {
+                counted.begin();
+                let counted = counted.clone();
+                tasks.spawn(async move {
+                    // Whoever is cut off is noticed by the two.
+                    let _ = pass(a, b).await;
+                    counted.end();
+                });
+            }
+            while tasks.join_next().await.is_some() {}
+        };
+        let named = std::thread::Builder::new().name("trigram-relay".into());
+        named.spawn(move || runtime.block_on(work)).map_err(io)?;
+        Ok(Self { pairs, passing })
+    }
+}
+
+async fn pass(a: std::net::TcpStream, b: std::net::TcpStream) -> std::io::Result<()> {
+    let guards = [GuardedFd::new(&a), GuardedFd::new(&b)];
+    for socket in [&a, &b] {
+        tcp::keep_alive(socket).map_err(std::io::Error::other)?;
+        socket.set_nodelay(true)?;
+        // Each half of the way is a link of its own.
+        far::prepare(socket.as_fd(), far::is_far(socket.as_fd()), true);
+    }
+    let (mut a, mut b) = (TcpStream::from_std(a)?, TcpStream::from_std(b)?);
+    let passed = tokio::io::copy_bidirectional_with_sizes(&mut a, &mut b, BUFFER, BUFFER).await;
+    drop(guards);
+    passed.map(drop)
+}

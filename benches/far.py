@@ -2,12 +2,12 @@
 
     python benches/far.py --rate 100mbit,1gbit --delay 10,50 --loss 0,0.1,1 --hosts 2
 
-Hosts are network namespaces behind `switch.c` (see `hosts.py`; needs root, `cc` and iperf3). Each cell of rates,
-delays and losses has fresh cables. iperf3 sends from one host to another with cubic and with BBR, with one
-stream and with eight; the table has the best of the four. `floor` is the time that no all_reduce of two hosts
-can beat: a round trip, and the payload over the cable. `of iperf3` is the rate of the payload of one direction,
-beside that of iperf3: it contains the round trip. Calls run for `--seconds` in each cell, at least once; a
-contestant that takes longer than `--limit` seconds for one has no figure.
+Hosts are network namespaces behind `switch.c` (see `hosts.py`; needs root, `cc` and iperf3). Each cell of
+rates, delays and losses has fresh cables. iperf3 sends from one host to another with cubic and with BBR,
+with one stream and with eight; the table has the best of the four. `floors` is the time in parts of what no
+all_reduce can beat: the payload over the cable, and one hop (two hosts) or two. `of iperf3` is the rate of
+the payload of one direction beside iperf3's: it contains the hops. Calls run for `--seconds` in each cell, at
+least once; a contestant that takes longer than `--limit` seconds for one has no figure.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def cell(args: argparse.Namespace, rate: str, delay: float, loss: float) -> None
                 for size in args.sizes:
                     times = measure(team, size, args.seconds, args.limit)
                     share = 2 * (args.hosts - 1) / args.hosts * size
-                    floor = 2 * delay / 1000 + share * 8 / (hosts.megabits(rate) * 1e6 * PAYLOAD)
+                    hops = 1 if args.hosts == 2 else 2
+                    floor = hops * delay / 1000 + share * 8 / (hosts.megabits(rate) * 1e6 * PAYLOAD)
                     cells = [str(args.hosts), rate, f"{delay:g}", f"{loss:g}", f"{best:.0f} ({name})"]
                     cells += [f"{size / 2**20:g}", team.name]
                     if times:

@@ -7,8 +7,9 @@ The other scripts of this folder use it; it is also a command:
     python benches/hosts.py --rate 100mbit --delay 50 --loss 0.1 -- -m trigram bench all_reduce
 
 Cables with a delay or loss lead to `switch.c`, a program that forwards frames (compiled with `cc`), because
-not every kernel has netem. Namespaces need root and iproute2. The names of everything created here contain the process id; all of it is
-removed when the `with` block ends, also by an exception or SIGTERM, but not by SIGKILL.
+not every kernel has netem. Namespaces need root and iproute2. The names of everything created here contain
+the process id; all of it is removed when the `with` block ends, also by an exception or SIGTERM, but not by
+SIGKILL.
 """
 
 from __future__ import annotations

@@ -261,9 +261,10 @@ def main() -> None:
     sizes = [int(each) for each in args.sizes.split(",")]
     teams: list[Contestant] = []
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
-    with tempfile.TemporaryDirectory() as folder, hosts.Hosts(
-        args.hosts, args.rate, args.delay, args.loss
-    ) as where:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        hosts.Hosts(args.hosts, args.rate, args.delay, args.loss) as where,
+    ):
         try:
             for each in args.contestants:
                 teams.append(Contestant(each, where, Path(folder), args.ranks, args.call))

@@ -4,6 +4,7 @@
 //
 //   cc -O2 -o switch switch.c
 //   switch --plain IF                     in each host: no checksum and segmentation offload, for frames that pass here
+//   switch --offload IF                   in each host, afterwards: as before
 //   switch QUEUE_MS SEED IF:RATE_MBIT:DELAY_MS:LOSS_PERCENT ...
 //
 // Of a frame from A to B: it is lost with the probability of A's cable, waits for A's cable, travels for the
@@ -48,11 +49,11 @@ static int64_t now_ns(void) {
     return t.tv_sec * 1000000000ll + t.tv_nsec;
 }
 
-static void plain(const char *name) {
+static void offload(const char *name, uint32_t on) {
     int s = socket(AF_INET, SOCK_DGRAM, 0);
     uint32_t what[] = {ETHTOOL_STXCSUM, ETHTOOL_STSO, ETHTOOL_SGSO, ETHTOOL_SGRO};
     for (int i = 0; i < 4; i++) {
-        struct ethtool_value value = {what[i], 0};
+        struct ethtool_value value = {what[i], on};
         struct ifreq request = {0};
         strncpy(request.ifr_name, name, IFNAMSIZ - 1);
         request.ifr_data = (void *)&value;
@@ -134,8 +135,8 @@ static uint8_t *copy(const uint8_t *data, int len) {
 }
 
 int main(int argc, char **argv) {
-    if (argc == 3 && !strcmp(argv[1], "--plain")) {
-        plain(argv[2]);
+    if (argc == 3 && (!strcmp(argv[1], "--plain") || !strcmp(argv[1], "--offload"))) {
+        offload(argv[2], !strcmp(argv[1], "--offload"));
         return 0;
     }
     if (argc < 5 || argc - 3 > PORTS) {
@@ -153,7 +154,7 @@ int main(int argc, char **argv) {
             return 2;
         }
         port->delay = (int64_t)(delay * 1e6);
-        plain(name);
+        offload(name, 0);
         port->socket = open_port(name);
     }
     signal(SIGTERM, stop);

@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +74,40 @@ def limited(rates: dict[int, str]) -> Iterator[None]:
         for _, ns, device in places:
             delete = ["tc", "-n", ns, "qdisc", "del", "dev", device, "root"]
             subprocess.run(delete, check=False, capture_output=True)
+
+
+@contextmanager
+def far(hosts: int, megabits: float, delay: float, loss: float = 0.0) -> Iterator[None]:
+    """Within the block, the cables of the first hosts are long.
+
+    Args:
+        hosts: How many hosts.
+        megabits: Mbit/s of each cable.
+        delay: Milliseconds from host to host, one way.
+        loss: Percent of frames that are lost, each way.
+    """
+    if shutil.which("cc") is None:
+        pytest.skip("long cables need a C compiler")
+    inside = [["ip", "netns", "exec", name(host)] for host in range(hosts)]
+    ports = [("-n", _switch(), "link", "set", f"port{host}") for host in range(hosts)]
+    with tempfile.TemporaryDirectory() as folder:
+        program = f"{folder}/switch"
+        source = Path(__file__).parents[2] / "benches" / "switch.c"
+        subprocess.run(["cc", "-O2", str(source), "-o", program], check=True)
+        for host in range(hosts):
+            subprocess.run([*inside[host], program, "--plain", "eth0"], check=True)
+            _ip(*ports[host], "nomaster")
+        cables = [f"port{host}:{megabits}:{delay / 2}:{loss}" for host in range(hosts)]
+        switch = ["ip", "netns", "exec", _switch(), program, str(max(50.0, 2 * delay)), "1", *cables]
+        with subprocess.Popen(switch, stdout=subprocess.PIPE) as forwarder:
+            try:
+                assert forwarder.stdout is not None and forwarder.stdout.readline() == b"ready\n"
+                yield
+            finally:
+                forwarder.terminate()
+                for host in range(hosts):
+                    subprocess.run([*inside[host], program, "--offload", "eth0"], check=False)
+                    _ip(*ports[host], "master", "br0")
 
 
 @pytest.fixture(scope="session")

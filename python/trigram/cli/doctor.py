@@ -201,7 +201,7 @@ def network() -> Iterator[Check]:
 
 
 def far() -> Iterator[Check]:
-    """What links between sites need: a congestion control that a lost packet costs little, and large buffers."""
+    """What links between sites need: a congestion control that bears losses, and large buffers."""
     if far_links.is_usable(far_links.BBR):
         yield Check("far links", "ok", "BBR for links with a round trip from 2 ms on")
     else:
@@ -211,7 +211,7 @@ def far() -> Iterator[Check]:
     bytes_ = far_links.most_in_flight()
     if bytes_:
         megabits = far_links.STREAMS * bytes_ * 8 / _LONG_TRIP / 1e6
-        found = f"{decimal(bytes_)} under way in each socket: {megabits:.0f} Mbit/s with {far_links.STREAMS} at 100 ms"
+        found = f"{decimal(bytes_)} under way in each: {megabits:.0f} Mbit/s by {far_links.STREAMS} at 100 ms"
         small = megabits < _LONG_RATE
         advice = (
             'as root, for fast links between sites: sysctl -w net.ipv4.tcp_wmem="4096 16384 16777216" '

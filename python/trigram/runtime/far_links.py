@@ -59,7 +59,9 @@ def check() -> None:
         ConfigError: TRIGRAM_STREAMS is no number from 1 to 16, or the system refuses TRIGRAM_CONGESTION.
     """
     streams = os.environ.get("TRIGRAM_STREAMS", "auto")
-    right = streams == "auto" or streams.isascii() and streams.isdigit() and 1 <= int(streams) <= MOST_STREAMS
+    right = streams == "auto" or (
+        streams.isascii() and streams.isdigit() and 1 <= int(streams) <= MOST_STREAMS
+    )
     if not right:
         raise ConfigError(
             f"TRIGRAM_STREAMS={streams!r} is invalid; set it to auto or a number of connections from 1 to "

@@ -73,6 +73,8 @@ struct Place {
     of: u8,
     /// Whether their link is far.
     far: bool,
+    /// The rank that they pass through, which is not sent.
+    through: Option<u32>,
 }
 
 /// The connections with another rank.
@@ -80,6 +82,8 @@ struct Place {
 pub struct Connected {
     /// Whether the link is far, as both ranks know.
     pub far: bool,
+    /// The rank that they pass through.
+    pub through: Option<u32>,
     /// All of them, in their order.
     pub streams: Vec<HandshakeStream>,
 }
@@ -110,7 +114,7 @@ struct Made(HashMap<u32, (Place, BTreeMap<u8, HandshakeStream>)>);
 impl Made {
     fn add(&mut self, rank: u32, place: Place, stream: HandshakeStream) {
         let (first, streams) = self.0.entry(rank).or_insert((place, BTreeMap::new()));
-        let is_same = |a: &Place, b: &Place| (a.of, a.far) == (b.of, b.far);
+        let is_same = |a: &Place, b: &Place| (a.of, a.far, a.through) == (b.of, b.far, b.through);
         // The first of another attempt: that rank has given the last one up.
         if place.index == 0 && !is_same(first, &place) {
             *first = place;
@@ -136,7 +140,7 @@ enum Arrival {
     /// A called rank has proved itself and accepted this rank; or one that calls, which has confirmed it.
     Connected(u32, Place, HandshakeStream),
     /// A rank that calls has proved itself, and waits for this answer.
-    Accepted(u32, HandshakeStream, [u8; 1 + PROOF]),
+    Accepted(u32, Option<u32>, HandshakeStream, [u8; 1 + PROOF]),
     /// A called rank rejects this rank.
     Rejected(Error),
     /// Something for the relay.
@@ -182,7 +186,7 @@ pub fn connect(
         }
         let callers: Arc<[u32]> = peers.iter().filter(|peer| !peer.called).map(|peer| peer.rank).collect();
         let hall = Hall { me: me.clone(), callers, rejected: rejected.clone(), arrived: send.clone() };
-        if let Some((_, relay)) = peers.iter().filter(|peer| !peer.called).find_map(|peer| peer.relay) {
+        if let Some(relay) = peers.iter().filter(|peer| !peer.called).find_map(|peer| peer.relay) {
             tasks.spawn(wait_at(relay, hall.clone()));
         }
         tasks.spawn(accept_all(listener, hall));
@@ -194,9 +198,9 @@ pub fn connect(
         while is_missing(&made) || relay.open().is_some() || untold > 0 {
             match tokio::time::timeout(INTERRUPT_INTERVAL, arrivals.recv()).await {
                 Ok(Some(Arrival::Connected(rank, place, stream))) => made.add(rank, place, stream),
-                Ok(Some(Arrival::Accepted(rank, stream, word))) => {
+                Ok(Some(Arrival::Accepted(rank, through, stream, word))) => {
                     // Answered here, where the connection can no longer be dropped in favour of others.
-                    tasks.spawn(answer(rank, stream, word, send.clone()));
+                    tasks.spawn(answer(rank, through, stream, word, send.clone()));
                 }
                 Ok(Some(Arrival::Rejected(error))) => return Err(error),
                 Ok(Some(Arrival::Relay(wish, stream))) => relay.take(wish, stream)?,
@@ -234,6 +238,7 @@ pub fn connect(
         }
         let connected = |(first, streams): (Place, BTreeMap<_, _>)| Connected {
             far: first.far,
+            through: first.through,
             streams: streams.into_values().collect(),
         };
         let connected = made.0.into_iter().map(|(rank, made)| (rank, connected(made))).collect();
@@ -245,6 +250,7 @@ pub fn connect(
 /// counts once it says that it does not.
 async fn answer(
     rank: u32,
+    through: Option<u32>,
     mut stream: HandshakeStream,
     word: [u8; 1 + PROOF],
     arrived: mpsc::Sender<Arrival>,
@@ -259,7 +265,8 @@ async fn answer(
         return;
     };
     if index < of && of <= far::MOST_STREAMS {
-        let _ = arrived.send(Arrival::Connected(rank, Place { index, of, far: far == 1 }, stream)).await;
+        let place = Place { index, of, far: far == 1, through };
+        let _ = arrived.send(Arrival::Connected(rank, place, stream)).await;
     }
 }
 
@@ -362,7 +369,9 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
     }
     let place = place.unwrap_or_else(|| {
         let far = stream.is_far();
-        Place { index: 0, of: me.streams.unwrap_or_else(|| stream.streams(far, to.world)), far }
+        let of = me.streams.unwrap_or_else(|| stream.streams(far, to.world));
+        let through = if let Route::Through(relay, _) = route { Some(relay) } else { None };
+        Place { index: 0, of, far, through }
     });
     stream.write(&[CONFIRMED, place.index, place.of, u8::from(place.far)]).await?;
     Ok(Reached::Proved(place, stream))
@@ -439,8 +448,8 @@ struct Hall {
 
 impl Hall {
     /// Talks to one who has come.
-    async fn receive(self, stream: TcpStream, from: IpAddr) {
-        let accepted = accept_one(stream, from, &self);
+    async fn receive(self, stream: TcpStream, from: IpAddr, through: Option<u32>) {
+        let accepted = accept_one(stream, from, through, &self);
         if let Ok(Ok(Some(arrival))) = tokio::time::timeout(HANDSHAKE_LIMIT, accepted).await {
             let _ = self.arrived.send(arrival).await;
         }
@@ -448,12 +457,12 @@ impl Hall {
 }
 
 /// Waits at the relay for ranks that call this one, who come as if they had connected to it.
-async fn wait_at(relay: SocketAddr, hall: Hall) {
+async fn wait_at((rank, relay): (u32, SocketAddr), hall: Hall) {
     let mut tasks = tokio::task::JoinSet::new();
     loop {
         while tasks.try_join_next().is_some() {}
         match relay::reach(relay, Kind::Wait, hall.me.rank, hall.me.rank, &hall.me.keys).await {
-            Ok(stream) => drop(tasks.spawn(hall.clone().receive(stream, relay.ip()))),
+            Ok(stream) => drop(tasks.spawn(hall.clone().receive(stream, relay.ip(), Some(rank)))),
             Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
         }
     }
@@ -484,13 +493,18 @@ async fn accept_all(listener: TcpListener, hall: Hall) {
             tokio::time::sleep(Duration::from_millis(10)).await;
             continue;
         };
-        let task = tasks.spawn(hall.clone().receive(stream, from.ip()));
+        let task = tasks.spawn(hall.clone().receive(stream, from.ip(), None));
         pending.push_back((Instant::now(), task));
     }
 }
 
 /// Talks to one caller; `None` if it is a stranger.
-async fn accept_one(mut stream: TcpStream, from: IpAddr, hall: &Hall) -> std::io::Result<Option<Arrival>> {
+async fn accept_one(
+    mut stream: TcpStream,
+    from: IpAddr,
+    through: Option<u32>,
+    hall: &Hall,
+) -> std::io::Result<Option<Arrival>> {
     let me = &hall.me;
     stream.set_nodelay(true)?;
     let mut first = [0];
@@ -516,5 +530,5 @@ async fn accept_one(mut stream: TcpStream, from: IpAddr, hall: &Hall) -> std::io
     }
     word[0] = ACCEPTED;
     word[1..].copy_from_slice(&handshake.prove(Side::Accepting, &me.keys));
-    Ok(Some(Arrival::Accepted(handshake.from, stream, word)))
+    Ok(Some(Arrival::Accepted(handshake.from, through, stream, word)))
 }

@@ -378,16 +378,18 @@ impl Rendezvous {
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
         let (mut tx, mut rx) = (Vec::with_capacity(size), Vec::with_capacity(size));
-        let (mut are_far, mut refused) = (Vec::with_capacity(size), Vec::new());
+        let (mut are_far, mut through) = (Vec::with_capacity(size), Vec::with_capacity(size));
+        let mut refused = Vec::new();
         for rank in 0..size {
             let neighbour = self.neighbours.get(&(rank as u32));
-            let mut is_far = false;
+            let (mut is_far, mut by) = (false, None);
             let halves = if let Some((neighbour, control)) = neighbour.zip(self.control.as_ref()) {
                 Some(shm::pair(control, index(me), &neighbour.control, index(rank)))
             } else {
                 let summed = tcp::Checksums::from_env().apply(self.is_over_wire(rank));
                 let connected = met.connected.remove(&(rank as u32));
                 is_far = connected.as_ref().is_some_and(|connected| connected.far);
+                by = connected.as_ref().and_then(|connected| connected.through);
                 if connected.as_ref().is_some_and(|connected| !connected.prepare()) {
                     refused.push(rank as u32);
                 }
@@ -396,6 +398,7 @@ impl Rendezvous {
             };
             let (out, inn) = halves.unzip();
             are_far.push(is_far);
+            through.push(by);
             tx.push(out.map(Tx::new));
             rx.push(inn.map(|r| Rx::new(rank as u32, r)));
         }
@@ -424,6 +427,7 @@ impl Rendezvous {
             neighbours: self.neighbours,
             arena: self.arena,
             retired: Arc::default(),
+            through,
             passing: met.passing,
         };
         Engine::new(Arc::new(world), tx, rx)

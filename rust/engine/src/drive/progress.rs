@@ -40,6 +40,9 @@ const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
 /// On shutdown, how long to wait for peers to leave calls that have failed, before they lose their access to its memory.
 const LEAVING: Duration = Duration::from_secs(1);
 
+/// A rank whose connection passes through another is lost this long after it has closed, unless that other one is.
+const CUT: Duration = Duration::from_secs(1);
+
 /// The most calls for which it is noted what they wait for.
 const MOST_NOTED: usize = 8;
 
@@ -64,6 +67,8 @@ pub struct Progress {
     /// Ranks of this host whose socket has closed.
     gone: Vec<u32>,
     closing: Vec<ClosingConnection>,
+    /// Connections through another rank that have closed, and when: perhaps that rank is lost.
+    cut: Vec<(Instant, LossEvent)>,
     /// The threads that make calls.
     pub(crate) callers: Arc<Callers>,
     cross_waits: CrossWaits,
@@ -91,6 +96,7 @@ impl Progress {
             rx,
             gone: Vec::new(),
             closing: Vec::new(),
+            cut: Vec::new(),
             window: WaitWindow::default(),
             ticked: Instant::now(),
         }
@@ -243,9 +249,12 @@ impl Progress {
             events.sort_by_key(|event| event.kind == LossKind::Left);
         }
         for event in events {
-            self.act_on(event);
+            if let Some(event) = self.keep_if_cut(event) {
+                self.act_on(event);
+            }
             moved = true;
         }
+        moved |= self.act_on_cuts();
         if moved {
             self.meter.sample(&self.rx, self.out.connections());
         }
@@ -370,6 +379,37 @@ impl Progress {
         }
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
         Matching { world: &self.world, peers, calls, out }.match_receives()
+    }
+
+    /// A connection has closed that passes through another rank: that one may be lost, and is named then. The event back, if
+    /// it is none of that kind.
+    fn keep_if_cut(&mut self, event: LossEvent) -> Option<LossEvent> {
+        let Some(relay) = self.relay_of(event.rank) else { return Some(event) };
+        let is_open = !self.peers.is_lost(relay) && self.rx[event.rank as usize].is_some();
+        if event.reported_by.is_some() || event.kind != LossKind::Dead || !is_open {
+            return Some(event);
+        }
+        self.rx[event.rank as usize] = None;
+        self.cut.push((Instant::now(), event));
+        None
+    }
+
+    fn relay_of(&self, rank: u32) -> Option<u32> {
+        self.world.through.get(rank as usize).copied().flatten()
+    }
+
+    /// Handles what has been cut long enough, or whose relay is lost; true if there was any.
+    fn act_on_cuts(&mut self) -> bool {
+        let is_due = |(since, event): &(Instant, LossEvent)| {
+            since.elapsed() > CUT || self.relay_of(event.rank).is_some_and(|relay| self.peers.is_lost(relay))
+        };
+        let due = self.cut.iter().position(is_due).map(|i| self.cut.swap_remove(i));
+        let Some((_, mut event)) = due else { return false };
+        if let Some(relay) = self.relay_of(event.rank).filter(|relay| self.peers.is_lost(*relay)) {
+            event.why = Error::Aborted(format!("its connection passes through rank {relay}, which is gone"));
+        }
+        self.act_on(event);
+        true
     }
 
     /// Handles the loss of a peer.

@@ -218,6 +218,8 @@ pub struct World {
     pub patience: Patience,
     /// What was measured of the network; the same on all ranks.
     pub tuning: Vec<Tuned>,
+    /// By rank, the rank that passes on what it and this one send each other.
+    pub through: Vec<Option<u32>>,
     /// What this rank passes on for others.
     pub passing: Option<Arc<Passing>>,
 }

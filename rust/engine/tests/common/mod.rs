@@ -37,6 +37,7 @@ pub(crate) fn engines(
             rank: rank as u32,
             host_of: (0..n).collect(),
             far: Vec::new(),
+            through: Vec::new(),
             passing: None,
             bell: control.bell().clone(),
             control: Some(control),

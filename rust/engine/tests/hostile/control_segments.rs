@@ -108,6 +108,7 @@ fn control_segments() {
             rank: 0,
             host_of: vec![0, 0],
             far: Vec::new(),
+            through: Vec::new(),
             passing: None,
             bell: mine.bell().clone(),
             control: Some(mine.clone()),

@@ -212,6 +212,7 @@ fn streams() {
         rank: 0,
         host_of: vec![0, 1, 2],
         far: Vec::new(),
+        through: Vec::new(),
         passing: None,
         bell: Doorbell::alone().unwrap(),
         control: None,

@@ -1,0 +1,227 @@
+"""Ranks in different places: long and lossy cables, several connections, ranks that nobody reaches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import trigram
+from tests.support import netns
+from tests.support.checks import raises, says
+from tests.support.harness import Ranks, run
+
+LONG = 6
+
+
+def _peers() -> dict[str, int]:
+    """The number of TCP connections of this process to each other address, except those to the store."""
+    mine = {str(link.readlink()) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
+    found: dict[str, int] = {}
+    for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if f"socket:[{fields[9]}]" in mine and fields[3] == "01":
+            host = ".".join(str(byte) for byte in reversed(bytes.fromhex(fields[2].split(":")[0])))
+            found[host] = found.get(host, 0) + 1
+    return found
+
+
+def _collectives(world: int, size: int) -> None:
+    """Each kind of collective once, of several sizes, with values that only the right result has."""
+    rank = trigram.rank()
+    for count in (1, 1000, size):
+        base = torch.arange(count, dtype=torch.float32) % 97
+        t = base * (rank + 1)
+        trigram.all_reduce(t)
+        assert torch.equal(t, base * (world * (world + 1) // 2))
+        whole = torch.empty(world * count)
+        trigram.all_gather(whole, base + rank)
+        assert torch.equal(whole, torch.cat([base + other for other in range(world)]))
+        t = base + rank
+        trigram.broadcast(t, world - 1)
+        assert torch.equal(t, base + world - 1)
+        halves = torch.ones(count, dtype=torch.float16) * (rank + 1)
+        trigram.all_reduce(halves)
+        assert bool((halves == world * (world + 1) // 2).all())
+
+
+def _train(algorithm: str) -> list[float]:
+    """A few steps; the weights of the first layer."""
+    torch.manual_seed(7)
+    model: nn.Module = nn.Sequential(nn.Linear(20, 40), nn.Tanh(), nn.Linear(40, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = trigram.with_bagua(model, algorithm, optimizer=optimizer)
+    torch.manual_seed(trigram.rank())
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(8, 20)).square().mean().backward()
+        optimizer.step()
+    trigram.unwrap(model)
+    return [float(value) for value in next(model.parameters()).flatten()[:5]]
+
+
+def _far(rank: int, world: int) -> tuple[dict[str, int], list[list[float]], str]:
+    trigram.init()
+    _collectives(world, 200_000)
+    weights = [_train(name) for name in ("gradient_allreduce", "decentralized", "bytegrad")]
+    for _ in range(10):
+        trigram.barrier()
+    return _peers(), weights, str(trigram.stats()["waited_for"])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_long_lossy_links(several_hosts: None, world: int) -> None:
+    with netns.far(world, megabits=200, delay=LONG, loss=0.5):
+        results = run(world, _far, transport="auto", hosts=list(range(world)), timeout=120)
+    for rank, (peers, weights, _) in enumerate(results):
+        others = [netns.address(host) for host in range(world) if host != rank]
+        streams = {host: peers.get(host, 0) for host in others}
+        assert all(4 <= count <= 9 for count in streams.values()), (rank, peers)
+        assert weights[0] == results[0][1][0]
+
+
+def _dies(rank: int, world: int, victim: int) -> str:
+    trigram.init()
+    t = torch.ones(1000)
+    trigram.all_reduce(t)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    error = raises(trigram.PeerLostError, _until_lost)
+    assert time.monotonic() - began < 10
+    says(error, f"rank {victim}")
+    return "told"
+
+
+def _until_lost() -> None:
+    t = torch.ones(1000)
+    while True:
+        trigram.all_reduce(t)
+
+
+def test_who_dies_far_away_is_named(several_hosts: None) -> None:
+    with (
+        netns.far(3, megabits=200, delay=LONG, loss=0.5),
+        Ranks(3, _dies, 2, transport="auto", hosts=[0, 1, 2]) as ranks,
+    ):
+        assert ranks.results(60, dies={2})[:2] == ["told", "told"]
+
+
+def _several(rank: int, world: int) -> dict[str, int]:
+    os.environ["TRIGRAM_CONGESTION"] = "cubic"
+    trigram.init()
+    _collectives(world, 3_000_000)
+    return _peers()
+
+
+@pytest.mark.parametrize("tls", ["0", "1"])
+def test_several_connections_to_each_rank(several_hosts: None, tls: str) -> None:
+    env = {"TRIGRAM_STREAMS": "3", "TRIGRAM_TLS": tls, "TRIGRAM_SECRET": "a secret of some length"}
+    results = run(3, _several, transport="auto", hosts=[0, 1, 2], env=env, timeout=120)
+    for rank, peers in enumerate(results):
+        assert all(peers[netns.address(host)] >= 3 for host in range(3) if host != rank), (rank, peers)
+
+
+def _outward(rank: int, world: int, unreachable: list[int]) -> list[float]:
+    """Ranks that nobody reaches listen at an address of their own host alone."""
+    os.environ["TRIGRAM_PORT"] = "29610-29612"
+    if rank in unreachable:
+        os.environ |= {"TRIGRAM_OUTWARD": "1", "TRIGRAM_IFACE": "lo"}
+    trigram.init()
+    _collectives(world, 300_000)
+    weights = _train("gradient_allreduce")
+    _train("decentralized")
+    trigram.shutdown()
+    return weights
+
+
+@pytest.mark.parametrize("unreachable", [[1, 2, 3], [0, 2], [0]])
+@pytest.mark.parametrize("tls", ["0", "1"])
+def test_ranks_that_nobody_reaches(several_hosts: None, unreachable: list[int], tls: str) -> None:
+    env = {"TRIGRAM_TLS": tls, "TRIGRAM_SECRET": "a secret of some length"} if tls == "1" else {}
+    hosts = [0, 1, 2, 3]
+    results = run(4, _outward, unreachable, transport="auto", hosts=hosts, env=env, timeout=120)
+    assert all(weights == results[0] for weights in results)
+
+
+def _lost_through_a_relay(rank: int, world: int, victim: int) -> str:
+    if rank > 0:
+        os.environ |= {"TRIGRAM_OUTWARD": "1", "TRIGRAM_IFACE": "lo"}
+    return _dies(rank, world, victim)
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_who_dies_behind_a_relay_or_is_it_is_named(several_hosts: None, victim: int) -> None:
+    with Ranks(4, _lost_through_a_relay, victim, transport="auto", hosts=[0, 1, 2, 3]) as ranks:
+        told = ranks.results(60, dies={victim})
+    assert [each for rank, each in enumerate(told) if rank != victim] == ["told"] * 3
+
+
+def _says_how(rank: int, world: int) -> None:
+    if rank == 0:
+        os.environ["TRIGRAM_IFACE"] = "lo"
+    error = raises(trigram.TrigramError, trigram.init, init_timeout=4.0)
+    says(error, "TRIGRAM_OUTWARD=1", "TRIGRAM_ANNOUNCE")
+
+
+def test_an_error_says_how_to_become_reachable(several_hosts: None) -> None:
+    run(2, _says_how, transport="auto", hosts=[0, 1], timeout=60)
+
+
+def _wrong_settings(rank: int, world: int) -> None:
+    for name, value in (
+        ("TRIGRAM_PORT", "0"),
+        ("TRIGRAM_PORT", "9-2"),
+        ("TRIGRAM_PORT", "a"),
+        ("TRIGRAM_OUTWARD", "yes"),
+        ("TRIGRAM_ANNOUNCE", "no such host:1"),
+    ):
+        os.environ[name] = value
+        says(raises(trigram.ConfigError, trigram.init), name, value)
+        del os.environ[name]
+    os.environ |= {"TRIGRAM_ANNOUNCE": "10.0.0.1", "TRIGRAM_OUTWARD": "1"}
+    says(raises(trigram.ConfigError, trigram.init), "exclude each other")
+
+
+def test_wrong_settings_of_ways() -> None:
+    run(1, _wrong_settings)
+
+
+def _announced(rank: int, world: int) -> None:
+    """The right address is the announced one: the other is of no use to the other rank."""
+    if rank == 0:
+        os.environ |= {"TRIGRAM_IFACE": "lo", "TRIGRAM_PORT": "29620"}
+        os.environ["TRIGRAM_ANNOUNCE"] = f"{os.environ['MASTER_ADDR']}:29621"
+        _forward(29621, 29620)
+    trigram.init()
+    _collectives(world, 1000)
+
+
+def _forward(outside: int, inside: int) -> None:
+    """What a router does that passes a port on."""
+    listener = socket.create_server(("", outside))
+
+    def pass_on(a: socket.socket, b: socket.socket) -> None:
+        while data := a.recv(1 << 16):
+            b.sendall(data)
+        b.shutdown(socket.SHUT_WR)
+
+    def serve() -> None:
+        while True:
+            near, _ = listener.accept()
+            far = socket.create_connection(("127.0.0.1", inside))
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=pass_on, args=ends, daemon=True).start()
+
+    threading.Thread(target=serve, daemon=True).start()
+
+
+def test_the_announced_address_is_used(several_hosts: None) -> None:
+    run(2, _announced, transport="auto", hosts=[0, 1], timeout=60)

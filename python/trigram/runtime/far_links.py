@@ -59,10 +59,7 @@ def check() -> None:
         ConfigError: TRIGRAM_STREAMS is no number from 1 to 16, or the system refuses TRIGRAM_CONGESTION.
     """
     streams = os.environ.get("TRIGRAM_STREAMS", "auto")
-    right = streams == "auto" or (
-        streams.isascii() and streams.isdigit() and 1 <= int(streams) <= MOST_STREAMS
-    )
-    if not right:
+    if streams not in ("auto", *map(str, range(1, MOST_STREAMS + 1))):
         raise ConfigError(
             f"TRIGRAM_STREAMS={streams!r} is invalid; set it to auto or a number of connections from 1 to "
             f"{MOST_STREAMS}"

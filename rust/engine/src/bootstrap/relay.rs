@@ -10,8 +10,9 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, BufReader};
 use tokio::net::TcpStream;
+use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use trigram_core::{Error, Result};
 
@@ -28,6 +29,8 @@ const REQUEST: usize = 8 + 16 + 1 + 4 + 4 + PROOF;
 const PASSES: u8 = 1;
 /// How long a caller waits at the relay for the called rank.
 const WAIT: Duration = Duration::from_secs(5);
+/// How long one direction stays open once the other has ended.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Bytes of a buffer in each direction.
 const BUFFER: usize = 256 << 10;
 
@@ -204,8 +207,23 @@ async fn pass(a: std::net::TcpStream, b: std::net::TcpStream) -> std::io::Result
         // Each half of the way is a link of its own.
         far::prepare(socket.as_fd(), far::is_far(socket.as_fd()), true);
     }
-    let (mut a, mut b) = (TcpStream::from_std(a)?, TcpStream::from_std(b)?);
-    let passed = tokio::io::copy_bidirectional_with_sizes(&mut a, &mut b, BUFFER, BUFFER).await;
+    let (from_a, mut to_a) = TcpStream::from_std(a)?.into_split();
+    let (from_b, mut to_b) = TcpStream::from_std(b)?.into_split();
+    {
+        let (forth, back) = (copy(from_a, &mut to_b), copy(from_b, &mut to_a));
+        tokio::pin!(forth, back);
+        // A rank that says no more hears the last words of the other. One whose host is gone would be waited for long.
+        tokio::select! {
+            _ = &mut forth => drop(tokio::time::timeout(LAST_WORDS, back).await),
+            _ = &mut back => drop(tokio::time::timeout(LAST_WORDS, forth).await),
+        }
+    }
     drop(guards);
-    passed.map(drop)
+    Ok(())
+}
+
+async fn copy(from: OwnedReadHalf, to: &mut OwnedWriteHalf) -> std::io::Result<()> {
+    let copied = tokio::io::copy_buf(&mut BufReader::with_capacity(BUFFER, from), to).await;
+    to.shutdown().await?;
+    copied.map(drop)
 }

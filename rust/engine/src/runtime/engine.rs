@@ -22,7 +22,7 @@ use crate::sys::completion::{Completion, InterruptCheck};
 use crate::sys::fork;
 
 /// How long a rank that leaves goes on passing on what others send each other.
-const PASSING: Duration = Duration::from_secs(10);
+const PASSING: Duration = Duration::from_secs(3);
 
 fn shut_down() -> Error {
     Error::misuse("trigram has been shut down; call trigram.init again")

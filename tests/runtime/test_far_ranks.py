@@ -67,20 +67,21 @@ def _train(algorithm: str) -> list[float]:
     return [float(value) for value in next(model.parameters()).flatten()[:5]]
 
 
-def _far(rank: int, world: int) -> tuple[dict[str, int], list[list[float]], str]:
+def _far(rank: int, world: int) -> tuple[dict[str, int], list[list[float]]]:
     trigram.init()
     _collectives(world, 200_000)
     weights = [_train(name) for name in ("gradient_allreduce", "decentralized", "bytegrad")]
+    peers = _peers()
     for _ in range(10):
-        trigram.barrier()
-    return _peers(), weights, str(trigram.stats()["waited_for"])
+        trigram.barrier()  # the others are there while each counts
+    return peers, weights
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_long_lossy_links(several_hosts: None, world: int) -> None:
     with netns.far(world, megabits=200, delay=LONG, loss=0.5):
         results = run(world, _far, transport="auto", hosts=list(range(world)), timeout=120)
-    for rank, (peers, weights, _) in enumerate(results):
+    for rank, (peers, weights) in enumerate(results):
         others = [netns.address(host) for host in range(world) if host != rank]
         streams = {host: peers.get(host, 0) for host in others}
         assert all(4 <= count <= 9 for count in streams.values()), (rank, peers)
@@ -92,6 +93,7 @@ def _dies(rank: int, world: int, victim: int) -> str:
     t = torch.ones(1000)
     trigram.all_reduce(t)
     if rank == victim:
+        time.sleep(0.5)  # what it passes on for others has arrived
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     error = raises(trigram.PeerLostError, _until_lost)
@@ -118,7 +120,9 @@ def _several(rank: int, world: int) -> dict[str, int]:
     os.environ["TRIGRAM_CONGESTION"] = "cubic"
     trigram.init()
     _collectives(world, 3_000_000)
-    return _peers()
+    peers = _peers()
+    trigram.barrier()  # the others are there while each counts
+    return peers
 
 
 @pytest.mark.parametrize("tls", ["0", "1"])

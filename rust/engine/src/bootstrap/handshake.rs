@@ -40,8 +40,12 @@ const MOST_HANDSHAKES: usize = 256;
 /// A rank stops after this many rejections in a row: one may be a stray answer.
 const MOST_REJECTIONS: u32 = 3;
 
-/// How long one of several ways to a rank is tried at a time.
+/// How long an address is tried at a time, if there are other ways to its rank.
 const ROUTE_LIMIT: Duration = Duration::from_secs(2);
+/// The longest time that a connection through another rank may take: that rank waits too.
+const THROUGH_LIMIT: Duration = Duration::from_secs(12);
+/// A connection that waits at the relay is made anew after this long, for routers forget those that are idle.
+const WAIT_LIMIT: Duration = Duration::from_secs(20);
 
 /// The most ranks of which an error says how connecting to them ended.
 const MOST_TOLD: usize = 4;
@@ -348,7 +352,12 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
     let Toward { me, .. } = to;
     let rank = to.peer.rank;
     let stream = match route {
-        Route::Direct(address) => TcpStream::connect(address).await?,
+        Route::Direct(address) => {
+            let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
+            tokio::time::timeout(limit, TcpStream::connect(address))
+                .await
+                .map_err(|_| ErrorKind::TimedOut)??
+        }
         Route::Through(_, relay) => relay::reach(relay, Kind::Call, me.rank, rank, &me.keys).await?,
     };
     stream.set_nodelay(true)?;
@@ -363,6 +372,10 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
     stream.write(&handshake.prove(Side::Connecting, &me.keys)).await?;
     let mut word = [0; 1 + PROOF];
     stream.read(&mut word).await?;
+    if !matches!(word[0], ACCEPTED | REJECTED) {
+        let what = "something that is not a rank of this job answers there";
+        return Err(std::io::Error::new(ErrorKind::InvalidData, what));
+    }
     let proved = word[0] == ACCEPTED && handshake.is_proof(Side::Accepting, &me.keys, &word[1..]);
     if !proved {
         return Ok(Reached::Rejected);
@@ -389,12 +402,20 @@ async fn connect_to(mut to: Toward, arrived: mpsc::Sender<Arrival>) {
     }
     while rest.join_next().await.is_some() {}
     if let Some((_, relay)) = to.peer.relay {
+        let mut perhaps = false;
         loop {
             let told = relay::reach(relay, Kind::Done, to.me.rank, to.peer.rank, &to.me.keys);
-            if let Ok(Ok(_)) = tokio::time::timeout(HANDSHAKE_LIMIT, told).await {
+            let is_told = match tokio::time::timeout(HANDSHAKE_LIMIT, told).await {
+                Ok(Ok(_)) => true,
+                // Its answer may have been lost, and it listens no more once it has heard from all.
+                Ok(Err(error)) => perhaps && error.kind() == ErrorKind::ConnectionRefused,
+                Err(_) => false,
+            };
+            if is_told {
                 let _ = arrived.send(Arrival::Told).await;
                 return;
             }
+            perhaps = true;
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
     }
@@ -406,22 +427,28 @@ async fn connect_once(
     place: Option<Place>,
     arrived: &mpsc::Sender<Arrival>,
 ) -> Option<(Place, Route)> {
-    let mut rejections = 0;
+    let mut rejections = vec![0; to.peer.routes.len()];
     let note = |text| to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.peer.rank, text);
-    let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
-    for &route in to.peer.routes.iter().cycle() {
+    for (i, &route) in to.peer.routes.iter().enumerate().cycle() {
+        let limit = if matches!(route, Route::Through(..)) { THROUGH_LIMIT } else { HANDSHAKE_LIMIT };
         match tokio::time::timeout(limit, try_connect(to, route, place)).await {
             Ok(Ok(Reached::Proved(place, stream))) => {
                 // The receiver is gone only if the caller has stopped waiting.
                 let _ = arrived.send(Arrival::Connected(to.peer.rank, place, stream)).await;
                 return Some((place, route));
             }
-            Ok(Ok(Reached::Rejected)) => rejections += 1,
+            Ok(Ok(Reached::Rejected)) => rejections[i] += 1,
             // The rank has too many callers, or another host has its address: neither says anything about the secret.
-            Ok(Err(error)) => drop(note(told(&error))),
-            Err(_) => drop(note(NO_ANSWER.into())),
+            Ok(Err(error)) => {
+                rejections[i] = 0;
+                note(told(&error));
+            }
+            Err(_) => {
+                rejections[i] = 0;
+                note(NO_ANSWER.into());
+            }
         }
-        if rejections >= MOST_REJECTIONS {
+        if rejections.iter().all(|&times| times >= MOST_REJECTIONS) {
             let (me, rank) = (to.me.rank, to.peer.rank);
             let _ = arrived
                 .send(Arrival::Rejected(Error::Auth(format!(
@@ -461,9 +488,15 @@ async fn wait_at((rank, relay): (u32, SocketAddr), hall: Hall) {
     let mut tasks = tokio::task::JoinSet::new();
     loop {
         while tasks.try_join_next().is_some() {}
-        match relay::reach(relay, Kind::Wait, hall.me.rank, hall.me.rank, &hall.me.keys).await {
-            Ok(stream) => drop(tasks.spawn(hall.clone().receive(stream, relay.ip(), Some(rank)))),
-            Err(_) => tokio::time::sleep(Duration::from_millis(50)).await,
+        if tasks.len() >= MOST_HANDSHAKES {
+            let _ = tasks.join_next().await;
+        }
+        let called = relay::reach(relay, Kind::Wait, hall.me.rank, hall.me.rank, &hall.me.keys);
+        match tokio::time::timeout(WAIT_LIMIT, called).await {
+            Ok(Ok(stream)) => drop(tasks.spawn(hall.clone().receive(stream, relay.ip(), Some(rank)))),
+            // The relay is not there yet, or all whom it would pass on are connected.
+            Ok(Err(_)) => tokio::time::sleep(Duration::from_millis(200)).await,
+            Err(_) => {}
         }
     }
 }

@@ -16,7 +16,9 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use trigram_core::{Error, Result};
 
-use crate::security::secret::{Keys, PROOF};
+use crate::link::socket::waiting;
+use crate::security::proofs::NONCE;
+use crate::security::secret::{Keys, PROOF, random};
 use crate::sys::fork::GuardedFd;
 use crate::sys::passing::Passing;
 use crate::transport::{far, tcp};
@@ -24,13 +26,19 @@ use crate::transport::{far, tcp};
 /// The first byte of a request: no handshake and no TLS session begins with it.
 pub const BEGIN: u8 = 1;
 const MAGIC: &[u8; 8] = b"\x01TGRELAY";
-const REQUEST: usize = 8 + 16 + 1 + 4 + 4 + PROOF;
+const REQUEST: usize = 16 + 1 + 4 + 4 + PROOF;
+/// What is proved of a request, behind the relay's nonce.
+const SAID: usize = REQUEST - PROOF;
+/// Connections of one rank that wait, at most.
+const MOST_WAITING: usize = 64;
 /// What the relay says to both once their bytes pass.
 const PASSES: u8 = 1;
 /// How long a caller waits at the relay for the called rank.
 const WAIT: Duration = Duration::from_secs(5);
-/// How long one direction stays open once the other has ended.
+/// How long one direction stays open once the other has ended and all has arrived; at most, and between two looks.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+const LONGEST: Duration = Duration::from_secs(10);
+const LOOK: Duration = Duration::from_millis(50);
 /// Bytes of a buffer in each direction.
 const BUFFER: usize = 256 << 10;
 
@@ -55,32 +63,45 @@ pub struct Wish {
 }
 
 impl Wish {
-    fn encode(self, keys: &Keys) -> [u8; REQUEST] {
+    fn encode(self, nonce: &[u8; NONCE], keys: &Keys) -> [u8; REQUEST] {
         let mut bytes = [0; REQUEST];
-        bytes[..8].copy_from_slice(MAGIC);
-        bytes[8..24].copy_from_slice(&keys.id);
-        bytes[24] = self.kind as u8;
-        bytes[25..29].copy_from_slice(&self.from.to_le_bytes());
-        bytes[29..33].copy_from_slice(&self.to.to_le_bytes());
-        let proof = keys.prove(&[b"trigram relay", &bytes[..33]]);
-        bytes[33..].copy_from_slice(&proof);
+        bytes[..16].copy_from_slice(&keys.id);
+        bytes[16] = self.kind as u8;
+        bytes[17..21].copy_from_slice(&self.from.to_le_bytes());
+        bytes[21..25].copy_from_slice(&self.to.to_le_bytes());
+        let proof = keys.prove(&[b"trigram relay", nonce, &bytes[..SAID]]);
+        bytes[SAID..].copy_from_slice(&proof);
         bytes
     }
 
-    fn decode(bytes: &[u8; REQUEST], keys: &Keys) -> Option<Self> {
-        let kind = [Kind::Wait, Kind::Call, Kind::Done].into_iter().find(|kind| *kind as u8 == bytes[24])?;
+    fn decode(bytes: &[u8; REQUEST], nonce: &[u8; NONCE], keys: &Keys) -> Option<Self> {
+        let kind = [Kind::Wait, Kind::Call, Kind::Done].into_iter().find(|kind| *kind as u8 == bytes[16])?;
         let number = |at: usize| Some(u32::from_le_bytes(bytes[at..at + 4].try_into().ok()?));
-        let is_ours = bytes[..8] == *MAGIC && bytes[8..24] == keys.id;
-        let proved = is_ours && keys.is_proof(&[b"trigram relay", &bytes[..33]], &bytes[33..]);
-        Some(Self { kind, from: number(25)?, to: number(29)? }).filter(|_| proved)
+        let proved = bytes[..16] == keys.id
+            && keys.is_proof(&[b"trigram relay", nonce, &bytes[..SAID]], &bytes[SAID..]);
+        Some(Self { kind, from: number(17)?, to: number(21)? }).filter(|_| proved)
+    }
+
+    /// The two ranks, the lower first.
+    fn pair(self) -> (u32, u32) {
+        (self.from.min(self.to), self.from.max(self.to))
     }
 }
 
 /// Reads a request that has begun to arrive; `None` if it is not of this job.
 pub async fn hear(stream: &mut TcpStream, keys: &Keys) -> std::io::Result<Option<Wish>> {
+    let mut magic = [0; MAGIC.len()];
+    stream.read_exact(&mut magic).await?;
+    if magic != *MAGIC {
+        return Ok(None);
+    }
+    // A request that was recorded earlier is of no use.
+    let nonce: [u8; NONCE] = random().map_err(std::io::Error::other)?;
+    stream.write_all(&nonce).await?;
     let mut bytes = [0; REQUEST];
     stream.read_exact(&mut bytes).await?;
-    Ok(Wish::decode(&bytes, keys))
+    tcp::keep_alive(stream).map_err(std::io::Error::other)?;
+    Ok(Wish::decode(&bytes, &nonce, keys))
 }
 
 /// A connection to the relay over which this rank waits for a call, or to the rank that it calls.
@@ -93,7 +114,11 @@ pub async fn reach(
 ) -> std::io::Result<TcpStream> {
     let mut stream = TcpStream::connect(relay).await?;
     stream.set_nodelay(true)?;
-    stream.write_all(&Wish { kind, from, to }.encode(keys)).await?;
+    tcp::keep_alive(&stream).map_err(std::io::Error::other)?;
+    stream.write_all(MAGIC).await?;
+    let mut nonce = [0; NONCE];
+    stream.read_exact(&mut nonce).await?;
+    stream.write_all(&Wish { kind, from, to }.encode(&nonce, keys)).await?;
     let mut byte = [0];
     stream.read_exact(&mut byte).await?;
     Ok(stream)
@@ -123,18 +148,30 @@ impl Relay {
     /// Takes up a request of a rank of this job.
     pub fn take(&mut self, wish: Wish, stream: TcpStream) -> Result<()> {
         match wish.kind {
-            Kind::Wait => self.waiting.entry(wish.from).or_default().push_back(stream),
-            Kind::Call => self.callers.push_back((Instant::now(), wish.to, stream)),
+            Kind::Wait if self.open.iter().any(|(a, b)| [*a, *b].contains(&wish.from)) => {
+                let waiting = self.waiting.entry(wish.from).or_default();
+                waiting.push_back(stream);
+                waiting.retain(is_open);
+                if waiting.len() > MOST_WAITING {
+                    waiting.pop_front();
+                }
+            }
+            Kind::Call if self.open.contains(&wish.pair()) => {
+                self.callers.push_back((Instant::now(), wish.to, stream));
+            }
+            Kind::Wait | Kind::Call => {}
             Kind::Done => {
-                self.open.remove(&(wish.from.min(wish.to), wish.from.max(wish.to)));
+                self.open.remove(&wish.pair());
                 // The rank tells again until it hears this.
                 let _ = stream.try_write(&[PASSES]);
             }
         }
-        self.callers.retain(|(since, ..)| since.elapsed() < WAIT);
+        // One that has given up must not use up a connection that waits.
+        self.callers.retain(|(since, _, caller)| since.elapsed() < WAIT && is_open(caller));
         let mut i = 0;
         while let Some((_, to, _)) = self.callers.get(i) {
-            let Some(called) = self.waiting.get_mut(to).and_then(VecDeque::pop_front) else {
+            // The newest is the likeliest to be there.
+            let Some(called) = self.waiting.get_mut(to).and_then(VecDeque::pop_back) else {
                 i += 1;
                 continue;
             };
@@ -164,6 +201,11 @@ impl Relay {
     pub fn finish(self) -> Option<Arc<Passing>> {
         self.thread.map(|thread| thread.passing)
     }
+}
+
+/// Whether the other end of a connection, which has nothing to say now, is still there.
+fn is_open(stream: &TcpStream) -> bool {
+    matches!(stream.try_read(&mut [0]), Err(e) if e.kind() == std::io::ErrorKind::WouldBlock)
 }
 
 /// Passes connections on.
@@ -200,7 +242,8 @@ impl Thread {
 }
 
 async fn pass(a: std::net::TcpStream, b: std::net::TcpStream) -> std::io::Result<()> {
-    let guards = [GuardedFd::new(&a), GuardedFd::new(&b)];
+    let seen = [a.try_clone()?, b.try_clone()?];
+    let guards = [&a, &b, &seen[0], &seen[1]].map(GuardedFd::new);
     for socket in [&a, &b] {
         tcp::keep_alive(socket).map_err(std::io::Error::other)?;
         socket.set_nodelay(true)?;
@@ -212,14 +255,33 @@ async fn pass(a: std::net::TcpStream, b: std::net::TcpStream) -> std::io::Result
     {
         let (forth, back) = (copy(from_a, &mut to_b), copy(from_b, &mut to_a));
         tokio::pin!(forth, back);
-        // A rank that says no more hears the last words of the other. One whose host is gone would be waited for long.
         tokio::select! {
-            _ = &mut forth => drop(tokio::time::timeout(LAST_WORDS, back).await),
-            _ = &mut back => drop(tokio::time::timeout(LAST_WORDS, forth).await),
+            _ = &mut forth => linger(back, &seen).await,
+            _ = &mut back => linger(forth, &seen).await,
         }
     }
     drop(guards);
     Ok(())
+}
+
+/// One direction has ended: waits until what it has brought has arrived, and hears the last words of the other. One whose
+/// host is gone would be waited for long.
+async fn linger(other: impl Future<Output = std::io::Result<()>>, sockets: &[std::net::TcpStream; 2]) {
+    tokio::pin!(other);
+    let began = Instant::now();
+    let (mut moved, mut ended) = (began, false);
+    while moved.elapsed() < LAST_WORDS && began.elapsed() < LONGEST {
+        match ended {
+            false => ended = tokio::time::timeout(LOOK, &mut other).await.is_ok(),
+            true => tokio::time::sleep(LOOK).await,
+        }
+        let on_the_way = sockets.iter().any(|socket| waiting(socket.as_fd(), libc::TIOCOUTQ) > 0);
+        match on_the_way {
+            true => moved = Instant::now(),
+            false if ended => return,
+            false => {}
+        }
+    }
 }
 
 async fn copy(from: OwnedReadHalf, to: &mut OwnedWriteHalf) -> std::io::Result<()> {

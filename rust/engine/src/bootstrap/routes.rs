@@ -157,7 +157,10 @@ impl Peer {
             true => other.rank < me.rank,
             false => me.outward,
         };
-        let through = |site: &Site| (site.rank, site.announced.unwrap_or(site.address));
+        // In its own network the relay may not be reached at the address that others see.
+        let near = |site: &Site| is_near(me.address.ip(), site.address.ip());
+        let seen = |site: &Site| site.announced.filter(|_| !near(site)).unwrap_or(site.address);
+        let through = |site: &Site| (site.rank, seen(site));
         let relay = relay.filter(|_| me.outward && other.outward).map(through);
         let far = [other.announced.map(Route::Direct), relay.map(|(rank, at)| Route::Through(rank, at))];
         let near = Route::Direct(other.address);

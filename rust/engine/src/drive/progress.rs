@@ -40,7 +40,8 @@ const LEAVE_PATIENCE: Duration = Duration::from_millis(100);
 /// On shutdown, how long to wait for peers to leave calls that have failed, before they lose their access to its memory.
 const LEAVING: Duration = Duration::from_secs(1);
 
-/// A rank whose connection passes through another is lost this long after it has closed, unless that other one is.
+/// A rank whose connection passes through another is lost this long after it has closed. If that other one is gone, calls
+/// have failed for it by then.
 const CUT: Duration = Duration::from_secs(1);
 
 /// The most calls for which it is noted what they wait for.
@@ -177,13 +178,13 @@ impl Progress {
 
     /// Whether no call is under way, and none can come without a caller.
     pub fn is_idle(&self) -> bool {
-        self.calls.active.is_empty() && self.helper.is_idle()
+        self.calls.active.is_empty() && self.helper.is_idle() && !self.out.holds_back()
     }
 
     /// Whether what is under way needs a thread that moves it at once: somebody waits for it, or it is large.
     pub(crate) fn is_urgent(&self) -> bool {
         let urgent = |call: &ActiveCall| call.completion.is_urgent() || !call.body.request.is_small();
-        !self.helper.is_idle() || self.calls.active.iter().any(urgent)
+        !self.helper.is_idle() || self.out.holds_back() || self.calls.active.iter().any(urgent)
     }
 
     /// The number of the call that was taken up last.
@@ -313,7 +314,13 @@ impl Progress {
                 text = format!("{text}: {why}");
             }
             let why = Error::Aborted(text);
-            self.act_on(LossEvent { rank, why, kind: LossKind::Silent, reported_by: None });
+            let event = LossEvent { rank, why, kind: LossKind::Silent, reported_by: None };
+            // If the rank is silent that passes on what this one sends, nothing is known of this one.
+            let is_heard = |relay| !self.peers.is_lost(relay) && self.heartbeat.is_in_time(relay);
+            match self.world.relay_of(rank).is_none_or(is_heard) {
+                true => self.act_on(event),
+                false => drop(self.keep_if_cut(event)),
+            }
         }
     }
 
@@ -384,28 +391,23 @@ impl Progress {
     /// A connection has closed that passes through another rank: that one may be lost, and is named then. The event back, if
     /// it is none of that kind.
     fn keep_if_cut(&mut self, event: LossEvent) -> Option<LossEvent> {
-        let Some(relay) = self.relay_of(event.rank) else { return Some(event) };
-        let is_open = !self.peers.is_lost(relay) && self.rx[event.rank as usize].is_some();
-        if event.reported_by.is_some() || event.kind != LossKind::Dead || !is_open {
+        let is_cut = self.world.relay_of(event.rank).is_some() && self.rx[event.rank as usize].is_some();
+        let may_live = matches!(event.kind, LossKind::Dead | LossKind::Silent);
+        if !is_cut || event.reported_by.is_some() || !may_live || matches!(event.why, Error::Corrupt { .. }) {
             return Some(event);
         }
         self.rx[event.rank as usize] = None;
-        self.cut.push((Instant::now(), event));
+        // Nobody evicts a rank for what happened to another.
+        self.cut.push((Instant::now(), LossEvent { kind: LossKind::Dead, ..event }));
         None
     }
 
-    fn relay_of(&self, rank: u32) -> Option<u32> {
-        self.world.through.get(rank as usize).copied().flatten()
-    }
-
-    /// Handles what has been cut long enough, or whose relay is lost; true if there was any.
+    /// Handles what was cut long enough ago; true if there was any.
     fn act_on_cuts(&mut self) -> bool {
-        let is_due = |(since, event): &(Instant, LossEvent)| {
-            since.elapsed() > CUT || self.relay_of(event.rank).is_some_and(|relay| self.peers.is_lost(relay))
-        };
-        let due = self.cut.iter().position(is_due).map(|i| self.cut.swap_remove(i));
+        let due = self.cut.iter().position(|(since, _)| since.elapsed() > CUT);
+        let due = due.map(|i| self.cut.swap_remove(i));
         let Some((_, mut event)) = due else { return false };
-        if let Some(relay) = self.relay_of(event.rank).filter(|relay| self.peers.is_lost(*relay)) {
+        if let Some(relay) = self.world.relay_of(event.rank).filter(|relay| self.peers.is_lost(*relay)) {
             event.why = Error::Aborted(format!("its connection passes through rank {relay}, which is gone"));
         }
         self.act_on(event);
@@ -440,7 +442,7 @@ impl Progress {
         };
         let rx = self.rx[rank as usize].take();
         if let Some((tx, rx)) = unsent.zip(rx) {
-            self.closing.push(ClosingConnection::new(tx, rx));
+            self.closing.push(ClosingConnection::new(tx, rx, self.world.relay_of(rank).is_some()));
         }
     }
 
@@ -450,11 +452,11 @@ impl Progress {
     ///
     /// That of `check_interrupt`, which ends the wait.
     pub(crate) fn announce_leave(&mut self, check_interrupt: InterruptCheck<'_>) -> Result<()> {
-        let mut leaving = Vec::new();
+        let (mut leaving, world) = (Vec::new(), self.world.clone());
         for (rank, slot) in (0..).zip(&mut self.rx) {
             let Some((rx, mut tx)) = slot.take().zip(self.out.remove(rank)) else { continue };
             tx.give(&control_frame(Kind::Leave, 0, 0), Vec::new());
-            leaving.push(ClosingConnection::new(tx, rx));
+            leaving.push(ClosingConnection::new(tx, rx, world.relay_of(rank).is_some()));
         }
         let waited = self.take_leave(leaving, check_interrupt);
         let patience = Instant::now() + LEAVE_PATIENCE;

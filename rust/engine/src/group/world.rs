@@ -225,6 +225,11 @@ pub struct World {
 }
 
 impl World {
+    /// The rank through which this one reaches another, if there is one.
+    pub(crate) fn relay_of(&self, rank: u32) -> Option<u32> {
+        self.through.get(rank as usize).copied().flatten()
+    }
+
     /// Ranks in the job.
     pub fn size(&self) -> usize {
         self.host_of.len()

@@ -17,6 +17,9 @@ const MOST_STANDSTILL: Duration = Duration::from_secs(10);
 /// nothing at all for this long, it is stopped.
 const ANSWER: Duration = Duration::from_millis(300);
 
+/// The same where another rank passes everything on: that it has everything says little of the peer.
+const ANSWER_THROUGH: Duration = Duration::from_secs(3);
+
 /// A connection that is kept until its end.
 pub(crate) struct ClosingConnection {
     tx: Tx,
@@ -33,6 +36,8 @@ pub(crate) struct ClosingConnection {
     /// Bytes written, and those of them that have not arrived; and when this changed last.
     state: (u64, u64),
     moved: Instant,
+    /// How long a peer may say nothing whose host has everything.
+    answer: Duration,
 }
 
 /// How far a leaving rank has come with one peer.
@@ -47,10 +52,23 @@ pub(crate) enum Farewell {
 }
 
 impl ClosingConnection {
-    pub(crate) fn new(tx: Tx, rx: Rx) -> Self {
+    /// `through`: the connection passes through another rank.
+    pub(crate) fn new(tx: Tx, rx: Rx, through: bool) -> Self {
+        let answer = if through { ANSWER_THROUGH } else { ANSWER };
         let now = Instant::now();
         let (since, heard, moved) = (now, now, now);
-        Self { tx, rx, since, is_open: true, is_answered: false, heard, closed: None, state: (0, 0), moved }
+        Self {
+            tx,
+            rx,
+            since,
+            is_open: true,
+            is_answered: false,
+            heard,
+            closed: None,
+            state: (0, 0),
+            moved,
+            answer,
+        }
     }
 
     /// The peer's rank.
@@ -96,7 +114,7 @@ impl ClosingConnection {
         let patience = limit.min(MOST_STANDSTILL);
         if let Some(closed) = self.closed {
             // Heartbeats come from a peer that lives and has not read the end yet: what acknowledged it was not its host.
-            let is_silent = now - closed.max(self.heard) > ANSWER.min(patience);
+            let is_silent = now - closed.max(self.heard) > self.answer.min(patience);
             let over = self.is_answered || is_silent || now - self.moved.max(closed) > patience;
             return if over { Farewell::Over } else { Farewell::Waiting };
         }

@@ -48,6 +48,7 @@ struct Out {
 pub struct Tx {
     sender: Box<dyn Sender>,
     queue: VecDeque<Out>,
+    failed: bool,
     /// Payload bytes handed over so far.
     pub bytes: u64,
     /// Bytes that the transport has taken so far, headers included.
@@ -60,12 +61,27 @@ unsafe impl Send for Tx {}
 impl Tx {
     /// The outward direction over a stream.
     pub fn new(sender: Box<dyn Sender>) -> Self {
-        Self { sender, queue: VecDeque::new(), bytes: 0, written: 0 }
+        Self { sender, queue: VecDeque::new(), failed: false, bytes: 0, written: 0 }
     }
 
     /// Whether no frame waits.
     pub fn is_idle(&self) -> bool {
         self.queue.is_empty() && self.sender.is_drained()
+    }
+
+    /// See [`Sender::may_hold`].
+    pub(crate) fn may_hold(&self) -> bool {
+        self.sender.may_hold()
+    }
+
+    /// Whether the transport has something that was written to it, and can still send it.
+    pub(crate) fn holds_back(&self) -> bool {
+        !self.failed && !self.sender.is_drained()
+    }
+
+    /// The transport has failed, and those who should know do: it is not tried again.
+    pub(crate) fn give_up(&mut self) {
+        self.failed = true;
     }
 
     /// Bytes that the transport has not taken yet, headers included.
@@ -122,6 +138,9 @@ impl Tx {
 
     /// Writes what fits; true if anything did. Steps whose frame has left are added to `done`.
     pub fn pump(&mut self, done: &mut Vec<Token>) -> Result<bool> {
+        if self.failed {
+            return Ok(false);
+        }
         let mut moved = self.sender.drain()?;
         while let Some(out) = self.queue.front_mut() {
             if !self.sender.has_room() {

@@ -7,4 +7,4 @@ pub mod closing;
 pub mod frames;
 pub mod outbox;
 pub mod rate_meter;
-mod socket;
+pub(crate) mod socket;

@@ -10,6 +10,8 @@ use crate::link::frames::{Token, Tx};
 pub struct Outbox {
     /// By world rank; `None` for this rank, and for those that are lost.
     tx: Vec<Option<Tx>>,
+    /// Whether a connection may hold what no frame waits for any more.
+    may_hold: bool,
     /// Steps whose frames have left since this was asked last.
     finished: Vec<Token>,
     /// Peers that can no longer be written to, and why.
@@ -24,7 +26,8 @@ pub(crate) fn control_frame(kind: Kind, tag: u32, len: u32) -> Frame {
 impl Outbox {
     /// With one connection per world rank.
     pub fn new(tx: Vec<Option<Tx>>) -> Self {
-        Self { tx, finished: Vec::new(), unwritable: Vec::new() }
+        let may_hold = tx.iter().flatten().any(Tx::may_hold);
+        Self { tx, may_hold, finished: Vec::new(), unwritable: Vec::new() }
     }
 
     /// By world rank, the connections.
@@ -50,6 +53,11 @@ impl Outbox {
     /// Whether anything waits.
     pub fn is_idle(&self) -> bool {
         self.tx.iter().flatten().all(Tx::is_idle)
+    }
+
+    /// Whether a connection holds what has been written to it, and somebody must send it on.
+    pub(crate) fn holds_back(&self) -> bool {
+        self.may_hold && self.tx.iter().flatten().any(Tx::holds_back)
     }
 
     /// Sends a frame with memory of a call. `None` if there is no connection to this rank; else whether all of it has
@@ -94,6 +102,7 @@ impl Outbox {
             match tx.pump(&mut self.finished) {
                 Ok(any) => moved |= any,
                 Err(e) => {
+                    tx.give_up();
                     self.unwritable.push((rank, e));
                     moved = true;
                 }

@@ -364,9 +364,9 @@ impl Engine {
             progress.fail_at_shutdown();
             waited = progress.announce_leave(check_interrupt);
         }
-        if let Some(passing) = &self.driver.world.passing {
+        if let Some(passing) = self.driver.world.passing.as_ref().filter(|_| waited.is_ok()) {
             // The ranks leave together: those whose bytes pass here are about to close.
-            passing.wait(PASSING);
+            waited = passing.wait(PASSING, check_interrupt);
         }
         self.driver.counters.log.write_out();
         self.driver.counters.events.close();

@@ -3,6 +3,10 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use trigram_core::Result;
+
+use crate::sys::completion::InterruptCheck;
+
 /// How many there are.
 #[derive(Debug, Default)]
 pub struct Passing(AtomicUsize);
@@ -19,10 +23,16 @@ impl Passing {
     }
 
     /// Waits until all have closed, for at most `limit`.
-    pub fn wait(&self, limit: Duration) {
+    ///
+    /// # Errors
+    ///
+    /// That of `check_interrupt`, which ends the wait.
+    pub fn wait(&self, limit: Duration, check_interrupt: InterruptCheck<'_>) -> Result<()> {
         let began = Instant::now();
         while self.0.load(Ordering::Acquire) > 0 && began.elapsed() < limit {
+            check_interrupt()?;
             std::thread::sleep(Duration::from_millis(5));
         }
+        Ok(())
     }
 }

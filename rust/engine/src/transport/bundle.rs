@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
 
 use trigram_core::wire::Sum;
 use trigram_core::{Error, Result};
@@ -29,7 +30,7 @@ pub fn join(streams: Vec<(Box<dyn Sender>, Box<dyn Receiver>)>) -> (Box<dyn Send
     let inward = inward.into_iter().map(Inward::new).collect();
     (
         Box::new(BundleSender { streams: out, turn: 0, at: 0 }),
-        Box::new(BundleReceiver { streams: inward, at: 0, early: 0, end: None, broken: false }),
+        Box::new(BundleReceiver { streams: inward, at: 0, early: 0, end: None, broken: None }),
     )
 }
 
@@ -129,16 +130,22 @@ impl Sender for BundleSender {
             let start = &start[..start.len().min(CHUNK)];
             let end = &body[done.saturating_sub(head.len())..];
             let end = &end[..end.len().min(CHUNK - start.len())];
-            if !self.give(start, end)? {
-                break;
+            match self.give(start, end) {
+                Ok(true) => done += start.len() + end.len(),
+                // What has been given must not be given again; the next write finds the same error.
+                Err(error) if done == 0 => return Err(error),
+                Ok(false) | Err(_) => break,
             }
-            done += start.len() + end.len();
         }
         Ok(done)
     }
 
     fn has_room(&self) -> bool {
         self.streams.iter().any(|out| !out.has_rest() && out.sender.has_room())
+    }
+
+    fn may_hold(&self) -> bool {
+        true
     }
 
     fn is_drained(&self) -> bool {
@@ -222,6 +229,11 @@ impl Inward {
     /// Whether there is something to be read that may be read now. `room`: bytes that come early may be kept.
     fn may_read(&self, room: bool) -> bool {
         !self.closed && self.receiver.has_input() && (room || self.chunks.is_empty())
+    }
+
+    /// Whether bytes of the first chunk are there, or may be.
+    fn may_pass(&self) -> bool {
+        !self.closed || self.chunks.front().is_some_and(Chunk::is_held)
     }
 
     /// Passes bytes of the first chunk on.
@@ -313,11 +325,20 @@ struct BundleReceiver {
     early: usize,
     /// The position of the end, once the peer has said it.
     end: Option<u64>,
-    /// A stream has closed without the peer having said so.
-    broken: bool,
+    /// When the first stream closed without the peer having said so.
+    broken: Option<Instant>,
 }
 
+/// A process that ends closes its streams one after another, and what it has sent by the others may still be on its way.
+const CLOSING: Duration = Duration::from_secs(1);
+
 impl BundleReceiver {
+    /// Whether the peer is gone.
+    fn is_over(&self) -> bool {
+        let all = || self.streams.iter().all(|stream| stream.closed);
+        self.end == Some(self.at) || self.broken.is_some_and(|since| all() || since.elapsed() > CLOSING)
+    }
+
     /// Whether more may come early.
     fn has_room(&self) -> bool {
         let chunks: usize = self.streams.iter().map(|stream| stream.chunks.len()).sum();
@@ -337,7 +358,9 @@ impl BundleReceiver {
                 Read::Nothing => {}
                 Read::Closed => {
                     stream.closed = true;
-                    self.broken |= !stream.ended;
+                    if !stream.ended {
+                        self.broken.get_or_insert_with(Instant::now);
+                    }
                 }
             }
         }
@@ -354,7 +377,8 @@ impl Receiver for BundleReceiver {
             if self.end == Some(self.at) {
                 return Ok(Read::Closed);
             }
-            if let Some(stream) = self.streams.iter_mut().find(|stream| stream.is_at(self.at)) {
+            let next = |stream: &&mut Inward| stream.is_at(self.at) && stream.may_pass();
+            if let Some(stream) = self.streams.iter_mut().find(next) {
                 let held = stream.chunks.front().is_some_and(Chunk::is_held);
                 match stream.pass(into)? {
                     Read::Some(n) => {
@@ -363,21 +387,22 @@ impl Receiver for BundleReceiver {
                         return Ok(Read::Some(n));
                     }
                     Read::Nothing => {}
-                    Read::Closed => self.broken = true,
+                    Read::Closed => drop(self.broken.get_or_insert_with(Instant::now)),
                 }
             }
             if !self.take_in()? {
-                return Ok(if self.broken { Read::Closed } else { Read::Nothing });
+                return Ok(if self.is_over() { Read::Closed } else { Read::Nothing });
             }
         }
     }
 
     fn has_input(&self) -> bool {
         let room = self.has_room();
-        self.broken
-            || self.end == Some(self.at)
+        self.is_over()
             || self.streams.iter().any(|stream| match stream.chunks.front() {
-                Some(chunk) if chunk.at == self.at => chunk.is_held() || stream.receiver.has_input(),
+                Some(chunk) if chunk.at == self.at => {
+                    chunk.is_held() || !stream.closed && stream.receiver.has_input()
+                }
                 _ => stream.may_read(room),
             })
     }
@@ -568,8 +593,16 @@ mod tests {
         ends[1].0.lock().unwrap().closed = true;
         let mut into = [0; 9];
         assert_eq!(rx.read(&mut into).unwrap(), Read::Some(5), "what was sent before comes first");
-        assert_eq!(rx.read(&mut into).unwrap(), Read::Closed);
+        assert_eq!(rx.read(&mut into).unwrap(), Read::Nothing, "the other stream may still bring something");
+        assert_eq!(tx.write(&[2; 7], &[]).unwrap(), 7);
+        // This chunk goes by the second stream, which is closed for what has not been read.
+        std::thread::sleep(CLOSING + Duration::from_millis(50));
         assert!(rx.has_input());
+        assert_eq!(rx.read(&mut into).unwrap(), Read::Closed);
+        let ends = [End::default(), End::default()];
+        let (_tx, mut rx) = joined(&ends);
+        ends.iter().for_each(|end| end.0.lock().unwrap().closed = true);
+        assert_eq!(rx.read(&mut into).unwrap(), Read::Closed, "all have closed");
     }
 
     #[test]

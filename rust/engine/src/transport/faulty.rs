@@ -93,6 +93,10 @@ impl Sender for FaultySender {
         self.inner.wake();
     }
 
+    fn may_hold(&self) -> bool {
+        self.inner.may_hold()
+    }
+
     fn is_drained(&self) -> bool {
         self.word.load(Ordering::Relaxed) == CUT || self.inner.is_drained()
     }

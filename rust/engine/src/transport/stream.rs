@@ -28,6 +28,11 @@ pub trait Sender: Send {
     /// A descriptor has become writable.
     fn wake(&mut self) {}
 
+    /// Whether something that was written may not have left for the system yet.
+    fn may_hold(&self) -> bool {
+        false
+    }
+
     /// Whether all that was written has left for the system.
     fn is_drained(&self) -> bool {
         true

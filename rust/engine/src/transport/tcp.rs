@@ -197,7 +197,7 @@ fn set_low(socket: &TcpStream, bytes: usize) -> bool {
 }
 
 /// Makes a dead host noticeable: the kernel closes a connection that stays unacknowledged for this long.
-pub fn keep_alive(socket: &TcpStream) -> Result<()> {
+pub fn keep_alive(socket: &impl AsFd) -> Result<()> {
     let keep = socket2::TcpKeepalive::new()
         .with_time(std::time::Duration::from_secs(5))
         .with_interval(std::time::Duration::from_secs(2))

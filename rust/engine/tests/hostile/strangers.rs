@@ -21,6 +21,8 @@ struct EndpointRecord {
     _release: String,
     _rank: u32,
     address: SocketAddr,
+    _announced: Option<SocketAddr>,
+    _outward: bool,
     _host: String,
     _boot: String,
     socket: String,

@@ -203,7 +203,7 @@ def network() -> Iterator[Check]:
 def far() -> Iterator[Check]:
     """What links between sites need: a congestion control that bears losses, and large buffers."""
     if far_links.is_usable(far_links.BBR):
-        yield Check("far links", "ok", "BBR for links with a round trip from 2 ms on")
+        yield Check("far links", "ok", "BBR for links whose answers take 2 ms or more")
     else:
         advice = f"as root, if ranks are in different places: {far_links.remedy(far_links.BBR)}"
         found = f"no BBR ({', '.join(far_links.controls())}): each lost packet costs much of the rate"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+import trigram
 from tests.support.harness import scratch, until
 
 
@@ -87,6 +89,14 @@ def raises(
     except kind as e:
         return str(e)
     raise AssertionError(f"no error; expected {kind}")
+
+
+def init_refuses(*settings: tuple[str, str]) -> None:
+    """`trigram.init` must refuse each environment variable with its value, and name both."""
+    for name, value in settings:
+        os.environ[name] = value
+        says(raises(trigram.ConfigError, trigram.init), name, value)
+        del os.environ[name]
 
 
 def says(text: str, *words: str) -> None:

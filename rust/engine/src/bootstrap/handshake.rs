@@ -65,7 +65,7 @@ pub struct Identity {
     pub keys: Keys,
     /// Its TLS configuration, if it encrypts.
     pub tls: Option<Tls>,
-    /// How many connections it makes to each lower rank, if a setting says so.
+    /// How many connections it makes to each rank to which it connects, if a setting says so.
     pub streams: Option<u8>,
 }
 

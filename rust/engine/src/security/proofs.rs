@@ -29,7 +29,7 @@ pub enum Binding {
 /// Which side proves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// The rank that connects, the higher one.
+    /// The rank that connects, usually the higher one.
     Connecting,
     /// The rank that listens.
     Accepting,

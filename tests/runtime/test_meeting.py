@@ -210,6 +210,32 @@ def test_init_is_called_again_by_the_rank_that_serves_the_store() -> None:
     run(2, _refused_and_again, timeout=40)
 
 
+def _refused_again_and_again(rank: int, world: int, everywhere: bool) -> None:
+    """Rank 0, which serves the store, ends after its last failure, while rank 1 is late each time."""
+    for _ in range(3):
+        if rank == 1:
+            time.sleep(1.0)
+        wrong = -1.0 if everywhere or rank == 0 else None
+        kind = trigram.AbortedError if wrong is None else trigram.ConfigError
+        says(raises(kind, lambda w=wrong: trigram.init(init_timeout=INIT_TIMEOUT, op_timeout=w)), "op_timeout")
+
+
+@pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 0"])
+def test_a_rank_that_failed_before_is_told_of_each_failure(everywhere: bool) -> None:
+    run(2, _refused_again_and_again, everywhere, timeout=40)
+
+
+def test_a_wrong_argument_is_known_without_the_others() -> None:
+    """Nobody serves the store."""
+    run(2, _refused_alone, timeout=40)
+
+
+def _refused_alone(rank: int, world: int) -> None:
+    if rank == 1:
+        error = raises(trigram.ConfigError, lambda: trigram.init(init_timeout=2.0, op_timeout=-1.0))
+        says(error, "op_timeout")
+
+
 def _bad_port(rank: int, world: int) -> None:
     os.environ["MASTER_PORT"] = "70000"
     says(raises(trigram.ConfigError, trigram.init), "MASTER_PORT=70000", "65535")

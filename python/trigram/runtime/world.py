@@ -11,13 +11,14 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
-from trigram.errors import ConfigError, MisuseError, PeerLostError, UnsupportedError
+from trigram.errors import ConfigError, MisuseError, PeerLostError, TrigramError, UnsupportedError
 from trigram.runtime import engine_codes, far_links, job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job, Membership, World
@@ -28,6 +29,8 @@ OP_TIMEOUT = 600.0
 """Seconds that a collective may take by default, as in torch's process groups."""
 HANDSHAKE_TIMEOUT = 60.0
 """Seconds that ``init`` waits for a slow rank of this host, before its ranks do without shared memory."""
+_TELL_SECONDS = 30.0
+"""How long a rank whose arguments are wrong looks for the store, to tell the others."""
 
 _BARRIER = (engine_codes.BARRIER, 5, 0, 0, 0, 0)
 _NOTHING = (0, 0, 0, 0)
@@ -327,17 +330,17 @@ def _start(
     _core.check_process()  # before it registers as a rank
     logs.start()
     deadline = time.monotonic() + init_timeout
+    try:
+        limit, transport = _limit(op_timeout), _checked(elastic, helper)
+    except TrigramError as wrong:
+        _tell(mine, wrong, store, rank, world_size, init_timeout)
+        raise
     store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
     kept = store if asks(TOP) or asks(REPORT) else None
+    settings = iface or os.environ.get("TRIGRAM_IFACE") or None, toward, transport
     gather, start = StoreGather(store, rank, world_size, deadline), None
     mine.unfinished = gather
     try:
-        limit = _limit(op_timeout)
-        settings = _settings(iface, toward)
-        if elastic and helper:
-            raise UnsupportedError(
-                "init: elastic=True and helper=True exclude each other; pass only one of them"
-            )
         if elastic:
             start = _START_ELASTIC[0](store, rank, world_size, settings, limit)
             gather.late = start.is_late
@@ -422,12 +425,34 @@ def _workers(helps: list[bool]) -> int:
     return workers
 
 
-def _settings(iface: str | None, toward: str | None) -> Settings:
-    """How the others reach this rank, from the argument of ``init`` and the environment.
+def _tell(
+    mine: Job,
+    wrong: TrigramError,
+    store: dist.Store | None,
+    rank: int | None,
+    world_size: int | None,
+    init_timeout: float,
+) -> None:
+    """Tells the other ranks what is wrong with the arguments of this one.
+
+    It does not wait for them as long as ``init``: they may have the same arguments and have ended.
+    """
+    deadline = time.monotonic() + min(init_timeout, _TELL_SECONDS)
+    with suppress(TrigramError, dist.DistError):
+        found, rank, size, _ = find_store(store, rank, world_size, deadline)
+        mine.unfinished = StoreGather(found, rank, size, deadline)
+        mine.unfinished.fail(wrong)
+
+
+def _checked(elastic: bool, helper: bool) -> str:
+    """The transport that the environment names.
 
     Raises:
         ConfigError: A variable is wrong, also one of those that the engine reads itself.
+        UnsupportedError: The arguments of ``init`` exclude each other.
     """
+    if elastic and helper:
+        raise UnsupportedError("init: elastic=True and helper=True exclude each other; pass only one of them")
     transport = os.environ.get("TRIGRAM_TRANSPORT", "auto")
     if transport not in _TRANSPORTS:
         raise ConfigError(
@@ -449,7 +474,7 @@ def _settings(iface: str | None, toward: str | None) -> Settings:
         raise ConfigError(
             f"TRIGRAM_SILENCE={silence!r} is invalid; set it to a number of seconds from 0.5 to 86400"
         )
-    return iface or os.environ.get("TRIGRAM_IFACE") or None, toward, transport
+    return transport
 
 
 def shutdown() -> None:

@@ -217,7 +217,8 @@ def _refused_again_and_again(rank: int, world: int, everywhere: bool) -> None:
             time.sleep(1.0)
         wrong = -1.0 if everywhere or rank == 0 else None
         kind = trigram.AbortedError if wrong is None else trigram.ConfigError
-        says(raises(kind, lambda w=wrong: trigram.init(init_timeout=INIT_TIMEOUT, op_timeout=w)), "op_timeout")
+        error = raises(kind, lambda w=wrong: trigram.init(init_timeout=INIT_TIMEOUT, op_timeout=w))
+        says(error, "op_timeout")
 
 
 @pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "rank 0"])

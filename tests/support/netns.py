@@ -61,10 +61,47 @@ def remove(hosts: int) -> None:
         subprocess.run(["ip", "netns", "del", ns], check=False, capture_output=True)
 
 
+SECOND_NETWORK = "10.79.0."
+
+
 @contextmanager
-def limited(rates: dict[int, str]) -> Iterator[None]:
-    """Within the block, hosts send and receive at these rates, such as `100mbit`."""
-    places = [at for host in rates for at in ((host, name(host), "eth0"), (host, _switch(), f"port{host}"))]
+def second_cables(hosts: int) -> Iterator[None]:
+    """Within the block, the first hosts have a second interface, eth1, at another switch."""
+    switch = f"{_switch()}b"
+    _ip("netns", "add", switch)
+    try:
+        _ip("-n", switch, "link", "add", "br0", "type", "bridge")
+        _ip("-n", switch, "link", "set", "br0", "up")
+        for host in range(hosts):
+            ns, port = name(host), f"port{host}"
+            _ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth1", "netns", ns)
+            _ip("-n", switch, "link", "set", port, "master", "br0", "up")
+            _ip("-n", ns, "addr", "add", f"{SECOND_NETWORK}{host + 1}/24", "dev", "eth1")
+            _ip("-n", ns, "link", "set", "eth1", "up")
+        yield
+    finally:
+        subprocess.run(["ip", "netns", "del", switch], check=False, capture_output=True)
+        for host in range(hosts):  # the other ends may outlive the switch for a moment
+            gone = ["ip", "-n", name(host), "link", "del", "eth1"]
+            subprocess.run(gone, check=False, capture_output=True)
+
+
+def unplug(host: int, second: bool = True, back: bool = False) -> None:
+    """Takes a host's cable out of its switch, silently: its interface stays up. `back`: puts it in again."""
+    switch = f"{_switch()}b" if second else _switch()
+    _ip("-n", switch, "link", "set", f"port{host}", *(["master", "br0"] if back else ["nomaster"]))
+
+
+def put_down(host: int) -> None:
+    """Its second interface keeps its address, and carries nothing."""
+    _ip("-n", name(host), "link", "set", "eth1", "down")
+
+
+@contextmanager
+def limited(rates: dict[int, str], second: bool = False) -> Iterator[None]:
+    """Within the block, hosts send and receive at these rates, such as `100mbit`. `second`: by eth1."""
+    device, switch = ("eth1", f"{_switch()}b") if second else ("eth0", _switch())
+    places = [at for host in rates for at in ((host, name(host), device), (host, switch, f"port{host}"))]
     try:
         for host, ns, device in places:
             bucket = ["tbf", "rate", rates[host], "burst", "64kb", "latency", "50ms"]

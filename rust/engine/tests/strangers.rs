@@ -49,11 +49,11 @@ fn meet_by(
     thread::scope(|s| {
         let low = s.spawn(|| {
             let me = identity(0, secrets[0], tls, streams);
-            connect(&me, &[Peer::direct(0, 1, addresses[1])], &[], &zero, 2, limit, &mut || Ok(()))
+            connect(&me, &[Peer::direct(0, 1, addresses[1])], &[], &[zero], 2, limit, &mut || Ok(()))
                 .map(|met| met.connected)
         });
         let me = identity(1, secrets[1], tls, streams);
-        let high = connect(&me, &[Peer::direct(1, 0, detour)], &[], &one, 2, limit, &mut || Ok(()))
+        let high = connect(&me, &[Peer::direct(1, 0, detour)], &[], &[one], 2, limit, &mut || Ok(()))
             .map(|met| met.connected);
         (low.join().unwrap(), high)
     })
@@ -116,8 +116,8 @@ fn man_in_the_middle(to: SocketAddr, passed: Arc<Mutex<Vec<usize>>>) -> SocketAd
 fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
     let high = high.unwrap().remove(&0).unwrap();
     assert!(high.prepare());
-    let (mut tx, _rx) = high.split(true).unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
+    let (mut tx, mut told) = high.split((1, 0), true).unwrap();
+    let (mut tells, mut rx) = low.unwrap().remove(&1).unwrap().split((0, 1), true).unwrap();
     let (mut sent, mut got) = (0, Vec::new());
     let mut into = vec![0; 100_000];
     let mut waits = 0;
@@ -140,6 +140,10 @@ fn carry(low: Ends, high: Ends, bytes: &[u8]) -> Vec<u8> {
         while let Came::Some(n) = rx.read(&mut into).unwrap() {
             got.extend(&into[..n]);
         }
+        // What has arrived is told the other way.
+        tells.drain().unwrap();
+        told.wake();
+        assert_eq!(told.read(&mut into).unwrap(), Came::Nothing);
     }
     assert_eq!(sent, bytes.len());
     assert!(waits > 0, "so much cannot have fitted the socket: the sender buffers without bound");
@@ -173,8 +177,8 @@ fn what_travels_under_tls_arrives_and_is_not_to_be_seen() {
 #[test]
 fn a_frame_counts_as_sent_only_when_it_has_left() {
     let (low, high) = meet(["s", "s"], true, Duration::from_secs(20), |to| to);
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split((0, 1), true).unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split((0, 1), true).unwrap();
     let frame = vec![7; 100_000];
     let (mut frames, mut part) = (0, 0);
     // Nobody reads, until a frame does not fit any more.
@@ -268,8 +272,8 @@ fn what_is_altered_under_tls_is_not_passed_on() {
         address
     };
     let (low, high) = meet(["s", "s"], true, Duration::from_secs(20), detour);
-    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split(true).unwrap();
-    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split(true).unwrap();
+    let (mut tx, _rx) = high.unwrap().remove(&0).unwrap().split((0, 1), true).unwrap();
+    let (_tx, mut rx) = low.unwrap().remove(&1).unwrap().split((0, 1), true).unwrap();
     let sent = [5; 100_000];
     assert!(tx.write(&sent[..56], &sent[56..]).unwrap() > 60_000);
     let (mut got, mut into) = (0, vec![0; 100_000]);

@@ -17,6 +17,7 @@ use tokio::sync::mpsc;
 use trigram_core::error::name_ranks;
 use trigram_core::{Error, Result};
 
+use crate::bootstrap::cables::Cable;
 use crate::bootstrap::handshake_stream::HandshakeStream;
 use crate::bootstrap::relay::{self, Kind, Relay, Wish};
 use crate::bootstrap::routes::{Peer, Route};
@@ -28,8 +29,9 @@ use crate::sys::completion::INTERRUPT_INTERVAL;
 use crate::sys::completion::InterruptCheck;
 use crate::sys::limits::refused;
 use crate::sys::passing::Passing;
+use crate::transport::bundle::{self, Between};
+use crate::transport::far;
 use crate::transport::stream::{Receiver, Sender};
-use crate::transport::{bundle, far};
 
 /// The longest time that a connection may take to prove who it is.
 const HANDSHAKE_LIMIT: Duration = Duration::from_secs(5);
@@ -100,13 +102,19 @@ impl Connected {
         self.streams.iter().filter(|stream| !stream.prepare(self.far, several)).count() == 0
     }
 
-    /// Both directions. `summed`: frames carry checksums, unless they are encrypted.
-    pub fn split(self, summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+    /// Both directions. `ranks`: this rank and the other. `summed`: frames carry checksums, unless they are encrypted.
+    pub fn split(self, ranks: (u32, u32), summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
+        let addresses = self.streams.iter().map(HandshakeStream::addresses).collect();
+        let ip = |stream: &HandshakeStream| stream.own_ip();
+        let apart = self.streams.iter().any(|stream| Some(ip(stream)) != self.streams.first().map(ip));
         let halves = self.streams.into_iter().map(|stream| stream.split(summed));
         let mut halves = halves.collect::<Result<Vec<_>>>()?;
         match halves.pop() {
             Some(one) if halves.is_empty() => Ok(one),
-            last => Ok(bundle::join(halves.into_iter().chain(last).collect())),
+            last => Ok(bundle::join(
+                halves.into_iter().chain(last).collect(),
+                Between { ranks, addresses, apart },
+            )),
         }
     }
 }
@@ -129,8 +137,14 @@ impl Made {
         }
     }
 
+    /// How many connections with a rank there are, and are to be.
+    fn count(&self, rank: u32) -> (usize, usize) {
+        self.0.get(&rank).map_or((0, 1), |(first, streams)| (streams.len(), usize::from(first.of)))
+    }
+
     fn has(&self, rank: u32) -> bool {
-        self.0.get(&rank).is_some_and(|(first, streams)| streams.len() == usize::from(first.of))
+        let (count, of) = self.count(rank);
+        count == of
     }
 }
 
@@ -168,7 +182,7 @@ pub fn connect(
     me: &Identity,
     peers: &[Peer],
     pairs: &[(u32, u32)],
-    listener: &std::net::TcpListener,
+    listeners: &[std::net::TcpListener],
     world: usize,
     limit: Duration,
     check_interrupt: InterruptCheck<'_>,
@@ -176,11 +190,8 @@ pub fn connect(
     let io = |e: std::io::Error| Error::io("setting up TCP", e);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(io)?;
     runtime.block_on(async {
-        let own = listener.local_addr().map_err(io)?;
-        let own_socket = listener;
-        let listener = listener.try_clone().map_err(io)?;
-        listener.set_nonblocking(true).map_err(io)?;
-        let listener = TcpListener::from_std(listener).map_err(io)?;
+        let Some(own_socket) = listeners.first() else { return Err(Error::misuse("no port to listen at")) };
+        let own = own_socket.local_addr().map_err(io)?;
         let (send, mut arrivals) = mpsc::channel::<Arrival>(16);
         let (rejected, attempts) = (Rejected::default(), Attempts::default());
         let mut tasks = tokio::task::JoinSet::new();
@@ -193,7 +204,11 @@ pub fn connect(
         if let Some(relay) = peers.iter().filter(|peer| !peer.called).find_map(|peer| peer.relay) {
             tasks.spawn(wait_at(relay, hall.clone()));
         }
-        tasks.spawn(accept_all(listener, hall));
+        for listener in listeners {
+            let listener = listener.try_clone().map_err(io)?;
+            listener.set_nonblocking(true).map_err(io)?;
+            tasks.spawn(accept_all(TcpListener::from_std(listener).map_err(io)?, hall.clone()));
+        }
         let (mut made, mut relay) = (Made::default(), Relay::new(pairs.iter().copied()));
         let is_missing = |made: &Made| peers.iter().any(|peer| !made.has(peer.rank));
         let began = Instant::now();
@@ -221,7 +236,7 @@ pub fn connect(
             }
             if began.elapsed() > limit && is_missing(&made) {
                 let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
-                return Err(timed_out(me.rank, own, &missing, &rejected, &attempts, limit));
+                return Err(timed_out(me.rank, own, &missing, &made, &rejected, &attempts, limit));
             }
             if began.elapsed() > limit && untold > 0 && relay.open().is_none() {
                 let waiting_for = "the rank that passes on what ranks send each other that nobody reaches".into();
@@ -278,6 +293,7 @@ fn timed_out(
     me: u32,
     own: SocketAddr,
     missing: &[&Peer],
+    made: &Made,
     rejected: &Rejected,
     attempts: &Attempts,
     limit: Duration,
@@ -306,7 +322,15 @@ fn timed_out(
             routes.join(" or ")
         ));
     }
-    let callers: Vec<u32> = missing.iter().filter(|peer| !peer.called).map(|peer| peer.rank).collect();
+    let (begun, callers): (Vec<u32>, Vec<u32>) = missing
+        .iter()
+        .filter(|peer| !peer.called)
+        .map(|peer| peer.rank)
+        .partition(|&rank| made.count(rank).0 > 0);
+    for rank in begun.into_iter().take(MOST_TOLD) {
+        let (count, of) = made.count(rank);
+        tried.push(format!("of {of} connections of rank {rank}, {count} have come"));
+    }
     if !callers.is_empty() {
         let callers = name_ranks(&callers);
         tried.push(format!("rank {me} announced {own}, and no connection of {callers} has come there"));
@@ -347,11 +371,30 @@ struct Toward {
     attempts: Attempts,
 }
 
+impl Toward {
+    /// Whether it is a way to the addresses of the other's interfaces.
+    fn leads_over_cables(&self, route: Route) -> bool {
+        self.peer.cables.iter().any(|cable| route == Route::Direct(cable.to))
+    }
+
+    /// Over which of several cables a connection goes.
+    fn cable(&self, place: Option<Place>) -> Option<&Cable> {
+        let index = place.map_or(0, |place| usize::from(place.index));
+        self.peer.cables.get(index.checked_rem(self.peer.cables.len())?)
+    }
+}
+
 /// `place`: which of several connections to make; `None`: the first, which says how many there are to be.
 async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io::Result<Reached> {
     let Toward { me, .. } = to;
+    let cable = to.cable(place);
     let rank = to.peer.rank;
     let stream = match route {
+        Route::Direct(address) if let Some(cable) = cable.filter(|cable| cable.to == address) => {
+            tokio::time::timeout(HANDSHAKE_LIMIT, cable.connect())
+                .await
+                .map_err(|_| ErrorKind::TimedOut)??
+        }
         Route::Direct(address) => {
             let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
             tokio::time::timeout(limit, TcpStream::connect(address))
@@ -383,6 +426,10 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
     let place = place.unwrap_or_else(|| {
         let far = stream.is_far();
         let of = me.streams.unwrap_or_else(|| stream.streams(far, to.world));
+        // As many over each cable.
+        let cables = if to.leads_over_cables(route) { to.peer.cables.len() } else { 1 };
+        let of = usize::from(of).div_ceil(cables) * cables;
+        let of = u8::try_from(of).unwrap_or(u8::MAX).min(far::MOST_STREAMS);
         let through = if let Route::Through(relay, _) = route { Some(relay) } else { None };
         Place { index: 0, of, far, through }
     });
@@ -394,6 +441,9 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
 async fn connect_to(mut to: Toward, arrived: mpsc::Sender<Arrival>) {
     let Some((first, route)) = connect_once(&to, None, &arrived).await else { return };
     to.peer.routes = vec![route];
+    if !to.leads_over_cables(route) {
+        to.peer.cables.clear();
+    }
     let to = Arc::new(to);
     let mut rest = tokio::task::JoinSet::new();
     for index in 1..first.of {
@@ -427,9 +477,15 @@ async fn connect_once(
     place: Option<Place>,
     arrived: &mpsc::Sender<Arrival>,
 ) -> Option<(Place, Route)> {
-    let mut rejections = vec![0; to.peer.routes.len()];
-    let note = |text| to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.peer.rank, text);
-    for (i, &route) in to.peer.routes.iter().enumerate().cycle() {
+    // The first connection goes by the first way by which the rank is reached, and each further one over its cable.
+    let cable = to.cable(place).filter(|_| place.is_some());
+    let routes = cable.map_or(to.peer.routes.clone(), |cable| vec![Route::Direct(cable.to)]);
+    let over = cable.map_or(String::new(), |cable| format!("over {cable}: "));
+    let note = |text: String| {
+        to.attempts.lock().unwrap_or_else(PoisonError::into_inner).insert(to.peer.rank, over.clone() + &text)
+    };
+    let mut rejections = vec![0; routes.len()];
+    for (i, &route) in routes.iter().enumerate().cycle() {
         let limit = if matches!(route, Route::Through(..)) { THROUGH_LIMIT } else { HANDSHAKE_LIMIT };
         match tokio::time::timeout(limit, try_connect(to, route, place)).await {
             Ok(Ok(Reached::Proved(place, stream))) => {

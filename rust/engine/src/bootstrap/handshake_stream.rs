@@ -104,6 +104,17 @@ impl HandshakeStream {
         }
     }
 
+    /// Its two addresses, this rank's first.
+    pub fn addresses(&self) -> String {
+        let name = |address: Result<std::net::SocketAddr>| address.map_or("?".into(), |at| at.to_string());
+        format!("{} to {}", name(self.stream.local_addr()), name(self.stream.peer_addr()))
+    }
+
+    /// This rank's address.
+    pub fn own_ip(&self) -> Option<std::net::IpAddr> {
+        self.stream.local_addr().ok().map(|at| at.ip())
+    }
+
     /// See [`far::is_far`].
     pub fn is_far(&self) -> bool {
         far::is_far(self.stream.as_fd())

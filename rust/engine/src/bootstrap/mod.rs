@@ -2,6 +2,7 @@
 //!
 //! Uses [`crate::runtime`], [`crate::security`] and what they use.
 
+pub mod cables;
 pub mod handshake;
 pub mod handshake_stream;
 pub mod host_handshake;

@@ -16,11 +16,11 @@ use tokio::net::tcp::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::mpsc;
 use trigram_core::{Error, Result};
 
-use crate::link::socket::waiting;
 use crate::security::proofs::NONCE;
 use crate::security::secret::{Keys, PROOF, random};
 use crate::sys::fork::GuardedFd;
 use crate::sys::passing::Passing;
+use crate::sys::socket::waiting;
 use crate::transport::{far, tcp};
 
 /// The first byte of a request: no handshake and no TLS session begins with it.

@@ -19,7 +19,7 @@ use trigram_core::{Error, Result};
 
 use crate::bootstrap::handshake::{self, Identity, Met};
 use crate::bootstrap::routes::{self, Peer, Reach, Site};
-use crate::bootstrap::{host_handshake, tuning_file};
+use crate::bootstrap::{cables, host_handshake, tuning_file};
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
 use crate::host::doorbell::Doorbell;
@@ -27,7 +27,7 @@ use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
 use crate::security::secret::{Claim, PROOF, Security, random};
 use crate::security::tls_keys::Tls;
-use crate::sys::address::{self, boot_id, host_name, own_address};
+use crate::sys::address::{self, OwnAddress, boot_id, host_name, own_address};
 use crate::sys::completion::InterruptCheck;
 use crate::sys::memory::Arena;
 use crate::sys::unix;
@@ -53,6 +53,8 @@ struct EndpointRecord {
     release: String,
     rank: u32,
     address: SocketAddr,
+    /// At its further interfaces, if it uses several.
+    more: Vec<SocketAddr>,
     /// What others see of that, if a setting says so; and whether nobody reaches it.
     announced: Option<SocketAddr>,
     outward: bool,
@@ -73,7 +75,7 @@ struct EndpointRecord {
     tuning: Vec<Tuned>,
 }
 
-const VERSION: u32 = 9;
+const VERSION: u32 = 10;
 const RELEASE: &str = env!("CARGO_PKG_VERSION");
 
 impl EndpointRecord {
@@ -112,7 +114,9 @@ pub struct Rendezvous {
     record: EndpointRecord,
     size: usize,
     transport: Transport,
-    listener: std::net::TcpListener,
+    listeners: Vec<std::net::TcpListener>,
+    /// Its interfaces, if it was told which.
+    own: Vec<OwnAddress>,
     /// `None` once this rank has given up sharing memory: those that wait for it see that nobody listens.
     unix: Option<OwnedFd>,
     /// `None` until another rank of this host needs it.
@@ -137,10 +141,18 @@ impl Rendezvous {
         if rank as usize >= size {
             return Err(Error::misuse(format!("init: there is no rank {rank} in a world of {size} ranks")));
         }
-        let own = own_address(iface, toward)?;
+        let names = iface.map_or(Ok(Vec::new()), cables::names)?;
+        let own = names.into_iter().map(address::interface).collect::<Result<Vec<_>>>()?;
         let mut reach = Reach::from_env()?;
-        let listener = reach.listen(own)?;
-        let address = listener.local_addr().map_err(|e| Error::io("listening", e))?;
+        let listeners = match own.is_empty() {
+            true => vec![reach.listen(own_address(toward)?)?],
+            false => own.iter().map(|own| reach.listen(own.at)).collect::<Result<Vec<_>>>()?,
+        };
+        cables::keep_apart(&listeners, &own);
+        let addresses = listeners.iter().map(|listener| listener.local_addr());
+        let mut more =
+            addresses.collect::<std::io::Result<Vec<_>>>().map_err(|e| Error::io("listening", e))?;
+        let address = more.remove(0);
         let token: [u8; 16] = random()?;
         let hex: String = token.iter().map(|b| format!("{b:02x}")).collect();
         let host = match transport {
@@ -155,6 +167,7 @@ impl Rendezvous {
             release: RELEASE.into(),
             rank,
             address,
+            more,
             announced: reach.announced,
             outward: reach.outward,
             host,
@@ -170,7 +183,8 @@ impl Rendezvous {
             record,
             size,
             transport,
-            listener,
+            listeners,
+            own,
             unix: Some(unix),
             control: None,
             neighbours: HashMap::new(),
@@ -359,7 +373,19 @@ impl Rendezvous {
         let sites: Vec<Site> = self.records.iter().flatten().map(site).collect();
         let relay = routes::relay(&sites);
         let away = sites.iter().filter(|other| !is_here(other.rank as usize));
-        let peers: Vec<Peer> = away.map(|other| Peer::at(&site(&self.record), other, relay)).collect();
+        let cables_to = |other: &Site| {
+            let record = self.records[other.rank as usize].as_ref();
+            let theirs = record.map_or(&[][..], |record| &record.more);
+            cables::pairs(&self.own, &[&[other.address], theirs].concat())
+        };
+        let peers: Vec<Peer> = away
+            .map(|other| {
+                let cables = cables_to(other);
+                // Where the other has more than this one, this one uses those that it reaches.
+                let address = cables.first().map_or(other.address, |cable| cable.to);
+                Peer::at(&site(&self.record), &Site { address, ..*other }, relay).over(cables)
+            })
+            .collect();
         // For whom this rank is the relay: those that nobody reaches, on different hosts.
         let outward =
             || sites.iter().filter(|site| site.outward && relay.is_some_and(|r| r.rank == me as u32));
@@ -373,7 +399,7 @@ impl Rendezvous {
             let keys = self.security.keys(&self.job());
             let identity = Identity { rank: me as u32, keys, tls, streams: far::asked_streams() };
             met =
-                handshake::connect(&identity, &peers, &pairs, &self.listener, size, limit, check_interrupt)?;
+                handshake::connect(&identity, &peers, &pairs, &self.listeners, size, limit, check_interrupt)?;
         }
         let local: Vec<usize> = (0..size).filter(|&r| is_here(r)).collect();
         let index = |rank: usize| local.iter().position(|&r| r == rank).unwrap_or_default();
@@ -393,7 +419,7 @@ impl Rendezvous {
                 if connected.as_ref().is_some_and(|connected| !connected.prepare()) {
                     refused.push(rank as u32);
                 }
-                let halves = connected.map(|connected| connected.split(summed)).transpose()?;
+                let halves = connected.map(|c| c.split((me as u32, rank as u32), summed)).transpose()?;
                 halves.map(faulty::wrap).transpose()?
             };
             let (out, inn) = halves.unzip();

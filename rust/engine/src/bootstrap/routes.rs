@@ -8,6 +8,8 @@ use std::net::{IpAddr, SocketAddr, TcpListener, ToSocketAddrs};
 
 use trigram_core::{Error, Result};
 
+use crate::bootstrap::cables::Cable;
+
 /// How others reach this rank, as its environment says.
 #[derive(Clone, Debug, Default)]
 pub struct Reach {
@@ -141,6 +143,8 @@ pub struct Peer {
     pub called: bool,
     /// The ways to it, the likeliest first.
     pub routes: Vec<Route>,
+    /// If both have several, the interfaces of this rank and the addresses of the other to which they lead.
+    pub cables: Vec<Cable>,
     /// Both only connect outwards: this rank may have to pass on what they send each other, and at which address.
     pub relay: Option<(u32, SocketAddr)>,
 }
@@ -148,7 +152,13 @@ pub struct Peer {
 impl Peer {
     /// A rank that others reach at this address, as `me` does.
     pub fn direct(me: u32, rank: u32, address: SocketAddr) -> Self {
-        Self { rank, called: rank < me, routes: vec![Route::Direct(address)], relay: None }
+        Self {
+            rank,
+            called: rank < me,
+            routes: vec![Route::Direct(address)],
+            cables: Vec::new(),
+            relay: None,
+        }
     }
 
     /// As their sites say. `relay`: the site of the rank that passes on what those send that nobody reaches.
@@ -167,7 +177,13 @@ impl Peer {
         let mut routes: Vec<Route> = far.into_iter().flatten().collect();
         let at = if is_near(me.address.ip(), other.address.ip()) { 0 } else { routes.len() };
         routes.insert(at, near);
-        Self { rank: other.rank, called, routes, relay }
+        Self { rank: other.rank, called, routes, cables: Vec::new(), relay }
+    }
+
+    /// The same, if both have several interfaces.
+    pub fn over(mut self, cables: Vec<Cable>) -> Self {
+        self.cables = if cables.len() > 1 { cables } else { Vec::new() };
+        self
     }
 }
 

@@ -112,6 +112,7 @@ impl Heartbeat {
                     tx.give(&control_frame(Kind::Heartbeat, 0, 0), Vec::new());
                 }
                 state.written = tx.written;
+                tx.tick(false);
             }
             let silent = state.silent;
             if silent > SUSPECT

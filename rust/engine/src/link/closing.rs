@@ -78,6 +78,7 @@ impl ClosingConnection {
 
     fn pump(&mut self) {
         self.tx.wake();
+        self.tx.tick(true);
         self.is_open &= self.tx.pump(&mut Vec::new()).is_ok();
         match self.rx.drop_input() {
             Ok(Pumped::Moved) => self.heard = Instant::now(),
@@ -105,7 +106,7 @@ impl ClosingConnection {
         if !self.is_open {
             return Farewell::Over;
         }
-        let unacknowledged = self.rx.unacknowledged();
+        let unacknowledged = self.tx.unacknowledged();
         let now = Instant::now();
         let state = (self.tx.written, unacknowledged.unwrap_or(0));
         if std::mem::replace(&mut self.state, state) != state {

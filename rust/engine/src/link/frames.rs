@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
 
-use crate::link::socket;
+use crate::sys::socket;
 use crate::transport::stream::{Read, Receiver, Sender};
 
 /// The step of a call that a frame belongs to.
@@ -77,6 +77,18 @@ impl Tx {
     /// Whether the transport has something that was written to it, and can still send it.
     pub(crate) fn holds_back(&self) -> bool {
         !self.failed && !self.sender.is_drained()
+    }
+
+    /// See [`Sender::tick`]. Whoever writes next finds the same error.
+    pub(crate) fn tick(&mut self, soon: bool) {
+        if !self.failed {
+            let _ = self.sender.tick(soon);
+        }
+    }
+
+    /// See [`Sender::unacknowledged`].
+    pub(crate) fn unacknowledged(&self) -> Option<u64> {
+        self.sender.unacknowledged()
     }
 
     /// The transport has failed, and those who should know do: it is not tried again.
@@ -321,16 +333,10 @@ impl Rx {
         Ok(outcome)
     }
 
-    /// How many bytes of the opposite direction the peer's host has not acknowledged; `None` where there is no socket, so
-    /// that what was written has arrived.
-    pub(crate) fn unacknowledged(&self) -> Option<u64> {
-        self.waiting(libc::TIOCOUTQ)
-    }
-
-    /// Whether the connection carries nothing any more in either direction.
+    /// Whether none of its connections carries anything any more in either direction.
     pub(crate) fn is_broken(&self) -> bool {
-        let mut broken = false;
-        self.each_socket(&mut |fd| broken |= socket::has_hung_up(fd));
+        let mut broken = self.has_socket();
+        self.each_socket(&mut |fd| broken &= socket::has_hung_up(fd));
         broken
     }
 

@@ -7,4 +7,3 @@ pub mod closing;
 pub mod frames;
 pub mod outbox;
 pub mod rate_meter;
-pub(crate) mod socket;

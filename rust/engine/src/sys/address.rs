@@ -1,6 +1,7 @@
 //! Which host a rank runs on, and the address at which other ranks reach it.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
+use std::time::{Duration, Instant};
 
 use trigram_core::{Error, Result};
 
@@ -20,22 +21,80 @@ fn unknown(e: std::io::Error) -> Error {
     Error::io("reading this host's identity", e)
 }
 
-/// The address that other ranks connect to: that of the named interface; otherwise the one on the route to `toward`;
-/// otherwise the one on the way to other networks; otherwise the first that is not loopback. No packet is sent to find a
-/// route.
-pub(crate) fn own_address(iface: Option<&str>, toward: Option<&str>) -> Result<SocketAddr> {
-    let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
-    if let Some(wanted) = iface {
-        let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
-        return named.min_by_key(|i| rank_of(&i.ip())).map(address_of).ok_or_else(|| {
-            let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
-            known.sort();
-            Error::Config(format!(
-                "TRIGRAM_IFACE={wanted:?} is no network interface or address of this host; it has {}",
-                known.join(", ")
-            ))
-        });
+/// An address of this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnAddress {
+    /// The address, without a port.
+    pub at: SocketAddr,
+    /// Its interface.
+    pub device: String,
+    /// How many bits all addresses of its network have in common.
+    pub prefix: u8,
+}
+
+impl OwnAddress {
+    /// Whether another address is of its network.
+    pub(crate) fn is_near(&self, other: IpAddr) -> bool {
+        let head =
+            |bits: u128, all: u32| bits.checked_shr(all.saturating_sub(self.prefix.into())).unwrap_or(0);
+        match (self.at.ip(), other) {
+            (IpAddr::V4(a), IpAddr::V4(b)) => head(a.to_bits().into(), 32) == head(b.to_bits().into(), 32),
+            (IpAddr::V6(a), IpAddr::V6(b)) => head(a.to_bits(), 128) == head(b.to_bits(), 128),
+            _ => false,
+        }
     }
+}
+
+/// The address of an interface, which is named by itself or by its address.
+///
+/// # Errors
+///
+/// [`Error::Config`] if this host has no such interface, or it is down.
+pub(crate) fn interface(wanted: &str) -> Result<OwnAddress> {
+    let began = Instant::now();
+    loop {
+        match (look_up(wanted)?, began.elapsed() < SETTLE) {
+            (Ok(found), _) => return Ok(found),
+            (Err(down), false) => return Err(down),
+            // One that was set up just now is down for a moment.
+            (Err(_), true) => std::thread::sleep(SETTLE / 20),
+        }
+    }
+}
+
+/// How long an interface that is set up may be down.
+const SETTLE: Duration = Duration::from_secs(2);
+
+/// The inner error: it is down.
+fn look_up(wanted: &str) -> Result<Result<OwnAddress>> {
+    let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
+    let named = all.iter().filter(|i| i.name == wanted || i.ip().to_string() == wanted);
+    let Some(found) = named.min_by_key(|i| rank_of(&i.ip())) else {
+        let mut known: Vec<String> = all.iter().map(|i| format!("{} ({})", i.name, i.ip())).collect();
+        known.sort();
+        return Err(Error::Config(format!(
+            "TRIGRAM_IFACE={wanted:?} is no network interface or address of this host; it has {}",
+            known.join(", ")
+        )));
+    };
+    if !found.is_oper_up() {
+        return Ok(Err(Error::Config(format!(
+            "TRIGRAM_IFACE={wanted:?}: the interface {} is down; connect its cable and set it up (ip link set {} up), or \
+             leave it out",
+            found.name, found.name
+        ))));
+    }
+    let prefix = match &found.addr {
+        if_addrs::IfAddr::V4(v4) => v4.prefixlen,
+        if_addrs::IfAddr::V6(v6) => v6.prefixlen,
+    };
+    Ok(Ok(OwnAddress { at: address_of(found), device: found.name.clone(), prefix }))
+}
+
+/// The address that other ranks connect to where no interface is named: the one on the route to `toward`; otherwise the one on
+/// the way to other networks; otherwise the first that is not loopback. No packet is sent to find a route.
+pub(crate) fn own_address(toward: Option<&str>) -> Result<SocketAddr> {
+    let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
     // Some systems resolve the name of the host itself to 127.0.1.1, where no other host reaches this one.
     let literal = toward.is_some_and(|toward| {
         toward == "localhost" || toward.parse().is_ok_and(|ip: IpAddr| ip.is_loopback())

@@ -18,4 +18,5 @@ pub mod passing;
 pub(crate) mod process_state;
 pub mod runs;
 pub mod serving;
+pub(crate) mod socket;
 pub mod unix;

@@ -77,7 +77,24 @@ fn set(socket: BorrowedFd<'_>, level: libc::c_int, name: libc::c_int, value: lib
 pub fn min_rtt(socket: BorrowedFd<'_>) -> Option<f64> {
     /// Where `struct tcp_info` of linux/tcp.h has `tcpi_min_rtt`, in microseconds; since Linux 4.6.
     const MIN_RTT: usize = 148;
-    let mut info = [0u8; MIN_RTT + 4];
+    let info = info::<{ MIN_RTT + 4 }>(socket)?;
+    let micros = u32::from_ne_bytes(info[MIN_RTT..].try_into().ok()?);
+    (micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
+}
+
+/// Bytes per second that a connection has carried lately, as the system has measured; and whether there was less to send.
+pub fn rate(socket: BorrowedFd<'_>) -> Option<(f64, bool)> {
+    /// Where it has `tcpi_delivery_rate`, and the bit `tcpi_delivery_rate_app_limited`; since Linux 4.9.
+    const RATE: usize = 160;
+    const LIMITED: usize = 7;
+    let info = info::<{ RATE + 8 }>(socket)?;
+    let rate = u64::from_ne_bytes(info[RATE..].try_into().ok()?);
+    (rate > 0).then_some((rate as f64, info[LIMITED] & 1 == 1))
+}
+
+/// The first bytes of `struct tcp_info`; `None` if the system has fewer.
+fn info<const BYTES: usize>(socket: BorrowedFd<'_>) -> Option<[u8; BYTES]> {
+    let mut info = [0u8; BYTES];
     let mut len = info.len() as libc::socklen_t;
     // SAFETY: the kernel writes at most `len` bytes, and says how many.
     let done = unsafe {
@@ -89,6 +106,5 @@ pub fn min_rtt(socket: BorrowedFd<'_>) -> Option<f64> {
             &raw mut len,
         )
     };
-    let micros = u32::from_ne_bytes(info[MIN_RTT..].try_into().ok()?);
-    (done == 0 && len as usize == info.len() && micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
+    (done == 0 && len as usize == info.len()).then_some(info)
 }

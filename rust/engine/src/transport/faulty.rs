@@ -108,6 +108,17 @@ impl Sender for FaultySender {
         }
     }
 
+    fn tick(&mut self, soon: bool) -> Result<()> {
+        match self.word.load(Ordering::Relaxed) {
+            CUT | OUTAGE => Ok(()),
+            _ => self.inner.tick(soon),
+        }
+    }
+
+    fn unacknowledged(&self) -> Option<u64> {
+        self.inner.unacknowledged()
+    }
+
     fn flush(&mut self) {
         self.inner.flush();
     }

@@ -43,6 +43,21 @@ pub trait Sender: Send {
         Ok(false)
     }
 
+    /// Called ten times a second: looks whether what was written arrives. `soon`: this rank waits until it has.
+    fn tick(&mut self, _soon: bool) -> Result<()> {
+        Ok(())
+    }
+
+    /// How many bytes the peer's host is not known to have; `None`: what was written has arrived.
+    fn unacknowledged(&self) -> Option<u64> {
+        None
+    }
+
+    /// Bytes per second that it has carried lately, and whether there was less to send; `None`: nobody knows.
+    fn rate(&self) -> Option<(f64, bool)> {
+        None
+    }
+
     /// Called after a burst of writes: wakes the peer if the transport does not do so by itself.
     fn flush(&mut self) {}
 

@@ -12,6 +12,8 @@ use socket2::SockRef;
 use trigram_core::{Error, Result};
 
 use crate::sys::fork::GuardedFd;
+use crate::sys::socket;
+use crate::transport::far;
 use crate::transport::stream::{Read, Receiver, Sender};
 
 /// Splits a connected socket into its two directions. `summed`: frames carry checksums.
@@ -63,6 +65,14 @@ impl Sender for TcpSender {
 
     fn wake(&mut self) {
         self.writable = true;
+    }
+
+    fn unacknowledged(&self) -> Option<u64> {
+        Some(socket::waiting(self.socket.stream.as_fd(), libc::TIOCOUTQ))
+    }
+
+    fn rate(&self) -> Option<(f64, bool)> {
+        far::rate(self.socket.stream.as_fd())
     }
 
     fn is_summed(&self) -> bool {

@@ -15,6 +15,8 @@ use socket2::SockRef;
 use trigram_core::{Error, Result};
 
 use crate::sys::fork::GuardedFd;
+use crate::sys::socket;
+use crate::transport::far;
 use crate::transport::stream::{Read, Receiver, Sender};
 use crate::transport::tcp;
 
@@ -133,6 +135,14 @@ impl Sender for TlsSender {
 
     fn wake(&mut self) {
         self.link.state().writable = true;
+    }
+
+    fn unacknowledged(&self) -> Option<u64> {
+        Some(socket::waiting(self.link.socket.as_fd(), libc::TIOCOUTQ))
+    }
+
+    fn rate(&self) -> Option<(f64, bool)> {
+        far::rate(self.link.socket.as_fd())
     }
 
     fn close(&mut self) {

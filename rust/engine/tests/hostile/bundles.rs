@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
-use trigram_engine::transport::bundle::{head, join};
+use trigram_engine::transport::bundle::{Between, head, join};
 use trigram_engine::transport::stream::{Read, Receiver};
 
 use crate::common::{Rng, inputs, report};
@@ -28,7 +28,7 @@ fn bundles() {
             let receiver: Box<dyn Receiver> = Box::new(Fed(feed.clone()));
             (Box::new(Away(rng.clone())) as _, receiver)
         });
-        let (_tx, mut rx) = join(ends.collect());
+        let (_tx, mut rx) = join(ends.collect(), Between::default());
         let (mut sent, mut got, mut fed, mut over) = (0u64, 0u64, 0, false);
         for _ in 0..64 {
             let len = if rng.one_in(60) { rng.below(1 << 18) } else { [1, 20, 3000, 65536][rng.below(4)] };

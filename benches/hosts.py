@@ -30,6 +30,7 @@ from trigram.cli.launch import end, free_port
 
 NETWORK = "10.79.0."
 INTERFACE = "eth0"
+SECOND_NETWORK, SECOND_INTERFACE = "10.80.0.", "eth1"
 # The default of some kernels is BBR, whose pacing halves the rate of an unshaped cable between namespaces.
 CONGESTION_CONTROL = "cubic"
 # A small bucket and small segments, so that no burst exceeds the rate. Faster cables need a larger bucket,
@@ -49,12 +50,20 @@ class Hosts:
             the cables are not shaped.
         delay: Milliseconds from host to host, one way. With it or loss, `rate` must be given.
         loss: Percent of frames that are lost, each way.
+        second: The rate of a second cable of each host, to another switch; None: there is none.
 
     Raises:
-        ValueError: The number of rates is wrong, or far cables have no rate.
+        ValueError: The number of rates is wrong, or far cables have no rate, or second ones.
     """
 
-    def __init__(self, count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0) -> None:
+    def __init__(
+        self,
+        count: int,
+        rate: str | None = None,
+        delay: float = 0.0,
+        loss: float = 0.0,
+        second: str | None = None,
+    ) -> None:
         self.count = count
         rates = rate.split(",") if rate else []
         self.rates = rates * count if len(rates) == 1 else rates
@@ -62,7 +71,9 @@ class Hosts:
             raise ValueError(f"{len(self.rates)} rates for {count} hosts")
         if (delay or loss) and not self.rates:
             raise ValueError("cables with a delay or loss need a rate")
-        self.delay, self.loss = delay, loss
+        if second and (delay or loss):
+            raise ValueError("second cables have no delay and no loss")
+        self.delay, self.loss, self.second = delay, loss, second
         self.forwarder: subprocess.Popen[bytes] | None = None
         self.folder: tempfile.TemporaryDirectory[str] | None = None
         self.prefix = f"tgbench{os.getpid()}"
@@ -97,25 +108,35 @@ class Hosts:
         # The switch is in its own namespace, so that the network of the machine does not change.
         far = bool(self.delay or self.loss)
         _run("ip", "netns", "add", self.switch)
-        if not far:
-            _run("ip", "-n", self.switch, "link", "add", "br0", "type", "bridge")
-            _run("ip", "-n", self.switch, "link", "set", "br0", "up")
-        for host, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
-            port = f"port{host}"
-            inside, outside = ("ip", "-n", name), ("ip", "-n", self.switch)
+        for name in self.names:
             _run("ip", "netns", "add", name)
-            _run(*inside, "link", "set", "lo", "up")
-            _run(*outside, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-            _run(*outside, "link", "set", port, *(() if far else ("master", "br0")), "up")
-            _run(*inside, "addr", "add", f"{address}/24", "dev", INTERFACE)
-            _run(*inside, "link", "set", INTERFACE, "up")
-            # Set for the route, because not every kernel allows a namespace to change its default.
-            route = (f"{NETWORK}0/24", "dev", INTERFACE, "src", address, "congctl", CONGESTION_CONTROL)
-            _run(*inside, "route", "replace", *route)
-            if self.rates and not far:
-                shape(self.prefix, host, self.rates[host])
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        self._connect(None if far else "br0", "port", INTERFACE, NETWORK, [] if far else self.rates)
+        if self.second:
+            self._connect("br1", "second", SECOND_INTERFACE, SECOND_NETWORK, [self.second] * self.count)
         if far:
             self._forward()
+
+    def _connect(
+        self, bridge: str | None, port: str, interface: str, network: str, rates: Sequence[str]
+    ) -> None:
+        """Gives each host a cable to a bridge of the switch; without one, their other ends are left open."""
+        outside = ("ip", "-n", self.switch)
+        if bridge:
+            _run(*outside, "link", "add", bridge, "type", "bridge")
+            _run(*outside, "link", "set", bridge, "up")
+        for host, name in enumerate(self.names):
+            inside, end = ("ip", "-n", name), f"{port}{host}"
+            address = f"{network}{host + 1}"
+            _run(*outside, "link", "add", end, "type", "veth", "peer", "name", interface, "netns", name)
+            _run(*outside, "link", "set", end, *(("master", bridge) if bridge else ()), "up")
+            _run(*inside, "addr", "add", f"{address}/24", "dev", interface)
+            _run(*inside, "link", "set", interface, "up")
+            # Set for the route, because not every kernel allows a namespace to change its default.
+            route = (f"{network}0/24", "dev", interface, "src", address, "congctl", CONGESTION_CONTROL)
+            _run(*inside, "route", "replace", *route)
+            if rates:
+                shape(self.prefix, host, rates[host], interface, port)
 
     def _forward(self) -> None:
         """Starts the program that is the switch of far cables."""
@@ -143,15 +164,17 @@ def megabits(rate: str) -> float:
     return float(rate.removesuffix("mbit").removesuffix("gbit")) * (1000 if rate.endswith("gbit") else 1)
 
 
-def shape(prefix: str, host: int, rate: str) -> None:
+def shape(prefix: str, host: int, rate: str, interface: str = INTERFACE, port: str = "port") -> None:
     """Sets the rate of a host's cable in both directions, also while it is in use.
 
     Args:
         prefix: The prefix of the hosts' names: `Hosts.prefix`, or `TRIGRAM_BENCH_HOSTS` in a rank.
         host: The index of the host.
         rate: A rate as `tc` writes it.
+        interface: The interface at the host's end.
+        port: What the name of the other end begins with.
     """
-    for namespace, device in ((f"{prefix}h{host}", INTERFACE), (f"{prefix}sw", f"port{host}")):
+    for namespace, device in ((f"{prefix}h{host}", interface), (f"{prefix}sw", f"{port}{host}")):
         _run("ip", "-n", namespace, "link", "set", device, "gso_max_size", SEGMENT)
         gigabits = float(rate.removesuffix("gbit")) if rate.endswith("gbit") else 1.0
         burst = f"{round(BURST_KB * max(1.0, gigabits**2))}kb"

@@ -1,7 +1,9 @@
-"""Compares all_reduce between hosts over TCP: gloo, and trigram in several versions or with several settings.
+r"""Compares all_reduce between hosts over TCP: gloo, and trigram in several versions or with several settings.
 
     python benches/paired_hosts.py --hosts 4 gloo now=python "summed=python:TRIGRAM_CHECKSUM=on"
     python benches/paired_hosts.py --hosts 4 --rate 1gbit gloo before=../before/python after=python
+    python benches/paired_hosts.py --hosts 2 --rate 200mbit --second 200mbit one=python \
+        two=python:TRIGRAM_IFACE=eth0,eth1
     python benches/paired_hosts.py --call reduce_scatter --hosts 2 --ranks 2 gloo now=python:memory=registered
 
 A contestant is `gloo`, `NAME=PATH[:VARIABLE=VALUE...]` (the folder with the package `trigram`; settings,
@@ -250,6 +252,7 @@ def main() -> None:
     parser.add_argument("--rate", help="of each cable; else unshaped")
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds between hosts, one way")
     parser.add_argument("--loss", type=float, default=0.0, help="percent of frames, each way")
+    parser.add_argument("--second", help="the rate of a second cable of each host, eth1")
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
@@ -263,7 +266,7 @@ def main() -> None:
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
     with (
         tempfile.TemporaryDirectory() as folder,
-        hosts.Hosts(args.hosts, args.rate, args.delay, args.loss) as where,
+        hosts.Hosts(args.hosts, args.rate, args.delay, args.loss, args.second) as where,
     ):
         try:
             for each in args.contestants:

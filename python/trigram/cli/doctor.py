@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import itertools
 import os
 import platform
 import resource
@@ -194,10 +195,13 @@ def network() -> Iterator[Check]:
             "loopback only",
             "add a network interface: ranks on other hosts cannot reach this one",
         )
-    chosen = os.environ.get("TRIGRAM_IFACE")
-    if chosen and chosen not in addresses:
-        advice = f"set it to one of {', '.join(addresses)}, or unset it"
-        yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: no interface of this name has an address", advice)
+    for chosen in filter(None, map(str.strip, os.environ.get("TRIGRAM_IFACE", "").split(","))):
+        if chosen not in addresses and chosen not in itertools.chain(*addresses.values()):
+            advice = f"set it to one of {', '.join(addresses)}, or several with commas, or unset it"
+            yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: this host has no such interface or address", advice)
+        elif _interface_file(chosen, "operstate") == "down":
+            advice = f"connect its cable and set it up (ip link set {chosen} up), or leave it out"
+            yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: the interface is down", advice)
 
 
 def far() -> Iterator[Check]:

@@ -66,13 +66,14 @@ pub(crate) fn get(number: i32) -> Result<&'static Device> {
     })
 }
 
-/// One address per interface. `own` is a name or an address, `nccl` NCCL's list; with neither, loopback is for
+/// One address per interface. `own` has names or addresses with commas in between, `nccl` is NCCL's list; with neither, loopback is for
 /// machines that have nothing else, and so is what Docker makes.
 fn choose(all: Vec<(String, IpAddr)>, own: Option<&str>, nccl: Option<&str>) -> Vec<(String, IpAddr)> {
     let mut found = all;
     found.sort_by_key(|(_, ip)| ip.is_ipv6());
     if let Some(own) = own {
-        found.retain(|(name, ip)| name == own || ip.to_string() == own);
+        let own: Vec<&str> = own.split(',').map(str::trim).collect();
+        found.retain(|(name, ip)| own.iter().any(|own| name == own || ip.to_string() == *own));
     } else if let Some(list) = nccl {
         let filter = Filter::read(list);
         found.retain(|(name, _)| filter.takes(name));
@@ -159,6 +160,7 @@ mod tests {
         assert_eq!(names(Some("10.0.1.1"), None), ["eth1 10.0.1.1"]);
         assert_eq!(names(Some("fd00::1"), None), ["eth0 fd00::1"]);
         assert!(names(Some("eth"), None).is_empty());
+        assert_eq!(names(Some("eth0, eth1"), None), ["eth0 10.0.0.1", "eth1 10.0.1.1"]);
     }
 
     #[test]

@@ -10,7 +10,7 @@ use socket2::SockRef;
 use tokio::net::{TcpSocket, TcpStream};
 use trigram_core::{Error, Result};
 
-use crate::sys::address::OwnAddress;
+use crate::sys::address::{OwnAddress, scope, with_scope};
 
 /// A connection from an interface of this rank to an address of another.
 #[derive(Clone, Debug)]
@@ -28,9 +28,12 @@ pub fn pairs(mine: &[OwnAddress], theirs: &[SocketAddr]) -> Vec<Cable> {
     let mut cables: Vec<Option<Cable>> = theirs.iter().map(|_| None).collect();
     for is_near in [true, false] {
         for (cable, to) in cables.iter_mut().zip(theirs) {
-            let leads = |own: &&OwnAddress| !is_near || own.is_near(to.ip());
+            let leads =
+                |own: &&OwnAddress| own.at.is_ipv4() == to.is_ipv4() && (!is_near || own.is_near(to.ip()));
             if let Some(k) = mine.iter().position(leads).filter(|_| cable.is_none()) {
-                *cable = Some(Cable { from: mine.remove(k).clone(), to: *to });
+                let from = mine.remove(k).clone();
+                // A link-local address is one on this rank's interface.
+                *cable = Some(Cable { to: with_scope(*to, scope(&from.at)), from });
             }
         }
     }
@@ -117,6 +120,9 @@ mod tests {
         let one_network = [own("10.0.0.2:0", "a", 16), own("10.0.1.2:0", "b", 16)];
         assert_eq!(told(&one_network, &["10.0.1.1:7", "10.0.0.1:7"]), ["a-10.0.1.1", "b-10.0.0.1"]);
         assert_eq!(told(&[own("[fd00::2]:0", "a", 64)], &["[fd00::1]:7"]), ["a-fd00::1"]);
+        assert_eq!(told(&two[1..], &["[fd00::1]:7", "10.9.0.1:7"]), ["b-10.9.0.1"], "of its family");
+        let local = pairs(&[own("[fe80::2%3]:0", "a", 64)], &["[fe80::1]:7".parse().unwrap()]);
+        assert_eq!(local[0].to.to_string(), "[fe80::1%3]:7");
     }
 
     #[test]

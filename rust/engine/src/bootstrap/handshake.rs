@@ -389,18 +389,16 @@ async fn try_connect(to: &Toward, route: Route, place: Option<Place>) -> std::io
     let Toward { me, .. } = to;
     let cable = to.cable(place);
     let rank = to.peer.rank;
+    let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
     let stream = match route {
         Route::Direct(address) if let Some(cable) = cable.filter(|cable| cable.to == address) => {
             tokio::time::timeout(HANDSHAKE_LIMIT, cable.connect())
                 .await
                 .map_err(|_| ErrorKind::TimedOut)??
         }
-        Route::Direct(address) => {
-            let limit = if to.peer.routes.len() > 1 { ROUTE_LIMIT } else { HANDSHAKE_LIMIT };
-            tokio::time::timeout(limit, TcpStream::connect(address))
-                .await
-                .map_err(|_| ErrorKind::TimedOut)??
-        }
+        Route::Direct(address) => tokio::time::timeout(limit, TcpStream::connect(address))
+            .await
+            .map_err(|_| ErrorKind::TimedOut)??,
         Route::Through(_, relay) => relay::reach(relay, Kind::Call, me.rank, rank, &me.keys).await?,
     };
     stream.set_nodelay(true)?;
@@ -489,6 +487,8 @@ async fn connect_once(
         let limit = if matches!(route, Route::Through(..)) { THROUGH_LIMIT } else { HANDSHAKE_LIMIT };
         match tokio::time::timeout(limit, try_connect(to, route, place)).await {
             Ok(Ok(Reached::Proved(place, stream))) => {
+                // What is noted from now on is of another connection.
+                to.attempts.lock().unwrap_or_else(PoisonError::into_inner).remove(&to.peer.rank);
                 // The receiver is gone only if the caller has stopped waiting.
                 let _ = arrived.send(Arrival::Connected(to.peer.rank, place, stream)).await;
                 return Some((place, route));

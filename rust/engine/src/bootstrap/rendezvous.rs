@@ -115,7 +115,7 @@ pub struct Rendezvous {
     size: usize,
     transport: Transport,
     listeners: Vec<std::net::TcpListener>,
-    /// Its interfaces, if it was told which.
+    /// Its interfaces.
     own: Vec<OwnAddress>,
     /// `None` once this rank has given up sharing memory: those that wait for it see that nobody listens.
     unix: Option<OwnedFd>,
@@ -142,12 +142,18 @@ impl Rendezvous {
             return Err(Error::misuse(format!("init: there is no rank {rank} in a world of {size} ranks")));
         }
         let names = iface.map_or(Ok(Vec::new()), cables::names)?;
-        let own = names.into_iter().map(address::interface).collect::<Result<Vec<_>>>()?;
+        let mut own = names.iter().map(|name| address::interface(name)).collect::<Result<Vec<_>>>()?;
+        if let Some(twice) = own.iter().enumerate().find_map(|(i, at)| own[..i].contains(at).then_some(at)) {
+            let iface = iface.unwrap_or_default();
+            let what =
+                format!("TRIGRAM_IFACE={iface:?} names {} twice; name each interface once", twice.device);
+            return Err(Error::Config(what));
+        }
+        if own.is_empty() {
+            own.push(own_address(toward)?);
+        }
         let mut reach = Reach::from_env()?;
-        let listeners = match own.is_empty() {
-            true => vec![reach.listen(own_address(toward)?)?],
-            false => own.iter().map(|own| reach.listen(own.at)).collect::<Result<Vec<_>>>()?,
-        };
+        let listeners = own.iter().map(|own| reach.listen(own.at)).collect::<Result<Vec<_>>>()?;
         cables::keep_apart(&listeners, &own);
         let addresses = listeners.iter().map(|listener| listener.local_addr());
         let mut more =

@@ -34,7 +34,7 @@ const IN_TIME: Duration = Duration::from_secs(1);
 /// The state of a peer, as of the last heartbeat.
 #[derive(Clone, Copy, Debug, Default)]
 struct PeerState {
-    /// A number that grows while the peer lives: heartbeats in its control segment, or bytes received.
+    /// A number that grows while the peer lives: heartbeats in its control segment, or what arrives from it.
     seen: u64,
     /// For how long that number has not grown, in heartbeats of this rank.
     silent: Duration,
@@ -95,7 +95,7 @@ impl Heartbeat {
                 continue;
             };
             let neighbour = world.neighbours.get(&rank);
-            let seen = neighbour.map_or(rx.bytes, |neighbour| neighbour.control.heartbeats());
+            let seen = neighbour.map_or_else(|| rx.signs(), |neighbour| neighbour.control.heartbeats());
             if seen != state.seen {
                 if std::mem::take(&mut state.warned) {
                     peers.log(LogLine::Resumed { me, rank, silent: state.silent });

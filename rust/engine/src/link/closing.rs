@@ -103,7 +103,8 @@ impl ClosingConnection {
     /// its end. `limit`: the silence after which a rank is lost.
     pub(crate) fn take_leave(&mut self, limit: Duration) -> Farewell {
         self.pump();
-        if !self.is_open {
+        // A peer that has closed its end reads nothing more.
+        if !self.is_open || self.is_answered {
             return Farewell::Over;
         }
         let unacknowledged = self.tx.unacknowledged();
@@ -116,7 +117,7 @@ impl ClosingConnection {
         if let Some(closed) = self.closed {
             // Heartbeats come from a peer that lives and has not read the end yet: what acknowledged it was not its host.
             let is_silent = now - closed.max(self.heard) > self.answer.min(patience);
-            let over = self.is_answered || is_silent || now - self.moved.max(closed) > patience;
+            let over = is_silent || now - self.moved.max(closed) > patience;
             return if over { Farewell::Over } else { Farewell::Waiting };
         }
         if self.tx.is_idle() && state.1 == 0 {

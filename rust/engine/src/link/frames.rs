@@ -309,6 +309,11 @@ impl Rx {
         self.receiver.wake();
     }
 
+    /// A number that grows whenever something arrives.
+    pub(crate) fn signs(&self) -> u64 {
+        self.bytes + self.receiver.signs()
+    }
+
     /// Drops what is arriving for a call from now on.
     pub fn redirect(&mut self, call: u64) {
         if let State::Payload(_, target, ..) = &mut self.state

@@ -84,16 +84,12 @@ fn look_up(wanted: &str) -> Result<Result<OwnAddress>> {
             found.name, found.name
         ))));
     }
-    let prefix = match &found.addr {
-        if_addrs::IfAddr::V4(v4) => v4.prefixlen,
-        if_addrs::IfAddr::V6(v6) => v6.prefixlen,
-    };
-    Ok(Ok(OwnAddress { at: address_of(found), device: found.name.clone(), prefix }))
+    Ok(Ok(OwnAddress { at: address_of(found), device: found.name.clone(), prefix: prefix(&found.addr) }))
 }
 
 /// The address that other ranks connect to where no interface is named: the one on the route to `toward`; otherwise the one on
 /// the way to other networks; otherwise the first that is not loopback. No packet is sent to find a route.
-pub(crate) fn own_address(toward: Option<&str>) -> Result<SocketAddr> {
+pub(crate) fn own_address(toward: Option<&str>) -> Result<OwnAddress> {
     let all = if_addrs::get_if_addrs().map_err(|e| Error::io("listing network interfaces", e))?;
     // Some systems resolve the name of the host itself to 127.0.1.1, where no other host reaches this one.
     let literal = toward.is_some_and(|toward| {
@@ -104,7 +100,17 @@ pub(crate) fn own_address(toward: Option<&str>) -> Result<SocketAddr> {
     let abroad = [OTHER_NETWORK_4, OTHER_NETWORK_6].into_iter().filter_map(source).map(|ip| (ip, false));
     let chosen = routes.by_ref().chain(abroad).find(|(found, literal)| *literal || !found.ip().is_loopback());
     let candidates = || all.iter().map(|i| (i.ip(), i.is_oper_up() && !is_bridge(&i.name)));
-    Ok(chosen.map_or_else(|| reachable(candidates()), |(found, _)| found))
+    let at = chosen.map_or_else(|| reachable(candidates()), |(found, _)| found);
+    let interface = all.iter().find(|interface| interface.ip() == at.ip());
+    let (device, prefix) = interface.map_or((String::new(), u8::MAX), |i| (i.name.clone(), prefix(&i.addr)));
+    Ok(OwnAddress { at, device, prefix })
+}
+
+fn prefix(address: &if_addrs::IfAddr) -> u8 {
+    match address {
+        if_addrs::IfAddr::V4(v4) => v4.prefixlen,
+        if_addrs::IfAddr::V6(v6) => v6.prefixlen,
+    }
 }
 
 /// Addresses for documentation: nobody has them, and the way there is the one to all other networks.

@@ -8,6 +8,8 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use rustix::net::sockopt;
 
+use crate::transport::stream::Carried;
+
 /// From this round-trip time on, in seconds, an answer takes too long to wait for with little under way.
 const FAR: f64 = 2e-3;
 
@@ -82,14 +84,16 @@ pub fn min_rtt(socket: BorrowedFd<'_>) -> Option<f64> {
     (micros != u32::MAX).then(|| f64::from(micros) * 1e-6)
 }
 
-/// Bytes per second that a connection has carried lately, as the system has measured; and whether there was less to send.
-pub fn rate(socket: BorrowedFd<'_>) -> Option<(f64, bool)> {
-    /// Where it has `tcpi_delivery_rate`, and the bit `tcpi_delivery_rate_app_limited`; since Linux 4.9.
+/// What the system knows of what a connection has carried.
+pub fn carried(socket: BorrowedFd<'_>) -> Option<Carried> {
+    /// Where it has `tcpi_bytes_acked`, `tcpi_delivery_rate` and the bit `tcpi_delivery_rate_app_limited`; since Linux 4.9.
+    const ACKED: usize = 120;
     const RATE: usize = 160;
     const LIMITED: usize = 7;
     let info = info::<{ RATE + 8 }>(socket)?;
-    let rate = u64::from_ne_bytes(info[RATE..].try_into().ok()?);
-    (rate > 0).then_some((rate as f64, info[LIMITED] & 1 == 1))
+    let number = |from: usize| u64::from_ne_bytes(info[from..from + 8].try_into().unwrap_or_default());
+    let rate = Some(number(RATE) as f64).filter(|rate| *rate > 0.0 && info[LIMITED] & 1 == 0);
+    Some(Carried { arrived: number(ACKED), rate })
 }
 
 /// The first bytes of `struct tcp_info`; `None` if the system has fewer.

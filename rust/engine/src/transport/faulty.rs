@@ -160,6 +160,10 @@ impl Receiver for FaultyReceiver {
         self.inner.wake();
     }
 
+    fn signs(&self) -> u64 {
+        self.inner.signs()
+    }
+
     fn expect(&mut self, bytes: usize) {
         self.inner.expect(bytes);
     }

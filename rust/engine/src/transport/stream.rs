@@ -15,6 +15,15 @@ pub enum Read {
     Closed,
 }
 
+/// What the system knows of what a connection has carried.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Carried {
+    /// Bytes that the peer's host has, of all that were ever written.
+    pub arrived: u64,
+    /// Bytes per second, lately; `None` if there was less to send.
+    pub rate: Option<f64>,
+}
+
 /// The outward direction to one peer.
 pub trait Sender: Send {
     /// Writes as much of `head` and then `body` as fits now; 0 if nothing does.
@@ -53,8 +62,8 @@ pub trait Sender: Send {
         None
     }
 
-    /// Bytes per second that it has carried lately, and whether there was less to send; `None`: nobody knows.
-    fn rate(&self) -> Option<(f64, bool)> {
+    /// What the system knows of what it has carried.
+    fn carried(&self) -> Option<Carried> {
         None
     }
 
@@ -80,6 +89,11 @@ pub trait Receiver: Send {
 
     /// Shows the sockets to wait on, which both directions share; none if the sender rings the receiver's doorbell instead.
     fn each_socket(&self, _look: &mut dyn FnMut(BorrowedFd<'_>)) {}
+
+    /// A number that grows whenever something arrives, also if it cannot be passed on yet.
+    fn signs(&self) -> u64 {
+        0
+    }
 
     /// A socket has become readable.
     fn wake(&mut self) {}

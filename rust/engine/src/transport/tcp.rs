@@ -14,7 +14,7 @@ use trigram_core::{Error, Result};
 use crate::sys::fork::GuardedFd;
 use crate::sys::socket;
 use crate::transport::far;
-use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::stream::{Carried, Read, Receiver, Sender};
 
 /// Splits a connected socket into its two directions. `summed`: frames carry checksums.
 pub fn split(socket: TcpStream, summed: bool) -> Result<(Box<dyn Sender>, Box<dyn Receiver>)> {
@@ -71,8 +71,8 @@ impl Sender for TcpSender {
         Some(socket::waiting(self.socket.stream.as_fd(), libc::TIOCOUTQ))
     }
 
-    fn rate(&self) -> Option<(f64, bool)> {
-        far::rate(self.socket.stream.as_fd())
+    fn carried(&self) -> Option<Carried> {
+        far::carried(self.socket.stream.as_fd())
     }
 
     fn is_summed(&self) -> bool {

@@ -17,7 +17,7 @@ use trigram_core::{Error, Result};
 use crate::sys::fork::GuardedFd;
 use crate::sys::socket;
 use crate::transport::far;
-use crate::transport::stream::{Read, Receiver, Sender};
+use crate::transport::stream::{Carried, Read, Receiver, Sender};
 use crate::transport::tcp;
 
 /// Plaintext that is encrypted at a time, and that waits for the socket at most.
@@ -141,8 +141,8 @@ impl Sender for TlsSender {
         Some(socket::waiting(self.link.socket.as_fd(), libc::TIOCOUTQ))
     }
 
-    fn rate(&self) -> Option<(f64, bool)> {
-        far::rate(self.link.socket.as_fd())
+    fn carried(&self) -> Option<Carried> {
+        far::carried(self.link.socket.as_fd())
     }
 
     fn close(&mut self) {

@@ -55,6 +55,8 @@ pub(super) struct BundleReceiver {
     held: BTreeMap<u64, Vec<u8>>,
     /// The position of the end, once the peer has said it.
     end: Option<u64>,
+    /// How often something arrived.
+    arrivals: u64,
     /// Why the last stream failed, if it did.
     failed: Option<Error>,
     receipts: Arc<Mutex<Receipts>>,
@@ -71,7 +73,7 @@ impl BundleReceiver {
             closed: false,
         };
         let streams = streams.into_iter().map(stream).collect();
-        Self { streams, at: 0, held: BTreeMap::new(), end: None, failed: None, receipts }
+        Self { streams, at: 0, held: BTreeMap::new(), end: None, arrivals: 0, failed: None, receipts }
     }
 
     fn receipts(&self) -> MutexGuard<'_, Receipts> {
@@ -142,6 +144,7 @@ impl BundleReceiver {
         let stream = &mut self.streams[number];
         let error = match read {
             Ok(Read::Some(n)) => {
+                self.arrivals += 1;
                 if let Some(chunk) = &mut stream.chunk {
                     chunk.next += n as u64;
                     self.finish(number)?;
@@ -203,6 +206,7 @@ impl BundleReceiver {
                 None => {
                     let read = stream.receiver.read(&mut stream.head[stream.have..]);
                     if let Ok(Read::Some(n)) = read {
+                        self.arrivals += 1;
                         stream.have += n;
                         if stream.have == HEAD {
                             stream.have = 0;
@@ -281,6 +285,10 @@ impl Receiver for BundleReceiver {
 
     fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
         self.streams.iter().for_each(|stream| stream.receiver.each_socket(look));
+    }
+
+    fn signs(&self) -> u64 {
+        self.arrivals
     }
 
     fn wake(&mut self) {

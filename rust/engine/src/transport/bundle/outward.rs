@@ -1,5 +1,6 @@
 //! The outward direction: who gets the next chunk, and what is sent again.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -16,6 +17,8 @@ use crate::transport::stream::Sender;
 pub(super) const WINDOW: u64 = 32 << 20;
 /// Chunks of one stream that may be on their way.
 const MOST_KEPT: usize = 4096;
+/// Less is not divided among cables.
+const LEAST_CHUNK: usize = 16 << 10;
 /// Buffers that are kept for the next chunks.
 const SPARE: usize = 32;
 
@@ -25,6 +28,18 @@ const ASK: Duration = Duration::from_millis(300);
 const ASK_SOON: Duration = Duration::from_millis(10);
 /// After this time, or three times what chunks have needed, what it holds goes by the other streams too.
 const STALL: Duration = Duration::from_secs(1);
+const MOST_STALL: Duration = Duration::from_secs(4);
+/// What passes between two looks at the streams, at most, of the time that counts: this rank may have been stopped.
+const TICK: Duration = Duration::from_millis(200);
+/// Measurements of a stream's rate, ten in a second: so many are kept, and fewer than so many say nothing.
+const MEASURED: usize = 9;
+const LEAST_MEASURED: usize = 3;
+/// Less that has arrived meanwhile does not make a measurement.
+const LEAST_ARRIVED: u64 = 32 << 10;
+/// How much faster a stream is believed to be that has been passed over for a tenth of a second; and from which doubt on its
+/// measurements are not believed.
+const GROWTH: f64 = 1.02;
+const MOST_DOUBT: f64 = 1.5;
 /// After this time a stream that failed is told of, if others have not.
 const TOLD: Duration = Duration::from_secs(1);
 
@@ -44,6 +59,12 @@ struct Piece {
     given: Instant,
 }
 
+/// The position behind a chunk.
+fn end(chunk: &[u8]) -> u64 {
+    let at = chunk.first_chunk().map_or(0, |at| u64::from_le_bytes(*at));
+    at + (chunk.len() - HEAD) as u64
+}
+
 /// One of the streams.
 struct Stream {
     sender: Box<dyn Sender>,
@@ -54,11 +75,19 @@ struct Stream {
     gone: usize,
     /// How many chunks the peer is known to have.
     there: u64,
-    /// When that grew last, or the stream began to hold something.
-    since: Instant,
+    /// For how long nothing of what it holds has arrived.
+    waited: Duration,
+    /// What the system said last of what has arrived.
+    arrived: u64,
     state: State,
     /// Bytes per second that it has carried lately; 0: not known yet.
     rate: f64,
+    /// The last measurements of it.
+    measured: VecDeque<f64>,
+    /// How much more it may carry.
+    doubt: f64,
+    /// Since it was looked at last, others got what it had room for.
+    passed_over: Cell<bool>,
     /// Why and when it was lost, until that is told.
     lost: Option<(Instant, String)>,
 }
@@ -87,13 +116,35 @@ impl Stream {
         (self.sender.unacknowledged().unwrap_or(0) + (rest + more) as u64) as f64 / self.rate
     }
 
-    /// Takes note of what it carries.
-    fn measure(&mut self) {
-        // What little there was to send may have passed in a burst, or as slowly as it came.
-        if let Some((rate, false)) = self.sender.rate() {
-            self.rate =
-                if self.rate == 0.0 { rate } else { 0.75 * self.rate + 0.25 * rate.min(2.0 * self.rate) };
+    /// Takes note of what it carries: the median of the last measurements, for single ones may be of a burst. What little
+    /// there was to send says nothing. One that was passed over is believed to carry a little more with time: else it would
+    /// stay unused for a wrong measurement.
+    fn measure(&mut self, passed: Duration) {
+        let carried = self.sender.carried();
+        let arrived = carried.map_or(0, |carried| carried.arrived.saturating_sub(self.arrived));
+        self.arrived += arrived;
+        self.waited = if arrived > 0 || !self.waits() { Duration::ZERO } else { self.waited + passed };
+        match carried.and_then(|carried| carried.rate).filter(|_| arrived >= LEAST_ARRIVED) {
+            Some(rate) => {
+                if self.doubt > MOST_DOUBT {
+                    self.measured.clear();
+                }
+                self.doubt = 1.0;
+                if self.measured.len() == MEASURED {
+                    self.measured.pop_front();
+                }
+                self.measured.push_back(rate);
+            }
+            None if self.passed_over.get() => self.doubt *= GROWTH,
+            None => {}
         }
+        self.passed_over.set(false);
+        let mut sorted: Vec<f64> = self.measured.iter().copied().collect();
+        sorted.sort_by(f64::total_cmp);
+        self.rate = sorted
+            .get(sorted.len() / 2)
+            .filter(|_| sorted.len() >= LEAST_MEASURED)
+            .map_or(0.0, |r| r * self.doubt);
     }
 
     /// Gives it a piece, when it has no rest of another; `Some`: it takes none of it now.
@@ -105,7 +156,7 @@ impl Stream {
             _ => {}
         }
         if !self.waits() {
-            self.since = piece.given;
+            self.waited = Duration::ZERO;
         }
         self.gone = *written.as_ref().unwrap_or(&0);
         self.kept.push_back(piece);
@@ -135,11 +186,17 @@ impl Stream {
         }
         while self.there < there {
             let is_whole = self.kept.len() > 1 || !self.has_rest();
-            let Some(piece) = self.kept.pop_front().filter(|_| is_whole) else { return Err(misplaced()) };
-            self.there += u64::from(piece.is_chunk);
-            done.push(piece);
+            if self.kept.is_empty() || !is_whole {
+                return Err(misplaced());
+            }
+            let piece = self.kept.pop_front().filter(|piece| piece.is_chunk);
+            self.there += u64::from(piece.is_some());
+            // What it held while nothing arrived says nothing of how long chunks need.
+            if self.state == State::Live {
+                done.extend(piece);
+            }
         }
-        self.since = Instant::now();
+        self.waited = Duration::ZERO;
         self.state = if self.state == State::Stalled { State::Live } else { self.state };
         Ok(())
     }
@@ -158,8 +215,11 @@ pub(super) struct BundleSender {
     spare: Vec<Vec<u8>>,
     /// How long chunks need to arrive and to be told of.
     usual: Duration,
-    /// When the peer was asked last.
+    /// When the peer was asked last, and the streams were looked at.
     asked: Instant,
+    looked: Instant,
+    /// Why all streams are lost.
+    failed: Option<Error>,
     receipts: Arc<Mutex<Receipts>>,
     between: Between,
 }
@@ -175,9 +235,13 @@ impl BundleSender {
             kept: VecDeque::new(),
             gone: 0,
             there: 0,
-            since: Instant::now(),
+            waited: Duration::ZERO,
+            arrived: 0,
             state: State::Live,
             rate: 0.0,
+            measured: VecDeque::new(),
+            doubt: 1.0,
+            passed_over: Cell::new(false),
             lost: None,
         };
         Self {
@@ -189,6 +253,8 @@ impl BundleSender {
             spare: Vec::new(),
             usual: Duration::ZERO,
             asked: Instant::now(),
+            looked: Instant::now(),
+            failed: None,
             receipts,
             between,
         }
@@ -214,11 +280,13 @@ impl BundleSender {
         let fastest = self.streams.iter().filter(is_used).max_by(|a, b| a.rate.total_cmp(&b.rate));
         let fastest = fastest.filter(|_| self.between.apart);
         let is_slow = |stream: &Stream| {
-            fastest.is_some_and(|fastest| {
+            let is_slow = fastest.is_some_and(|fastest| {
                 stream.rate > 0.0
                     && stream.rate < fastest.rate / 2.0
                     && stream.seconds(bytes) > fastest.seconds(bytes)
-            })
+            });
+            stream.passed_over.set(is_slow || stream.passed_over.get());
+            is_slow
         };
         let mut numbers = (0..count).map(|i| (self.turn + i) % count);
         numbers.find(|&number| {
@@ -237,7 +305,11 @@ impl BundleSender {
                     return Ok(None);
                 }
                 Ok(Some(back)) => bytes = back,
-                Err(error) => return self.lose(number, error).map(|()| None),
+                Err(error) => {
+                    self.lose(number, error)?;
+                    // A chunk goes by another stream soon; what was to be told is told again.
+                    return Ok(if is_chunk { None } else { Some(Vec::new()) });
+                }
             }
         }
         Ok(Some(bytes))
@@ -248,9 +320,37 @@ impl BundleSender {
         let stream = &mut self.streams[number];
         stream.state = State::Lost;
         stream.lost = Some((Instant::now(), error.to_string()));
+        stream.sender.close();
         let chunks = stream.kept.drain(..).filter(|piece| piece.is_chunk).map(|piece| piece.bytes);
-        self.again.extend(chunks);
-        if self.streams.iter().all(|stream| stream.state == State::Lost) { Err(error) } else { Ok(()) }
+        let passed = self.passed;
+        self.again.extend(chunks.filter(|chunk| end(chunk) > passed));
+        self.receipts().repeat();
+        if self.streams.iter().all(|stream| stream.state == State::Lost) {
+            self.failed = Some(error.clone());
+            return Err(error);
+        }
+        Ok(())
+    }
+
+    /// Writes what streams have taken in part, and then takes note of what the peer has: what the peer says that it has was
+    /// written as a whole, though the last byte may not have been counted under TLS.
+    fn push(&mut self) -> Result<bool> {
+        if let Some(error) = &self.failed {
+            return Err(error.clone());
+        }
+        let mut moved = false;
+        for number in 0..self.streams.len() {
+            if self.streams[number].state == State::Lost {
+                continue;
+            }
+            let closed = self.receipts().closed[number].take();
+            match closed.map_or_else(|| self.streams[number].push(), Err) {
+                Ok(any) => moved |= any,
+                Err(error) => self.lose(number, error)?,
+            }
+        }
+        self.hear()?;
+        Ok(moved)
     }
 
     /// Takes note of what the peer has.
@@ -273,13 +373,12 @@ impl BundleSender {
             }
         }
         let now = Instant::now();
-        if let Some(slowest) = done.iter().filter(|piece| piece.is_chunk).map(|piece| now - piece.given).max()
-        {
+        if let Some(slowest) = done.iter().map(|piece| now - piece.given).max() {
             self.usual = slowest.max(self.usual - self.usual / 64);
         }
         let room = SPARE.saturating_sub(self.spare.len());
         self.spare.extend(
-            done.into_iter().map(|piece| piece.bytes).filter(|b| b.capacity() > CHUNK / 2).take(room),
+            done.into_iter().map(|piece| piece.bytes).filter(|b| b.capacity() >= LEAST_CHUNK).take(room),
         );
         Ok(())
     }
@@ -290,11 +389,29 @@ impl BundleSender {
         if !receipts.are_due() {
             return Ok(false);
         }
-        let heads = receipts.heads();
+        let (heads, is_asked) = (receipts.heads(), receipts.is_asked());
         drop(receipts);
-        let told = self.place(heads, false)?.is_none();
+        // Who asks may hear by one stream what does not arrive by another.
+        let told = if is_asked { self.tell_by_all(&heads)? } else { self.place(heads, false)?.is_none() };
         if told {
             self.receipts().tell();
+        }
+        Ok(told)
+    }
+
+    /// Tells the peer something by each stream that takes it now; true if one did.
+    fn tell_by_all(&mut self, heads: &[u8]) -> Result<bool> {
+        let mut told = false;
+        for number in 0..self.streams.len() {
+            let stream = &mut self.streams[number];
+            if stream.state == State::Lost || !stream.is_ready() {
+                continue;
+            }
+            match stream.give(Piece { bytes: heads.to_vec(), is_chunk: false, given: Instant::now() }) {
+                Ok(None) => told = true,
+                Ok(Some(_)) => {}
+                Err(error) => self.lose(number, error)?,
+            }
         }
         Ok(told)
     }
@@ -304,12 +421,15 @@ impl Sender for BundleSender {
     fn write(&mut self, first: &[u8], body: &[u8]) -> Result<usize> {
         self.drain()?;
         let len = first.len() + body.len();
+        // What is short goes in parts too, over several cables at a time.
+        let parts = if self.between.apart { self.streams.len() } else { 1 };
+        let most = len.div_ceil(parts).clamp(LEAST_CHUNK, CHUNK);
         let mut done = 0;
         while done < len && self.has_room() {
             let start = &first[done.min(first.len())..];
-            let start = &start[..start.len().min(CHUNK)];
+            let start = &start[..start.len().min(most)];
             let end = &body[done.saturating_sub(first.len())..];
-            let end = &end[..end.len().min(CHUNK - start.len())];
+            let end = &end[..end.len().min(most - start.len())];
             let n = start.len() + end.len();
             let mut bytes = self.spare.pop().unwrap_or_default();
             bytes.clear();
@@ -355,18 +475,7 @@ impl Sender for BundleSender {
     }
 
     fn drain(&mut self) -> Result<bool> {
-        let mut moved = false;
-        self.hear()?;
-        for number in 0..self.streams.len() {
-            if self.streams[number].state == State::Lost {
-                continue;
-            }
-            let closed = self.receipts().closed[number].take();
-            match closed.map_or_else(|| self.streams[number].push(), Err) {
-                Ok(any) => moved |= any,
-                Err(error) => self.lose(number, error)?,
-            }
-        }
+        let mut moved = self.push()?;
         while let Some(bytes) = self.again.pop_front() {
             if let Some(back) = self.place(bytes, true)? {
                 self.again.push_front(back);
@@ -378,37 +487,31 @@ impl Sender for BundleSender {
     }
 
     fn tick(&mut self, soon: bool) -> Result<()> {
-        self.hear()?;
-        self.streams.iter_mut().for_each(Stream::measure);
-        let (now, heard, stall) = (Instant::now(), self.receipts().heard, STALL.max(3 * self.usual));
+        self.push()?;
+        let now = Instant::now();
+        let passed = (now - std::mem::replace(&mut self.looked, now)).min(TICK);
+        self.streams.iter_mut().for_each(|stream| stream.measure(passed));
         let waits = |stream: &Stream, limit: Duration| {
-            stream.state != State::Lost && stream.waits() && now - stream.since > limit
+            stream.state != State::Lost && stream.waits() && stream.waited > limit
         };
         let (after, pause) = if soon { (Duration::ZERO, ASK_SOON) } else { (ASK, Duration::ZERO) };
         if now - self.asked >= pause && self.streams.iter().any(|stream| waits(stream, after)) {
             self.asked = now;
-            for number in 0..self.streams.len() {
-                let stream = &mut self.streams[number];
-                if stream.state == State::Lost || !stream.is_ready() {
-                    continue;
-                }
-                let piece = Piece { bytes: Head::Asked.encode().to_vec(), is_chunk: false, given: now };
-                if let Err(error) = stream.give(piece) {
-                    self.lose(number, error)?;
-                }
-            }
+            self.tell_by_all(&Head::Asked.encode())?;
         }
+        let stall = (3 * self.usual).clamp(STALL, MOST_STALL);
+        // The peer speaks, and does not say that it has what such a stream holds.
+        let is_heard = now - self.receipts().heard < stall / 2;
         for number in 0..self.streams.len() {
             let live = self.streams.iter().filter(|stream| stream.state == State::Live).count();
             let stream = &mut self.streams[number];
-            // The peer speaks, and does not say that it has these chunks.
-            let is_stalled =
-                stream.state == State::Live && waits(stream, stall) && heard > stream.since + stall / 2;
-            if is_stalled && live > 1 {
+            if is_heard && stream.state == State::Live && waits(stream, stall) && live > 1 {
                 stream.state = State::Stalled;
-                let chunks: Vec<Vec<u8>> = stream.chunks().map(|piece| piece.bytes.clone()).collect();
+                let chunks =
+                    stream.chunks().map(|piece| &piece.bytes).filter(|chunk| end(chunk) > self.passed);
+                let chunks: Vec<Vec<u8>> = chunks.cloned().collect();
+                self.between.tell_stalled(number, stream.waited);
                 self.again.extend(chunks);
-                self.between.tell_stalled(number, now - self.streams[number].since);
             }
             let stream = &mut self.streams[number];
             // All of a peer that has ended close at about the same time.

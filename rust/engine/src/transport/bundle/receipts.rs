@@ -33,7 +33,7 @@ pub(super) struct Receipts {
     pub(super) passed_there: u64,
     /// Something above is new.
     pub(super) news: bool,
-    /// When the peer said something of this kind last.
+    /// When the peer said last what has arrived there.
     pub(super) heard: Instant,
     /// Why streams have closed or failed, inward, before the peer had said that no more follows.
     pub(super) closed: Vec<Option<Error>>,
@@ -72,7 +72,9 @@ impl Receipts {
 
     /// The peer says or asks something.
     pub(super) fn hear(&mut self, head: Head) -> Result<()> {
-        self.heard = Instant::now();
+        if head != Head::Asked {
+            self.heard = Instant::now();
+        }
         match head {
             Head::Received(stream, chunks) => {
                 let there = self.there.get_mut(stream).ok_or_else(misplaced)?;
@@ -86,6 +88,16 @@ impl Receipts {
             _ => self.asked = true,
         }
         Ok(())
+    }
+
+    /// What the peer was told may be lost: it is told again.
+    pub(super) fn repeat(&mut self) {
+        self.asked = true;
+    }
+
+    /// Whether the peer waits for an answer.
+    pub(super) fn is_asked(&self) -> bool {
+        self.asked
     }
 
     /// Whether the peer is to be told what has arrived.

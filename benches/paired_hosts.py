@@ -1,4 +1,4 @@
-r"""Compares all_reduce between hosts over TCP: gloo, and trigram in several versions or with several settings.
+r"""Compares all_reduce between hosts over TCP: gloo, and trigram in several versions or with settings.
 
     python benches/paired_hosts.py --hosts 4 gloo now=python "summed=python:TRIGRAM_CHECKSUM=on"
     python benches/paired_hosts.py --hosts 4 --rate 1gbit gloo before=../before/python after=python

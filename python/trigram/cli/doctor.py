@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import itertools
+import mmap
 import os
 import platform
 import resource
@@ -198,7 +198,9 @@ def network() -> Iterator[Check]:
     for chosen in filter(None, map(str.strip, os.environ.get("TRIGRAM_IFACE", "").split(","))):
         if chosen not in addresses and chosen not in itertools.chain(*addresses.values()):
             advice = f"set it to one of {', '.join(addresses)}, or several with commas, or unset it"
-            yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: this host has no such interface or address", advice)
+            yield Check(
+                "TRIGRAM_IFACE", "fail", f"{chosen}: this host has no such interface or address", advice
+            )
         elif _interface_file(chosen, "operstate") == "down":
             advice = f"connect its cable and set it up (ip link set {chosen} up), or leave it out"
             yield Check("TRIGRAM_IFACE", "fail", f"{chosen}: the interface is down", advice)

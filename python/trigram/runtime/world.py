@@ -274,7 +274,8 @@ def init(
             waits without limit for a peer that is alive. A log line names the peer after 10 s; a peer that
             dies raises ``PeerLostError`` at once. Asynchronous algorithms, whose ranks do not wait for each
             other, have no such limit.
-        iface: Network interface or address to use between hosts; also ``TRIGRAM_IFACE``.
+        iface: Network interface or address to use between hosts, or several with commas in between; also
+            ``TRIGRAM_IFACE``.
         elastic: The job continues when ranks are lost, and admits ranks while it runs, see docs/elastic.md. A
             late rank joins in ``with_bagua(elastic=True)`` or :func:`trigram.recover`.
         helper: This rank has no model and no data. It reduces gradients for the other ranks, as much as the

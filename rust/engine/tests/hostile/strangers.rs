@@ -21,6 +21,7 @@ struct EndpointRecord {
     _release: String,
     _rank: u32,
     address: SocketAddr,
+    _more: Vec<SocketAddr>,
     _announced: Option<SocketAddr>,
     _outward: bool,
     _host: String,

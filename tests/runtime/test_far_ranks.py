@@ -16,7 +16,7 @@ from torch import nn
 import trigram
 from tests.support import netns
 from tests.support.checks import init_refuses, raises, says
-from tests.support.harness import Ranks, run, until
+from tests.support.harness import Ranks, flag, run, scratch, until
 from trigram.runtime import far_links
 
 LONG = 6
@@ -249,3 +249,54 @@ def _forward(outside: int, inside: int) -> None:
 
 def test_the_announced_address_is_used(several_hosts: None) -> None:
     run(2, _announced, transport="auto", hosts=[0, 1], timeout=60)
+
+
+def _idle(rank: int, world: int) -> None:
+    """Says nothing for longer than its router remembers."""
+    if rank == 1:
+        os.environ |= {"TRIGRAM_OUTWARD": "1"}
+    trigram.init()
+    for _ in range(2):
+        _collectives(world, 100_000)
+        time.sleep(5.0)
+    _collectives(world, 100_000)
+    trigram.shutdown()
+
+
+def test_a_router_that_forgets_idle_connections(several_hosts: None) -> None:
+    """Heartbeats keep them alive."""
+    with netns.behind_router(1, forgets=2):
+        run(3, _idle, transport="auto", hosts=[0, 1, 2], timeout=60)
+
+
+def _large_and_small(rank: int, world: int) -> None:
+    trigram.init()
+    _collectives(world, 2_000_000)
+    trigram.shutdown()
+
+
+def test_a_cable_for_small_packets(several_hosts: None) -> None:
+    with netns.small_packets(1, 1280):
+        run(3, _large_and_small, transport="auto", hosts=[0, 1, 2], timeout=60)
+
+
+def _walled(rank: int, world: int) -> str:
+    """After init, what host 1 sends is dropped."""
+    trigram.init()
+    t = torch.ones(1000)
+    trigram.all_reduce(t)
+    flag(f"met {rank}")
+    until((scratch() / "flag-wall").exists, 30.0)
+    return raises(trigram.PeerLostError, lambda: [trigram.all_reduce(t) for _ in range(100)])
+
+
+def test_a_firewall_that_drops_one_direction_meanwhile(several_hosts: None) -> None:
+    """Each rank names the other, and says for how long it has heard nothing, or that it was evicted."""
+    env = {"TRIGRAM_SILENCE": "1.5"}
+    with Ranks(2, _walled, transport="auto", hosts=[0, 1], env=env) as ranks:
+        until(lambda: all((ranks.dir / f"flag-met {rank}").exists() for rank in (0, 1)), 30.0)
+        with netns.one_way(1):
+            (ranks.dir / "flag-wall").touch()
+            told = ranks.results(60)
+    says(told[0], "rank 1", "no heartbeat")
+    says(told[1], "rank 0")

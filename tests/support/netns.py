@@ -114,6 +114,84 @@ def limited(rates: dict[int, str], second: bool = False) -> Iterator[None]:
 
 
 @contextmanager
+def behind_router(host: int, forgets: int) -> Iterator[None]:
+    """Within the block, a host is in a network of its own: a router translates its address (NAT).
+
+    Args:
+        host: The host. It keeps its address, which nobody else reaches.
+        forgets: Seconds without a packet after which the router forgets a connection.
+    """
+    if shutil.which("nft") is None:
+        pytest.skip("a router that translates addresses needs the command `nft` (nftables)")
+    router, ns = f"tg{os.getpid()}rt", name(host)
+    inside, home = ["ip", "netns", "exec", router], f"{NETWORK}{200 + host}"
+    subprocess.run(["ip", "netns", "del", router], check=False, capture_output=True)
+    _ip("netns", "add", router)
+    try:
+        _ip("-n", _switch(), "link", "set", f"port{host}", "nomaster")
+        _ip("-n", _switch(), "link", "add", "wan0", "type", "veth", "peer", "name", "wan", "netns", router)
+        _ip("-n", _switch(), "link", "set", "wan0", "master", "br0", "up")
+        _ip("-n", _switch(), "link", "set", f"port{host}", "netns", router)
+        for device, at in (("wan", f"{home}/24"), (f"port{host}", "172.30.0.1/24"), ("lo", "127.0.0.1/8")):
+            if device != "lo":
+                _ip("-n", router, "addr", "add", at, "dev", device)
+            _ip("-n", router, "link", "set", device, "up")
+        _ip("-n", ns, "addr", "flush", "dev", "eth0")
+        _ip("-n", ns, "addr", "add", "172.30.0.2/24", "dev", "eth0")
+        _ip("-n", ns, "route", "add", "default", "via", "172.30.0.1")
+        for words in (
+            ["sysctl", "-qw", "net.ipv4.ip_forward=1"],
+            ["nft", "add", "table", "ip", "nat"],
+            ["nft", "add", "chain", "ip", "nat", "post", "{ type nat hook postrouting priority 100; }"],
+            ["nft", "add", "rule", "ip", "nat", "post", "oifname", "wan", "masquerade"],
+            ["sysctl", "-qw", f"net.netfilter.nf_conntrack_tcp_timeout_established={forgets}"],
+        ):
+            done = subprocess.run([*inside, *words], check=False, capture_output=True, text=True)
+            if done.returncode:
+                pytest.skip(f"{' '.join(words)}: {done.stderr.strip()}")
+        yield
+    finally:
+        _ip("-n", router, "link", "set", f"port{host}", "netns", _switch())
+        subprocess.run(["ip", "netns", "del", router], check=False, capture_output=True)
+        _ip("-n", _switch(), "link", "set", f"port{host}", "master", "br0", "up")
+        _ip("-n", ns, "addr", "flush", "dev", "eth0")
+        _ip("-n", ns, "addr", "add", f"{address(host)}/24", "dev", "eth0")
+        route = [f"{NETWORK}0/24", "dev", "eth0", "src", address(host), "congctl", CONGESTION_CONTROL]
+        _ip("-n", ns, "route", "replace", *route)
+
+
+@contextmanager
+def one_way(host: int) -> Iterator[None]:
+    """Within the block, a firewall drops what a host sends, and not what it receives."""
+    if shutil.which("nft") is None:
+        pytest.skip("a firewall needs the command `nft` (nftables)")
+    inside = ["ip", "netns", "exec", name(host), "nft"]
+    try:
+        for words in (
+            ["add", "table", "ip", "wall"],
+            ["add", "chain", "ip", "wall", "out", "{ type filter hook output priority 0; }"],
+            ["add", "rule", "ip", "wall", "out", "oifname", "eth0", "drop"],
+        ):
+            subprocess.run([*inside, *words], check=True, capture_output=True)
+        yield
+    finally:
+        subprocess.run([*inside, "delete", "table", "ip", "wall"], check=False, capture_output=True)
+
+
+@contextmanager
+def small_packets(host: int, mtu: int) -> Iterator[None]:
+    """Within the block, a host's cable carries packets of at most so many bytes."""
+    ends = [("-n", name(host), "link", "set", "eth0"), ("-n", _switch(), "link", "set", f"port{host}")]
+    try:
+        for end in ends:
+            _ip(*end, "mtu", str(mtu))
+        yield
+    finally:
+        for end in ends:
+            _ip(*end, "mtu", "1500")
+
+
+@contextmanager
 def far(hosts: int, megabits: float, delay: float, loss: float = 0.0) -> Iterator[None]:
     """Within the block, the cables of the first hosts are long.
 

@@ -21,8 +21,7 @@ from trigram.errors import AbortedError, ConfigError, MisuseError, TimeoutError,
 from trigram.runtime.launchers import number, set_variables
 
 _NAME, _ENDPOINT = "name/{}", "endpoint/{}"
-_FAILED, _OVER, _FAILURES = "failed/{}", "over/{}", "failures"
-_FAILING, _RAISED = b"failing", b"raised"
+_FAILED, _OVER, _FAILURES, _RAISED = "failed/{}", "over/{}", "failures", "raised"
 _NAME_LENGTH = 16
 _FAILURE_SECONDS = 5.0
 """How long a rank whose init failed waits until the others have read why, and others for the next init of one
@@ -199,8 +198,8 @@ class StoreGather:
     The keys, under the world size: ``name/RANK`` (the name, and then why this ``init`` failed, if it has) and
     ``endpoint/RANK`` (the name, and then the endpoint record) of a rank's newest ``init``; ``failed/NAME``:
     why another rank's failed, for the ``init`` of this name to read; ``over/NAME``: this one knows that it
-    fails, and then that it has raised; ``failures``: there is one; ``MEETING/...``: what the ranks of a
-    meeting gather.
+    fails, and then that it has raised, and as which; ``raised``: how many have; ``failures``: there is one;
+    ``MEETING/...``: what the ranks of a meeting gather.
 
     Args:
         store: The store; None in a world of one rank.
@@ -227,10 +226,10 @@ class StoreGather:
         """Registers this rank under a fresh name."""
         self.names: list[bytes] = []
         self.name = os.urandom(_NAME_LENGTH // 2).hex().encode()
-        self.gone = set[bytes]()
+        self.raised = 0
         if self.store is not None:
             with self._connected():
-                self.gone = self._gone()
+                self.raised = self.store.add(_RAISED, 0)
                 self.store.set(_NAME.format(self.rank), self.name)
 
     def all_gather(self, record: bytes) -> list[bytes]:
@@ -302,20 +301,21 @@ class StoreGather:
         with suppress(dist.DistError):
             self.store.set(_NAME.format(self.rank), self.name + text)
             self.store.set(_FAILURES, b"yes")
-            self.store.set(_key(_OVER, self.name), _FAILING)
+            self.store.set(_key(_OVER, self.name), b"failing")
             while untold and time.monotonic() < deadline:
                 for other in list(untold):
                     value = self._peek(_NAME.format(other))
                     name, failed = value[:_NAME_LENGTH], len(value) > _NAME_LENGTH
-                    if name in self.gone:  # its next init is to know it, and may only just begin
-                        continue
+                    over = self._peek(_key(_OVER, name))
+                    if over.isdigit() and int(over) <= self.raised:
+                        continue  # before this one began: its next is to know it, and may only just begin
                     if failed or (other in told and self.store.check([_key(_OVER, told[other])])):
                         untold.remove(other)
                     elif name and told.get(other) != name:
                         told[other] = name
                         self.store.set(_key(_FAILED, name), text)
                 time.sleep(_POLL)
-            self.store.set(_key(_OVER, self.name), _RAISED)
+            self._note_raised()
 
     def ask_lost(self) -> None:
         """Raises AbortedError if a rank whose connection is lost says within a second why its init failed."""
@@ -351,7 +351,7 @@ class StoreGather:
         if not told and self.new and time.monotonic() - self.began > _FAILURE_SECONDS:
             told = self._earlier()  # before this rank came; the other has not called it again meanwhile
         if told:
-            self.store.set(_key(_OVER, self.name), _RAISED)
+            self._note_raised()
             raise AbortedError(f"init: aborted because it failed on {_text(told)}")
         if self.names:
             names = self._names(self._read([_ENDPOINT.format(r) for r in range(self.size)]))
@@ -368,11 +368,9 @@ class StoreGather:
             )
         return names
 
-    def _gone(self) -> set[bytes]:
-        """The names of the other ranks' inits that have raised already."""
-        others = self.absent if self.store.check([_FAILURES]) else []
-        names = {self._peek(_NAME.format(r))[:_NAME_LENGTH] for r in others} - {b""}
-        return {name for name in names if self._peek(_key(_OVER, name)) == _RAISED}
+    def _note_raised(self) -> None:
+        """This init is over; numbered, so that others know which were before they began."""
+        self.store.set(_key(_OVER, self.name), b"%d" % self.store.add(_RAISED, 1))
 
     def _earlier(self) -> bytes:
         """Why ``init`` failed on a rank that is absent and has not called it again since; empty: no such

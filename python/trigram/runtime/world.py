@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trigram import _core
-from trigram.errors import ConfigError, MisuseError, PeerLostError, TrigramError, UnsupportedError
+from trigram.errors import ConfigError, MisuseError, PeerLostError, UnsupportedError
 from trigram.runtime import engine_codes, far_links, job, logs
 from trigram.runtime.group import Group
 from trigram.runtime.job import Job, Membership, World
@@ -333,7 +333,7 @@ def _start(
     deadline = time.monotonic() + init_timeout
     try:
         limit, transport = _limit(op_timeout), _checked(elastic, helper)
-    except TrigramError as wrong:
+    except Exception as wrong:
         _tell(mine, wrong, store, rank, world_size, init_timeout)
         raise
     store, rank, world_size, toward = find_store(store, rank, world_size, deadline)
@@ -428,7 +428,7 @@ def _workers(helps: list[bool]) -> int:
 
 def _tell(
     mine: Job,
-    wrong: TrigramError,
+    wrong: Exception,
     store: dist.Store | None,
     rank: int | None,
     world_size: int | None,
@@ -439,7 +439,7 @@ def _tell(
     It does not wait for them as long as ``init``: they may have the same arguments and have ended.
     """
     deadline = time.monotonic() + min(init_timeout, _TELL_SECONDS)
-    with suppress(TrigramError, dist.DistError):
+    with suppress(Exception):  # what is wrong is what this rank raises
         found, rank, size, _ = find_store(store, rank, world_size, deadline)
         mine.unfinished = StoreGather(found, rank, size, deadline)
         mine.unfinished.fail(wrong)

@@ -3,7 +3,7 @@
 //! `TRIGRAM_IFACE=eth0,eth1` names them. Two ranks that both have several open a connection over each pair of them, and use
 //! all as one ([`crate::transport::bundle`]).
 
-use std::net::{IpAddr, SocketAddr, TcpListener};
+use std::net::{IpAddr, SocketAddr};
 use std::os::fd::AsFd;
 
 use socket2::SockRef;
@@ -40,17 +40,10 @@ pub fn pairs(mine: &[OwnAddress], theirs: &[SocketAddr]) -> Vec<Cable> {
     cables.into_iter().flatten().collect()
 }
 
-/// Keeps what a socket sends and receives on one interface, so that another of the same network does not carry it. Some
-/// systems let only root do it: then addresses alone decide.
-pub fn keep_on(socket: &impl AsFd, device: &str) {
+/// Keeps what a connection sends on one interface. Some systems let only root do it: then addresses alone decide. Who listens is
+/// not kept on one: what is for one interface may come by another of the same network.
+fn keep_on(socket: &impl AsFd, device: &str) {
     let _ = SockRef::from(socket).bind_device(Some(device.as_bytes()));
-}
-
-/// Listens on several interfaces, or on one.
-pub fn keep_apart(listeners: &[TcpListener], own: &[OwnAddress]) {
-    for (listener, own) in listeners.iter().zip(own).filter(|_| own.len() > 1) {
-        keep_on(listener, &own.device);
-    }
 }
 
 impl Cable {

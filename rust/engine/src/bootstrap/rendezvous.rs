@@ -17,6 +17,7 @@ use trigram_core::error::name_ranks;
 use trigram_core::tuning::Tuned;
 use trigram_core::{Error, Result};
 
+use crate::bootstrap::cables::Cable;
 use crate::bootstrap::handshake::{self, Identity, Met};
 use crate::bootstrap::routes::{self, Peer, Reach, Site};
 use crate::bootstrap::{cables, host_handshake, tuning_file};
@@ -154,7 +155,6 @@ impl Rendezvous {
         }
         let mut reach = Reach::from_env()?;
         let listeners = own.iter().map(|own| reach.listen(own.at)).collect::<Result<Vec<_>>>()?;
-        cables::keep_apart(&listeners, &own);
         let addresses = listeners.iter().map(|listener| listener.local_addr());
         let mut more =
             addresses.collect::<std::io::Result<Vec<_>>>().map_err(|e| Error::io("listening", e))?;
@@ -377,19 +377,23 @@ impl Rendezvous {
             outward: c.outward,
         };
         let sites: Vec<Site> = self.records.iter().flatten().map(site).collect();
-        let relay = routes::relay(&sites);
         let away = sites.iter().filter(|other| !is_here(other.rank as usize));
         let cables_to = |other: &Site| {
             let record = self.records[other.rank as usize].as_ref();
             let theirs = record.map_or(&[][..], |record| &record.more);
             cables::pairs(&self.own, &[&[other.address], theirs].concat())
         };
+        // Where another has more interfaces than this rank, this one uses those that it reaches.
+        let seen = |other: &Site, cables: &[Cable]| Site {
+            address: cables.first().map_or(other.address, |cable| cable.to),
+            ..*other
+        };
+        let relay = routes::relay(&sites).map(|relay| seen(relay, &cables_to(relay)));
+        let relay = relay.as_ref();
         let peers: Vec<Peer> = away
             .map(|other| {
                 let cables = cables_to(other);
-                // Where the other has more than this one, this one uses those that it reaches.
-                let address = cables.first().map_or(other.address, |cable| cable.to);
-                Peer::at(&site(&self.record), &Site { address, ..*other }, relay).over(cables)
+                Peer::at(&site(&self.record), &seen(other, &cables), relay).over(cables)
             })
             .collect();
         // For whom this rank is the relay: those that nobody reaches, on different hosts.

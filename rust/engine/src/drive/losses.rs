@@ -75,6 +75,12 @@ pub(crate) fn lose(
         // The time that this took does not count as sleep of this rank.
         peers.note_heartbeat(Instant::now());
     }
+    if let Some(tx) = tx.as_mut().filter(|tx| kind == LossKind::Left && tx.may_hold()) {
+        // It waits until this rank has all or says that it reads nothing more, and may not hear by which of several
+        // connections this closes.
+        let _ = tx.pump(&mut Vec::new());
+        tx.close();
+    }
     tx.filter(|_| kind == LossKind::Silent && !world.neighbours.contains_key(&rank))
 }
 

@@ -31,6 +31,8 @@ const STALL: Duration = Duration::from_secs(1);
 const MOST_STALL: Duration = Duration::from_secs(4);
 /// What passes between two looks at the streams, at most, of the time that counts: this rank may have been stopped.
 const TICK: Duration = Duration::from_millis(200);
+/// The least time between two measurements: a rank that leaves looks more often.
+const LOOK: Duration = Duration::from_millis(80);
 /// Measurements of a stream's rate, ten in a second: so many are kept, and fewer than so many say nothing.
 const MEASURED: usize = 9;
 const LEAST_MEASURED: usize = 3;
@@ -322,8 +324,7 @@ impl BundleSender {
         stream.lost = Some((Instant::now(), error.to_string()));
         stream.sender.close();
         let chunks = stream.kept.drain(..).filter(|piece| piece.is_chunk).map(|piece| piece.bytes);
-        let passed = self.passed;
-        self.again.extend(chunks.filter(|chunk| end(chunk) > passed));
+        self.again.extend(chunks);
         self.receipts().repeat();
         if self.streams.iter().all(|stream| stream.state == State::Lost) {
             self.failed = Some(error.clone());
@@ -399,16 +400,17 @@ impl BundleSender {
         Ok(told)
     }
 
-    /// Tells the peer something by each stream that takes it now; true if one did.
+    /// Tells the peer something by each stream that takes it now; true if one did by which something arrives.
     fn tell_by_all(&mut self, heads: &[u8]) -> Result<bool> {
-        let mut told = false;
+        let (mut told, used) = (false, self.used());
         for number in 0..self.streams.len() {
             let stream = &mut self.streams[number];
             if stream.state == State::Lost || !stream.is_ready() {
                 continue;
             }
+            let is_used = stream.state == used;
             match stream.give(Piece { bytes: heads.to_vec(), is_chunk: false, given: Instant::now() }) {
-                Ok(None) => told = true,
+                Ok(None) => told |= is_used,
                 Ok(Some(_)) => {}
                 Err(error) => self.lose(number, error)?,
             }
@@ -477,6 +479,9 @@ impl Sender for BundleSender {
     fn drain(&mut self) -> Result<bool> {
         let mut moved = self.push()?;
         while let Some(bytes) = self.again.pop_front() {
+            if end(&bytes) <= self.passed {
+                continue;
+            }
             if let Some(back) = self.place(bytes, true)? {
                 self.again.push_front(back);
                 break;
@@ -489,10 +494,12 @@ impl Sender for BundleSender {
     fn tick(&mut self, soon: bool) -> Result<()> {
         self.push()?;
         let now = Instant::now();
-        let passed = (now - std::mem::replace(&mut self.looked, now)).min(TICK);
-        self.streams.iter_mut().for_each(|stream| stream.measure(passed));
+        if now - self.looked >= LOOK {
+            let passed = (now - std::mem::replace(&mut self.looked, now)).min(TICK);
+            self.streams.iter_mut().for_each(|stream| stream.measure(passed));
+        }
         let waits = |stream: &Stream, limit: Duration| {
-            stream.state != State::Lost && stream.waits() && stream.waited > limit
+            stream.state != State::Lost && stream.waits() && stream.waited >= limit
         };
         let (after, pause) = if soon { (Duration::ZERO, ASK_SOON) } else { (ASK, Duration::ZERO) };
         if now - self.asked >= pause && self.streams.iter().any(|stream| waits(stream, after)) {

@@ -220,7 +220,7 @@ pub(super) struct BundleSender {
     /// When the peer was asked last, and the streams were looked at.
     asked: Instant,
     looked: Instant,
-    /// Why all streams are lost.
+    /// Why nothing more is sent: all streams are lost, or the peer says what cannot be.
     failed: Option<Error>,
     receipts: Arc<Mutex<Receipts>>,
     between: Between,
@@ -350,7 +350,8 @@ impl BundleSender {
                 Err(error) => self.lose(number, error)?,
             }
         }
-        self.hear()?;
+        // The word that is wrong is heard once: the error must not be lost with whoever looked first.
+        self.hear().inspect_err(|error| self.failed = Some(error.clone()))?;
         Ok(moved)
     }
 

@@ -274,6 +274,20 @@ fn all_that_have_closed_are_a_loss() {
 }
 
 #[test]
+fn a_peer_that_has_what_was_never_sent_is_told_of_whoever_looks_first() {
+    for lie in [head::Head::Passed(6), head::Head::Received(0, 2)] {
+        let ends = [End::default(), End::default()];
+        let (mut tx, mut rx) = joined(&ends);
+        open(&ends);
+        assert_eq!(tx.write(&[1; 5], &[]).unwrap(), 5);
+        ends[1].0.lock().unwrap().bytes.extend(lie.encode());
+        read_all(&mut *rx);
+        assert!(tx.tick(false).is_err(), "{lie:?}");
+        assert!(tx.write(&[2], &[]).is_err() && tx.drain().is_err(), "{lie:?}");
+    }
+}
+
+#[test]
 fn heads_are_checked() {
     let cases: [(&str, Vec<u8>); 5] = [
         ("checksum", [&head(0, 5)[..15], &[9]].concat()),

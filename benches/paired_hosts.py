@@ -31,11 +31,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
 import hosts
 import torch
+from slow_cores import SlowCores
 
 from trigram.cli.launch import free_port
 
@@ -253,6 +255,9 @@ def main() -> None:
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds between hosts, one way")
     parser.add_argument("--loss", type=float, default=0.0, help="percent of frames, each way")
     parser.add_argument("--second", help="the rate of a second cable of each host, eth1")
+    parser.add_argument(
+        "--core-share", type=float, help="a machine of many cores that are so fast, see slow_cores.py"
+    )
     parser.add_argument("--sizes", default="65536,1048576,26214400", help="bytes, with commas")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--mpi-rank", type=Path, help=argparse.SUPPRESS)
@@ -267,12 +272,16 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         hosts.Hosts(args.hosts, args.rate, args.delay, args.loss, args.second) as where,
+        SlowCores(args.core_share) if args.core_share else nullcontext() as cores,
     ):
         try:
             for each in args.contestants:
                 teams.append(Contestant(each, where, Path(folder), args.ranks, args.call))
             # Rates are known after some calls; only then are the schedules those of a long job.
             pace = {(team.name, size): team.run(size, 14)[0] for team in teams for size in sizes}
+            if cores:
+                cores.limit(pid for team in teams for pid in team.pids)
+                pace = {(team.name, size): team.run(size, 2)[0] for team in teams for size in sizes}
             deadline = time.monotonic() + args.seconds
             turn = 0
             while time.monotonic() < deadline:

@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "rust" / "engine" / "src"
 FLOORS = [
     ["sys", "security"],
     ["host"],
+    ["lanes"],
     ["transport", "group"],
     ["link", "health"],
     ["call"],

@@ -7,6 +7,7 @@
 //! * [`sys`] — what the operating system gives: shared memory, descriptors, unix sockets, addresses, atomics.
 //! * [`security`] — the job's secret, what two ranks prove to each other, TLS keys.
 //! * [`host`] — what the ranks of one host share: control segments, operation slots, doorbells, pipes.
+//! * [`lanes`] — threads that move bytes for the one that drives.
 //! * [`transport`] — byte streams: `mem`, `shm`, `tcp`, `tls`; `faulty` damages one on purpose.
 //! * [`group`] — the job and its groups, as this rank sees them.
 //! * [`link`] — frames over a byte stream, what waits to be sent, and what this rank's link carries.
@@ -31,6 +32,7 @@ pub mod drive;
 pub mod group;
 pub mod health;
 pub mod host;
+pub mod lanes;
 pub mod link;
 pub mod runtime;
 pub mod security;

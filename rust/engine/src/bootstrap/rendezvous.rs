@@ -24,6 +24,7 @@ use crate::bootstrap::{cables, host_handshake, tuning_file};
 use crate::group::world::{MOST_LIMIT, Neighbour, Patience, World};
 use crate::host::control_segment::{ControlSegment, MAX_LOCAL};
 use crate::host::doorbell::Doorbell;
+use crate::lanes::pool::Wanted;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::engine::Engine;
 use crate::security::secret::{Claim, PROOF, Security, random};
@@ -455,6 +456,7 @@ impl Rendezvous {
         let world = World {
             tuning,
             patience: Patience { limit, ..mine },
+            lanes: Wanted::from_env(),
             rank: me as u32,
             host_of,
             far: are_far,

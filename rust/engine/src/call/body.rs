@@ -13,11 +13,13 @@ use trigram_core::signature::{Collective, Signature};
 use trigram_core::wire::{CallId, Frame, Kind};
 use trigram_core::{Error, Result};
 
+use crate::call::fold::Summing;
 use crate::call::request::Request;
 use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::events::Made;
 use crate::host::control_segment::OpSlot;
+use crate::lanes::task::Task;
 use crate::link::frames::Token;
 use crate::link::outbox::Outbox;
 use crate::sys::memory::Scratch;
@@ -80,6 +82,8 @@ pub struct Body {
     pub(crate) shown: bool,
     /// Reductions that wait for their turn.
     pub(crate) pending: VecDeque<PendingReduce>,
+    /// Sums that lanes make, by step.
+    pub(crate) summing: Vec<(u32, Task<Summing>)>,
     /// Bytes that its reductions may still read and write in this turn.
     pub(crate) turn: usize,
     /// The schedule that it runs.
@@ -115,6 +119,7 @@ impl Body {
             bounce: (std::ptr::null_mut(), 0),
             shown: false,
             pending: VecDeque::new(),
+            summing: Vec::new(),
             turn: 0,
             schedule: Schedule::empty(),
             scratch,

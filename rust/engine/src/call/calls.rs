@@ -403,6 +403,7 @@ impl Calls {
         let message = active.body.request.message;
         let entered = active.entered;
         active.body.pending.clear();
+        active.body.summing.clear(); // from here on no lane touches its memory
         self.touch(i);
         self.note_begun(i);
         self.void_rates(members.id, call);

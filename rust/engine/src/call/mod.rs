@@ -7,6 +7,7 @@ pub mod active_call;
 pub mod agreed_rates;
 pub mod body;
 pub mod calls;
+pub(crate) mod fold;
 pub(crate) mod index;
 pub(crate) mod mismatch;
 pub(crate) mod overlap;

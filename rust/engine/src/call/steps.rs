@@ -6,9 +6,11 @@
 use trigram_core::executor::{Io, Started};
 use trigram_core::schedule::{Buf, Loc, Place, Span};
 use trigram_core::update::{self, Rounding};
-use trigram_core::{Error, ReduceOp, Result, reduce};
+use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
+use crate::call::fold::{Fold, Sum, Summing, TILE};
+use crate::lanes::pool::Ticket;
 use crate::link::outbox::Outbox;
 use crate::sys::copy::{MUCH, copy_past_cache};
 
@@ -18,14 +20,9 @@ pub(crate) struct StepRunner<'a> {
     pub(crate) out: &'a mut Outbox,
 }
 
-/// Bytes reduced at a time: all tiles of one reduction stay in the first-level cache.
-const TILE: usize = 8 << 10;
 /// Bytes that the reductions of one call read and write in one turn: about a millisecond. Between two turns the thread
 /// that drives sends heartbeats and frames, and moves other calls.
 pub(crate) const TURN: usize = 8 << 20;
-
-#[repr(align(64))]
-struct Tile([u8; TILE]);
 
 impl Io for StepRunner<'_> {
     fn send(&mut self, step: u32, to: Place, tag: u32, span: Span) -> Result<Started> {
@@ -60,6 +57,16 @@ impl Io for StepRunner<'_> {
         if body.shown && to.iter().any(|loc| loc.span.buf == Buf::Bounce) {
             return Ok(Started::Done);
         }
+        if let Some(len) = body.is_one_sum(from, to) {
+            let lanes = self.out.lanes.clone();
+            if lanes.want(len, len) {
+                let fold = body.resolve(from, to, finish, 0, len)?;
+                let ticket = Ticket::Summed(body.id, step);
+                let task = lanes.submit(ticket, Summing { fold, outcome: Ok(()) });
+                body.summing.push((step, task));
+                return Ok(Started::Later);
+            }
+        }
         // What waits for its turn goes first.
         let done = if body.pending.is_empty() { body.fold(from, to, finish, 0)? } else { Some(0) };
         Ok(match done {
@@ -83,6 +90,13 @@ impl Io for StepRunner<'_> {
 }
 
 impl Body {
+    /// How many bytes of each operand a reduction has, if all lie in one place and it is nothing but a sum.
+    fn is_one_sum(&self, from: &[Loc], to: &[Loc]) -> Option<usize> {
+        let len = from.first().map_or(0, |loc| loc.span.len) * self.request.call.dtype.size();
+        let in_one_place = |loc: &Loc| self.run_length(*loc, 0) >= len;
+        (self.request.update.is_none() && from.iter().chain(to).all(in_one_place)).then_some(len)
+    }
+
     /// Folds `from` into each of `to` from byte `start` on, as far as this turn's bytes suffice. Returns where the
     /// next turn goes on; `None` if all is done.
     pub(crate) fn fold(
@@ -182,8 +196,7 @@ impl Body {
         most: usize,
     ) -> Result<Option<usize>> {
         let body = self;
-        let (dtype, op) = (body.request.call.dtype, body.request.op);
-        let all = from.first().map_or(0, |l| l.span.len) * dtype.size();
+        let all = from.first().map_or(0, |l| l.span.len) * body.request.call.dtype.size();
         let operands = from.len().max(to.len()).max(1);
         let len = if (all - start) * operands <= body.turn {
             all - start
@@ -198,86 +211,36 @@ impl Body {
         }
         body.turn -= (len * operands).min(body.turn);
         let end = start + len;
-        let divide_by = finish.then_some(body.members.layout.workers());
-        let mut ends = [(std::ptr::null_mut::<u8>(), std::ptr::null_mut::<u8>()); 8];
-        // Most reductions have few operands; more than eight take a vector.
-        let mut many;
-        let count = from.len().max(to.len());
-        let ends = if count <= ends.len() {
-            &mut ends[..count]
-        } else {
-            many = vec![(std::ptr::null_mut(), std::ptr::null_mut()); count];
-            &mut many[..]
+        body.resolve(from, to, finish, start, len)?.advance(len)?;
+        Ok((end < all).then_some(end))
+    }
+
+    /// What folds `len` bytes of each of `from` into each of `to`, from byte `start` on.
+    fn resolve(&mut self, from: &[Loc], to: &[Loc], finish: bool, start: usize, len: usize) -> Result<Fold> {
+        let body = self;
+        let is_much = body.request.tensors.output_len >= MUCH;
+        let past_cache = to
+            .iter()
+            .take(64)
+            .rev()
+            .fold(0, |bits, to| bits << 1 | u64::from(is_much && to.span.buf == Buf::Out));
+        let sum = Sum {
+            dtype: body.request.call.dtype,
+            op: body.request.op,
+            divide_by: finish.then_some(body.members.layout.workers()),
+            in_place: from == to,
+            past_cache,
         };
-        for (end, loc) in ends.iter_mut().zip(from) {
+        let mut fold = Fold::new(sum, from.len(), to.len(), len);
+        for (end, loc) in fold.ends().iter_mut().zip(from) {
             end.0 = body.at_byte(*loc, start)?;
         }
-        for (end, loc) in ends.iter_mut().zip(to) {
+        for (end, loc) in fold.ends().iter_mut().zip(to) {
             end.1 = body.at_byte(*loc, start)?;
         }
-        let next = (end < all).then_some(end);
         let me = body.members.me;
         let away = from.iter().chain(to).filter(|l| l.place != me).count();
         body.direct_bytes += (away * len) as u64;
-        if let ([_], None) = (from, divide_by.filter(|_| op == ReduceOp::Avg)) {
-            for ((_, at), to) in ends.iter().zip(to).filter(|((_, at), _)| *at != ends[0].0) {
-                let is_much = to.span.buf == Buf::Out && body.request.tensors.output_len >= MUCH;
-                let copy = if is_much { copy_past_cache } else { std::ptr::copy_nonoverlapping };
-                // SAFETY: both spans are checked and, being different, do not overlap.
-                unsafe { copy(ends[0].0.cast_const(), *at, len) };
-            }
-            return Ok(next);
-        }
-        if from == to && count <= 8 {
-            let mut slices: [&mut [u8]; 8] = Default::default();
-            for (slice, (at, _)) in slices.iter_mut().zip(&*ends) {
-                // SAFETY: `at_byte` has checked the spans, which are of different ranks and so do not overlap;
-                // between the barriers of its schedule nobody else reads or writes them.
-                *slice = unsafe { std::slice::from_raw_parts_mut(*at, len) };
-            }
-            reduce::fold_into_all(dtype, op, divide_by, &mut slices[..count])?;
-            return Ok(next);
-        }
-        // A single destination that is no source is written directly.
-        let apart = to.len() == 1 && ends[..from.len()].iter().all(|e| e.0 != ends[0].1);
-        let mut sources: [&[u8]; 8] = [&[]; 8];
-        let mut many_sources: Vec<&[u8]> = Vec::new();
-        // Zeroed only if used: most reductions write directly to their destination.
-        let mut zeroed;
-        let block: &mut [u8] = if apart {
-            &mut []
-        } else {
-            zeroed = Tile([0; TILE]);
-            &mut zeroed.0
-        };
-        let mut at = 0;
-        while at < len {
-            let n = TILE.min(len - at);
-            // SAFETY: `at_byte` has checked every span against its memory. Between the barriers of its
-            // schedule nobody else writes to these spans, and no slice outlives the block.
-            let source = |p: *mut u8| unsafe { std::slice::from_raw_parts(p.add(at).cast_const(), n) };
-            let sources: &[&[u8]] = if from.len() <= sources.len() {
-                sources.iter_mut().zip(&ends[..from.len()]).for_each(|(s, e)| *s = source(e.0));
-                &sources[..from.len()]
-            } else {
-                many_sources.clear();
-                many_sources.extend(ends[..from.len()].iter().map(|e| source(e.0)));
-                &many_sources
-            };
-            if apart {
-                // SAFETY: as above, and it is none of the sources.
-                let out = unsafe { std::slice::from_raw_parts_mut(ends[0].1.add(at), n) };
-                reduce::fold(dtype, op, divide_by, sources, out)?;
-            } else {
-                let out = &mut block[..n];
-                reduce::fold(dtype, op, divide_by, sources, out)?;
-                for (_, to) in &ends[..to.len()] {
-                    // SAFETY: as above; the block is private.
-                    unsafe { std::ptr::copy_nonoverlapping(out.as_ptr(), to.add(at), n) };
-                }
-            }
-            at += n;
-        }
-        Ok(next)
+        Ok(fold)
     }
 }

@@ -77,7 +77,7 @@ impl Heartbeat {
         world: &World,
         peers: &mut Peers,
         out: &mut Outbox,
-        rx: &[Option<Rx>],
+        rx: &mut [Option<Rx>],
     ) -> Vec<Silence> {
         let now = Instant::now();
         // If this rank was stopped, the others may have been stopped with it.
@@ -88,7 +88,7 @@ impl Heartbeat {
         let (me, limit) = (world.rank, peers.limit());
         let mut lost = Vec::new();
         for (rank, state) in (0..).zip(&mut self.states) {
-            let Some(rx) = &rx[rank as usize] else {
+            let Some(rx) = &mut rx[rank as usize] else {
                 if std::mem::take(&mut state.silent) > Duration::ZERO {
                     peers.note_silence(rank, Duration::ZERO); // it is lost: see the losses
                 }
@@ -108,10 +108,10 @@ impl Heartbeat {
                 state.silent += passed;
             }
             if let Some(tx) = out.to(rank).filter(|_| neighbour.is_none()) {
-                if tx.written == state.written && tx.is_idle() {
+                if tx.written() == state.written && tx.is_idle() {
                     tx.give(&control_frame(Kind::Heartbeat, 0, 0), Vec::new());
                 }
-                state.written = tx.written;
+                state.written = tx.written();
                 tx.tick(false);
             }
             let silent = state.silent;

@@ -78,7 +78,7 @@ pub(crate) fn lose(
     if let Some(tx) = tx.as_mut().filter(|tx| kind == LossKind::Left && tx.may_hold()) {
         // It waits until this rank has all or says that it reads nothing more, and may not hear by which of several
         // connections this closes.
-        let _ = tx.pump(&mut Vec::new());
+        let _ = tx.pump(&mut Vec::new(), None);
         tx.close();
     }
     tx.filter(|_| kind == LossKind::Silent && !world.neighbours.contains_key(&rank))

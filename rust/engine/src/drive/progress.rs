@@ -27,8 +27,9 @@ use crate::health::log_lines::LogLine;
 use crate::health::losses::{LossEvent, LossKind};
 use crate::health::peers::Peers;
 use crate::health::wait_window::WaitWindow;
+use crate::lanes::pool::{Lanes, Ticket};
 use crate::link::closing::{ClosingConnection, Farewell};
-use crate::link::frames::{Pumped, Rx, Tx};
+use crate::link::frames::{Pumped, Rx, Token, Tx};
 use crate::link::outbox::{Outbox, control_frame};
 use crate::link::rate_meter::RateMeter;
 use crate::sys::callers::Callers;
@@ -82,13 +83,15 @@ impl Progress {
     /// For the start of a job.
     pub fn new(world: Arc<World>, tx: Vec<Option<Tx>>, rx: Vec<Option<Rx>>) -> Self {
         let counters = Arc::new(Counters::new(world.size()));
+        let lanes = Lanes::new(world.lanes, world.neighbours.len() + 1, world.bell.clone());
+        let lanes = Arc::new(lanes);
         Self {
             peers: Peers::new(counters.clone(), world.patience.limit),
             schedules: ScheduleCache::new(world.far.contains(&true)),
             world,
             calls: Calls::new(counters.events.clone()),
             counters,
-            out: Outbox::new(tx),
+            out: Outbox::new(tx, lanes),
             meter: RateMeter::default(),
             helper: Helper::default(),
             callers: Callers::new(),
@@ -239,7 +242,8 @@ impl Progress {
 
     /// Moves everything once; true if anything moved.
     pub fn poll(&mut self) -> bool {
-        let mut moved = self.read();
+        let mut moved = self.take_back_finished();
+        moved |= self.read(true);
         moved |= self.match_receives();
         // Only now: frames that a peer sent before its connection closed come first.
         let mut events = self.peers.take_events();
@@ -278,6 +282,8 @@ impl Progress {
         moved |= scheduling.pump_out();
         self.redirect_failed();
         moved |= self.scheduling().reap(false);
+        // Only when nothing is left to decide: until this is done, nothing is decided.
+        moved = moved || self.out.lanes.help();
         if !moved {
             let now = Instant::now();
             if now - self.ticked > INTERRUPT_INTERVAL / 2 {
@@ -306,7 +312,7 @@ impl Progress {
         self.closing.retain_mut(ClosingConnection::lingers);
         // A slow link may have brought less than a rank wakes for.
         self.rx.iter_mut().flatten().for_each(Rx::wake);
-        let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &self.rx);
+        let silent = self.heartbeat.send_and_check(&self.world, &mut self.peers, &mut self.out, &mut self.rx);
         self.window.name_straggler(&self.counters, &self.world);
         for Silence { rank, silent, why } in silent {
             let mut text = format!("no heartbeat from it for {:.1} s", silent.as_secs_f64());
@@ -325,13 +331,15 @@ impl Progress {
     }
 
     /// Reads what has arrived, and reports peers that are lost; true if anything arrived.
-    fn read(&mut self) -> bool {
+    fn read(&mut self, may_hand_over: bool) -> bool {
         let mut moved = false;
+        let lanes = self.out.lanes.clone();
+        let lanes = may_hand_over.then_some(&*lanes);
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
         let mut sink = Matching { world: &self.world, peers, calls, out };
         for (rank, slot) in (0..).zip(&mut self.rx) {
             let Some(rx) = slot else { continue };
-            let (kind, why) = match rx.has_input().then(|| rx.pump(&mut sink)) {
+            let (kind, why) = match rx.has_input().then(|| rx.pump(&mut sink, lanes)) {
                 None if rx.is_leaving => closed(rx, ""),
                 None | Some(Ok(Pumped::Nothing)) => continue,
                 Some(Ok(Pumped::Moved)) => {
@@ -371,12 +379,26 @@ impl Progress {
         moved
     }
 
+    /// Takes note of what lanes have done; true if there was anything. Connections find theirs by themselves, when they
+    /// are asked to go on.
+    fn take_back_finished(&mut self) -> bool {
+        if !self.out.lanes.has_tickets() {
+            return false;
+        }
+        for ticket in self.out.lanes.tickets() {
+            let Ticket::Summed(call, step) = ticket else { continue };
+            self.scheduling().take_sum(Token { call, step });
+        }
+        true
+    }
+
     /// Reads from all peers, also from those of whom epoll has not told yet that there is something.
     fn look_everywhere(&mut self) {
         self.rx.iter_mut().flatten().for_each(Rx::wake);
         let hung_up = self.world.neighbours.iter().filter(|(_, neighbour)| neighbour.has_hung_up());
         self.gone.extend(hung_up.map(|(&rank, _)| rank));
-        self.read();
+        self.rx.iter_mut().flatten().for_each(Rx::recall);
+        self.read(false);
     }
 
     /// Matches receives from any source with what has arrived; true if there were any.
@@ -516,8 +538,19 @@ impl Progress {
         }
     }
 
+    /// The lanes, for other threads.
+    pub(crate) fn lanes(&self) -> Arc<Lanes> {
+        self.out.lanes.clone()
+    }
+
+    /// Ends the lanes.
+    pub(crate) fn close_lanes(&self) {
+        self.out.lanes.close();
+    }
+
     /// Closes the connections of an engine that cannot go on: its peers learn at once that this rank is lost.
     pub(crate) fn hang_up(&mut self) {
+        self.out.lanes.close();
         self.out.all().for_each(|(_, tx)| tx.close());
         self.world.neighbours.values().for_each(Neighbour::dismiss);
     }
@@ -532,9 +565,10 @@ impl Progress {
 
 /// Reads all that has arrived from a peer.
 fn read_to_end(rx: &mut Rx, sink: &mut Matching<'_>) -> Result<Pumped> {
+    rx.recall();
     rx.wake();
     loop {
-        match rx.pump(sink) {
+        match rx.pump(sink, None) {
             Ok(Pumped::Moved) => {}
             end => return end,
         }

@@ -277,6 +277,18 @@ impl Scheduling<'_> {
         moved
     }
 
+    /// A lane has made a sum, unless the call has failed meanwhile.
+    pub(crate) fn take_sum(&mut self, token: Token) {
+        let Some(i) = self.calls.position(token.call) else { return };
+        let summing = &mut self.calls.active[i].body.summing;
+        let its = summing.iter().position(|(step, task)| *step == token.step && task.is_finished());
+        let Some(work) = its.and_then(|at| summing.swap_remove(at).1.recall()) else { return };
+        match work.outcome {
+            Ok(()) => self.complete(token),
+            Err(error) => stop(self.calls, i, error, self.out, self.peers, self.world.rank),
+        }
+    }
+
     fn complete(&mut self, token: Token) {
         let (peers, out) = (&mut *self.peers, &mut *self.out);
         Matching { world: self.world, peers, calls: self.calls, out }.complete(token);

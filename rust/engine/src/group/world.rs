@@ -14,6 +14,7 @@ use trigram_core::{Error, Result};
 use crate::group::retired::Retired;
 use crate::host::control_segment::ControlSegment;
 use crate::host::doorbell::Doorbell;
+use crate::lanes::pool::Wanted;
 use crate::sys::fork::{self, GuardedFd};
 use crate::sys::limits::refused;
 use crate::sys::memory::{Arena, RegisteredBuffer, Segment, SegmentOffset};
@@ -216,6 +217,8 @@ pub struct World {
     pub retired: Arc<Retired>,
     /// How long ranks may be silent.
     pub patience: Patience,
+    /// How many threads may move bytes for the one that drives.
+    pub lanes: Wanted,
     /// What was measured of the network; the same on all ranks.
     pub tuning: Vec<Tuned>,
     /// By rank, the rank that passes on what it and this one send each other.

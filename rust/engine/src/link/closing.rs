@@ -53,7 +53,9 @@ pub(crate) enum Farewell {
 
 impl ClosingConnection {
     /// `through`: the connection passes through another rank.
-    pub(crate) fn new(tx: Tx, rx: Rx, through: bool) -> Self {
+    pub(crate) fn new(mut tx: Tx, mut rx: Rx, through: bool) -> Self {
+        tx.recall();
+        rx.recall();
         let answer = if through { ANSWER_THROUGH } else { ANSWER };
         let now = Instant::now();
         let (since, heard, moved) = (now, now, now);
@@ -79,7 +81,7 @@ impl ClosingConnection {
     fn pump(&mut self) {
         self.tx.wake();
         self.tx.tick(true);
-        self.is_open &= self.tx.pump(&mut Vec::new()).is_ok();
+        self.is_open &= self.tx.pump(&mut Vec::new(), None).is_ok();
         match self.rx.drop_input() {
             Ok(Pumped::Moved) => self.heard = Instant::now(),
             Ok(Pumped::Nothing) => {}
@@ -109,7 +111,7 @@ impl ClosingConnection {
         }
         let unacknowledged = self.tx.unacknowledged();
         let now = Instant::now();
-        let state = (self.tx.written, unacknowledged.unwrap_or(0));
+        let state = (self.tx.written(), unacknowledged.unwrap_or(0));
         if std::mem::replace(&mut self.state, state) != state {
             self.moved = now;
         }

@@ -1,77 +1,70 @@
 //! Frames over a byte stream: a queue in the outward direction, a small state machine in the inward one.
 
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use trigram_core::wire::{Frame, HEADER, Kind, Sum};
 use trigram_core::{Error, Result};
 
+use crate::lanes::pool::{Lanes, Ticket};
+use crate::lanes::task::Task;
+use crate::link::moves::{Absent, Check, Count, Incoming, Out, Outgoing, Payload};
 use crate::sys::socket;
 use crate::transport::stream::{Read, Receiver, Sender};
 
-/// The step of a call that a frame belongs to.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Token {
-    /// The call's number in this process.
-    pub call: u64,
-    /// The step of its schedule.
-    pub step: u32,
-}
-
-/// What a frame carries.
-#[derive(Debug)]
-enum Payload {
-    /// Memory of a call. The call takes it back ([`Tx::take_back`]) before the memory goes away.
-    Lent(*const u8, usize),
-    Owned(Vec<u8>),
-}
-
-impl Payload {
-    fn bytes(&self) -> &[u8] {
-        match self {
-            // SAFETY: see `Payload::Lent`.
-            Payload::Lent(at, len) => unsafe { std::slice::from_raw_parts(*at, *len) },
-            Payload::Owned(bytes) => bytes,
-        }
-    }
-}
-
-#[derive(Debug)]
-struct Out {
-    head: [u8; HEADER],
-    body: Payload,
-    sent: usize,
-    token: Option<Token>,
-}
+pub use crate::link::moves::Token;
 
 /// The outward direction to a peer: frames in the order in which they became ready.
 pub struct Tx {
     sender: Box<dyn Sender>,
     queue: VecDeque<Out>,
+    /// A lane has the sender, and sends a frame that was the first.
+    away: Option<Task<Outgoing>>,
+    /// Meanwhile the transport could be written to again.
+    woken: bool,
+    /// See [`Sender::may_hold`].
+    may_hold: bool,
+    /// What failed in a lane.
+    error: Option<Error>,
     failed: bool,
     /// Payload bytes handed over so far.
     pub bytes: u64,
-    /// Bytes that the transport has taken so far, headers included.
-    pub written: u64,
+    written: Count,
 }
 
-// SAFETY: lent memory is read only while the progress lock is held, and taken back before it goes.
-unsafe impl Send for Tx {}
+/// The lanes that may send for a connection, and the rank to which it leads.
+pub(crate) type Lent<'a> = Option<(&'a Lanes, u32)>;
 
 impl Tx {
     /// The outward direction over a stream.
     pub fn new(sender: Box<dyn Sender>) -> Self {
-        Self { sender, queue: VecDeque::new(), failed: false, bytes: 0, written: 0 }
+        let may_hold = sender.may_hold();
+        Self {
+            sender,
+            queue: VecDeque::new(),
+            away: None,
+            woken: false,
+            may_hold,
+            error: None,
+            failed: false,
+            bytes: 0,
+            written: Count::default(),
+        }
     }
 
     /// Whether no frame waits.
     pub fn is_idle(&self) -> bool {
-        self.queue.is_empty() && self.sender.is_drained()
+        self.queue.is_empty() && self.away.is_none() && self.sender.is_drained()
     }
 
     /// See [`Sender::may_hold`].
     pub(crate) fn may_hold(&self) -> bool {
-        self.sender.may_hold()
+        self.may_hold
+    }
+
+    /// Bytes that the transport has taken so far, headers included.
+    pub fn written(&self) -> u64 {
+        self.written.get()
     }
 
     /// Whether the transport has something that was written to it, and can still send it.
@@ -81,13 +74,15 @@ impl Tx {
 
     /// See [`Sender::tick`]. Whoever writes next finds the same error.
     pub(crate) fn tick(&mut self, soon: bool) {
-        if !self.failed {
+        if !self.failed && self.may_hold {
+            self.recall();
             let _ = self.sender.tick(soon);
         }
     }
 
     /// See [`Sender::unacknowledged`].
-    pub(crate) fn unacknowledged(&self) -> Option<u64> {
+    pub(crate) fn unacknowledged(&mut self) -> Option<u64> {
+        self.recall();
         self.sender.unacknowledged()
     }
 
@@ -97,13 +92,17 @@ impl Tx {
     }
 
     /// Bytes that the transport has not taken yet, headers included.
-    pub(crate) fn waiting_bytes(&self) -> u64 {
-        self.queue.iter().map(|out| (HEADER + out.body.bytes().len() - out.sent) as u64).sum()
+    pub(crate) fn waiting_bytes(&mut self) -> u64 {
+        self.recall();
+        self.queue.iter().map(|out| out.left() as u64).sum()
     }
 
     /// The transport can be written to again.
     pub fn wake(&mut self) {
-        self.sender.wake();
+        match self.away {
+            Some(_) => self.woken = true,
+            None => self.sender.wake(),
+        }
     }
 
     /// Sends a frame with memory of a call; true if all of it is sent already.
@@ -112,21 +111,22 @@ impl Tx {
     ///
     /// `len` bytes from `body` stay readable until the token comes back from [`Tx::pump`] or the call has been taken
     /// back.
-    pub unsafe fn lend(
+    pub(crate) unsafe fn lend(
         &mut self,
         frame: &Frame,
         body: *const u8,
         len: usize,
         token: Token,
         done: &mut Vec<Token>,
+        lanes: Lent<'_>,
     ) -> Result<bool> {
         let was_idle = self.is_idle();
         self.bytes += len as u64;
-        self.push(frame, Payload::Lent(body, len), Some(token));
+        self.queue.push_back(Out::new(*frame, Payload::Lent(body, len), Some(token)));
         if was_idle {
             let before = done.len();
             // Whoever writes next finds the same error, and why the peer takes nothing more.
-            if self.pump(done).is_err() {
+            if self.pump(done, lanes).is_err() {
                 return Ok(false);
             }
             if done.len() > before {
@@ -139,38 +139,49 @@ impl Tx {
 
     /// Sends a frame with a payload of its own.
     pub fn give(&mut self, frame: &Frame, body: Vec<u8>) {
-        self.push(frame, Payload::Owned(body), None);
+        self.queue.push_back(Out::new(*frame, Payload::Owned(body), None));
     }
 
-    fn push(&mut self, frame: &Frame, body: Payload, token: Option<Token>) {
-        // The checksum first: it leaves the payload in the cache, where sending finds it.
-        let sum = self.sender.is_summed().then(|| Sum::of(body.bytes()));
-        self.queue.push_back(Out { head: frame.encode(sum), body, sent: 0, token });
-    }
-
-    /// Writes what fits; true if anything did. Steps whose frame has left are added to `done`.
-    pub fn pump(&mut self, done: &mut Vec<Token>) -> Result<bool> {
+    /// Writes what fits, or lets a lane do so; true if anything moved. Steps whose frame has left are added to `done`.
+    pub(crate) fn pump(&mut self, done: &mut Vec<Token>, lanes: Lent<'_>) -> Result<bool> {
         if self.failed {
             return Ok(false);
         }
-        let mut moved = self.sender.drain()?;
-        while let Some(out) = self.queue.front_mut() {
+        let mut moved = false;
+        if let Some(task) = &self.away {
+            if lanes.is_some() && !task.is_finished() {
+                return Ok(false);
+            }
+            self.recall();
+            moved = true;
+        }
+        if let Some(error) = self.error.take() {
+            return Err(error);
+        }
+        moved |= self.sender.drain()?;
+        loop {
+            self.take_sent(done);
+            let Some(out) = self.queue.front_mut() else { break };
+            let left = out.left();
             if !self.sender.has_room() {
                 break;
             }
-            let head = &out.head[out.sent.min(HEADER)..];
-            let body = &out.body.bytes()[out.sent.saturating_sub(HEADER)..];
-            let (left, n) = (head.len() + body.len(), self.sender.write(head, body)?);
-            out.sent += n;
-            self.written += n as u64;
-            moved |= n > 0;
-            if n < left {
-                if n == 0 {
-                    break;
+            if let Some((lanes, rank)) =
+                lanes.filter(|(lanes, _)| out.token.is_some() && lanes.want(out.whole(), left))
+            {
+                if let Some(out) = self.queue.pop_front() {
+                    let sender = std::mem::replace(&mut self.sender, Box::new(Absent));
+                    let work = Outgoing { sender, out, written: self.written.clone(), failed: None };
+                    self.away = Some(lanes.submit(Ticket::Sent(rank), work));
                 }
-                continue;
+                return Ok(true);
             }
-            done.extend(self.queue.pop_front().and_then(|out| out.token));
+            let n = out.write(&mut *self.sender)?;
+            self.written.add(n);
+            moved |= n > 0;
+            if n == 0 {
+                break;
+            }
         }
         if moved {
             self.sender.flush();
@@ -178,9 +189,31 @@ impl Tx {
         Ok(moved)
     }
 
+    /// Takes back what a lane has: from here on no lane uses the connection.
+    pub(crate) fn recall(&mut self) {
+        let Some(Outgoing { sender, out, failed, .. }) = self.away.take().and_then(|task| task.recall())
+        else {
+            return;
+        };
+        self.sender = sender;
+        self.queue.push_front(out);
+        self.error = failed;
+        if std::mem::take(&mut self.woken) {
+            self.sender.wake();
+        }
+    }
+
+    /// Adds the steps whose frames have left to `done`.
+    pub(crate) fn take_sent(&mut self, done: &mut Vec<Token>) {
+        while self.queue.front().is_some_and(|out| out.left() == 0) {
+            done.extend(self.queue.pop_front().and_then(|out| out.token));
+        }
+    }
+
     /// Takes a call's memory back: drops frames not begun, and copies the rest of one begun, so that the stream stays
     /// in step.
     pub fn take_back(&mut self, call: u64) {
+        self.recall();
         let is_its = |out: &Out| out.token.is_some_and(|t| t.call == call);
         self.queue.retain(|out| !is_its(out) || out.sent > 0);
         for out in self.queue.iter_mut().filter(|out| is_its(out)) {
@@ -189,13 +222,14 @@ impl Tx {
         }
     }
 
-    /// Whether a frame of this call has not left yet.
-    pub fn holds(&self, call: u64) -> bool {
+    /// Whether a frame of this call has not left yet; to be asked when no lane has one.
+    pub(crate) fn holds(&self, call: u64) -> bool {
         self.queue.iter().any(|out| out.token.is_some_and(|t| t.call == call))
     }
 
     /// Closes the direction: no more frames.
     pub fn close(&mut self) {
+        self.recall();
         self.sender.close();
     }
 }
@@ -224,25 +258,32 @@ enum State {
     Payload(Frame, Target, usize, Option<Check>),
 }
 
-/// The checksum that a payload must have, and that of the bytes so far.
-struct Check(u32, Sum);
-
 /// The inward direction from a peer.
 pub struct Rx {
     /// The peer's world rank.
     pub peer: u32,
     receiver: Box<dyn Receiver>,
+    /// Its sockets, which stay open as long as it is there.
+    sockets: Vec<RawFd>,
     state: State,
+    /// A lane has the receiver, and receives the rest of a payload.
+    away: Option<Task<Incoming>>,
+    /// Meanwhile the socket has become readable.
+    woken: bool,
+    /// What a lane's last read came to, if there may be nothing more.
+    read: Option<Result<Read>>,
+    /// See [`Receiver::signs`], as of the last look.
+    signs: u64,
     ahead: Vec<u8>,
     ahead_at: usize,
     ahead_end: usize,
     /// The peer has announced that it leaves the job.
     pub is_leaving: bool,
-    /// Bytes received so far, headers included.
-    pub bytes: u64,
+    bytes: Count,
 }
 
-// SAFETY: memory of a call is written only while the progress lock is held, and redirected before it goes away.
+// SAFETY: memory of a call is written only by the thread that holds the progress lock, or by a lane from which that
+// thread takes it back, and redirected before it goes away.
 unsafe impl Send for Rx {}
 
 /// The outcome of [`Rx::pump`].
@@ -267,33 +308,49 @@ impl Rx {
     /// The inward direction over a stream.
     pub fn new(peer: u32, receiver: Box<dyn Receiver>) -> Self {
         let ahead = vec![0; receiver.read_ahead()];
+        let mut sockets = Vec::new();
+        receiver.each_socket(&mut |fd| sockets.push(fd.as_raw_fd()));
         Self {
             peer,
             receiver,
+            sockets,
             state: State::Head([0; HEADER], 0),
+            away: None,
+            woken: false,
+            read: None,
+            signs: 0,
             ahead,
             ahead_at: 0,
             ahead_end: 0,
             is_leaving: false,
-            bytes: 0,
+            bytes: Count::default(),
         }
     }
 
     /// Whether [`Rx::pump`] may find something.
     pub fn has_input(&self) -> bool {
-        self.ahead_at < self.ahead_end || self.receiver.has_input()
+        match &self.away {
+            Some(task) => task.is_finished(),
+            None => self.read.is_some() || self.ahead_at < self.ahead_end || self.receiver.has_input(),
+        }
     }
 
-    /// See [`Receiver::each_socket`].
+    /// Bytes received so far, headers included.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes.get()
+    }
+
+    /// Shows the sockets that carry its bytes.
     pub fn each_socket(&self, look: &mut dyn FnMut(BorrowedFd<'_>)) {
-        self.receiver.each_socket(look);
+        for &socket in &self.sockets {
+            // SAFETY: the receiver, here or with a lane, keeps it open.
+            look(unsafe { BorrowedFd::borrow_raw(socket) });
+        }
     }
 
     /// Whether a socket carries its bytes.
     pub(crate) fn has_socket(&self) -> bool {
-        let mut any = false;
-        self.each_socket(&mut |_| any = true);
-        any
+        !self.sockets.is_empty()
     }
 
     /// Bytes that wait in its sockets, see [`socket::waiting`]; `None` where there is no socket, so that what was written has
@@ -306,26 +363,57 @@ impl Rx {
 
     /// A socket has become readable.
     pub fn wake(&mut self) {
-        self.receiver.wake();
+        match self.away {
+            Some(_) => self.woken = true,
+            None => self.receiver.wake(),
+        }
     }
 
     /// A number that grows whenever something arrives.
-    pub(crate) fn signs(&self) -> u64 {
-        self.bytes + self.receiver.signs()
+    pub(crate) fn signs(&mut self) -> u64 {
+        if self.away.is_none() {
+            self.signs = self.receiver.signs();
+        }
+        self.bytes() + self.signs
+    }
+
+    /// Takes back what a lane has: from here on no lane uses the connection, or the memory of the call.
+    pub(crate) fn recall(&mut self) {
+        let Some(incoming) = self.away.take().and_then(|task| task.recall()) else { return };
+        self.receiver = incoming.receiver;
+        if let State::Payload(_, _, got, check) = &mut self.state {
+            *got += incoming.got;
+            *check = incoming.check;
+        }
+        // A payload that is complete is to be looked at, too.
+        let is_over = incoming.got == incoming.len || !matches!(incoming.read, Ok(Read::Some(_)));
+        self.read = is_over.then_some(incoming.read);
+        if std::mem::take(&mut self.woken) {
+            self.receiver.wake();
+        }
     }
 
     /// Drops what is arriving for a call from now on.
     pub fn redirect(&mut self, call: u64) {
-        if let State::Payload(_, target, ..) = &mut self.state
-            && matches!(target, Target::Memory(_, token) if token.call == call)
-        {
-            *target = Target::Nowhere;
+        let is_its = matches!(&self.state, State::Payload(_, Target::Memory(_, t), ..) if t.call == call);
+        if is_its {
+            self.recall();
+            if let State::Payload(_, target, ..) = &mut self.state {
+                *target = Target::Nowhere;
+            }
         }
     }
 
     /// Reads what there is, and drops it.
     pub(crate) fn drop_input(&mut self) -> Result<Pumped> {
         let mut nowhere = [0; 16 << 10];
+        self.recall();
+        if let Some(read) = self.read.take() {
+            match read? {
+                Read::Closed => return Ok(Pumped::Closed),
+                Read::Some(_) | Read::Nothing => {}
+            }
+        }
         self.receiver.wake();
         let mut outcome = Pumped::Nothing;
         for _ in 0..TURN / nowhere.len() {
@@ -345,14 +433,35 @@ impl Rx {
         broken
     }
 
-    /// Reads what there is.
-    pub fn pump(&mut self, sink: &mut dyn Sink) -> Result<Pumped> {
-        let before = self.bytes;
+    /// Reads what there is, or lets one of these lanes do so.
+    pub(crate) fn pump(&mut self, sink: &mut dyn Sink, lanes: Option<&Lanes>) -> Result<Pumped> {
+        let before = self.bytes();
+        let mut moved = false;
+        if let Some(task) = &self.away {
+            if lanes.is_some() && !task.is_finished() {
+                return Ok(Pumped::Nothing);
+            }
+            self.recall();
+            moved = true;
+        }
+        let mut last = self.read.take();
+        if last.is_some() {
+            self.end_if_complete(sink)?;
+        }
         let outcome = loop {
-            if (self.bytes - before) as usize >= TURN {
+            if (self.bytes() - before) as usize >= TURN {
                 break Pumped::Moved;
             }
-            match self.advance(sink)? {
+            if let Some(lanes) = lanes.filter(|_| last.is_none())
+                && self.hand_over(lanes)
+            {
+                break Pumped::Moved;
+            }
+            let read = match last.take().filter(|read| !matches!(read, Ok(Read::Some(_)))) {
+                Some(read) => read?,
+                None => self.advance(sink)?,
+            };
+            match read {
                 Read::Some(_) => {}
                 Read::Nothing => {
                     self.receiver.expect(match &self.state {
@@ -364,8 +473,32 @@ impl Rx {
                 Read::Closed => break Pumped::Closed,
             }
         };
-        let moved = self.bytes > before;
+        moved |= self.bytes() > before;
         Ok(if moved && outcome == Pumped::Nothing { Pumped::Moved } else { outcome })
+    }
+
+    /// Lets a lane receive the rest of a payload, if it is much and may be there; true if one does.
+    fn hand_over(&mut self, lanes: &Lanes) -> bool {
+        let State::Payload(frame, Target::Memory(at, _), got, check) = &mut self.state else { return false };
+        let left = frame.len as usize - *got;
+        if !lanes.want(frame.len as usize, left)
+            || self.ahead_at < self.ahead_end
+            || !self.receiver.has_input()
+        {
+            return false;
+        }
+        let work = Incoming {
+            receiver: std::mem::replace(&mut self.receiver, Box::new(Absent)),
+            // SAFETY: see `Target::Memory`; the length was checked against the span.
+            into: unsafe { at.add(*got) },
+            len: left,
+            got: 0,
+            check: check.take(),
+            bytes: self.bytes.clone(),
+            read: Ok(Read::Some(0)),
+        };
+        self.away = Some(lanes.submit(Ticket::Received(self.peer), work));
+        true
     }
 
     /// One read, and what follows from it.
@@ -458,7 +591,7 @@ impl Rx {
             self.receiver.read(into)?
         };
         if let Read::Some(n) = read {
-            self.bytes += n as u64;
+            self.bytes.add(n);
         }
         Ok(read)
     }

@@ -5,5 +5,6 @@
 
 pub mod closing;
 pub mod frames;
+mod moves;
 pub mod outbox;
 pub mod rate_meter;

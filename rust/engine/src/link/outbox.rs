@@ -1,13 +1,18 @@
 //! What waits to be sent, to all peers.
 
+use std::sync::Arc;
+
 use trigram_core::Error;
 use trigram_core::signature::Signature;
 use trigram_core::wire::{CallId, Frame, Kind};
 
+use crate::lanes::pool::Lanes;
 use crate::link::frames::{Token, Tx};
 
 /// The outward connections to all peers.
 pub struct Outbox {
+    /// The threads that move much.
+    pub(crate) lanes: Arc<Lanes>,
     /// By world rank; `None` for this rank, and for those that are lost.
     tx: Vec<Option<Tx>>,
     /// Whether a connection may hold what no frame waits for any more.
@@ -25,9 +30,9 @@ pub(crate) fn control_frame(kind: Kind, tag: u32, len: u32) -> Frame {
 
 impl Outbox {
     /// With one connection per world rank.
-    pub fn new(tx: Vec<Option<Tx>>) -> Self {
+    pub(crate) fn new(tx: Vec<Option<Tx>>, lanes: Arc<Lanes>) -> Self {
         let may_hold = tx.iter().flatten().any(Tx::may_hold);
-        Self { tx, may_hold, finished: Vec::new(), unwritable: Vec::new() }
+        Self { lanes, tx, may_hold, finished: Vec::new(), unwritable: Vec::new() }
     }
 
     /// By world rank, the connections.
@@ -47,7 +52,13 @@ impl Outbox {
 
     /// Removes the connection to a lost rank.
     pub(crate) fn remove(&mut self, rank: u32) -> Option<Tx> {
-        self.tx.get_mut(rank as usize)?.take()
+        let mut tx = self.tx.get_mut(rank as usize)?.take();
+        if let Some(tx) = &mut tx {
+            tx.recall();
+            // A lost rank may have had all that it needed: what a lane has sent counts, although nobody has looked yet.
+            tx.take_sent(&mut self.finished);
+        }
+        tx
     }
 
     /// Whether anything waits.
@@ -76,7 +87,7 @@ impl Outbox {
     ) -> Option<trigram_core::Result<bool>> {
         let tx = self.tx.get_mut(rank as usize)?.as_mut()?;
         // SAFETY: passed on to the caller.
-        Some(unsafe { tx.lend(frame, body, len, token, &mut self.finished) })
+        Some(unsafe { tx.lend(frame, body, len, token, &mut self.finished, Some((&self.lanes, rank))) })
     }
 
     /// Sends a frame with a payload of its own, unless the rank is lost.
@@ -90,7 +101,7 @@ impl Outbox {
     pub(crate) fn pump_to(&mut self, rank: u32) {
         if let Some(tx) = self.tx.get_mut(rank as usize).and_then(Option::as_mut) {
             // Whoever writes next finds the same error.
-            let _ = tx.pump(&mut self.finished);
+            let _ = tx.pump(&mut self.finished, Some((&self.lanes, rank)));
         }
     }
 
@@ -99,7 +110,7 @@ impl Outbox {
         let mut moved = false;
         for (rank, tx) in (0..).zip(&mut self.tx) {
             let Some(tx) = tx.as_mut().filter(|tx| !tx.is_idle()) else { continue };
-            match tx.pump(&mut self.finished) {
+            match tx.pump(&mut self.finished, Some((&self.lanes, rank))) {
                 Ok(any) => moved |= any,
                 Err(e) => {
                     tx.give_up();

@@ -35,7 +35,7 @@ impl RateMeter {
     pub(crate) fn sample(&mut self, rx: &[Option<Rx>], tx: &[Option<Tx>]) {
         let sockets = || rx.iter().flatten().filter(|rx| rx.has_socket());
         let out = || sockets().filter_map(|rx| tx.get(rx.peer as usize)?.as_ref());
-        let moved = sockets().map(|rx| rx.bytes).sum::<u64>() + out().map(|tx| tx.written).sum::<u64>();
+        let moved = sockets().map(Rx::bytes).sum::<u64>() + out().map(Tx::written).sum::<u64>();
         if moved < self.looked + LOOK {
             return;
         }
@@ -46,8 +46,8 @@ impl RateMeter {
         }
         let (mut inn, mut gone) = (0, 0);
         for rx in sockets() {
-            inn += rx.bytes + rx.waiting(libc::FIONREAD).unwrap_or(0);
-            let written = tx.get(rx.peer as usize).and_then(Option::as_ref).map_or(0, |tx| tx.written);
+            inn += rx.bytes() + rx.waiting(libc::FIONREAD).unwrap_or(0);
+            let written = tx.get(rx.peer as usize).and_then(Option::as_ref).map_or(0, Tx::written);
             gone += written.saturating_sub(rx.waiting(libc::TIOCOUTQ).unwrap_or(0));
         }
         if let Some((at, inn_then, gone_then)) = self.began {

@@ -20,6 +20,7 @@ use crate::group::members::Members;
 use crate::group::world::World;
 use crate::health::counters::Counters;
 use crate::health::peers::HEARTBEAT;
+use crate::lanes::pool::Lanes;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::background::{Background, Duty, QUIET};
 use crate::sys::callers::Callers;
@@ -83,6 +84,7 @@ pub(crate) struct Driver {
     has_sockets: bool,
     pub(crate) spins: u32,
     cores: Cores,
+    lanes: Arc<Lanes>,
     pub(crate) background: Background,
     pub(crate) counters: Arc<Counters>,
     pub(crate) callers: Arc<Callers>,
@@ -120,7 +122,7 @@ impl Driver {
         let spins = if world.neighbours.len() < cores { SPINS } else { 0 };
         let progress = Progress::new(world.clone(), tx, rx);
         let (counters, helping) = (progress.counters.clone(), progress.helping());
-        let callers = progress.callers.clone();
+        let (callers, lanes) = (progress.callers.clone(), progress.lanes());
         Ok(Self {
             world,
             progress: Mutex::new(progress),
@@ -135,6 +137,7 @@ impl Driver {
             has_sockets,
             spins,
             cores: Cores::new(),
+            lanes,
             background: Background::new(),
             counters,
             callers,
@@ -195,6 +198,7 @@ impl Driver {
             if let Some(control) = &self.world.control {
                 control.count_heartbeat();
             }
+            self.lanes.look_at_cores();
             self.due.store(true, Ordering::Release);
             // The thread that holds the lock checks `due`.
             self.in_heartbeat.store(true, Ordering::Release);

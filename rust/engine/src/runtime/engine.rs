@@ -363,6 +363,7 @@ impl Engine {
             self.driver.empty_inbox(&mut progress);
             progress.fail_at_shutdown();
             waited = progress.announce_leave(check_interrupt);
+            progress.close_lanes();
         }
         if let Some(passing) = self.driver.world.passing.as_ref().filter(|_| waited.is_ok()) {
             // The ranks leave together: those whose bytes pass here are about to close.

@@ -53,6 +53,11 @@ impl Cores {
         is_slow
     }
 
+    /// Others have wanted them.
+    pub(crate) fn note_wanted(&self) {
+        self.note_slow(clock::ticks());
+    }
+
     #[cold]
     fn note_slow(&self, now: u64) {
         // Threads may do this at the same time; what one of them notes is good enough.

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use trigram_engine::group::world::{Patience, World};
 use trigram_engine::host::control_segment::ControlSegment;
+use trigram_engine::lanes::pool::Wanted;
 use trigram_engine::link::frames::{Rx, Tx};
 use trigram_engine::runtime::engine::Engine;
 use trigram_engine::transport::mem;
@@ -45,6 +46,7 @@ pub(crate) fn engines(
             arena: Arc::default(),
             retired: Arc::default(),
             patience: Patience { limit, ..Patience::default() },
+            lanes: Wanted::Exactly { lanes: rank % 3, least: 1 },
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };

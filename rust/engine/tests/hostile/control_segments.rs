@@ -14,6 +14,7 @@ use trigram_engine::group::world::{Neighbour, Patience, World};
 use trigram_engine::host::control_segment::{ControlSegment, MAX_LOCAL, OP_SLOTS};
 use trigram_engine::host::doorbell::Doorbell;
 use trigram_engine::host::pipe::PIPE;
+use trigram_engine::lanes::pool::Wanted;
 use trigram_engine::link::frames::{AHEAD, Rx, Tx};
 use trigram_engine::sys::memory::{Segment, SegmentOffset};
 use trigram_engine::sys::unix;
@@ -116,6 +117,7 @@ fn control_segments() {
             arena: Arc::default(),
             retired: Arc::default(),
             patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
+            lanes: Wanted::Exactly { lanes: 1, least: 1 },
         });
         let before = ACCOUNT.begin();
         let mut memory: Vec<(Fenced, usize)> = (0..40)

@@ -14,6 +14,7 @@ use trigram_engine::drive::progress::Progress;
 use trigram_engine::group::members::Members;
 use trigram_engine::group::world::{Patience, World};
 use trigram_engine::host::doorbell::Doorbell;
+use trigram_engine::lanes::pool::Wanted;
 use trigram_engine::link::frames::{AHEAD, Rx, Tx};
 use trigram_engine::runtime::group::{call, in_place};
 use trigram_engine::transport::stream::{Read, Receiver, Sender};
@@ -220,6 +221,7 @@ fn streams() {
         arena: Arc::default(),
         retired: Arc::default(),
         patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
+        lanes: Wanted::Exactly { lanes: 1, least: 1 },
     });
     let all = Arc::new(Members::new(ALL, "all".into(), vec![0, 1, 2], 0, &world).unwrap());
     let helped = Arc::new(Members::new(HELPED, "helped".into(), vec![1, 2, 0], 1, &world).unwrap());

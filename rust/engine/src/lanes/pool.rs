@@ -1,0 +1,281 @@
+//! The lanes of a rank: how many there are, whether they help, and how work gets to them and back.
+//!
+//! A lane helps only on a core that nobody else needs. How many cores a rank has is known: those that it may use,
+//! divided among the ranks of its host. Whether they are free is measured: while a lane works, it needs as much time of
+//! the clock as of a processor, or somebody else wants its core. Where that is so, lanes rest for a while, as waits do
+//! that yield ([`crate::sys::cores`]).
+
+use std::any::Any;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::host::doorbell::Doorbell;
+use crate::lanes::free_cores::FreeCores;
+use crate::lanes::queue::Queue;
+use crate::lanes::task::{Run, Task, Work};
+use crate::sys::clock;
+use crate::sys::cores::Cores;
+use crate::sys::fork;
+
+/// Less than this is not worth handing over, in bytes.
+const LEAST: usize = 256 << 10;
+/// The most lanes unless more are asked for: so many keep a network of 100 Gbit/s busy.
+const MOST: usize = 4;
+/// How long a lane looks for more before it sleeps: waking it takes some microseconds of the thread that drives.
+const LOOK: Duration = Duration::from_micros(30);
+/// Of the time in which lanes work, in thousandths, what others may take before the lanes rest.
+const TAKEN: u32 = 200;
+/// Work shorter than this says nothing about cores: waking up and looking at the clock take as long.
+const SHORT: Duration = Duration::from_micros(20);
+
+/// How many lanes a rank has.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// As many as there are cores for, and only while these are free.
+    Auto,
+    /// So many, always, for messages and sums of so many bytes at least.
+    Exactly {
+        /// How many.
+        lanes: usize,
+        /// Bytes.
+        least: usize,
+    },
+}
+
+impl Wanted {
+    /// As `TRIGRAM_LANES` asks for.
+    pub fn from_env() -> Self {
+        let asked = std::env::var("TRIGRAM_LANES").ok().and_then(|asked| asked.parse().ok());
+        asked.map_or(Self::Auto, |lanes| Self::Exactly { lanes, least: LEAST })
+    }
+
+    /// How many, for one of `ranks` ranks of a host.
+    fn count(self, ranks: usize) -> usize {
+        match self {
+            Self::Exactly { lanes, .. } => lanes,
+            Self::Auto => {
+                let cores = std::thread::available_parallelism().map_or(1, usize::from);
+                // One is for the thread that drives.
+                (cores / ranks.max(1)).saturating_sub(1).min(MOST)
+            }
+        }
+    }
+}
+
+/// Whose work is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ticket {
+    /// What was to be sent to this rank.
+    Sent(u32),
+    /// What was to be received from it.
+    Received(u32),
+    /// A sum of this call and step.
+    Summed(u64, u32),
+}
+
+/// The lanes of a rank, for the thread that drives.
+pub(crate) struct Lanes {
+    count: usize,
+    least: usize,
+    wanted: Wanted,
+    /// Whether a core is free for one at least.
+    open: AtomicBool,
+    /// Whether there was work for lanes since the last look at the cores.
+    used: AtomicBool,
+    free: Mutex<FreeCores>,
+    shared: Arc<Shared>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Shared {
+    queue: Queue<(Ticket, Arc<dyn Run>)>,
+    over: Mutex<Vec<Ticket>>,
+    /// How many tickets there are, for a look without the lock.
+    tickets: AtomicU32,
+    /// What a lane panicked with.
+    panic: Mutex<Option<Box<dyn Any + Send>>>,
+    bell: Doorbell,
+    cores: Cores,
+    /// Thousandths of the time that others took lately.
+    taken: AtomicU32,
+    /// Nanoseconds of processor time that lanes have spent.
+    spent: AtomicU64,
+}
+
+impl Lanes {
+    /// For one of `ranks` ranks of a host, which is woken by `bell`. Threads start with the first work.
+    pub(crate) fn new(wanted: Wanted, ranks: usize, bell: Doorbell) -> Self {
+        let count = wanted.count(ranks);
+        let shared = Shared {
+            // Where cores are to be free, they first show that they are.
+            queue: Queue::new(if wanted == Wanted::Auto { 0 } else { count as u32 }),
+            over: Mutex::default(),
+            tickets: AtomicU32::new(0),
+            panic: Mutex::default(),
+            bell,
+            cores: Cores::new(),
+            taken: AtomicU32::new(0),
+            spent: AtomicU64::new(0),
+        };
+        let (open, used) = (AtomicBool::new(wanted != Wanted::Auto && count > 0), AtomicBool::new(false));
+        let (shared, threads, free) = (Arc::new(shared), Mutex::default(), Mutex::default());
+        let least = if let Wanted::Exactly { least, .. } = wanted { least } else { LEAST };
+        Self { count, least, wanted, open, used, free, shared, threads }
+    }
+
+    /// Whether work of this kind is for a lane: a message or a sum of `whole` bytes, of which so many are left.
+    pub(crate) fn want(&self, whole: usize, left: usize) -> bool {
+        if self.count == 0 || whole < self.least || left < self.least / 4 {
+            return false;
+        }
+        self.used.store(true, Ordering::Relaxed);
+        self.open.load(Ordering::Relaxed) && (self.wanted != Wanted::Auto || !self.shared.cores.are_wanted())
+    }
+
+    /// Looks how many cores are free, if there was work for lanes; to be called some times a second.
+    pub(crate) fn look_at_cores(&self) {
+        if self.wanted != Wanted::Auto || !self.used.swap(false, Ordering::Relaxed) {
+            return;
+        }
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(free) = free.look(Duration::from_nanos(self.spent())) else {
+            // Too early: the next look is for this work too.
+            return self.used.store(true, Ordering::Relaxed);
+        };
+        let most = self.count.min(free as usize);
+        self.shared.queue.set_most(most as u32);
+        self.open.store(most > 0, Ordering::Relaxed);
+    }
+
+    /// Hands work over; a ticket says when it is over. Without lanes, or if no thread can be started, it is done here.
+    pub(crate) fn submit<W: Work>(&self, ticket: Ticket, work: W) -> Task<W> {
+        let task = Task::new(work);
+        match self.start() {
+            true => self.shared.queue.push((ticket, task.shared())),
+            false => drop(self.shared.execute(ticket, &*task.shared())),
+        }
+        task
+    }
+
+    /// Starts the threads, unless they run; whether any runs.
+    fn start(&self) -> bool {
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        while threads.len() < self.count {
+            let shared = self.shared.clone();
+            let thread = std::thread::Builder::new().name("trigram-lane".into());
+            let Ok(thread) = thread.spawn(move || shared.work()) else { break };
+            threads.push(thread);
+        }
+        !threads.is_empty()
+    }
+
+    /// Does a piece of work that waits although all lanes are busy; true if there was one.
+    pub(crate) fn help(&self) -> bool {
+        let Some((ticket, work)) = self.shared.queue.take() else { return false };
+        self.shared.execute(ticket, &*work);
+        true
+    }
+
+    /// Whether work is over of which nobody has been told.
+    pub(crate) fn has_tickets(&self) -> bool {
+        self.shared.tickets.load(Ordering::Acquire) > 0
+    }
+
+    /// Whose work is over. Some of it may have been taken back before.
+    pub(crate) fn tickets(&self) -> Vec<Ticket> {
+        let shared = &*self.shared;
+        if let Some(panic) = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
+            std::panic::resume_unwind(panic);
+        }
+        let mut over = shared.over.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.tickets.store(0, Ordering::Relaxed);
+        std::mem::take(&mut *over)
+    }
+
+    /// Nanoseconds of processor time that lanes have spent.
+    pub(crate) fn spent(&self) -> u64 {
+        self.shared.spent.load(Ordering::Relaxed)
+    }
+
+    /// Ends the lanes: from then on none touches any memory.
+    pub(crate) fn close(&self) {
+        if fork::is_child() {
+            return;
+        }
+        self.shared.queue.close();
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        threads.into_iter().for_each(|thread| drop(thread.join()));
+    }
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl Shared {
+    /// A lane.
+    fn work(&self) {
+        let look = clock::in_ticks(LOOK);
+        loop {
+            let until = clock::ticks().saturating_add(look);
+            while !self.queue.has_work() && clock::ticks() < until {
+                std::hint::spin_loop();
+            }
+            let Some((ticket, work)) = self.queue.wait() else { return };
+            let done = catch_unwind(AssertUnwindSafe(|| {
+                let spent = self.execute(ticket, &*work);
+                self.spent.fetch_add(spent, Ordering::Relaxed);
+            }));
+            drop(work);
+            self.queue.done();
+            if let Err(panic) = done {
+                *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+                self.tickets.fetch_add(1, Ordering::Release);
+                self.bell.ring();
+                return;
+            }
+        }
+    }
+
+    /// Does a piece of work. Returns the nanoseconds of processor time that it took.
+    fn execute(&self, ticket: Ticket, work: &dyn Run) -> u64 {
+        let (began, before) = (Instant::now(), processor_time());
+        if !work.run() {
+            return 0;
+        }
+        let spent = processor_time().saturating_sub(before);
+        self.note_time(began.elapsed().as_nanos() as u64, spent);
+        self.over.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
+        self.tickets.fetch_add(1, Ordering::Release);
+        self.bell.ring();
+        spent
+    }
+
+    /// Work took so many nanoseconds, and so many of them on a processor.
+    fn note_time(&self, took: u64, spent: u64) {
+        if took < SHORT.as_nanos() as u64 {
+            return;
+        }
+        let taken = (took.saturating_sub(spent) * 1000 / took) as u32;
+        // Threads may do this at the same time; what one of them notes is good enough.
+        let mean = (self.taken.load(Ordering::Relaxed) * 7 + taken) / 8;
+        let rest = mean > TAKEN;
+        self.taken.store(if rest { 0 } else { mean }, Ordering::Relaxed);
+        if rest {
+            self.cores.note_wanted();
+        }
+    }
+}
+
+/// Nanoseconds of processor time of this thread.
+fn processor_time() -> u64 {
+    let now = clock_gettime(ClockId::ThreadCPUTime);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}

@@ -1,7 +1,7 @@
 //! Atomics and futexes, and copies into and out of memory that another process accesses.
 //!
 //! The files that hold a protocol between processes or threads (`host/pipe.rs`, `host/op_slot.rs`,
-//! `host/doorbell_words.rs`, `sys/completion.rs`, `runtime/background.rs`) take them from here. `tests/loom` compiles the same files over loom's versions, which try
+//! `host/doorbell_words.rs`, `lanes/queue.rs`, `lanes/task.rs`, `sys/completion.rs`, `runtime/background.rs`) take them from here. `tests/loom` compiles the same files over loom's versions, which try
 //! every order of accesses that the processor may show.
 
 pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, fence};

@@ -1,7 +1,7 @@
 //! The protocols of shared memory, in every order that the processor and the compiler may show.
 //!
-//! `src/host/{pipe,op_slot,doorbell_words}.rs`, `src/sys/completion.rs` and `src/runtime/background.rs` are compiled here
-//! as they are, over loom's atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
+//! `src/host/{pipe,op_slot,doorbell_words}.rs`, `src/lanes/{queue,task}.rs`, `src/sys/completion.rs` and
+//! `src/runtime/background.rs` are compiled here as they are, over loom's atomics (see `src/sys/atomics.rs`). What uses them is written down anew, as small as it gets: the order in which
 //! `drive/scheduling.rs` calls an operation slot, and how `runtime/driver.rs` passes on what it is asked for. `make test-loom`
 //! runs it.
 #![cfg(trigram_loom)]
@@ -12,6 +12,23 @@ mod sys {
     #[path = "../../tests/loom/atomics.rs"]
     pub(crate) mod atomics;
     pub mod completion;
+    pub mod fork {
+        /// As in `src/sys/fork.rs`.
+        pub fn is_child() -> bool {
+            false
+        }
+    }
+    pub mod serving {
+        /// As in `src/sys/serving.rs`.
+        pub const LOOK_INTERVAL: std::time::Duration = std::time::Duration::from_millis(1);
+        pub fn note() {}
+        pub fn is_active() -> bool {
+            false
+        }
+        pub fn is_due() -> bool {
+            false
+        }
+    }
     pub mod memory {
         /// As in `src/sys/memory.rs`.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,6 +45,12 @@ mod host {
     pub mod pipe;
 }
 
+#[path = "../../src/lanes"]
+mod lanes {
+    pub mod queue;
+    pub mod task;
+}
+
 #[path = "../../src/runtime"]
 mod runtime {
     pub mod background;
@@ -35,6 +58,7 @@ mod runtime {
 
 mod calls;
 mod commands;
+mod handing_over;
 
 use std::time::Duration;
 

@@ -10,6 +10,7 @@
 //! call or the sum of a tile.
 
 pub(crate) mod free_cores;
+pub(crate) mod load;
 pub mod pool;
 pub(crate) mod queue;
 pub(crate) mod task;

@@ -16,6 +16,7 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::host::doorbell::Doorbell;
 use crate::lanes::free_cores::FreeCores;
+use crate::lanes::load::Load;
 use crate::lanes::queue::Queue;
 use crate::lanes::task::{Run, Task, Work};
 use crate::sys::clock;
@@ -88,6 +89,7 @@ pub(crate) struct Lanes {
     /// Whether there was work for lanes since the last look at the cores.
     used: AtomicBool,
     free: Mutex<FreeCores>,
+    pub(crate) load: Load,
     shared: Arc<Shared>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -103,8 +105,9 @@ struct Shared {
     cores: Cores,
     /// Thousandths of the time that others took lately.
     taken: AtomicU32,
-    /// Nanoseconds of processor time that lanes have spent.
+    /// Nanoseconds of processor time that lanes have spent, and ticks in which they worked.
     spent: AtomicU64,
+    worked: AtomicU64,
 }
 
 impl Lanes {
@@ -121,11 +124,12 @@ impl Lanes {
             cores: Cores::new(),
             taken: AtomicU32::new(0),
             spent: AtomicU64::new(0),
+            worked: AtomicU64::new(0),
         };
-        let (open, used) = (AtomicBool::new(wanted != Wanted::Auto && count > 0), AtomicBool::new(false));
+        let (open, used) = (AtomicBool::new(false), AtomicBool::new(false));
         let (shared, threads, free) = (Arc::new(shared), Mutex::default(), Mutex::default());
         let least = if let Wanted::Exactly { least, .. } = wanted { least } else { LEAST };
-        Self { count, least, wanted, open, used, free, shared, threads }
+        Self { count, least, wanted, open, used, free, load: Load::new(), shared, threads }
     }
 
     /// Whether work of this kind is for a lane: a message or a sum of `whole` bytes, of which so many are left.
@@ -133,8 +137,14 @@ impl Lanes {
         if self.count == 0 || whole < self.least || left < self.least / 4 {
             return false;
         }
+        if self.wanted != Wanted::Auto {
+            return true;
+        }
+        if !self.load.is_much(self.shared.worked.load(Ordering::Relaxed)) {
+            return false;
+        }
         self.used.store(true, Ordering::Relaxed);
-        self.open.load(Ordering::Relaxed) && (self.wanted != Wanted::Auto || !self.shared.cores.are_wanted())
+        self.open.load(Ordering::Relaxed) && !self.shared.cores.are_wanted()
     }
 
     /// Looks how many cores are free, if there was work for lanes; to be called some times a second.
@@ -230,7 +240,9 @@ impl Shared {
             }
             let Some((ticket, work)) = self.queue.wait() else { return };
             let done = catch_unwind(AssertUnwindSafe(|| {
+                let began = clock::ticks();
                 let spent = self.execute(ticket, &*work);
+                self.worked.fetch_add(clock::ticks().saturating_sub(began), Ordering::Relaxed);
                 self.spent.fetch_add(spent, Ordering::Relaxed);
             }));
             drop(work);

@@ -24,6 +24,7 @@ use crate::lanes::pool::Lanes;
 use crate::link::frames::{Rx, Tx};
 use crate::runtime::background::{Background, Duty, QUIET};
 use crate::sys::callers::Callers;
+use crate::sys::clock;
 use crate::sys::completion::{Completion, INTERRUPT_INTERVAL, InterruptCheck};
 use crate::sys::cores::Cores;
 use crate::sys::fork::GuardedFd;
@@ -490,13 +491,14 @@ impl Driver {
         if found || self.closed.load(Ordering::Acquire) {
             return bell.disarm();
         }
-        let before = Instant::now();
+        let (before, ticks) = (Instant::now(), clock::ticks());
         if on_event {
             self.events(progress, limit);
             bell.disarm();
         } else {
             bell.sleep(seen, FUTEX_SLEEP.min(limit));
         }
+        self.lanes.load.note_sleep(ticks);
         progress.note_wait(before.elapsed());
     }
 

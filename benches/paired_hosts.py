@@ -64,6 +64,8 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
             "all_reduce": dist.all_reduce,
             "reduce_scatter": dist.reduce_scatter_tensor,
             "all_gather": dist.all_gather_into_tensor,
+            "all_to_all": dist.all_to_all_single,
+            "broadcast": functools.partial(dist.broadcast, src=0),
         }
         call = calls[what]
     else:
@@ -78,14 +80,19 @@ def rank_main(spec: str, settings: dict[str, str], namespace: str, asked: TextIO
 
         trigram.init()
         call = functools.partial(trigram.all_reduce, via=via) if via else getattr(trigram, what)
+        if what == "broadcast":
+            call = functools.partial(trigram.broadcast, src=0)
         if memory == "registered":
             make = trigram.empty
-    if what == "all_reduce":
-        answer(spec, call, lambda size: (make(size // 4),), 1.0, float(world), asked, told)
+    if what in ("all_reduce", "broadcast"):
+        result = float(world) if what == "all_reduce" else 1.0
+        answer(spec, call, lambda size: (make(size // 4),), 1.0, result, asked, told)
         return
 
     def tensors(size: int) -> tuple[torch.Tensor, torch.Tensor]:
         whole, part = make(size // 4 // world * world), make(size // 4 // world)
+        if what == "all_to_all":
+            return make(len(whole)), whole
         return (part, whole) if what == "reduce_scatter" else (whole, part)
 
     answer(spec, call, tensors, 1.0, float(world) if what == "reduce_scatter" else 1.0, asked, told)
@@ -140,7 +147,9 @@ def answer(
 class Contestant:
     """The ranks of one contestant, as many on each host."""
 
-    def __init__(self, text: str, where: hosts.Hosts, folder: Path, ranks: int, what: str) -> None:
+    def __init__(
+        self, text: str, where: hosts.Hosts, folder: Path, ranks: int, what: str, cores: int | None
+    ) -> None:
         self.name, _, spec = text.partition("=")
         self.asks: list[TextIO] = []
         self.answers: list[TextIO] = []
@@ -149,7 +158,7 @@ class Contestant:
         if self.launched:
             self._start_mpi(Path(spec), where, folder / self.name)
         else:
-            self._fork(text, spec, where, ranks, what)
+            self._fork(text, spec, where, ranks, what, cores)
         for each in self.answers:
             if each.readline() != "ready\n":
                 raise SystemExit(f"{self.name}: a rank has failed")
@@ -191,7 +200,9 @@ class Contestant:
         signal.alarm(0)
         self.pids.append(launcher.pid)
 
-    def _fork(self, text: str, spec: str, where: hosts.Hosts, ranks: int, what: str) -> None:
+    def _fork(
+        self, text: str, spec: str, where: hosts.Hosts, ranks: int, what: str, cores: int | None
+    ) -> None:
         port = str(free_port())
         for rank in range(where.count * ranks):
             settings = {
@@ -210,6 +221,9 @@ class Contestant:
             pid = os.fork()
             if pid == 0:
                 try:
+                    if cores:
+                        first = rank % where.count * cores
+                        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[first : first + cores]))
                     with os.fdopen(inward) as asked, os.fdopen(outward, "w", buffering=1) as told:
                         rank_main(spec or text, settings, where.names[rank % where.count], asked, told)
                 except BaseException:
@@ -249,8 +263,11 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--ranks", type=int, default=1, help="on each host")
     parser.add_argument(
-        "--call", choices=("all_reduce", "reduce_scatter", "all_gather"), default="all_reduce"
+        "--call",
+        choices=("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast"),
+        default="all_reduce",
     )
+    parser.add_argument("--cores", type=int, help="of each host, which no other has; else all have all")
     parser.add_argument("--rate", help="of each cable; else unshaped")
     parser.add_argument("--delay", type=float, default=0.0, help="milliseconds between hosts, one way")
     parser.add_argument("--loss", type=float, default=0.0, help="percent of frames, each way")
@@ -266,6 +283,8 @@ def main() -> None:
     if args.mpi_rank:
         mpi_main(args.mpi_rank)
         return
+    if args.cores and args.cores * args.hosts > len(os.sched_getaffinity(0)):
+        parser.error(f"{args.hosts} hosts of {args.cores} cores are more than this process may use")
     sizes = [int(each) for each in args.sizes.split(",")]
     teams: list[Contestant] = []
     figures: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -276,7 +295,7 @@ def main() -> None:
     ):
         try:
             for each in args.contestants:
-                teams.append(Contestant(each, where, Path(folder), args.ranks, args.call))
+                teams.append(Contestant(each, where, Path(folder), args.ranks, args.call, args.cores))
             # Rates are known after some calls; only then are the schedules those of a long job.
             pace = {(team.name, size): team.run(size, 14)[0] for team in teams for size in sizes}
             if cores:

@@ -25,6 +25,7 @@ from trigram.runtime.job import Job, Membership, World
 from trigram.runtime.rendezvous import AgainError, LateError, StoreGather, find_store
 
 _TRANSPORTS = ("auto", "shm", "tcp")
+_MOST_LANES = 64
 OP_TIMEOUT = 600.0
 """Seconds that a collective may take by default, as in torch's process groups."""
 HANDSHAKE_TIMEOUT = 60.0
@@ -462,6 +463,12 @@ def _checked(elastic: bool, helper: bool) -> str:
     checksum = os.environ.get("TRIGRAM_CHECKSUM", "auto")
     if checksum not in ("auto", "on", "off"):
         raise ConfigError(f"TRIGRAM_CHECKSUM={checksum!r} is invalid; set it to auto, on or off")
+    lanes = os.environ.get("TRIGRAM_LANES", "auto")
+    if lanes not in ("auto", *map(str, range(_MOST_LANES + 1))):
+        raise ConfigError(
+            f"TRIGRAM_LANES={lanes!r} is invalid; set it to auto or a number of threads from 0 to "
+            f"{_MOST_LANES}"
+        )
     far_links.check()
     kill = os.environ.get("TRIGRAM_KILL", "off")
     if kill not in ("on", "off"):

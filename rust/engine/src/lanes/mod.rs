@@ -1,12 +1,12 @@
 //! Lanes: threads that move bytes for the thread that drives.
 //!
-//! One thread decides everything ([`crate::runtime::driver`]). What takes long and decides nothing, sending or receiving
+//! One thread decides everything (`runtime/driver.rs`). What takes long and decides nothing, sending or receiving
 //! a piece with its checksum and summing pieces, it may give to a lane: it hands over all that the work needs, and takes
 //! it back when a ticket says that the work is over. So what one thread decides needs no further locks, and a rank
 //! without lanes runs the same code.
 //!
 //! A lane never waits for another rank: where a connection takes or has nothing more, the work is over, and the thread
-//! that drives gets it back as it is. So taking work back early ([`task::Task::recall`]) takes no longer than a system
+//! that drives gets it back as it is. So taking work back early (`Task::recall`) takes no longer than a system
 //! call or the sum of a tile.
 
 pub(crate) mod free_cores;

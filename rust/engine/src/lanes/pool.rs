@@ -3,7 +3,7 @@
 //! A lane helps only on a core that nobody else needs. How many cores a rank has is known: those that it may use,
 //! divided among the ranks of its host. Whether they are free is measured: while a lane works, it needs as much time of
 //! the clock as of a processor, or somebody else wants its core. Where that is so, lanes rest for a while, as waits do
-//! that yield ([`crate::sys::cores`]).
+//! that yield (`sys/cores.rs`).
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind};

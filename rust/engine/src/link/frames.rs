@@ -286,7 +286,7 @@ pub struct Rx {
 // thread takes it back, and redirected before it goes away.
 unsafe impl Send for Rx {}
 
-/// The outcome of [`Rx::pump`].
+/// The outcome of `Rx::pump`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pumped {
     /// Bytes arrived.
@@ -327,7 +327,7 @@ impl Rx {
         }
     }
 
-    /// Whether [`Rx::pump`] may find something.
+    /// Whether `Rx::pump` may find something.
     pub fn has_input(&self) -> bool {
         match &self.away {
             Some(task) => task.is_finished(),

@@ -1,5 +1,7 @@
 //! A sum of spans whose addresses are known: what a reduction does once its call has said where everything lies.
 
+use std::ops::Range;
+
 use trigram_core::{DType, ReduceOp, Result, reduce};
 
 use crate::lanes::task::Work;
@@ -10,7 +12,7 @@ pub(crate) const TILE: usize = 8 << 10;
 /// Bytes of each operand that a lane sums before it looks whether somebody waits for it.
 const LOOK: usize = 16 * TILE;
 /// Most reductions have few operands; more take a vector.
-const FEW: usize = 8;
+pub(crate) const FEW: usize = 8;
 
 #[repr(align(64))]
 struct Tile([u8; TILE]);
@@ -18,62 +20,32 @@ struct Tile([u8; TILE]);
 /// Where a source and a destination begin; there may be more of one than of the other.
 pub(crate) type Ends = (*mut u8, *mut u8);
 
-/// Sums `len` bytes of each source into each destination.
-pub(crate) struct Fold {
-    few: [Ends; FEW],
-    many: Vec<Ends>,
-    sources: usize,
-    destinations: usize,
-    pub(crate) len: usize,
-    /// How far it has come.
-    at: usize,
-    dtype: DType,
-    op: ReduceOp,
-    divide_by: Option<u32>,
-    /// The sources are the destinations, in the same order.
-    in_place: bool,
-    /// Which destinations are written past the cache, if the only source is copied: a bit for each of the first 64.
-    past_cache: u64,
-}
-
-// SAFETY: the memory is that of one call on this host, which takes the sum back before it goes away; between the barriers
-// of its schedule nobody else writes to it.
-unsafe impl Send for Fold {}
-
 /// What is summed, and how.
+#[derive(Clone, Copy, Debug)]
 pub(crate) struct Sum {
     pub(crate) dtype: DType,
     pub(crate) op: ReduceOp,
     pub(crate) divide_by: Option<u32>,
+    /// How many there are.
+    pub(crate) sources: usize,
+    pub(crate) destinations: usize,
+    /// The sources are the destinations, in the same order.
     pub(crate) in_place: bool,
+    /// Which destinations are written past the cache, if the only source is copied: a bit for each of the first 64.
     pub(crate) past_cache: u64,
 }
 
-impl Fold {
-    /// Of so many sources and destinations, whose addresses are still to be set.
-    pub(crate) fn new(sum: Sum, sources: usize, destinations: usize, len: usize) -> Self {
-        let Sum { dtype, op, divide_by, in_place, past_cache } = sum;
-        let count = sources.max(destinations);
-        let none = (std::ptr::null_mut(), std::ptr::null_mut());
-        let many = if count > FEW { vec![none; count] } else { Vec::new() };
-        let few = [none; FEW];
-        Self { few, many, sources, destinations, len, at: 0, dtype, op, divide_by, in_place, past_cache }
-    }
-
-    /// The addresses, sources and destinations side by side.
-    pub(crate) fn ends(&mut self) -> &mut [Ends] {
-        let count = self.sources.max(self.destinations);
-        if self.many.is_empty() { &mut self.few[..count] } else { &mut self.many }
-    }
-
-    /// Sums the next bytes of each operand, so many at most.
-    pub(crate) fn advance(&mut self, most: usize) -> Result<()> {
-        let (from, end) = (self.at, self.len.min(self.at.saturating_add(most)));
-        self.at = end;
-        let ends: &[Ends] = if self.many.is_empty() { &self.few } else { &self.many };
+impl Sum {
+    /// Sums these bytes of each source into each destination, whose addresses are `ends`.
+    ///
+    /// # Safety
+    ///
+    /// `range.end` bytes follow each address, in memory of one call on this host. Nobody else writes to it meanwhile. Those
+    /// of sources that are not at the same address as a destination do not overlap it.
+    pub(crate) unsafe fn make(&self, ends: &[Ends], range: Range<usize>) -> Result<()> {
+        let (from, end) = (range.start, range.end);
         let (sources, destinations) = (&ends[..self.sources], &ends[..self.destinations]);
-        // SAFETY: as for all below: whoever set the addresses has checked that `len` bytes follow each of them, in memory of
-        // the call, and nobody else writes to it meanwhile. No slice outlives its tile.
+        // SAFETY: as the caller promises; no slice outlives its tile.
         let source = |end: &Ends, at: usize, n: usize| unsafe {
             std::slice::from_raw_parts(end.0.add(at).cast_const(), n)
         };
@@ -86,7 +58,7 @@ impl Fold {
             }
             return Ok(());
         }
-        if self.in_place && self.many.is_empty() {
+        if self.in_place && sources.len() <= FEW {
             let mut slices: [&mut [u8]; FEW] = Default::default();
             for (slice, (at, _)) in slices.iter_mut().zip(sources) {
                 // SAFETY: as above; the spans are of different ranks and so do not overlap.
@@ -133,22 +105,38 @@ impl Fold {
         }
         Ok(())
     }
-
-    fn is_done(&self) -> bool {
-        self.at >= self.len
-    }
 }
 
 /// A sum that a lane makes.
 pub(crate) struct Summing {
-    pub(crate) fold: Fold,
+    sum: Sum,
+    ends: Vec<Ends>,
+    len: usize,
+    at: usize,
     pub(crate) outcome: Result<()>,
+}
+
+// SAFETY: the memory is that of a call, which takes the sum back before it goes away.
+unsafe impl Send for Summing {}
+
+impl Summing {
+    /// Of `len` bytes of each operand.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Sum::make`], until the work has been taken back.
+    pub(crate) unsafe fn new(sum: Sum, ends: Vec<Ends>, len: usize) -> Self {
+        Self { sum, ends, len, at: 0, outcome: Ok(()) }
+    }
 }
 
 impl Work for Summing {
     fn run(&mut self, stop: &dyn Fn() -> bool) {
-        while !self.fold.is_done() && self.outcome.is_ok() && !stop() {
-            self.outcome = self.fold.advance(LOOK);
+        while self.at < self.len && self.outcome.is_ok() && !stop() {
+            let end = self.len.min(self.at + LOOK);
+            // SAFETY: as promised to `Summing::new`.
+            self.outcome = unsafe { self.sum.make(&self.ends, self.at..end) };
+            self.at = end;
         }
     }
 }

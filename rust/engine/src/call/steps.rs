@@ -9,7 +9,7 @@ use trigram_core::update::{self, Rounding};
 use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
-use crate::call::fold::{Fold, Sum, Summing, TILE};
+use crate::call::fold::{Ends, FEW, Sum, Summing, TILE};
 use crate::lanes::pool::Ticket;
 use crate::link::outbox::Outbox;
 use crate::sys::copy::{MUCH, copy_past_cache};
@@ -57,15 +57,15 @@ impl Io for StepRunner<'_> {
         if body.shown && to.iter().any(|loc| loc.span.buf == Buf::Bounce) {
             return Ok(Started::Done);
         }
-        if let Some(len) = body.is_one_sum(from, to) {
-            let lanes = self.out.lanes.clone();
-            if lanes.want(len, len) {
-                let fold = body.resolve(from, to, finish, 0, len)?;
-                let ticket = Ticket::Summed(body.id, step);
-                let task = lanes.submit(ticket, Summing { fold, outcome: Ok(()) });
-                body.summing.push((step, task));
-                return Ok(Started::Later);
-            }
+        let lanes = &*self.out.lanes;
+        let len = from.first().map_or(0, |loc| loc.span.len) * body.request.call.dtype.size();
+        if lanes.want(len, len) && body.is_one_sum(from, to, len) {
+            let mut ends = vec![(std::ptr::null_mut(), std::ptr::null_mut()); from.len().max(to.len())];
+            let sum = body.resolve(from, to, finish, 0, len, &mut ends)?;
+            // SAFETY: as for `fold_run`, and the call takes the work back before its memory goes.
+            let work = unsafe { Summing::new(sum, ends, len) };
+            body.summing.push((step, lanes.submit(Ticket::Summed(body.id, step), work)));
+            return Ok(Started::Later);
         }
         // What waits for its turn goes first.
         let done = if body.pending.is_empty() { body.fold(from, to, finish, 0)? } else { Some(0) };
@@ -90,11 +90,9 @@ impl Io for StepRunner<'_> {
 }
 
 impl Body {
-    /// How many bytes of each operand a reduction has, if all lie in one place and it is nothing but a sum.
-    fn is_one_sum(&self, from: &[Loc], to: &[Loc]) -> Option<usize> {
-        let len = from.first().map_or(0, |loc| loc.span.len) * self.request.call.dtype.size();
-        let in_one_place = |loc: &Loc| self.run_length(*loc, 0) >= len;
-        (self.request.update.is_none() && from.iter().chain(to).all(in_one_place)).then_some(len)
+    /// Whether a reduction of so many bytes of each operand is nothing but a sum of what lies in one place.
+    fn is_one_sum(&self, from: &[Loc], to: &[Loc], len: usize) -> bool {
+        self.request.update.is_none() && from.iter().chain(to).all(|loc| self.run_length(*loc, 0) >= len)
     }
 
     /// Folds `from` into each of `to` from byte `start` on, as far as this turn's bytes suffice. Returns where the
@@ -211,36 +209,55 @@ impl Body {
         }
         body.turn -= (len * operands).min(body.turn);
         let end = start + len;
-        body.resolve(from, to, finish, start, len)?.advance(len)?;
+        let mut few = [(std::ptr::null_mut(), std::ptr::null_mut()); FEW];
+        let mut many;
+        let count = from.len().max(to.len());
+        let ends = if count <= FEW {
+            &mut few[..count]
+        } else {
+            many = vec![(std::ptr::null_mut(), std::ptr::null_mut()); count];
+            &mut many[..]
+        };
+        let sum = body.resolve(from, to, finish, start, len, ends)?;
+        // SAFETY: `resolve` has checked every span against its memory. Between the barriers of its schedule nobody else
+        // writes to these spans, and different ones do not overlap.
+        unsafe { sum.make(ends, 0..len)? };
         Ok((end < all).then_some(end))
     }
 
-    /// What folds `len` bytes of each of `from` into each of `to`, from byte `start` on.
-    fn resolve(&mut self, from: &[Loc], to: &[Loc], finish: bool, start: usize, len: usize) -> Result<Fold> {
-        let body = self;
-        let is_much = body.request.tensors.output_len >= MUCH;
-        let past_cache = to
-            .iter()
-            .take(64)
-            .rev()
-            .fold(0, |bits, to| bits << 1 | u64::from(is_much && to.span.buf == Buf::Out));
-        let sum = Sum {
-            dtype: body.request.call.dtype,
-            op: body.request.op,
-            divide_by: finish.then_some(body.members.layout.workers()),
+    /// The sum of `len` bytes of each of `from` into each of `to`, from byte `start` on, and the addresses of all.
+    fn resolve(
+        &mut self,
+        from: &[Loc],
+        to: &[Loc],
+        finish: bool,
+        start: usize,
+        len: usize,
+        ends: &mut [Ends],
+    ) -> Result<Sum> {
+        let past_cache = match self.request.tensors.output_len >= MUCH {
+            true => {
+                to.iter().take(64).rev().fold(0, |bits, to| bits << 1 | u64::from(to.span.buf == Buf::Out))
+            }
+            false => 0,
+        };
+        for (end, loc) in ends.iter_mut().zip(from) {
+            end.0 = self.at_byte(*loc, start)?;
+        }
+        for (end, loc) in ends.iter_mut().zip(to) {
+            end.1 = self.at_byte(*loc, start)?;
+        }
+        let me = self.members.me;
+        let away = from.iter().chain(to).filter(|l| l.place != me).count();
+        self.direct_bytes += (away * len) as u64;
+        Ok(Sum {
+            dtype: self.request.call.dtype,
+            op: self.request.op,
+            divide_by: finish.then_some(self.members.layout.workers()),
+            sources: from.len(),
+            destinations: to.len(),
             in_place: from == to,
             past_cache,
-        };
-        let mut fold = Fold::new(sum, from.len(), to.len(), len);
-        for (end, loc) in fold.ends().iter_mut().zip(from) {
-            end.0 = body.at_byte(*loc, start)?;
-        }
-        for (end, loc) in fold.ends().iter_mut().zip(to) {
-            end.1 = body.at_byte(*loc, start)?;
-        }
-        let me = body.members.me;
-        let away = from.iter().chain(to).filter(|l| l.place != me).count();
-        body.direct_bytes += (away * len) as u64;
-        Ok(fold)
+        })
     }
 }

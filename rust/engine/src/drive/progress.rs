@@ -60,6 +60,8 @@ pub struct Progress {
     pub calls: Calls,
     /// What waits to be sent.
     out: Outbox,
+    /// The threads that move much. [`Outbox`] and the driver have them too.
+    lanes: Arc<Lanes>,
     /// Schedules of calls that were made before.
     pub(crate) schedules: ScheduleCache,
     meter: RateMeter,
@@ -91,7 +93,8 @@ impl Progress {
             world,
             calls: Calls::new(counters.events.clone()),
             counters,
-            out: Outbox::new(tx, lanes),
+            out: Outbox::new(tx, lanes.clone()),
+            lanes,
             meter: RateMeter::default(),
             helper: Helper::default(),
             callers: Callers::new(),
@@ -283,7 +286,7 @@ impl Progress {
         self.redirect_failed();
         moved |= self.scheduling().reap(false);
         // Only when nothing is left to decide: until this is done, nothing is decided.
-        moved = moved || self.out.lanes.help();
+        moved = moved || self.lanes.help();
         if !moved {
             let now = Instant::now();
             if now - self.ticked > INTERRUPT_INTERVAL / 2 {
@@ -333,8 +336,7 @@ impl Progress {
     /// Reads what has arrived, and reports peers that are lost; true if anything arrived.
     fn read(&mut self, may_hand_over: bool) -> bool {
         let mut moved = false;
-        let lanes = self.out.lanes.clone();
-        let lanes = may_hand_over.then_some(&*lanes);
+        let lanes = may_hand_over.then_some(&*self.lanes);
         let (peers, calls, out) = (&mut self.peers, &mut self.calls, &mut self.out);
         let mut sink = Matching { world: &self.world, peers, calls, out };
         for (rank, slot) in (0..).zip(&mut self.rx) {
@@ -382,10 +384,10 @@ impl Progress {
     /// Takes note of what lanes have done; true if there was anything. Connections find theirs by themselves, when they
     /// are asked to go on.
     fn take_back_finished(&mut self) -> bool {
-        if !self.out.lanes.has_tickets() {
+        if !self.lanes.has_tickets() {
             return false;
         }
-        for ticket in self.out.lanes.tickets() {
+        for ticket in self.lanes.tickets() {
             let Ticket::Summed(call, step) = ticket else { continue };
             self.scheduling().take_sum(Token { call, step });
         }
@@ -540,17 +542,17 @@ impl Progress {
 
     /// The lanes, for other threads.
     pub(crate) fn lanes(&self) -> Arc<Lanes> {
-        self.out.lanes.clone()
+        self.lanes.clone()
     }
 
     /// Ends the lanes.
     pub(crate) fn close_lanes(&self) {
-        self.out.lanes.close();
+        self.lanes.close();
     }
 
     /// Closes the connections of an engine that cannot go on: its peers learn at once that this rank is lost.
     pub(crate) fn hang_up(&mut self) {
-        self.out.lanes.close();
+        self.lanes.close();
         self.out.all().for_each(|(_, tx)| tx.close());
         self.world.neighbours.values().for_each(Neighbour::dismiss);
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -186,3 +187,46 @@ def _auto(rank: int, world: int) -> int:
 
 def test_ranks_without_a_core_to_spare_have_none() -> None:
     assert run(2, _auto, transport="tcp", timeout=60) == [0, 0]
+
+
+def _stands_still(rank: int, world: int, how: str) -> tuple[str, float]:
+    """Rank 1 stops while it receives; rank 0 gives up its call in time, and has not been busy meanwhile."""
+    trigram.init()
+    limited = trigram.new_group(range(world), timeout=1.5 if how == "timeout" else 600)
+    t = torch.ones(16_000_000)
+    said, spent = "", 0.0
+    if rank == 1:
+        trigram.recv(t, 0, group=limited)
+        work = trigram.recv(t, 0, group=limited, async_op=True)
+        time.sleep(0.001)
+        say("stops")
+        os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(trigram.TrigramError):
+            work.wait()
+    else:
+        trigram.send(t, 1, group=limited)
+        if how == "interrupt":
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 1.5)
+        began, before = time.monotonic(), time.process_time()
+        try:
+            trigram.send(t, 1, group=limited)
+        except (trigram.TimeoutError, KeyboardInterrupt) as e:
+            said = f"{type(e).__name__}: {e}"
+        spent = time.process_time() - before
+        assert time.monotonic() - began < 2.5, "it was given up in time"
+    trigram.barrier()
+    return said, spent
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("how", ["timeout", "interrupt"])
+def test_who_waits_for_room_sleeps(how: str, transport: str) -> None:
+    with Ranks(2, _stands_still, how, transport=transport, env={"TRIGRAM_LANES": "2"}) as ranks:
+        ranks.await_said(1, "stops", 60)
+        time.sleep(3.0)
+        ranks.signal(1, signal.SIGCONT)
+        said, spent = ranks.results(60)[0]
+    expected = {"timeout": "TimeoutError: .*waiting for rank 1$", "interrupt": "KeyboardInterrupt"}
+    assert re.match(expected[how], said), said
+    assert spent < 0.5, "seconds of processor time in a call that waited for 1.5 s"

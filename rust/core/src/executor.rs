@@ -116,6 +116,18 @@ impl Executor {
         peers
     }
 
+    /// The peers to which messages have begun and not left yet, in order, one for each message.
+    pub fn sending_to(&self) -> Vec<Place> {
+        let mut peers: Vec<Place> = (self.schedule.steps.iter().zip(&self.state))
+            .filter_map(|(step, state)| match step {
+                Step::Send { to, .. } if *state == State::Started => Some(*to),
+                _ => None,
+            })
+            .collect();
+        peers.sort_unstable();
+        peers
+    }
+
     /// Starts every step that depends on nothing.
     pub fn start(&mut self, io: &mut impl Io) -> Result<()> {
         self.ready.extend((0..).zip(&self.missing).filter(|(_, m)| **m == 0).map(|(i, _)| i));

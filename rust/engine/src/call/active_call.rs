@@ -184,7 +184,12 @@ impl ActiveCall {
 
     /// Carries on with the reductions that wait, for one turn; true if there were any.
     pub(crate) fn take_turn(&mut self, out: &mut Outbox) -> Result<bool> {
-        self.body.turn = TURN;
+        if self.body.pending.is_empty() {
+            return Ok(false);
+        }
+        let lanes = out.lanes.clone();
+        // Where lanes make sums too, this thread decides what they do next.
+        self.body.turn = if self.body.summing.is_empty() { TURN } else { TURN / 8 };
         let mut moved = false;
         while let Some(next) = self.body.pending.front().copied().filter(|_| self.body.turn > 0) {
             moved = true;
@@ -194,6 +199,14 @@ impl ActiveCall {
                     "internal error: a step that is no reduction waits for a turn; please report it",
                 ));
             };
+            let len = from.first().map_or(0, |loc| loc.span.len) * self.body.request.call.dtype.size();
+            if next.at == 0
+                && lanes.want(len, len)
+                && self.body.hand_over(next.step, from, to, *finish, &lanes)?
+            {
+                self.body.pending.pop_front();
+                continue;
+            }
             let at = self.body.fold(from, to, *finish, next.at)?;
             match (at, self.body.pending.front_mut()) {
                 (Some(at), Some(front)) if at > next.at => front.at = at,
@@ -265,10 +278,18 @@ impl ActiveCall {
     }
 
     /// The ranks to name when a call waits: members that have not entered the call as far as this rank knows (ranks
-    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for.
+    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for, or that do not take
+    /// what it sends.
     pub fn absent(&self) -> Vec<Place> {
-        let absent = self.not_entered();
-        if absent.is_empty() { self.waiting_for() } else { absent }
+        let mut absent = self.not_entered();
+        if absent.is_empty() {
+            absent = self.waiting_for();
+        }
+        if absent.is_empty() && self.state == CallState::Running {
+            absent = self.exec.sending_to();
+            absent.dedup();
+        }
+        absent
     }
 
     /// The members that have not made this collective, as far as this rank knows.

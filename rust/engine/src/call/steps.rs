@@ -10,7 +10,7 @@ use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
 use crate::call::fold::{Ends, FEW, Sum, Summing, TILE};
-use crate::lanes::pool::Ticket;
+use crate::lanes::pool::{Lanes, Ticket};
 use crate::link::outbox::Outbox;
 use crate::sys::copy::{MUCH, copy_past_cache};
 
@@ -59,12 +59,7 @@ impl Io for StepRunner<'_> {
         }
         let lanes = &*self.out.lanes;
         let len = from.first().map_or(0, |loc| loc.span.len) * body.request.call.dtype.size();
-        if lanes.want(len, len) && body.is_one_sum(from, to, len) {
-            let mut ends = vec![(std::ptr::null_mut(), std::ptr::null_mut()); from.len().max(to.len())];
-            let sum = body.resolve(from, to, finish, 0, len, &mut ends)?;
-            // SAFETY: as for `fold_run`, and the call takes the work back before its memory goes.
-            let work = unsafe { Summing::new(sum, ends, len) };
-            body.summing.push((step, lanes.submit(Ticket::Summed(body.id, step), work)));
+        if body.pending.is_empty() && lanes.want(len, len) && body.hand_over(step, from, to, finish, lanes)? {
             return Ok(Started::Later);
         }
         // What waits for its turn goes first.
@@ -90,9 +85,28 @@ impl Io for StepRunner<'_> {
 }
 
 impl Body {
-    /// Whether a reduction of so many bytes of each operand is nothing but a sum of what lies in one place.
-    fn is_one_sum(&self, from: &[Loc], to: &[Loc], len: usize) -> bool {
-        self.request.update.is_none() && from.iter().chain(to).all(|loc| self.run_length(*loc, 0) >= len)
+    /// Lets a lane make a sum of what lies in one place each; false if it is none, or enough of them wait.
+    pub(crate) fn hand_over(
+        &mut self,
+        step: u32,
+        from: &[Loc],
+        to: &[Loc],
+        finish: bool,
+        lanes: &Lanes,
+    ) -> Result<bool> {
+        let len = from.first().map_or(0, |loc| loc.span.len) * self.request.call.dtype.size();
+        let fits = self.summing.len() < lanes.most_sums()
+            && self.request.update.is_none()
+            && from.iter().chain(to).all(|loc| self.run_length(*loc, 0) >= len);
+        if !fits {
+            return Ok(false);
+        }
+        let mut ends = vec![(std::ptr::null_mut(), std::ptr::null_mut()); from.len().max(to.len())];
+        let sum = self.resolve(from, to, finish, 0, len, &mut ends)?;
+        // SAFETY: as for `fold_run`, and the call takes the work back before its memory goes.
+        let work = unsafe { Summing::new(sum, ends, len) };
+        self.summing.push((step, lanes.submit(Ticket::Summed(self.id, step), work)));
+        Ok(true)
     }
 
     /// Folds `from` into each of `to` from byte `start` on, as far as this turn's bytes suffice. Returns where the

@@ -399,7 +399,9 @@ impl Progress {
         self.rx.iter_mut().flatten().for_each(Rx::wake);
         let hung_up = self.world.neighbours.iter().filter(|(_, neighbour)| neighbour.has_hung_up());
         self.gone.extend(hung_up.map(|(&rank, _)| rank));
-        self.rx.iter_mut().flatten().for_each(Rx::recall);
+        for rx in self.rx.iter_mut().flatten() {
+            rx.recall();
+        }
         self.read(false);
     }
 
@@ -543,11 +545,6 @@ impl Progress {
     /// The lanes, for other threads.
     pub(crate) fn lanes(&self) -> Arc<Lanes> {
         self.lanes.clone()
-    }
-
-    /// Ends the lanes.
-    pub(crate) fn close_lanes(&self) {
-        self.lanes.close();
     }
 
     /// Closes the connections of an engine that cannot go on: its peers learn at once that this rank is lost.

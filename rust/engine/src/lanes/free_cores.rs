@@ -29,9 +29,9 @@ struct Look {
 }
 
 impl FreeCores {
-    /// How many cores were free since the last look, or used by lanes, which have spent so much time since their start;
-    /// `None` if it is too early to tell, or the system does not tell.
-    pub(crate) fn look(&mut self, spent: Duration) -> Option<u32> {
+    /// How many cores were free for one of `ranks` ranks since the last look, or used by its lanes, which have spent so much
+    /// time since their start; `None` if it is too early to tell, or the system does not tell.
+    pub(crate) fn look(&mut self, spent: Duration, ranks: usize) -> Option<u32> {
         let at = Instant::now();
         if self.last.as_ref().is_some_and(|last| at - last.at < WINDOW) {
             return None;
@@ -40,7 +40,7 @@ impl FreeCores {
         let last = self.last.replace(Look { at, idle, spent })?;
         let seconds = (at - last.at).as_secs_f64();
         let idle = idle.saturating_sub(last.idle) as f64 / PER_SECOND;
-        let free = (idle + spent.saturating_sub(last.spent).as_secs_f64()) / seconds;
+        let free = (idle / ranks.max(1) as f64 + spent.saturating_sub(last.spent).as_secs_f64()) / seconds;
         (at - last.at < STALE).then_some((free + CLOSE) as u32)
     }
 }
@@ -76,10 +76,10 @@ mod tests {
     #[test]
     fn a_short_window_says_nothing() {
         let mut free = FreeCores::default();
-        assert_eq!(free.look(Duration::ZERO), None);
-        assert_eq!(free.look(Duration::ZERO), None);
+        assert_eq!(free.look(Duration::ZERO, 1), None);
+        assert_eq!(free.look(Duration::ZERO, 1), None);
         std::thread::sleep(WINDOW);
         let cores = std::thread::available_parallelism().unwrap().get() as u32;
-        assert!(free.look(Duration::ZERO).is_none_or(|free| free <= cores));
+        assert!(free.look(Duration::ZERO, 1).is_none_or(|free| free <= cores));
     }
 }

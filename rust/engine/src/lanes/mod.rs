@@ -6,8 +6,8 @@
 //! without lanes runs the same code.
 //!
 //! A lane never waits for another rank: where a connection takes or has nothing more, the work is over, and the thread
-//! that drives gets it back as it is. So taking work back early (`Task::recall`) takes no longer than a system
-//! call or the sum of a tile.
+//! that drives gets it back as it is. So taking work back early (`Task::recall`) takes no longer than it takes
+//! to move a piece of a message, half a mebibyte, or to sum as much.
 
 pub(crate) mod free_cores;
 pub(crate) mod load;

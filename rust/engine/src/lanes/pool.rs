@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use rustix::time::{ClockId, clock_gettime};
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::host::doorbell::Doorbell;
 use crate::lanes::free_cores::FreeCores;
@@ -22,6 +22,7 @@ use crate::lanes::task::{Run, Task, Work};
 use crate::sys::clock;
 use crate::sys::cores::Cores;
 use crate::sys::fork;
+use crate::sys::thread_time::ThreadTime;
 
 /// Less than this is not worth handing over, in bytes.
 const LEAST: usize = 256 << 10;
@@ -82,6 +83,10 @@ pub(crate) enum Ticket {
 /// The lanes of a rank, for the thread that drives.
 pub(crate) struct Lanes {
     count: usize,
+    /// Ranks on this host, which share what is free.
+    ranks: usize,
+    /// The cores that this process might use when the lanes were made: the thread that starts them may be bound to one.
+    cores: Option<CpuSet>,
     least: usize,
     wanted: Wanted,
     /// Whether a core is free for one at least.
@@ -105,7 +110,7 @@ struct Shared {
     cores: Cores,
     /// Thousandths of the time that others took lately.
     taken: AtomicU32,
-    /// Nanoseconds of processor time that lanes have spent, and ticks in which they worked.
+    /// Microseconds of processor time that lanes have spent, and ticks in which they worked.
     spent: AtomicU64,
     worked: AtomicU64,
 }
@@ -129,7 +134,8 @@ impl Lanes {
         let (open, used) = (AtomicBool::new(false), AtomicBool::new(false));
         let (shared, threads, free) = (Arc::new(shared), Mutex::default(), Mutex::default());
         let least = if let Wanted::Exactly { least, .. } = wanted { least } else { LEAST };
-        Self { count, least, wanted, open, used, free, load: Load::new(), shared, threads }
+        let cores = sched_getaffinity(None).ok();
+        Self { count, ranks, cores, least, wanted, open, used, free, load: Load::new(), shared, threads }
     }
 
     /// Whether work of this kind is for a lane: a message or a sum of `whole` bytes, of which so many are left.
@@ -153,7 +159,7 @@ impl Lanes {
             return;
         }
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(free) = free.look(Duration::from_nanos(self.spent())) else {
+        let Some(free) = free.look(self.spent(), self.ranks) else {
             // Too early: the next look is for this work too.
             return self.used.store(true, Ordering::Relaxed);
         };
@@ -162,11 +168,20 @@ impl Lanes {
         self.open.store(most > 0, Ordering::Relaxed);
     }
 
+    /// How many sums of a call to hand over at most: a few that wait, so that no lane is idle. More would only be in the
+    /// way of what becomes ready later, and of the memory that they hold.
+    pub(crate) fn most_sums(&self) -> usize {
+        self.count + 2
+    }
+
     /// Hands work over; a ticket says when it is over. Without lanes, or if no thread can be started, it is done here.
     pub(crate) fn submit<W: Work>(&self, ticket: Ticket, work: W) -> Task<W> {
         let task = Task::new(work);
         match self.start() {
-            true => self.shared.queue.push((ticket, task.shared())),
+            true => {
+                let goes_first = !matches!(ticket, Ticket::Summed(..));
+                self.shared.queue.push((ticket, task.shared()), goes_first);
+            }
             false => drop(self.shared.execute(ticket, &*task.shared())),
         }
         task
@@ -176,9 +191,16 @@ impl Lanes {
     fn start(&self) -> bool {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
         while threads.len() < self.count {
-            let shared = self.shared.clone();
+            let (shared, cores) = (self.shared.clone(), self.cores);
             let thread = std::thread::Builder::new().name("trigram-lane".into());
-            let Ok(thread) = thread.spawn(move || shared.work()) else { break };
+            let run = move || {
+                if let Some(cores) = cores {
+                    // If that is not allowed, it stays where the thread is that started it.
+                    let _ = sched_setaffinity(None, &cores);
+                }
+                shared.work();
+            };
+            let Ok(thread) = thread.spawn(run) else { break };
             threads.push(thread);
         }
         !threads.is_empty()
@@ -199,17 +221,17 @@ impl Lanes {
     /// Whose work is over. Some of it may have been taken back before.
     pub(crate) fn tickets(&self) -> Vec<Ticket> {
         let shared = &*self.shared;
+        // First the number: what comes after it is found by the next look.
+        shared.tickets.swap(0, Ordering::AcqRel);
         if let Some(panic) = shared.panic.lock().unwrap_or_else(PoisonError::into_inner).take() {
             std::panic::resume_unwind(panic);
         }
-        let mut over = shared.over.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.tickets.store(0, Ordering::Relaxed);
-        std::mem::take(&mut *over)
+        std::mem::take(&mut *shared.over.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Nanoseconds of processor time that lanes have spent.
-    pub(crate) fn spent(&self) -> u64 {
-        self.shared.spent.load(Ordering::Relaxed)
+    /// Processor time that lanes have spent.
+    fn spent(&self) -> Duration {
+        Duration::from_micros(self.shared.spent.load(Ordering::Relaxed))
     }
 
     /// Ends the lanes: from then on none touches any memory.
@@ -218,8 +240,26 @@ impl Lanes {
             return;
         }
         self.shared.queue.close();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        threads.into_iter().for_each(|thread| drop(thread.join()));
+        // Under the lock: whoever else closes them returns when they have ended, too.
+        let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
+        threads.drain(..).for_each(|thread| drop(thread.join()));
+    }
+
+    /// Ends the lanes if this thread panics before what is returned is dropped: nobody takes their work back then, and
+    /// callers' memory goes.
+    pub(crate) fn watch(&self) -> Watch<'_> {
+        Watch(self)
+    }
+}
+
+/// See [`Lanes::watch`].
+pub(crate) struct Watch<'a>(&'a Lanes);
+
+impl Drop for Watch<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.close();
+        }
     }
 }
 
@@ -256,26 +296,30 @@ impl Shared {
         }
     }
 
-    /// Does a piece of work. Returns the nanoseconds of processor time that it took.
+    /// Does a piece of work. Returns the microseconds of processor time that it took.
     fn execute(&self, ticket: Ticket, work: &dyn Run) -> u64 {
-        let (began, before) = (Instant::now(), processor_time());
+        let (began, before) = (Instant::now(), ThreadTime::now());
         if !work.run() {
             return 0;
         }
-        let spent = processor_time().saturating_sub(before);
-        self.note_time(began.elapsed().as_nanos() as u64, spent);
+        let now = ThreadTime::now();
+        let spent = now.spent.saturating_sub(before.spent);
+        let took = began.elapsed().as_micros() as u64;
+        // It may also have slept, where two directions of a connection share something: nobody took its core then.
+        let lost = if now.interrupted == before.interrupted { 0 } else { took.saturating_sub(spent) };
+        self.note_time(took, lost);
         self.over.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
         self.tickets.fetch_add(1, Ordering::Release);
         self.bell.ring();
         spent
     }
 
-    /// Work took so many nanoseconds, and so many of them on a processor.
-    fn note_time(&self, took: u64, spent: u64) {
-        if took < SHORT.as_nanos() as u64 {
+    /// Work took so many microseconds, and for so many of them others had its core.
+    fn note_time(&self, took: u64, lost: u64) {
+        if took < SHORT.as_micros() as u64 {
             return;
         }
-        let taken = (took.saturating_sub(spent) * 1000 / took) as u32;
+        let taken = (lost.min(took) * 1000 / took) as u32;
         // Threads may do this at the same time; what one of them notes is good enough.
         let mean = (self.taken.load(Ordering::Relaxed) * 7 + taken) / 8;
         let rest = mean > TAKEN;
@@ -284,10 +328,4 @@ impl Shared {
             self.cores.note_wanted();
         }
     }
-}
-
-/// Nanoseconds of processor time of this thread.
-fn processor_time() -> u64 {
-    let now = clock_gettime(ClockId::ThreadCPUTime);
-    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

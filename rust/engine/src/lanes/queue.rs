@@ -16,6 +16,8 @@ pub(crate) struct Queue<T> {
 }
 
 struct Inner<T> {
+    /// What goes first: until it is done, a connection stands still.
+    first: VecDeque<T>,
     items: VecDeque<T>,
     /// How many lanes work, and how many may.
     working: u32,
@@ -27,9 +29,17 @@ struct Inner<T> {
 }
 
 impl<T> Inner<T> {
+    fn pop(&mut self) -> Option<T> {
+        self.first.pop_front().or_else(|| self.items.pop_front())
+    }
+
+    fn len(&self) -> usize {
+        self.first.len() + self.items.len()
+    }
+
     /// Takes an item out for a lane.
     fn begin(&mut self) -> Option<T> {
-        let item = if self.working < self.most { self.items.pop_front() } else { None };
+        let item = if self.working < self.most { self.pop() } else { None };
         self.working += u32::from(item.is_some());
         item
     }
@@ -45,8 +55,8 @@ impl<T> Inner<T> {
 impl<T> Queue<T> {
     /// For so many lanes.
     pub(crate) fn new(most: u32) -> Self {
-        let items = VecDeque::new();
-        let inner = Inner { items, working: 0, most, asleep: 0, woken: 0, closed: false };
+        let (first, items) = (VecDeque::new(), VecDeque::new());
+        let inner = Inner { first, items, working: 0, most, asleep: 0, woken: 0, closed: false };
         Self {
             inner: Mutex::new(inner),
             asked: Condvar::new(),
@@ -60,7 +70,7 @@ impl<T> Queue<T> {
     }
 
     fn note(&self, inner: &Inner<T>) {
-        self.waiting.store(inner.items.len() as u32, Ordering::Relaxed);
+        self.waiting.store(inner.len() as u32, Ordering::Relaxed);
         self.idle.store(inner.most.saturating_sub(inner.working), Ordering::Relaxed);
     }
 
@@ -69,7 +79,7 @@ impl<T> Queue<T> {
         let mut inner = self.lock();
         inner.most = most;
         self.note(&inner);
-        let waits = !inner.items.is_empty();
+        let waits = inner.len() > 0;
         drop(inner);
         if waits {
             self.asked.notify_all();
@@ -77,12 +87,16 @@ impl<T> Queue<T> {
     }
 
     /// Adds an item, and wakes a lane if one sleeps that may work. After the end, it is dropped.
-    pub(crate) fn push(&self, item: T) {
+    pub(crate) fn push(&self, item: T, goes_first: bool) {
         let mut inner = self.lock();
         if inner.closed {
             return;
         }
-        inner.items.push_back(item);
+        if goes_first {
+            inner.first.push_back(item)
+        } else {
+            inner.items.push_back(item)
+        }
         self.note(&inner);
         let wakes = inner.wakes();
         drop(inner);
@@ -97,7 +111,7 @@ impl<T> Queue<T> {
             return None;
         }
         let mut inner = self.lock();
-        let item = inner.items.pop_front();
+        let item = inner.pop();
         self.note(&inner);
         item
     }
@@ -138,7 +152,7 @@ impl<T> Queue<T> {
     pub(crate) fn close(&self) {
         let mut inner = self.lock();
         inner.closed = true;
-        let dropped = std::mem::take(&mut inner.items);
+        let dropped = (std::mem::take(&mut inner.first), std::mem::take(&mut inner.items));
         self.note(&inner);
         drop(inner);
         self.asked.notify_all();

@@ -22,6 +22,9 @@ pub struct Tx {
     away: Option<Task<Outgoing>>,
     /// Meanwhile the transport could be written to again.
     woken: bool,
+    /// The last attempt to write found no room, and perhaps nothing tells when there is some: until this thread has found
+    /// some, no lane is asked to try. Otherwise the two would try in turns, and neither sleep.
+    is_full: bool,
     /// See [`Sender::may_hold`].
     may_hold: bool,
     /// What failed in a lane.
@@ -44,6 +47,7 @@ impl Tx {
             queue: VecDeque::new(),
             away: None,
             woken: false,
+            is_full: false,
             may_hold,
             error: None,
             failed: false,
@@ -152,8 +156,7 @@ impl Tx {
             if lanes.is_some() && !task.is_finished() {
                 return Ok(false);
             }
-            self.recall();
-            moved = true;
+            moved = self.recall() > 0;
         }
         if let Some(error) = self.error.take() {
             return Err(error);
@@ -166,12 +169,23 @@ impl Tx {
             if !self.sender.has_room() {
                 break;
             }
+            let lanes = lanes.filter(|_| !self.is_full);
             if let Some((lanes, rank)) =
                 lanes.filter(|(lanes, _)| out.token.is_some() && lanes.want(out.whole(), left))
             {
+                if moved {
+                    self.sender.flush(); // what this thread has written
+                }
                 if let Some(out) = self.queue.pop_front() {
                     let sender = std::mem::replace(&mut self.sender, Box::new(Absent));
-                    let work = Outgoing { sender, out, written: self.written.clone(), failed: None };
+                    let work = Outgoing {
+                        sender,
+                        out,
+                        written: self.written.clone(),
+                        failed: None,
+                        is_full: false,
+                        moved: 0,
+                    };
                     self.away = Some(lanes.submit(Ticket::Sent(rank), work));
                 }
                 return Ok(true);
@@ -179,6 +193,7 @@ impl Tx {
             let n = out.write(&mut *self.sender)?;
             self.written.add(n);
             moved |= n > 0;
+            self.is_full = n == 0;
             if n == 0 {
                 break;
             }
@@ -189,18 +204,18 @@ impl Tx {
         Ok(moved)
     }
 
-    /// Takes back what a lane has: from here on no lane uses the connection.
-    pub(crate) fn recall(&mut self) {
-        let Some(Outgoing { sender, out, failed, .. }) = self.away.take().and_then(|task| task.recall())
-        else {
-            return;
-        };
+    /// Takes back what a lane has: from here on no lane uses the connection. How many bytes the lane has written.
+    pub(crate) fn recall(&mut self) -> usize {
+        let Some(work) = self.away.take().and_then(|task| task.recall()) else { return 0 };
+        let Outgoing { sender, out, failed, is_full, moved, .. } = work;
         self.sender = sender;
         self.queue.push_front(out);
         self.error = failed;
+        self.is_full = is_full;
         if std::mem::take(&mut self.woken) {
             self.sender.wake();
         }
+        moved
     }
 
     /// Adds the steps whose frames have left to `done`.
@@ -270,6 +285,8 @@ pub struct Rx {
     away: Option<Task<Incoming>>,
     /// Meanwhile the socket has become readable.
     woken: bool,
+    /// The last attempt to read found nothing, see [`Tx`]'s `is_full`.
+    is_dry: bool,
     /// What a lane's last read came to, if there may be nothing more.
     read: Option<Result<Read>>,
     /// See [`Receiver::signs`], as of the last look.
@@ -317,6 +334,7 @@ impl Rx {
             state: State::Head([0; HEADER], 0),
             away: None,
             woken: false,
+            is_dry: false,
             read: None,
             signs: 0,
             ahead,
@@ -377,9 +395,10 @@ impl Rx {
         self.bytes() + self.signs
     }
 
-    /// Takes back what a lane has: from here on no lane uses the connection, or the memory of the call.
-    pub(crate) fn recall(&mut self) {
-        let Some(incoming) = self.away.take().and_then(|task| task.recall()) else { return };
+    /// Takes back what a lane has: from here on no lane uses the connection, or the memory of the call. How many bytes the
+    /// lane has read.
+    pub(crate) fn recall(&mut self) -> usize {
+        let Some(incoming) = self.away.take().and_then(|task| task.recall()) else { return 0 };
         self.receiver = incoming.receiver;
         if let State::Payload(_, _, got, check) = &mut self.state {
             *got += incoming.got;
@@ -391,6 +410,7 @@ impl Rx {
         if std::mem::take(&mut self.woken) {
             self.receiver.wake();
         }
+        incoming.got
     }
 
     /// Drops what is arriving for a call from now on.
@@ -435,15 +455,14 @@ impl Rx {
 
     /// Reads what there is, or lets one of these lanes do so.
     pub(crate) fn pump(&mut self, sink: &mut dyn Sink, lanes: Option<&Lanes>) -> Result<Pumped> {
-        let before = self.bytes();
         let mut moved = false;
         if let Some(task) = &self.away {
             if lanes.is_some() && !task.is_finished() {
                 return Ok(Pumped::Nothing);
             }
-            self.recall();
-            moved = true;
+            moved = self.recall() > 0;
         }
+        let before = self.bytes();
         let mut last = self.read.take();
         if last.is_some() {
             self.end_if_complete(sink)?;
@@ -452,7 +471,7 @@ impl Rx {
             if (self.bytes() - before) as usize >= TURN {
                 break Pumped::Moved;
             }
-            if let Some(lanes) = lanes.filter(|_| last.is_none())
+            if let Some(lanes) = lanes.filter(|_| last.is_none() && !self.is_dry)
                 && self.hand_over(lanes)
             {
                 break Pumped::Moved;
@@ -461,6 +480,7 @@ impl Rx {
                 Some(read) => read?,
                 None => self.advance(sink)?,
             };
+            self.is_dry = read == Read::Nothing;
             match read {
                 Read::Some(_) => {}
                 Read::Nothing => {

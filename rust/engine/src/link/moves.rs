@@ -100,14 +100,24 @@ pub(super) struct Outgoing {
     pub(super) out: Out,
     pub(super) written: Count,
     pub(super) failed: Option<Error>,
+    /// There was no room.
+    pub(super) is_full: bool,
+    /// Bytes that it has written.
+    pub(super) moved: usize,
 }
 
 impl Work for Outgoing {
     fn run(&mut self, stop: &dyn Fn() -> bool) {
         while self.out.left() > 0 && self.sender.has_room() && !stop() {
             match self.out.write(&mut *self.sender) {
-                Ok(0) => break,
-                Ok(n) => self.written.add(n),
+                Ok(0) => {
+                    self.is_full = true;
+                    break;
+                }
+                Ok(n) => {
+                    self.written.add(n);
+                    self.moved += n;
+                }
                 Err(error) => {
                     self.failed = Some(error);
                     return;

@@ -85,7 +85,7 @@ pub(crate) struct Driver {
     has_sockets: bool,
     pub(crate) spins: u32,
     cores: Cores,
-    lanes: Arc<Lanes>,
+    pub(crate) lanes: Arc<Lanes>,
     pub(crate) background: Background,
     pub(crate) counters: Arc<Counters>,
     pub(crate) callers: Arc<Callers>,
@@ -147,6 +147,7 @@ impl Driver {
 
     /// The background thread, until the engine is closed.
     pub(crate) fn background(&self) {
+        let _watch = self.lanes.watch();
         // What it has seen at its last look: the newest call, and how many times calls were left to it.
         let (mut newest, mut left, mut quiet) = (0, 0, 0);
         loop {
@@ -195,6 +196,7 @@ impl Driver {
 
     /// The heartbeat thread, see [`crate::drive::heartbeat`].
     pub(crate) fn heartbeat(&self) {
+        let _watch = self.lanes.watch();
         while !self.closed.load(Ordering::Acquire) {
             if let Some(control) = &self.world.control {
                 control.count_heartbeat();
@@ -264,6 +266,7 @@ impl Driver {
                 Err(TryLockError::WouldBlock) if is_first => is_first = false,
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Poisoned(_)) => {
+                    self.lanes.close();
                     return Err(Error::Aborted(ENGINE_FAILED.into()));
                 }
             }

@@ -85,7 +85,10 @@ impl Engine {
     /// [`Error::Aborted`] after an internal error.
     pub fn check_sound(&self) -> Result<()> {
         match self.driver.progress.is_poisoned() {
-            true => Err(Error::Aborted(ENGINE_FAILED.into())),
+            true => {
+                self.driver.lanes.close(); // callers' memory goes when they hear of it
+                Err(Error::Aborted(ENGINE_FAILED.into()))
+            }
             false => Ok(()),
         }
     }
@@ -96,6 +99,7 @@ impl Engine {
     ///
     /// The call's, or that of `check_interrupt`, which ends the call.
     pub fn run(&self, submission: Submission, check_interrupt: InterruptCheck<'_>) -> Result<()> {
+        let _watch = self.driver.lanes.watch();
         self.check_open()?;
         let completion = submission.completion.clone();
         completion.set_awaited();
@@ -178,6 +182,7 @@ impl Engine {
         deadline: Option<Instant>,
         check_interrupt: InterruptCheck<'_>,
     ) -> Result<Option<Result<()>>> {
+        let _watch = self.driver.lanes.watch();
         if completion.is_done() {
             return Ok(completion.outcome());
         }
@@ -200,6 +205,7 @@ impl Engine {
 
     /// Whether a call has ended. Moves what can be moved, for callers that ask again and again.
     pub fn test(&self, completion: &Arc<Completion>) -> bool {
+        let _watch = self.driver.lanes.watch();
         if !completion.is_done()
             && !fork::is_child()
             && let Ok(Some(mut progress)) = self.driver.try_lock()
@@ -220,6 +226,7 @@ impl Engine {
     /// Reads what has arrived, and checks whether the group can go on: for calls whose data travels over NCCL, where
     /// nothing here would notice that they have stopped.
     pub fn check_peers(&self, members: &Members, what: &Signature) -> Result<()> {
+        let _watch = self.driver.lanes.watch();
         self.check_open()?;
         // If another thread drives, it reads what arrives.
         if let Ok(mut progress) = self.driver.progress.try_lock() {
@@ -234,6 +241,7 @@ impl Engine {
     /// Starts a call for which the caller will wait with [`Engine::wait`]. If it is small and no other thread drives, it
     /// is begun here, and left to the one who waits; if that takes long, to the background thread.
     pub fn start(&self, submission: Submission) -> Result<()> {
+        let _watch = self.driver.lanes.watch();
         if !submission.request.is_small() {
             return self.start_now(submission);
         }
@@ -363,8 +371,8 @@ impl Engine {
             self.driver.empty_inbox(&mut progress);
             progress.fail_at_shutdown();
             waited = progress.announce_leave(check_interrupt);
-            progress.close_lanes();
         }
+        self.driver.lanes.close(); // also after an internal error
         if let Some(passing) = self.driver.world.passing.as_ref().filter(|_| waited.is_ok()) {
             // The ranks leave together: those whose bytes pass here are about to close.
             waited = passing.wait(PASSING, check_interrupt);

@@ -19,4 +19,5 @@ pub(crate) mod process_state;
 pub mod runs;
 pub mod serving;
 pub(crate) mod socket;
+pub(crate) mod thread_time;
 pub mod unix;

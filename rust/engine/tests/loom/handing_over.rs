@@ -23,8 +23,8 @@ fn a_lane_is_woken_for_all_that_waits() {
                 })
             })
             .collect();
-        queue.push(1);
-        queue.push(2);
+        queue.push(1, false);
+        queue.push(2, true);
         lanes.into_iter().for_each(|lane| lane.join().unwrap());
     });
 }
@@ -43,7 +43,7 @@ fn what_waits_for_a_core_begins_when_there_is_one() {
         };
         let pushed = {
             let queue = queue.clone();
-            thread::spawn(move || queue.push(7))
+            thread::spawn(move || queue.push(7, true))
         };
         queue.set_most(1);
         pushed.join().unwrap();
@@ -90,7 +90,7 @@ fn what_is_taken_back_is_left_alone() {
             })
         };
         let task = Task::new(Writing(memory.clone()));
-        queue.push(task.shared());
+        queue.push(task.shared(), false);
         let finished = task.is_finished();
         let work = task.recall().expect("it is taken back once");
         // loom fails the test if the lane is still there.

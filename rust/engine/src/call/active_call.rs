@@ -18,6 +18,7 @@ use crate::call::request::{Message, Request};
 use crate::call::steps::{StepRunner, TURN};
 use crate::group::members::Members;
 use crate::health::events::{EventRing, Phase};
+use crate::lanes::pool::MOST_SUMS;
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
@@ -188,10 +189,13 @@ impl ActiveCall {
             return Ok(false);
         }
         let lanes = out.lanes.clone();
-        // Where lanes make sums too, this thread decides what they do next.
-        self.body.turn = if self.body.summing.is_empty() { TURN } else { TURN / 8 };
+        self.body.turn = TURN;
         let mut moved = false;
         while let Some(next) = self.body.pending.front().copied().filter(|_| self.body.turn > 0) {
+            // Lanes have enough to do, and this thread helps them when it has nothing to decide.
+            if self.body.summing.len() >= MOST_SUMS {
+                break;
+            }
             moved = true;
             let schedule = self.body.schedule.clone();
             let Some(Step::Reduce { from, to, finish }) = schedule.steps.get(next.step as usize) else {

@@ -28,6 +28,9 @@ use crate::sys::thread_time::ThreadTime;
 const LEAST: usize = 256 << 10;
 /// The most lanes unless more are asked for: so many keep a network of 100 Gbit/s busy.
 const MOST: usize = 4;
+/// How many sums of a call are handed over at a time: enough that no lane is idle while the thread that drives has lost
+/// its core, and few enough to search.
+pub(crate) const MOST_SUMS: usize = 64;
 /// How long a lane looks for more before it sleeps: waking it takes some microseconds of the thread that drives.
 const LOOK: Duration = Duration::from_micros(30);
 /// Of the time in which lanes work, in thousandths, what others may take before the lanes rest.
@@ -166,12 +169,6 @@ impl Lanes {
         let most = self.count.min(free as usize);
         self.shared.queue.set_most(most as u32);
         self.open.store(most > 0, Ordering::Relaxed);
-    }
-
-    /// How many sums of a call to hand over at most: a few that wait, so that no lane is idle. More would only be in the
-    /// way of what becomes ready later, and of the memory that they hold.
-    pub(crate) fn most_sums(&self) -> usize {
-        self.count + 2
     }
 
     /// Hands work over; a ticket says when it is over. Without lanes, or if no thread can be started, it is done here.

@@ -22,8 +22,8 @@ pub struct Tx {
     away: Option<Task<Outgoing>>,
     /// Meanwhile the transport could be written to again.
     woken: bool,
-    /// The last attempt to write found no room, and perhaps nothing tells when there is some: until this thread has found
-    /// some, no lane is asked to try. Otherwise the two would try in turns, and neither sleep.
+    /// The last attempt to write found no room, and the transport cannot tell when there is some: until this thread has
+    /// found some, no lane is asked to try. Otherwise the two would try in turns, and neither sleep.
     is_full: bool,
     /// See [`Sender::may_hold`].
     may_hold: bool,
@@ -193,7 +193,7 @@ impl Tx {
             let n = out.write(&mut *self.sender)?;
             self.written.add(n);
             moved |= n > 0;
-            self.is_full = n == 0;
+            self.is_full = n == 0 && self.sender.has_room();
             if n == 0 {
                 break;
             }
@@ -285,7 +285,7 @@ pub struct Rx {
     away: Option<Task<Incoming>>,
     /// Meanwhile the socket has become readable.
     woken: bool,
-    /// The last attempt to read found nothing, see [`Tx`]'s `is_full`.
+    /// The last attempt to read found nothing, although there may be something; see [`Tx`]'s `is_full`.
     is_dry: bool,
     /// What a lane's last read came to, if there may be nothing more.
     read: Option<Result<Read>>,
@@ -480,7 +480,7 @@ impl Rx {
                 Some(read) => read?,
                 None => self.advance(sink)?,
             };
-            self.is_dry = read == Read::Nothing;
+            self.is_dry = read == Read::Nothing && self.receiver.has_input();
             match read {
                 Read::Some(_) => {}
                 Read::Nothing => {

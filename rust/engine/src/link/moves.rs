@@ -100,7 +100,7 @@ pub(super) struct Outgoing {
     pub(super) out: Out,
     pub(super) written: Count,
     pub(super) failed: Option<Error>,
-    /// There was no room.
+    /// There was no room, and the transport cannot tell when there is some.
     pub(super) is_full: bool,
     /// Bytes that it has written.
     pub(super) moved: usize,
@@ -111,7 +111,7 @@ impl Work for Outgoing {
         while self.out.left() > 0 && self.sender.has_room() && !stop() {
             match self.out.write(&mut *self.sender) {
                 Ok(0) => {
-                    self.is_full = true;
+                    self.is_full = self.sender.has_room();
                     break;
                 }
                 Ok(n) => {

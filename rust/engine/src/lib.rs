@@ -21,7 +21,7 @@
 //! `tools/layers_rust.py` holds this order, and that no two files use each other.
 //!
 //! Unsafe code is in `sys::memory`, `sys::fork`, `sys::atomics` (two copies), `sys::clock` (a register),
-//! `sys::thread_time` (a look at the clock), `sys::unix` (a socket option), `host`, `transport::shm`,
+//! `sys::thread_time` (a look at a count), `sys::unix` (a socket option), `host`, `transport::shm`,
 //! `transport::tcp` (one socket option), `transport::faulty` (one mapping), `link`, `link::socket` (two ioctls),
 //! `call`, `sys::runs` (addresses), and `runtime::group` and `device` (callers' memory).
 

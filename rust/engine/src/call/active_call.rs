@@ -18,7 +18,6 @@ use crate::call::request::{Message, Request};
 use crate::call::steps::{StepRunner, TURN};
 use crate::group::members::Members;
 use crate::health::events::{EventRing, Phase};
-use crate::lanes::pool::MOST_SUMS;
 use crate::link::outbox::Outbox;
 use crate::sys::completion::Completion;
 use crate::sys::memory::Scratch;
@@ -185,15 +184,15 @@ impl ActiveCall {
 
     /// Carries on with the reductions that wait, for one turn; true if there were any.
     pub(crate) fn take_turn(&mut self, out: &mut Outbox) -> Result<bool> {
+        self.body.turn = TURN; // also for the steps that follow
         if self.body.pending.is_empty() {
             return Ok(false);
         }
         let lanes = out.lanes.clone();
-        self.body.turn = TURN;
         let mut moved = false;
         while let Some(next) = self.body.pending.front().copied().filter(|_| self.body.turn > 0) {
             // Lanes have enough to do, and this thread helps them when it has nothing to decide.
-            if self.body.summing.len() >= MOST_SUMS {
+            if self.body.summing.len() >= lanes.most_sums() {
                 break;
             }
             moved = true;
@@ -282,18 +281,24 @@ impl ActiveCall {
     }
 
     /// The ranks to name when a call waits: members that have not entered the call as far as this rank knows (ranks
-    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for, or that do not take
-    /// what it sends.
+    /// that stall tell all others that they are in it), otherwise the ranks whose data it waits for.
     pub fn absent(&self) -> Vec<Place> {
-        let mut absent = self.not_entered();
-        if absent.is_empty() {
-            absent = self.waiting_for();
+        let absent = self.not_entered();
+        if absent.is_empty() { self.waiting_for() } else { absent }
+    }
+
+    /// The ranks to name when a call is late: the same, otherwise those that do not take what it sends. While this rank
+    /// has sums to make nobody else need be the reason, and a rank that takes what comes slowly is not late itself: so
+    /// time that this rank sleeps does not count as theirs.
+    pub(crate) fn late(&self) -> Vec<Place> {
+        let absent = self.absent();
+        let is_sending = self.body.pending.is_empty() && self.body.summing.is_empty();
+        if !absent.is_empty() || !is_sending || self.state != CallState::Running {
+            return absent;
         }
-        if absent.is_empty() && self.state == CallState::Running {
-            absent = self.exec.sending_to();
-            absent.dedup();
-        }
-        absent
+        let mut places = self.exec.sending_to();
+        places.dedup();
+        places
     }
 
     /// The members that have not made this collective, as far as this rank knows.

@@ -10,7 +10,7 @@ use trigram_core::{Error, Result};
 
 use crate::call::body::{Body, EAGER, PendingReduce};
 use crate::call::fold::{Ends, FEW, Sum, Summing, TILE};
-use crate::lanes::pool::{Lanes, MOST_SUMS, Ticket};
+use crate::lanes::pool::{Lanes, Ticket};
 use crate::link::outbox::Outbox;
 use crate::sys::copy::{MUCH, copy_past_cache};
 
@@ -95,7 +95,7 @@ impl Body {
         lanes: &Lanes,
     ) -> Result<bool> {
         let len = from.first().map_or(0, |loc| loc.span.len) * self.request.call.dtype.size();
-        let fits = self.summing.len() < MOST_SUMS
+        let fits = self.summing.len() < lanes.most_sums()
             && self.request.update.is_none()
             && from.iter().chain(to).all(|loc| self.run_length(*loc, 0) >= len);
         if !fits {

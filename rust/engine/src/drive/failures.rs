@@ -130,7 +130,7 @@ pub(crate) fn check_time(calls: &mut Calls, out: &mut Outbox, peers: &Peers, me:
         if !(late || stalled || name) {
             continue;
         }
-        let absent = active.body.members.ranks_of(&active.absent());
+        let absent = active.body.members.ranks_of(&active.late());
         let waiting_for = name_ranks(&absent);
         if name {
             active.named = true;

@@ -21,8 +21,7 @@ use crate::lanes::queue::Queue;
 use crate::lanes::task::{Run, Task, Work};
 use crate::sys::clock;
 use crate::sys::cores::Cores;
-use crate::sys::fork;
-use crate::sys::thread_time::ThreadTime;
+use crate::sys::{fork, thread_time};
 
 /// Less than this is not worth handing over, in bytes.
 const LEAST: usize = 256 << 10;
@@ -30,7 +29,7 @@ const LEAST: usize = 256 << 10;
 const MOST: usize = 4;
 /// How many sums of a call are handed over at a time: enough that no lane is idle while the thread that drives has lost
 /// its core, and few enough to search.
-pub(crate) const MOST_SUMS: usize = 64;
+const MOST_SUMS: usize = 64;
 /// How long a lane looks for more before it sleeps: waking it takes some microseconds of the thread that drives.
 const LOOK: Duration = Duration::from_micros(30);
 /// Of the time in which lanes work, in thousandths, what others may take before the lanes rest.
@@ -49,6 +48,8 @@ pub enum Wanted {
         lanes: usize,
         /// Bytes.
         least: usize,
+        /// How many sums of a call wait at most.
+        sums: usize,
     },
 }
 
@@ -56,7 +57,7 @@ impl Wanted {
     /// As `TRIGRAM_LANES` asks for.
     pub fn from_env() -> Self {
         let asked = std::env::var("TRIGRAM_LANES").ok().and_then(|asked| asked.parse().ok());
-        asked.map_or(Self::Auto, |lanes| Self::Exactly { lanes, least: LEAST })
+        asked.map_or(Self::Auto, |lanes| Self::Exactly { lanes, least: LEAST, sums: MOST_SUMS })
     }
 
     /// How many, for one of `ranks` ranks of a host.
@@ -96,6 +97,9 @@ pub(crate) struct Lanes {
     open: AtomicBool,
     /// Whether there was work for lanes since the last look at the cores.
     used: AtomicBool,
+    /// They have ended for good.
+    closed: AtomicBool,
+    sums: usize,
     free: Mutex<FreeCores>,
     pub(crate) load: Load,
     shared: Arc<Shared>,
@@ -113,7 +117,7 @@ struct Shared {
     cores: Cores,
     /// Thousandths of the time that others took lately.
     taken: AtomicU32,
-    /// Microseconds of processor time that lanes have spent, and ticks in which they worked.
+    /// Nanoseconds of processor time that lanes have spent, and ticks in which they worked.
     spent: AtomicU64,
     worked: AtomicU64,
 }
@@ -136,9 +140,26 @@ impl Lanes {
         };
         let (open, used) = (AtomicBool::new(false), AtomicBool::new(false));
         let (shared, threads, free) = (Arc::new(shared), Mutex::default(), Mutex::default());
-        let least = if let Wanted::Exactly { least, .. } = wanted { least } else { LEAST };
+        let (least, sums) = match wanted {
+            Wanted::Auto => (LEAST, MOST_SUMS),
+            Wanted::Exactly { least, sums, .. } => (least, sums),
+        };
         let cores = sched_getaffinity(None).ok();
-        Self { count, ranks, cores, least, wanted, open, used, free, load: Load::new(), shared, threads }
+        Self {
+            count,
+            ranks,
+            cores,
+            least,
+            wanted,
+            open,
+            used,
+            closed: AtomicBool::new(false),
+            sums,
+            free,
+            load: Load::new(),
+            shared,
+            threads,
+        }
     }
 
     /// Whether work of this kind is for a lane: a message or a sum of `whole` bytes, of which so many are left.
@@ -171,15 +192,18 @@ impl Lanes {
         self.open.store(most > 0, Ordering::Relaxed);
     }
 
-    /// Hands work over; a ticket says when it is over. Without lanes, or if no thread can be started, it is done here.
+    /// How many sums of a call are handed over at a time.
+    pub(crate) fn most_sums(&self) -> usize {
+        self.sums
+    }
+
+    /// Hands work over; a ticket says when it is over. Without lanes, after their end, and if no thread can be started, it
+    /// is done here.
     pub(crate) fn submit<W: Work>(&self, ticket: Ticket, work: W) -> Task<W> {
         let task = Task::new(work);
-        match self.start() {
-            true => {
-                let goes_first = !matches!(ticket, Ticket::Summed(..));
-                self.shared.queue.push((ticket, task.shared()), goes_first);
-            }
-            false => drop(self.shared.execute(ticket, &*task.shared())),
+        let goes_first = !matches!(ticket, Ticket::Summed(..));
+        if !self.start() || !self.shared.queue.push((ticket, task.shared()), goes_first) {
+            self.shared.execute(ticket, &*task.shared());
         }
         task
     }
@@ -187,7 +211,7 @@ impl Lanes {
     /// Starts the threads, unless they run; whether any runs.
     fn start(&self) -> bool {
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
-        while threads.len() < self.count {
+        while threads.len() < self.count && !self.closed.load(Ordering::Relaxed) {
             let (shared, cores) = (self.shared.clone(), self.cores);
             let thread = std::thread::Builder::new().name("trigram-lane".into());
             let run = move || {
@@ -228,7 +252,7 @@ impl Lanes {
 
     /// Processor time that lanes have spent.
     fn spent(&self) -> Duration {
-        Duration::from_micros(self.shared.spent.load(Ordering::Relaxed))
+        Duration::from_nanos(self.shared.spent.load(Ordering::Relaxed))
     }
 
     /// Ends the lanes: from then on none touches any memory.
@@ -236,6 +260,7 @@ impl Lanes {
         if fork::is_child() {
             return;
         }
+        self.closed.store(true, Ordering::Relaxed);
         self.shared.queue.close();
         // Under the lock: whoever else closes them returns when they have ended, too.
         let mut threads = self.threads.lock().unwrap_or_else(PoisonError::into_inner);
@@ -270,6 +295,7 @@ impl Shared {
     /// A lane.
     fn work(&self) {
         let look = clock::in_ticks(LOOK);
+        thread_time::was_interrupted(); // before it had anything to do
         loop {
             let until = clock::ticks().saturating_add(look);
             while !self.queue.has_work() && clock::ticks() < until {
@@ -280,7 +306,7 @@ impl Shared {
                 let began = clock::ticks();
                 let spent = self.execute(ticket, &*work);
                 self.worked.fetch_add(clock::ticks().saturating_sub(began), Ordering::Relaxed);
-                self.spent.fetch_add(spent, Ordering::Relaxed);
+                self.spent.fetch_add(spent.as_nanos() as u64, Ordering::Relaxed);
             }));
             drop(work);
             self.queue.done();
@@ -293,30 +319,28 @@ impl Shared {
         }
     }
 
-    /// Does a piece of work. Returns the microseconds of processor time that it took.
-    fn execute(&self, ticket: Ticket, work: &dyn Run) -> u64 {
-        let (began, before) = (Instant::now(), ThreadTime::now());
+    /// Does a piece of work. Returns the processor time that it took.
+    fn execute(&self, ticket: Ticket, work: &dyn Run) -> Duration {
+        let (began, before) = (Instant::now(), thread_time::spent());
         if !work.run() {
-            return 0;
+            return Duration::ZERO;
         }
-        let now = ThreadTime::now();
-        let spent = now.spent.saturating_sub(before.spent);
-        let took = began.elapsed().as_micros() as u64;
-        // It may also have slept, where two directions of a connection share something: nobody took its core then.
-        let lost = if now.interrupted == before.interrupted { 0 } else { took.saturating_sub(spent) };
-        self.note_time(took, lost);
+        let (took, spent) = (began.elapsed(), thread_time::spent().saturating_sub(before));
+        self.note_time(took, took.saturating_sub(spent));
         self.over.lock().unwrap_or_else(PoisonError::into_inner).push(ticket);
         self.tickets.fetch_add(1, Ordering::Release);
         self.bell.ring();
         spent
     }
 
-    /// Work took so many microseconds, and for so many of them others had its core.
-    fn note_time(&self, took: u64, lost: u64) {
-        if took < SHORT.as_micros() as u64 {
+    /// Work took so long, and did not run for so long of that.
+    fn note_time(&self, took: Duration, stood: Duration) {
+        if took < SHORT {
             return;
         }
-        let taken = (lost.min(took) * 1000 / took) as u32;
+        let stood = (stood.as_nanos() * 1000 / took.as_nanos()) as u32;
+        // It may also have slept, where two directions of a connection share something: nobody took its core then.
+        let taken = if stood > TAKEN && thread_time::was_interrupted() { stood } else { 0 };
         // Threads may do this at the same time; what one of them notes is good enough.
         let mean = (self.taken.load(Ordering::Relaxed) * 7 + taken) / 8;
         let rest = mean > TAKEN;

@@ -86,11 +86,11 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Adds an item, and wakes a lane if one sleeps that may work. After the end, it is dropped.
-    pub(crate) fn push(&self, item: T, goes_first: bool) {
+    /// Adds an item, and wakes a lane if one sleeps that may work; false after the end.
+    pub(crate) fn push(&self, item: T, goes_first: bool) -> bool {
         let mut inner = self.lock();
         if inner.closed {
-            return;
+            return false;
         }
         if goes_first {
             inner.first.push_back(item)
@@ -103,6 +103,7 @@ impl<T> Queue<T> {
         if wakes {
             self.asked.notify_one();
         }
+        true
     }
 
     /// Takes an item out that no lane will begin with soon, if there is one.

@@ -193,8 +193,10 @@ impl Tx {
             let n = out.write(&mut *self.sender)?;
             self.written.add(n);
             moved |= n > 0;
-            self.is_full = n == 0 && self.sender.has_room();
-            if n == 0 {
+            // What has just found some room has probably filled it.
+            let fills = n == 0 || self.is_full && n < left;
+            self.is_full = fills && self.sender.has_room();
+            if fills {
                 break;
             }
         }

@@ -353,7 +353,9 @@ impl Engine {
     ///
     /// That of `check_interrupt`, which ends the wait for slow peers; the engine is shut down all the same.
     pub fn shutdown(&self, check_interrupt: InterruptCheck<'_>) -> Result<()> {
+        let _watch = self.driver.lanes.watch();
         if fork::is_child() || self.driver.closed.swap(true, Ordering::AcqRel) {
+            self.driver.lanes.close(); // also if the first call has failed
             return Ok(());
         }
         self.driver.world.bell.ring();

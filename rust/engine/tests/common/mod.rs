@@ -46,7 +46,7 @@ pub(crate) fn engines(
             arena: Arc::default(),
             retired: Arc::default(),
             patience: Patience { limit, ..Patience::default() },
-            lanes: Wanted::Exactly { lanes: rank % 3, least: 1 },
+            lanes: Wanted::Exactly { lanes: rank % 3, least: 1, sums: 2 },
         };
         Arc::new(Engine::new(Arc::new(world), tx, rx).unwrap())
     };

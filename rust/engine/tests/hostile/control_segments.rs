@@ -117,7 +117,7 @@ fn control_segments() {
             arena: Arc::default(),
             retired: Arc::default(),
             patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
-            lanes: Wanted::Exactly { lanes: 1, least: 1 },
+            lanes: Wanted::Exactly { lanes: 1, least: 1, sums: 2 },
         });
         let before = ACCOUNT.begin();
         let mut memory: Vec<(Fenced, usize)> = (0..40)

@@ -221,7 +221,7 @@ fn streams() {
         arena: Arc::default(),
         retired: Arc::default(),
         patience: Patience { limit: Duration::from_millis(1200), ..Patience::default() },
-        lanes: Wanted::Exactly { lanes: 1, least: 1 },
+        lanes: Wanted::Exactly { lanes: 1, least: 1, sums: 2 },
     });
     let all = Arc::new(Members::new(ALL, "all".into(), vec![0, 1, 2], 0, &world).unwrap());
     let helped = Arc::new(Members::new(HELPED, "helped".into(), vec![1, 2, 0], 1, &world).unwrap());

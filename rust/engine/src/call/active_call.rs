@@ -148,6 +148,10 @@ impl ActiveCall {
     /// Begins to run a schedule.
     pub fn run(&mut self, schedule: Arc<Schedule>, out: &mut Outbox) -> Result<()> {
         let size = self.body.request.call.dtype.size();
+        // Of the schedule before, if ranks found out that they need another: this one does everything itself, and its steps
+        // have the same numbers.
+        self.body.pending.clear();
+        self.body.summing.clear();
         self.body.set_schedule(schedule.clone())?;
         // Peers that will send much wait until they know that this rank is in the call.
         for t in schedule.traffic().iter().filter(|t| t.received * size > EAGER) {

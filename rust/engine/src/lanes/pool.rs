@@ -187,8 +187,13 @@ impl Lanes {
             // Too early: the next look is for this work too.
             return self.used.store(true, Ordering::Relaxed);
         };
-        let most = self.count.min(free as usize);
-        self.shared.queue.set_most(most as u32);
+        self.use_cores(free);
+    }
+
+    /// So many cores are free for this rank.
+    fn use_cores(&self, free: u32) {
+        let most = free.min(self.count as u32);
+        self.shared.queue.set_most(most);
         self.open.store(most > 0, Ordering::Relaxed);
     }
 
@@ -340,7 +345,11 @@ impl Shared {
         }
         let stood = (stood.as_nanos() * 1000 / took.as_nanos()) as u32;
         // It may also have slept, where two directions of a connection share something: nobody took its core then.
-        let taken = if stood > TAKEN && thread_time::was_interrupted() { stood } else { 0 };
+        self.note_taken(if stood > TAKEN && thread_time::was_interrupted() { stood } else { 0 });
+    }
+
+    /// Of the time that work took, others had so many thousandths.
+    fn note_taken(&self, taken: u32) {
         // Threads may do this at the same time; what one of them notes is good enough.
         let mean = (self.taken.load(Ordering::Relaxed) * 7 + taken) / 8;
         let rest = mean > TAKEN;
@@ -348,5 +357,107 @@ impl Shared {
         if rest {
             self.cores.note_wanted();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Says where it was done, or panics.
+    struct Noting(Option<std::thread::ThreadId>, bool);
+
+    impl Work for Noting {
+        fn run(&mut self, _stop: &dyn Fn() -> bool) {
+            assert!(!self.1, "a lane fails");
+            self.0 = Some(std::thread::current().id());
+        }
+    }
+
+    fn lanes(wanted: Wanted) -> Lanes {
+        let mut lanes = Lanes::new(wanted, 1, Doorbell::alone().unwrap());
+        lanes.count = 2; // whatever this machine has
+        lanes
+    }
+
+    fn two() -> Lanes {
+        lanes(Wanted::Exactly { lanes: 2, least: 1, sums: 2 })
+    }
+
+    fn await_tickets(lanes: &Lanes) -> Vec<Ticket> {
+        while !lanes.has_tickets() {
+            std::thread::yield_now();
+        }
+        lanes.tickets()
+    }
+
+    #[test]
+    fn by_themselves_lanes_take_only_much_and_only_free_cores() {
+        let lanes = lanes(Wanted::Auto);
+        assert!(!lanes.want(LEAST, LEAST), "no core has shown that it is free");
+        assert!(lanes.used.load(Ordering::Relaxed), "so the cores are looked at");
+        lanes.use_cores(1);
+        assert!(lanes.want(LEAST, LEAST));
+        assert!(!lanes.want(LEAST - 1, LEAST - 1) && !lanes.want(LEAST, LEAST / 8));
+        let task = lanes.submit(Ticket::Sent(3), Noting(None, false));
+        assert_eq!(await_tickets(&lanes), [Ticket::Sent(3)]);
+        assert_ne!(task.recall().unwrap().0.unwrap(), std::thread::current().id());
+        lanes.use_cores(0);
+        assert!(!lanes.want(LEAST, LEAST));
+    }
+
+    #[test]
+    fn lanes_that_are_interrupted_rest() {
+        let lanes = lanes(Wanted::Auto);
+        lanes.use_cores(2);
+        lanes.shared.note_taken(900);
+        assert!(lanes.want(LEAST, LEAST), "once says nothing");
+        (0..8).for_each(|_| lanes.shared.note_taken(900));
+        assert!(!lanes.want(LEAST, LEAST));
+    }
+
+    #[test]
+    fn what_no_lane_can_do_is_done_at_once() {
+        let lanes = two();
+        lanes.close();
+        let task = lanes.submit(Ticket::Received(1), Noting(None, false));
+        assert!(task.is_finished());
+        assert_eq!(lanes.tickets(), [Ticket::Received(1)]);
+        assert_eq!(task.recall().unwrap().0, Some(std::thread::current().id()));
+        assert!(lanes.threads.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn the_panic_of_a_lane_is_that_of_the_thread_that_drives() {
+        let lanes = two();
+        let _task = lanes.submit(Ticket::Summed(1, 2), Noting(None, true));
+        let told = catch_unwind(AssertUnwindSafe(|| await_tickets(&lanes)));
+        assert_eq!(*told.unwrap_err().downcast::<&str>().unwrap(), "a lane fails");
+    }
+
+    #[test]
+    fn a_thread_that_panics_ends_the_lanes_before_its_memory_goes() {
+        let lanes = two();
+        drop(lanes.submit(Ticket::Sent(0), Noting(None, false)));
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _watch = lanes.watch();
+            panic!("inside the engine");
+        }));
+        assert!(panicked.is_err() && lanes.closed.load(Ordering::Relaxed));
+        assert!(lanes.threads.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn messages_go_before_sums() {
+        let queue = Queue::new(1);
+        for (item, goes_first) in [("sum", false), ("message", true), ("another sum", false)] {
+            assert!(queue.push(item, goes_first));
+        }
+        let next = || {
+            let item = queue.wait();
+            queue.done();
+            item
+        };
+        assert_eq!([next(), next(), next()], [Some("message"), Some("sum"), Some("another sum")]);
     }
 }

@@ -275,17 +275,22 @@ class StoreGather:
             self._await(keys)
             return self._read(keys)
 
-    def look(self) -> None:
+    def look(self) -> str | None:
         """Raises if ``init`` has failed on another rank, or a rank of the meeting has called it again.
 
         For callers that wait for the other ranks elsewhere, as often as they like: it looks five times a
-        second.
+        second. Returns why nobody will come, if the store is lost: the rank that served it has given up, and
+        what the caller waits for says more about the cause than that.
         """
         now = time.monotonic()
         if self.store is not None and now - self.looked > _LOOK_SECONDS:
             self.looked = now
-            with self._connected():
-                self._look()
+            try:
+                with self._connected():
+                    self._look()
+            except TimeoutError as lost:
+                return str(lost)
+        return None
 
     def fail(self, why: Exception) -> None:
         """Tells the other ranks that init failed here, and waits up to 5 s until they have read it.

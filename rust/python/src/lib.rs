@@ -70,7 +70,7 @@ impl Rendezvous {
         Ok(PyBytes::new(py, &record))
     }
 
-    /// `look`: called while it waits; what it raises ends the wait.
+    /// `look`: called while it waits; what it raises, or a reason that it returns, ends the wait.
     #[pyo3(signature = (records, timeout, look=None))]
     fn handshake(
         &mut self,

@@ -81,7 +81,8 @@ pub(crate) fn wait<T: Send>(
     wait_while(py, None, f)
 }
 
-/// As [`wait`]; an exception of the function `look`, which is called now and then, ends the wait too.
+/// As [`wait`]; the function `look`, which is called now and then, ends the wait too: with an exception, or, if it returns a
+/// reason, as if the time were over, so that the error says what is missing, and why the wait was not longer.
 pub(crate) fn wait_while<T: Send>(
     py: Python<'_>,
     look: Option<&Py<PyAny>>,
@@ -132,20 +133,21 @@ pub(crate) fn serve_by(serve: Py<PyAny>, active: bool) {
 }
 
 /// Runs the signal handlers that are due, then `look` and what is due for other ranks; `signal` gets what one of them has
-/// raised.
+/// raised. [`Error::Timeout`]: `look` returned a reason to wait no longer.
 fn check(signal: &mut Option<PyErr>, look: Option<&Py<PyAny>>) -> trigram_core::Result<()> {
-    let checked = Python::try_attach(|py| {
+    let checked = Python::try_attach(|py| -> PyResult<Option<String>> {
         py.check_signals()?;
-        look.map_or(Ok(()), |look| look.call0(py).map(drop))?;
+        let given_up = look.map_or(Ok(None), |look| look.call0(py)?.extract(py))?;
         if serving::is_active()
             && let Some(serve) = SERVE.get()
         {
             serving::take(); // first: a call that ends meanwhile is looked at again
             serve.call0(py)?;
         }
-        Ok(())
+        Ok(given_up)
     });
     match checked {
+        Some(Ok(Some(what))) => Err(Error::Timeout { what, millis: 0, waiting_for: String::new() }),
         Some(Err(e)) => {
             *signal = Some(e);
             Err(Error::Aborted("interrupted".into()))

@@ -226,7 +226,13 @@ pub fn connect(
                 Ok(Some(Arrival::Told)) => untold -= 1,
                 Ok(None) | Err(_) => {}
             }
-            check_interrupt()?;
+            let given_up = match check_interrupt() {
+                Err(Error::Timeout { what, .. }) => Some(what),
+                other => {
+                    other?;
+                    None
+                }
+            };
             match rustix::io::fcntl_dupfd_cloexec(own_socket.as_fd(), 0) {
                 Err(e) if spare.elapsed() > HANDSHAKE_LIMIT => {
                     return Err(refused(format!("init: connecting rank {} over TCP", me.rank), e));
@@ -234,24 +240,27 @@ pub fn connect(
                 Err(_) => {}
                 Ok(_) => spare = Instant::now(),
             }
-            if began.elapsed() > limit && is_missing(&made) {
-                let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
-                return Err(timed_out(me.rank, own, &missing, &made, &rejected, &attempts, limit));
-            }
-            if began.elapsed() > limit && untold > 0 && relay.open().is_none() {
-                let waiting_for = "the rank that passes on what ranks send each other that nobody reaches".into();
-                let what = format!("init: connecting rank {} over TCP", me.rank);
-                return Err(Error::Timeout { what, millis: limit.as_millis() as u64, waiting_for });
-            }
-            if let Some((a, b)) = relay.open().filter(|_| began.elapsed() > limit) {
-                return Err(Error::Timeout {
-                    what: format!("init: connecting ranks {a} and {b} through rank {}", me.rank),
-                    millis: limit.as_millis() as u64,
-                    waiting_for: format!(
+            if began.elapsed() > limit || given_up.is_some() {
+                let (what, waiting_for) = if is_missing(&made) {
+                    let missing: Vec<&Peer> = peers.iter().filter(|peer| !made.has(peer.rank)).collect();
+                    let waiting_for = missing_ranks(me.rank, own, &missing, &made, &rejected, &attempts, began.elapsed())?;
+                    (format!("connecting rank {} over TCP", me.rank), waiting_for)
+                } else if let Some((a, b)) = relay.open() {
+                    let waiting_for = format!(
                         "{}. Both only connect outwards (TRIGRAM_OUTWARD=1); each must reach rank {} at {own}",
                         name_ranks(&[a, b]),
                         me.rank
-                    ),
+                    );
+                    (format!("connecting ranks {a} and {b} through rank {}", me.rank), waiting_for)
+                } else {
+                    let waiting_for = "the rank that passes on what ranks send each other that nobody reaches".into();
+                    (format!("connecting rank {} over TCP", me.rank), waiting_for)
+                };
+                let why = given_up.map_or(String::new(), |why| format!(". This rank waits no longer: {why}"));
+                return Err(Error::Timeout {
+                    what: format!("init: {what}"),
+                    millis: began.elapsed().as_millis() as u64,
+                    waiting_for: waiting_for + &why,
                 });
             }
         }
@@ -289,23 +298,24 @@ async fn answer(
     }
 }
 
-fn timed_out(
+/// What is missing; as an error, if a process could not prove that it is one of the ranks.
+fn missing_ranks(
     me: u32,
     own: SocketAddr,
     missing: &[&Peer],
     made: &Made,
     rejected: &Rejected,
     attempts: &Attempts,
-    limit: Duration,
-) -> Error {
+    waited: Duration,
+) -> Result<String> {
     let rejected = rejected.lock().unwrap_or_else(PoisonError::into_inner);
     let names = name_ranks(&missing.iter().map(|peer| peer.rank).collect::<Vec<_>>());
     if let Some((rank, ip)) = missing.iter().find_map(|peer| Some((peer.rank, rejected.get(&peer.rank)?))) {
-        return Error::Auth(format!(
+        return Err(Error::Auth(format!(
             "init: rank {me} waited {:.1} s for {names}. A process at {ip} claimed to be rank {rank} but could not prove it: \
              it is an impostor, or something intercepts the connection; check TRIGRAM_SECRET and TRIGRAM_TLS",
-            limit.as_secs_f64(),
-        ));
+            waited.as_secs_f64(),
+        )));
     }
     let attempts = attempts.lock().unwrap_or_else(PoisonError::into_inner);
     let mut tried: Vec<String> = Vec::new();
@@ -335,14 +345,12 @@ fn timed_out(
         let callers = name_ranks(&callers);
         tried.push(format!("rank {me} announced {own}, and no connection of {callers} has come there"));
     }
-    let waiting_for = format!(
+    Ok(format!(
         "{names}. {}. Set TRIGRAM_IFACE, on each host, to the interface or address that the others reach, and let the \
          firewall pass connections between the hosts, at all ports or at those of TRIGRAM_PORT. A rank that others \
          cannot reach behind its router needs TRIGRAM_OUTWARD=1; one that others reach at another address, TRIGRAM_ANNOUNCE",
         tried.join("; ")
-    );
-    let what = format!("init: connecting rank {me} over TCP");
-    Error::Timeout { what, millis: limit.as_millis() as u64, waiting_for }
+    ))
 }
 
 /// What the system's answer to an attempt to connect says.

@@ -154,7 +154,10 @@ pub fn connect(
         }
         if checked.elapsed() > INTERRUPT_INTERVAL {
             checked = Instant::now();
-            check_interrupt()?;
+            match check_interrupt() {
+                Err(Error::Timeout { .. }) => return Ok(None), // the others have given up
+                other => other?,
+            }
             // A rank that no longer listens is gone: it would not have left before it had connected to this one.
             let awaited = local.iter().filter(|(rank, _)| *rank > me && !met.contains_key(rank));
             for (_, name) in awaited {
